@@ -37,7 +37,8 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int, *, pack_on_d
     shared = _SharedBuffers()
     bodies = _bodies(graph, placement, bucket_bytes, shared)
     if pack_on_device:
-        _pack_on_device(bodies, shared, owner, traced.decisions)
+        carried = {2 * g + 1 for g, group in enumerate(placement.groups) if group.carried}
+        _pack_on_device(bodies, shared, owner, traced.decisions, carried)
     # What a position still has to compute follows from what the later ones read, so all bodies come first.
     reads = _prune(bodies, owner, results)
     last_read = {v: at for at, variables_read in enumerate(reads) for v in variables_read}
@@ -123,20 +124,25 @@ class _SharedBuffers:
 
 
 def _pack_on_device(
-    bodies: list[list[Any]], shared: _SharedBuffers, owner: dict[Any, int], checked: Collection[Any]
+    bodies: list[list[Any]],
+    shared: _SharedBuffers,
+    owner: dict[Any, int],
+    checked: Collection[Any],
+    carried: Collection[int],
 ) -> None:
     """Moves equations that fill and empty shared buffers into the compute bodies around each collective one.
 
     Between an accelerator and the host then travels one array a buffer. Each costs a tenth of a millisecond, whatever
     its size (`benchmarks/results/gpu_transfers.json`). Nothing moves where no compute body is, where an exchange of the
-    same segment depends on it, or where it makes one of `checked`, which collective segments return.
+    same segment depends on it, or where it makes one of `checked`, which collective segments return. What fills the
+    buffers of `carried` positions stays: these exchanges wait for no computation.
     """
     for at in range(1, len(bodies), 2):
         body, made = bodies[at], {v for eqn in bodies[at] for v in eqn.outvars}
         first, rest = [], []
         for eqn in body:
             ready = made.isdisjoint(variables(eqn.invars))
-            if bodies[at - 1] and ready and shared.filled.issuperset(eqn.outvars):
+            if bodies[at - 1] and at not in carried and ready and shared.filled.issuperset(eqn.outvars):
                 first.append(eqn)
                 made.difference_update(eqn.outvars)
             else:
@@ -215,7 +221,7 @@ def _collective_body(graph: Graph, group: Group, bucket_bytes: int, shared: _Sha
     if group.as_written:
         return [graph.eqns[i] for i in sorted((*group.exchanges, *group.between))]
     body: list[Any] = []
-    between = deque(sorted(group.between, key=lambda i: (graph.level[i], i)))
+    between = deque(sorted((*group.between, *group.before), key=lambda i: (graph.level[i], i)))
     for level in group.levels:
         here = min(graph.level[i] for i in level)
         while between and graph.level[between[0]] <= here:

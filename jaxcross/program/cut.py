@@ -14,6 +14,7 @@ import jax
 
 from jaxcross import _jax_compat as compat
 from jaxcross._arguments import is_whole
+from jaxcross.program.carried import carried_exchanges, host_ops_before, may_repeat, work_before_commit
 from jaxcross.program.graph import Graph, Group, Placement, nbytes, variables
 from jaxcross.program.op_cost import HOST_OPS, exchanged_arrays, recompute, sized_by_exchanges
 from jaxcross.program.unit import calls_mpi4jax, unit_of, with_host_ops
@@ -86,14 +87,16 @@ def _n_segments(cut: Cut, graph: Graph) -> int:
 def _levels(graph: Graph) -> list[Group]:
     """Groups exchanges that do not depend on one another, in the order in which they can be made.
 
-    Each loop is a group of its own, because it holds exchanges and computation that cannot be separated.
+    Each loop is a group of its own, because it holds exchanges and computation that cannot be separated. Carried
+    exchanges come first: they wait for nothing, and others of their level may wait for the whole backward pass.
     """
+    carried = carried_exchanges(graph)
     by_level: dict[int, list[int]] = {}
     for i in graph.wires:
         by_level.setdefault(graph.level[i], []).append(i)
-    groups = []
+    groups = [Group((carried,), carried=True, before=host_ops_before(graph, carried))] if carried else []
     for _, members in sorted(by_level.items()):
-        plain = tuple(i for i in members if i not in graph.opaque)
+        plain = tuple(i for i in members if i not in graph.opaque and i not in carried)
         groups += [Group((plain,))] if plain else []
         groups += [Group(((i,),)) for i in members if i in graph.opaque]
     return groups
@@ -105,7 +108,7 @@ def _merge_over_host_ops(graph: Graph, groups: list[Group]) -> list[Group]:
     for group in groups:
         if not merged or not merged[-1].adds(graph, group):
             merged.append(_Merged(graph, group))
-    return [Group(tuple(each.levels), frozenset(each.between)) for each in merged]
+    return [each.group() for each in merged]
 
 
 class _Merged:
@@ -114,11 +117,13 @@ class _Merged:
     Its fields grow with each group, so that joining many groups takes linear time.
     """
 
-    __slots__ = ("between", "inside", "known", "least", "levels", "loop", "moved")
+    __slots__ = ("before", "between", "carried", "inside", "known", "least", "levels", "loop", "moved")
 
     def __init__(self, graph: Graph, group: Group) -> None:
         self.levels = list(group.levels)
         self.between: set[int] = set()
+        self.before = set(group.before)
+        self.carried = group.carried
         self.inside = dict.fromkeys(group.exchanges)
         self.known = exchanged_arrays(graph, group.exchanges)
         self.least = min(graph.level[i] for i in group.exchanges)
@@ -128,6 +133,8 @@ class _Merged:
     def adds(self, graph: Graph, group: Group) -> bool:
         """Adds the next group if only cheap host operations are between them; returns whether it did."""
         if self.loop or any(i in graph.opaque for i in group.exchanges):
+            return False
+        if self.carried and not self._stays_carried(graph, group):
             return False
         between = graph.ancestors(group.exchanges, self.inside, above=self.least)
         if any(i in graph.wires or graph.eqns[i].primitive.name not in HOST_OPS for i in between):
@@ -145,6 +152,20 @@ class _Merged:
         self.inside.update(dict.fromkeys((*group.exchanges, *between)))
         return True
 
+    def group(self) -> Group:
+        """Returns the groups that were joined, as one."""
+        return Group(tuple(self.levels), frozenset(self.between), carried=self.carried, before=frozenset(self.before))
+
+    def _stays_carried(self, graph: Graph, group: Group) -> bool:
+        """Whether the next group needs nothing but these exchanges and the step's inputs; notes what it needs of those.
+
+        Any other group may wait for computation, which carried exchanges do not.
+        """
+        needed = {i for i in graph.ancestors(group.exchanges, self.inside) if graph.level[i] == 0} - self.before
+        allowed = may_repeat(graph, needed, group.exchanges, {*self.inside, *self.before, *needed, *group.exchanges})
+        self.before |= needed if allowed else set()
+        return allowed
+
 
 def _exchanged_bytes(graph: Graph, group: Group) -> int:
     return sum(x.nbytes for i in group.exchanges for x in graph.wires[i])
@@ -157,7 +178,7 @@ def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) ->
     they are written, which is the same on ranks whose shapes differ.
     """
     first = group.levels[0]
-    if len(first) == 1:
+    if len(first) == 1 or group.carried:
         return [group]
     weight = {i: sum(x.nbytes for x in graph.wires[i]) for i in first}
     # Each group gets the share of the segments that its bytes are of the whole step's.
@@ -224,6 +245,10 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
         needed = graph.ancestors(inside, position) - set(inside)
         position.update(dict.fromkeys(needed, 2 * g))
         position.update(dict.fromkeys(inside, 2 * g + 1))
+    if any(group.carried for group in groups):
+        # Behind the last exchange the work would wait for it: there the step's state may be overwritten.
+        last = max(g for g, group in enumerate(groups) if graph.level[group.exchanges[0]] == 0)
+        position.update(dict.fromkeys(work_before_commit(graph) - position.keys(), 2 * last))
     _place_rest(graph, position, tail=2 * len(groups))
     return position
 

@@ -59,7 +59,8 @@ class Compiled:
         shared: The number of readers of each value that more than one segment reads.
         awaited: For each segment, the collective segments that must have run before it, by dependence or by the commit,
             and that no earlier compute segment has waited for.
-        overlaps: Whether some segment can compute while an earlier one still exchanges with other ranks.
+        carried: The collective segments that may begin before any computation; see `Program.carried`.
+        overlaps: Whether some segment can compute while another one exchanges with other ranks.
     """
 
     program: Program
@@ -67,6 +68,7 @@ class Compiled:
     passthroughs: tuple[tuple[int, bool], ...]
     shared: Mapping[int, int]
     awaited: tuple[tuple[int, ...], ...]
+    carried: frozenset[int]
     overlaps: bool
     constants: tuple[Any, ...]
     out_tree: Any

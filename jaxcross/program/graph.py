@@ -19,12 +19,16 @@ from jaxcross.program.trace import Traced
 class Group:
     """The exchanges of one collective segment, and the host operations that stay between them (cut rule 4).
 
-    A unit that calls mpi4jax may hold any equations, all in the order in which they are written (`as_written`).
+    A unit that calls mpi4jax may hold any equations, all in the order in which they are written (`as_written`). A group
+    of carried exchanges (`carried`) has host operations of its own between the step's inputs and the exchanges, in
+    `before`; whatever else reads their results has them computed again.
     """
 
     levels: tuple[tuple[int, ...], ...]
     between: frozenset[int] = frozenset()
     as_written: bool = False
+    carried: bool = False
+    before: frozenset[int] = frozenset()
 
     @property
     def exchanges(self) -> tuple[int, ...]:

@@ -217,6 +217,28 @@ class Program:
         return tuple(s for s in self.segments if s.kind == "collective")
 
     @property
+    def carried(self) -> frozenset[int]:
+        """Collective segments that need no computation of the step, while some of it does not wait for them either.
+
+        They exchange what the step before has left, and can do so while this one computes.
+        """
+        if any(
+            s.index != n or max(needs, default=-1) >= n
+            for n, (s, needs) in enumerate(zip(self.segments, self.needs(), strict=True))
+        ):
+            return frozenset()  # not well formed, and printed to show that
+        after, commit = self.after(), self.after_commit
+        computes = [s.index for s in self.segments if s.kind == "compute"]
+        free = [after[n] for n in computes if n not in commit]
+        return frozenset(
+            s.index
+            for s in self.collectives
+            if not self.is_single_rank(s)
+            and not any(after[s.index] >> n & 1 for n in computes)
+            and any(not bits >> s.index & 1 for bits in free)
+        )
+
+    @property
     def last_collective(self) -> int:
         """Index of the last collective segment, -1 without one."""
         return max((s.index for s in self.collectives), default=-1)
@@ -289,10 +311,11 @@ class Program:
         return tuple(found)
 
     def _lines(self) -> list[str]:
-        lines = []
+        lines, carried = [], self.carried
         for segment, needs in zip(self.segments, self.needs(), strict=True):
             ops = "+".join(dict.fromkeys(x.op for x in segment.exchanges))
             what = f" {ops} [{human_bytes(segment.nbytes)}]" if segment.exchanges else ""
+            what += ", carried" if segment.index in carried else ""
             lines.append(f"{segment.index} {segment.kind}{what} <- {','.join(map(str, needs)) or 'inputs'}")
         return lines
 

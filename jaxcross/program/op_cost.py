@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import Var
 from jaxcross.program.graph import Graph, by_place, nbytes, variables
 
@@ -21,12 +22,28 @@ HOST_OPS = frozenset({
     *EXACT, *ARITHMETIC, "axis_index", "bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice",
     "exp", "log", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "rem", "round", "split",
 })  # fmt: skip
+# Work under which an exchange can hide. Other operations only pass over memory.
+_COSTLY = frozenset({
+    "cholesky", "conv_general_dilated", "custom_linear_solve", "dot_general", "eig", "eigh", "fft", "lu", "qr", "scan",
+    "sort", "svd", "triangular_solve", "while",
+})  # fmt: skip
 _FREE = frozenset({"broadcast_in_dim", "iota"})  # their shapes follow from none of their operands
 _RESHAPED = frozenset({
     "argmax", "bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice", "expand_dims", "pad",
     "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "reshape", "slice", "split", "squeeze",
     "transpose",
 })  # fmt: skip
+
+
+def is_costly(eqn: compat.Equation) -> bool:
+    """Whether an equation, or one in a jaxpr inside it, does more than pass over memory."""
+    name = eqn.primitive.name
+    return (
+        name in _COSTLY
+        or any(not compat.is_named_axis_effect(e) for e in eqn.effects)
+        or "callback" in name
+        or any(is_costly(e) for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns)
+    )
 
 
 def exchanged_arrays(graph: Graph, exchanges: Sequence[int]) -> set[Any]:

@@ -96,13 +96,15 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
     )
     # Worked out once, so that a step in flight only looks things up.
     awaited, overlaps = collectives_to_await(program)
+    carried = program.carried
     return Compiled(
         program=program,
         runnables=runnables,
         passthroughs=program.passthroughs(),
         shared={v: len(readers) for v, readers in program.readers().items() if len(readers) > 1},
         awaited=awaited,
-        overlaps=overlaps,
+        carried=carried,
+        overlaps=overlaps or bool(carried),
         constants=program.traced.own_consts(),
         out_tree=program.traced.out_tree,
     )

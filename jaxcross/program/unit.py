@@ -17,14 +17,9 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.graph import Graph, Group
 from jaxcross.program.ir import Segment
 from jaxcross.program.jaxpr_utils import holds_exchange
+from jaxcross.program.op_cost import is_costly
 from jaxcross.program.rank_lists import is_call
 from jaxcross.program.trace import Traced
-
-# Work under which another job's exchange can hide. Other operations only pass over memory.
-_COSTLY = frozenset({
-    "cholesky", "conv_general_dilated", "custom_linear_solve", "dot_general", "eig", "eigh", "fft", "lu", "qr", "scan",
-    "sort", "svd", "triangular_solve", "while",
-})  # fmt: skip
 
 
 def calls_mpi4jax(graph: Graph) -> bool:
@@ -52,19 +47,9 @@ def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
     for here in (0, 2):
         members = [i for i, p in place.items() if p == here]
         late = here == 2 and graph.traced.commit_flag_inputs
-        if not late and not any(_is_costly(graph.eqns[i]) for i in members):
+        if not late and not any(is_costly(graph.eqns[i]) for i in members):
             joined.update(members)
     return replace(unit, between=frozenset(joined))
-
-
-def _is_costly(eqn: compat.Equation) -> bool:
-    name = eqn.primitive.name
-    return (
-        name in _COSTLY
-        or any(not compat.is_named_axis_effect(e) for e in eqn.effects)
-        or "callback" in name
-        or any(_is_costly(e) for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns)
-    )
 
 
 def zero_calls(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:

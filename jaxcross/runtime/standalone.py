@@ -111,6 +111,9 @@ def run_execution(
     exchanges: dict[int, Future[None]] = {}
     call = _Call(world=world, compiled=compiled, execution=execution, step=step, ended=ended)
     try:
+        # Carried exchanges read what the step before has left. Begun first, they run during all of the computation.
+        for index in sorted(compiled.carried):
+            exchanges[index] = world.exchanger.submit(call.exchange, index)
         for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
             index = runnable.segment.index
             if runnable.segment.kind == "compute" or runnable.is_single_rank:
@@ -119,6 +122,8 @@ def run_execution(
                         exchanges[n].result()
                 execution.run(index)
                 execution.forget(index)
+            elif index in exchanges:
+                continue
             elif compiled.overlaps:
                 # Its inputs were dispatched before it, or come from exchanges before it in the same queue.
                 exchanges[index] = world.exchanger.submit(call.exchange, index)

@@ -61,7 +61,7 @@ def overlapped(execution: Execution, *, is_single_rank: bool = False) -> Any:
     return SimpleNamespace(
         program=SimpleNamespace(name="step", segments=segments),
         runnables=[SimpleNamespace(segment=segment, is_single_rank=is_single_rank) for segment in segments],
-        awaited=[()] * 5, overlaps=not is_single_rank, execution=lambda _: execution,
+        awaited=[()] * 5, carried=frozenset[int](), overlaps=not is_single_rank, execution=lambda _: execution,
     )  # fmt: skip
 
 
@@ -126,3 +126,32 @@ def test_interrupt_leaves_no_exchange_and_begins_none(owner: ExchangeOwner) -> N
         exchanger.submit(lambda: None).result()
         assert execution.ended == [1]
         check_goes_on(owner, expected=False)
+
+
+class Carried(Execution):
+    """The first segment computes until the exchange behind it in the list is over; so do all that read neither."""
+
+    def __init__(self) -> None:
+        super().__init__(fails=-1)
+        self.over = threading.Event()
+
+    def run(self, index: int) -> None:
+        if index == 1:
+            self.over.set()
+        elif index == 0:
+            assert self.over.wait(60), "the exchange was to begin before the computation"
+        self.ended.append(index)
+
+    def outputs(self) -> str:
+        return "results"
+
+
+def test_carried_exchange_begins_before_the_computation(owner: ExchangeOwner) -> None:
+    execution = Carried()
+    compiled = overlapped(execution)
+    compiled.carried = frozenset({1})
+    with ThreadPoolExecutor(1) as exchanger:
+        world: Any = SimpleNamespace(exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner)
+        assert Standalone(world, "step").run(compiled, []) == "results"
+    assert execution.ended[:2] == [1, 0] and sorted(execution.ended) == [*range(5)], "each once"
+    check_goes_on(owner, expected=True)

@@ -1,0 +1,92 @@
+"""Finds the exchanges of what the step before has left: they need no computation of this step, and travel during it.
+
+A strategy that applies a mean one step late keeps the operand in its state. The exchange then depends on the step's
+inputs alone. It is *carried* if some costly work of the step does not wait for it (cut rule 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.graph import Graph, nbytes
+from jaxcross.program.op_cost import ARITHMETIC, HOST_OPS, is_costly
+
+MOST_TOUCHED = 8
+"""Bytes that host operations may touch for each byte exchanged; more would cost more than it hides."""
+
+
+# Their operands may be larger than their results, and have other sizes on other ranks: those of its batch.
+_SHRINKING = frozenset({"argmax", "dynamic_slice", "slice", "split"})
+
+
+def carried_exchanges(graph: Graph) -> tuple[int, ...]:
+    """Returns the carried exchanges among those that need no other exchange. The same on every rank."""
+    first = [i for i in graph.wires if graph.level[i] == 0 and i not in graph.opaque and i not in graph.ordered]
+    given = {i: graph.ancestors([i], {}) for i in first if _from_inputs(graph, i)}
+    costly = [i for i in range(len(graph.eqns)) if _is_work(graph, i)]
+    found = _with_other_work(graph, list(given), costly)
+    while found:
+        inside = {*found, *(n for i in found for n in given[i])}
+        kept = [i for i in found if may_repeat(graph, given[i], [i], inside)]
+        if len(kept) == len(found):
+            break
+        found = kept
+    return tuple(found)
+
+
+def host_ops_before(graph: Graph, exchanges: Sequence[int]) -> frozenset[int]:
+    """Returns the operations between the step's inputs and carried exchanges. They run on the host, next to them."""
+    return frozenset(graph.ancestors(exchanges, {}))
+
+
+def may_repeat(graph: Graph, ops: Collection[int], exchanges: Sequence[int], inside: Collection[int]) -> bool:
+    """Whether the host may run these operations for these exchanges, while other readers have them computed elsewhere.
+
+    Arithmetic may be contracted with its reader, into other bits: it has no readers but those in `inside`.
+    """
+    names = {graph.eqns[i].primitive.name for i in ops}
+    # Ranks must decide alike, so no array may count that is larger than what follows from the exchanges' shapes.
+    if (
+        not names <= HOST_OPS
+        or not names.isdisjoint(_SHRINKING)
+        or any(name.startswith("reduce_") and name != "reduce_precision" for name in names)
+    ):
+        return False
+    moved = sum(x.nbytes for i in exchanges for x in graph.wires[i])
+    if sum(nbytes(v) for i in ops for v in graph.eqns[i].outvars) > MOST_TOUCHED * moved:
+        return False
+    arithmetic = [i for i in ops if graph.eqns[i].primitive.name in ARITHMETIC]
+    return all(r in inside for i in arithmetic for v in graph.eqns[i].outvars for r in graph.readers.get(v, ()))
+
+
+def work_before_commit(graph: Graph) -> set[int]:
+    """Returns the costly equations that no exchange delays, and all that they need."""
+    costly = [i for i in range(len(graph.eqns)) if graph.level[i] == 0 and _is_work(graph, i)]
+    return {*costly, *graph.ancestors(costly, {})}
+
+
+def _from_inputs(graph: Graph, exchange: int) -> bool:
+    return all(
+        graph.eqns[i].primitive.name in HOST_OPS and not graph.eqns[i].effects for i in graph.ancestors([exchange], {})
+    )
+
+
+def _is_work(graph: Graph, i: int) -> bool:
+    eqn = graph.eqns[i]
+    return i not in graph.wires and is_costly(eqn) and all(map(compat.is_named_axis_effect, eqn.effects))
+
+
+def _with_other_work(graph: Graph, exchanges: Sequence[int], costly: Collection[int]) -> list[int]:
+    """Returns the exchanges that some costly equation does not wait for, by sets of exchanges as bits."""
+    bit = {i: 1 << n for n, i in enumerate(exchanges)}
+    waits: list[int] = []
+    for i in range(len(graph.eqns)):
+        before = bit.get(i, 0)
+        for p in graph.makers(i):
+            before |= waits[p]
+        waits.append(before)
+    free = 0
+    for i in costly:
+        free |= ~waits[i]
+    return [i for i in exchanges if free & bit[i]]

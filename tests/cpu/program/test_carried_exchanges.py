@@ -1,0 +1,166 @@
+"""Exchanges of what the step before left: they wait for no computation, and all costly work can run next to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxcross.program import stages
+from jaxcross.program.ir import Program
+from jaxcross.program.text import parse
+from jaxcross.program.trace import trace
+from jaxcross.testing import LocalRanks, decide, run_program, vmap_oracle
+
+WIDTH = 32
+AXES = {"batch": 2}
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+def loss_of(params: Any, x: Any) -> Any:
+    return (jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) ** 2).mean()
+
+
+def leaf_by_leaf(pending: Any) -> Any:
+    return lax.pmean(pending, "batch")
+
+
+def in_sixteen_bits(pending: Any) -> Any:
+    return jax.tree.map(lambda x: lax.psum(x.astype(jnp.bfloat16), "batch").astype(x.dtype) / 2, pending)
+
+
+def as_a_vector(pending: Any) -> Any:
+    mean = lax.pmean(jnp.concatenate([x.reshape(-1) for x in pending.values()]), "batch")
+    return {k: v.reshape(WIDTH, WIDTH) for k, v in zip(pending, jnp.split(mean, 2), strict=True)}
+
+
+def in_two_hops(pending: Any) -> Any:
+    def mean(x: Any) -> Any:
+        return lax.all_gather(lax.psum_scatter(x.reshape(-1), "batch", tiled=True), "batch", tiled=True) / 2
+
+    return jax.tree.map(lambda x: mean(x).reshape(x.shape), pending)
+
+
+MEANS = (leaf_by_leaf, in_sixteen_bits, as_a_vector, in_two_hops)
+
+
+def step_of(mean: Callable[[Any], Any], *, metric: bool = False) -> Callable[..., Any]:
+    def step(state: Any, x: Any) -> Any:
+        params, pending, m = state
+        loss, grads = jax.value_and_grad(loss_of)(params, x)
+        due = mean(pending)
+        m = jax.tree.map(lambda a, b: 0.9 * a + b, m, due)
+        params = jax.tree.map(lambda p, a: p - 0.1 * a, params, m)
+        return (params, grads, m), lax.pmean(loss, "batch") if metric else loss
+
+    return step
+
+
+def state_of(fill: float) -> Any:
+    leaf = np.linspace(-1, fill, WIDTH * WIDTH, dtype=np.float32).reshape(WIDTH, WIDTH) / 8
+    return tuple({"a": jnp.asarray(leaf * k), "b": jnp.asarray(leaf.T * k)} for k in (1, 2, 3))
+
+
+def cut_of(step: Callable[..., Any], *args: Any, cut: Any = "whole") -> Program:
+    traced = trace(step, args, axes=AXES, wire=LocalRanks(), donate_argnums=(0,))
+    return stages.cut(decide(traced, jax.tree.leaves(args)), cut)
+
+
+def products(program: Program) -> list[int]:
+    return [sum(e.primitive.name == "dot_general" for e in s.jaxpr.jaxpr.eqns) for s in program.segments]
+
+
+@pytest.mark.parametrize("cut", ["whole", "auto", 4])
+@pytest.mark.parametrize("metric", [False, True])
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("rows", [1, 64])
+def test_it_waits_for_nothing_and_all_products_run_next_to_it(mean: Any, metric: bool, cut: Any, rows: int) -> None:
+    """Gradients larger than what they are computed from, too, are not left for after the commit."""
+    program = cut_of(step_of(mean, metric=metric), state_of(1), jnp.ones((rows, WIDTH)), cut=cut)
+    (carried,) = program.carried
+    assert not program.after()[carried]
+    assert len(program.collectives) == 1 + metric
+    early = [s.index for s in program.segments if s.index not in program.after_commit]
+    assert sum(products(program)[n] for n in early) == sum(products(program)) == 5
+    lines = str(program).splitlines()[1:]
+    assert [n for n, line in enumerate(lines) if ", carried <- inputs" in line] == [carried]
+    assert parse(program.text()).text() == program.text()
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("metric", [False, True])
+def test_results_are_those_of_vmap(mean: Any, metric: bool) -> None:
+    step = step_of(mean, metric=metric)
+    ranks = [(state_of(r), jnp.full((4, WIDTH), 0.5 + r)) for r in range(2)]
+    program = cut_of(step, *ranks[0])
+    got = run_program(program, [jax.tree.leaves(args) for args in ranks])
+    for mine, theirs in zip(got, vmap_oracle(step, AXES, ranks), strict=True):
+        for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_counter_decides_whether_it_is_made(turn: int) -> None:
+    """`lax.cond` on a counter, as every strategy with rounds has it."""
+
+    def step(state: Any, turn: Any, x: Any) -> Any:
+        params, pending, m = state
+        grads = jax.grad(loss_of)(params, x)
+        due = lax.cond(turn == 1, lambda: leaf_by_leaf(pending), lambda: pending)
+        return (jax.tree.map(lambda p, d: p - d, params, due), grads, m), turn + 1
+
+    program = cut_of(step, state_of(1), jnp.int32(turn), jnp.ones((4, WIDTH)))
+    assert len(program.carried) == len(program.collectives) == turn
+
+
+def of_the_batch(state: Any, x: Any) -> Any:
+    """The operand is made of a batch, whose rows another rank may not have."""
+    return jax.grad(loss_of)(state[0], x), lax.psum((x * 2).sum(0), "batch")
+
+
+def of_arithmetic_with_other_readers(state: Any, x: Any) -> Any:
+    """Computed twice, the product may have other bits where it is contracted with its reader."""
+    scaled = state[1]["a"] * 3
+    return jax.grad(loss_of)(state[0], x), lax.psum(scaled, "batch"), scaled + 1
+
+
+def of_work(state: Any, x: Any) -> Any:
+    return jax.grad(loss_of)(state[0], x), lax.psum(state[1]["a"] @ state[1]["b"], "batch")
+
+
+def that_all_work_waits_for(state: Any, x: Any) -> Any:
+    whole = jax.tree.map(lambda p: lax.pmean(p, "batch"), state[0])
+    return jax.grad(loss_of)(whole, x)
+
+
+def next_to_no_work(state: Any, x: Any) -> Any:
+    return lax.psum(state[1], "batch"), jnp.tanh(x)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [of_the_batch, of_arithmetic_with_other_readers, of_work, that_all_work_waits_for, next_to_no_work],
+)
+def test_other_exchanges_are_not_carried(step: Any) -> None:
+    program = cut_of(step, state_of(1), jnp.ones((4, WIDTH)))
+    assert not program.carried and "carried" not in str(program)
+
+
+def test_its_host_operations_leave_the_computation_alone() -> None:
+    """What is cast for the exchange and also read by the computation is cast in both places."""
+
+    def step(state: Any, x: Any) -> Any:
+        narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), state[0])
+        grads = jax.grad(loss_of)(narrow, x.astype(jnp.bfloat16))
+        return grads, lax.psum(narrow, "batch")
+
+    program = cut_of(step, state_of(1), jnp.ones((4, WIDTH)))
+    (carried,) = program.carried
+    assert all(carried not in needs for needs in program.needs())
+    casts = [sum(e.primitive.name == "convert_element_type" for e in s.jaxpr.jaxpr.eqns) for s in program.segments]
+    assert casts[carried] == 2 and casts[0] >= 2
