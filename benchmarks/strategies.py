@@ -100,6 +100,11 @@ def _first(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0], tree)
 
 
+def _agreed(params: Any, state: Any) -> Any:
+    """The anchor that all ranks hold."""
+    return exchange.finish(*_first((params, state)))
+
+
 STRATEGIES = (
     Strategy(name="mean", make=_before(lambda: exchange.mean(AXIS))),
     Strategy(name="mean, bfloat16", make=_before(lambda: exchange.mean(AXIS, wire_dtype=jnp.bfloat16))),
@@ -115,8 +120,11 @@ STRATEGIES = (
     Strategy(name="shared norms", make=lambda s: optax.chain(exchange.mean(AXIS), s.norms)),
     Strategy(name=f"local_sgd, every {EVERY}", cycle=EVERY,
              make=lambda s: exchange.local_sgd(s.optimizer, AXIS, every=EVERY)),
-    Strategy(name=f"diloco, every {EVERY}", cycle=EVERY, model=lambda params, state: _first(state.anchor),
+    Strategy(name=f"diloco, every {EVERY}", cycle=EVERY, model=_agreed,
              make=lambda s: exchange.diloco(s.optimizer, OUTER, AXIS, every=EVERY)),
+    Strategy(name=f"streaming_diloco, every {EVERY}, 4 bits", cycle=EVERY, model=_agreed,
+             begins=lambda s: (0, EVERY // 2), make=lambda s: exchange.streaming_diloco(
+                 s.optimizer, OUTER, AXIS, every=EVERY, fragments=2, delay=EVERY // 2, bits=4)),
     Strategy(name=f"federated_average, half, every {EVERY}", cycle=EVERY,
              make=lambda s: exchange.federated_average(s.optimizer, AXIS, every=EVERY, participation=0.5)),
     Strategy(name=f"elastic_average, every {EVERY}", cycle=EVERY,
@@ -125,6 +133,7 @@ STRATEGIES = (
     Strategy(name="gossip, ring", make=lambda s: exchange.gossip(s.optimizer, AXIS, "ring")),
     Strategy(name="gossip, exponential", make=lambda s: exchange.gossip(s.optimizer, AXIS, "exponential")),
     Strategy(name="sharded_optimizer", make=lambda s: exchange.sharded_optimizer(s.optimizer, AXIS, ranks=s.ranks)),
+    Strategy(name="delayed_mean", make=lambda s: exchange.delayed_mean(s.optimizer, AXIS)),
     Strategy(name="bounded_stale, 2 steps", make=lambda s: exchange.bounded_stale(s.optimizer, AXIS, bound=2)),
     Strategy(name="asynchronous, 0 to 2 steps",
              make=lambda s: exchange.asynchronous(s.optimizer, AXIS, delays=[r % 3 for r in range(s.ranks)])),

@@ -12,6 +12,7 @@ import optax
 from jax.tree_util import KeyPath, keystr
 
 from jaxcross.exchange.accumulate import AccumulateState
+from jaxcross.exchange.delayed_mean import DelayedMeanState
 from jaxcross.exchange.diloco import DiLoCoState
 from jaxcross.exchange.elastic_average import ElasticAverageState
 from jaxcross.exchange.federated_average import FederatedAverageState
@@ -22,6 +23,7 @@ from jaxcross.exchange.one_bit_adam import OneBitAdamState
 from jaxcross.exchange.per_rank import PerRankState
 from jaxcross.exchange.power_sgd import PowerSGDState
 from jaxcross.exchange.staleness import BoundedStaleState, StaleState
+from jaxcross.exchange.streaming_diloco import StreamingDiLoCoState
 from jaxcross.exchange.top_k import TopKState
 
 _Fields = Mapping[type[Any], frozenset[str]]
@@ -34,12 +36,15 @@ _OWN: _Fields = {
     OneBitAdamState: frozenset({"worker_residual", "server_residual"}),
     StaleState: frozenset({"queue"}),
     BoundedStaleState: frozenset({"late"}),
+    DelayedMeanState: frozenset({"pending"}),
+    StreamingDiLoCoState: frozenset({"pending"}),
 }
 
 # States of strategies under which each rank has a model of its own, and the fields that go with that model.
 _MODELS: _Fields = {
     LocalSGDState: frozenset({"inner"}),
     DiLoCoState: frozenset({"inner"}),
+    StreamingDiLoCoState: frozenset({"inner"}),
     FederatedAverageState: frozenset({"inner"}),
     ElasticAverageState: frozenset({"inner"}),
     GossipState: frozenset({"inner"}),
@@ -55,7 +60,9 @@ _APART: tuple[_Fields, ...] = (
 )  # fmt: skip
 
 # Fields that may have no leaves.
-_MAY_BE_EMPTY = frozenset({"inner", "outer", "inner_opt_state", "acc_grads", "skip_state", "total"})
+_MAY_BE_EMPTY = frozenset(
+    {"inner", "outer", "pending", "arrived", "inner_opt_state", "acc_grads", "skip_state", "total"}
+)
 
 _STATISTICS = "batch_stats"
 """The name that Flax gives to the statistics of normalisation layers."""

@@ -10,7 +10,8 @@ help them:
 
 collectives     sums, rings and trees of hops over one axis
 select          the k largest elements without sorting; `sparse`: (value, index) messages of a fixed size
-bits            signs as bits; `blocks` and `flat`: trees as even parts, or as one vector
+bits            signs as bits; `integers`: vectors in 4 or 8 bits; `fragments`: even parts of a tree, in turn
+`blocks` and `flat`: trees as even parts, or as one vector
 rounds          local steps, and the merge at a round's end
 finish          the model of a job that ended within a round
 per_rank        state that differs between ranks, declared by its type
@@ -21,6 +22,7 @@ validation      checks of arguments
 
 from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.adasum import adasum
+from jaxcross.exchange.delayed_mean import delayed_mean
 from jaxcross.exchange.diloco import diloco
 from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
@@ -36,6 +38,7 @@ from jaxcross.exchange.qsgd import qsgd
 from jaxcross.exchange.sharded_optimizer import sharded_optimizer
 from jaxcross.exchange.sign_sgd import sign_sgd
 from jaxcross.exchange.staleness import asynchronous, bounded_stale
+from jaxcross.exchange.streaming_diloco import streaming_diloco
 from jaxcross.exchange.top_k import top_k
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "adasum",
     "asynchronous",
     "bounded_stale",
+    "delayed_mean",
     "diloco",
     "elastic_average",
     "federated_average",
@@ -59,5 +63,6 @@ __all__ = [
     "scale_by_trust_ratio",
     "sharded_optimizer",
     "sign_sgd",
+    "streaming_diloco",
     "top_k",
 ]

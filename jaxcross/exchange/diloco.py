@@ -29,6 +29,10 @@ class DiLoCoState(NamedTuple):
     outer: optax.OptState
     inner: optax.OptState
 
+    def model(self, params: optax.Params) -> optax.Params:  # noqa: ARG002 (as of other states)
+        """Returns the anchor: the model to evaluate."""
+        return self.anchor
+
 
 def diloco(
     inner: optax.GradientTransformation, outer: optax.GradientTransformation, axis_name: AxisName, *, every: int

@@ -6,13 +6,15 @@ import jax
 import optax
 
 from jaxcross.exchange.diloco import DiLoCoState
+from jaxcross.exchange.streaming_diloco import StreamingDiLoCoState
 
 
 def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
     """Returns the model that all ranks have agreed on, of a job that ended, stopped or was pruned at any step.
 
-    For `diloco` that is the anchor: local steps since the last exchange are dropped. For all other optimizers these are
-    the parameters. A job that is resumed needs none of this: its state goes on as it is.
+    For `diloco` and `streaming_diloco` that is the anchor: local steps since the last exchange, and what is pending,
+    are dropped. For all other optimizers these are the parameters; what `delayed_mean` has pending, the last gradient,
+    is dropped as well. A job that is resumed needs none of this: its state goes on as it is.
 
     ```python
     model = jaxcross.exchange.finish(state.params, state.opt_state)
@@ -36,8 +38,8 @@ def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
             f"{len(found)} strategies in the optimizer's state keep an anchor each, and `finish` cannot know which one"
             " the model is. Call it with the state of one."
         )
-    return found[0].anchor if found else params
+    return found[0].model(params) if found else params
 
 
 def _anchored(node: object) -> bool:
-    return isinstance(node, DiLoCoState)
+    return isinstance(node, DiLoCoState | StreamingDiLoCoState)

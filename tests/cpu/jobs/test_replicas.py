@@ -41,6 +41,12 @@ STRATEGIES = {
     "bounded_stale": (lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=2), [], {"step"}),
     "bounded_stale of 0": (lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=0), ALL, {"step", "inner"}),
     "local_sgd": (lambda: exchange.local_sgd(optax.adam(0.1), "b", every=4), [], {"since"}),
+    "delayed_mean": (lambda: exchange.delayed_mean(optax.adam(0.1), "b"), ALL, {"inner"}),
+    "streaming_diloco": (
+        lambda: exchange.streaming_diloco(optax.adam(0.1), MOMENTUM, "b", every=4, fragments=2, delay=2, bits=8),
+        [],
+        {"clock", "anchor", "outer", "arrived"},
+    ),
     "diloco": (lambda: exchange.diloco(optax.adam(0.1), MOMENTUM, "b", every=4), [], {"since", "anchor", "outer"}),
     "federated": (lambda: exchange.federated_average(optax.adam(0.1), "b", every=4), [], {"since", "round"}),
     "elastic": (lambda: exchange.elastic_average(optax.sgd(0.1), "b", every=4, alpha=0.1), [], {"since", "centre"}),

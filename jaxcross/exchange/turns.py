@@ -1,0 +1,85 @@
+"""The turns of fragments in a round: when each is captured, exchanged and applied. Arithmetic on a clock alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcross.exchange.validation import whole_number
+
+
+class Turn(NamedTuple):
+    """What a step does, each None or a number: exchanges a slice, applies a fragment, captures a fragment."""
+
+    slice: int | None = None
+    applied: int | None = None
+    captured: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """The schedule of a round. Arithmetic on the clock alone, so that the host knows each step's exchange.
+
+    Attributes:
+        every, fragments, delay: As given.
+        period: Steps of a fragment's turn; it is captured at the end of the last one.
+    """
+
+    every: int
+    fragments: int
+    delay: int
+    period: int
+
+    @classmethod
+    def checked(cls, every: object, fragments: object, delay: object, what: str) -> Turns:
+        """Returns the schedule.
+
+        Raises:
+            ValueError: There is none for these numbers.
+        """
+        n_every, n_fragments = whole_number(every, "every", what), whole_number(fragments, "fragments", what)
+        n_delay = whole_number(delay, "delay", what, least=0)
+        if n_every % n_fragments:
+            raise ValueError(
+                f"`every` of {what} is {n_every} and `fragments` {n_fragments}: each fragment has an equal part of the"
+                f" round. Take a multiple of {n_fragments} steps, or a divisor of {n_every}."
+            )
+        period = n_every // n_fragments
+        if n_delay > period:
+            raise ValueError(
+                f"`delay` of {what} is {n_delay}, but the next fragment's turn comes after every / fragments ="
+                f" {period} steps, and one is pending at a time. Take a delay of at most {period}, or fewer fragments."
+            )
+        return cls(every=n_every, fragments=n_fragments, delay=n_delay, period=period)
+
+    def kinds(self) -> list[Turn]:
+        """Returns all that a step may do; `kind` counts in this list."""
+        captures = [Turn(captured=f) for f in range(self.fragments)]
+        if self.delay == 0:
+            return [Turn(), *captures]
+        last = self.delay - 1
+        full = self.delay == self.period  # the last slice of one fragment, and the capture of the next
+        ends = [
+            Turn(slice=last, applied=f, captured=(f + 1) % self.fragments if full else None)
+            for f in range(self.fragments)
+        ]
+        return [Turn(), *(Turn(slice=n) for n in range(last)), *ends, *(captures[:1] if full else captures)]
+
+    def kind(self, clock: jax.Array) -> jax.Array:
+        """Returns the place of a step in `kinds`."""
+        place, turn = clock % self.period, clock // self.period
+        captures = jnp.where(place == self.period - 1, 1 + turn % self.fragments, 0)
+        if self.delay == 0:
+            return captures
+        ends, pending = self.delay, (turn + self.fragments - 1) % self.fragments
+        captures = jnp.where(captures > 0, captures - 1 + ends + self.fragments, 0)
+        exchanges = jnp.where(place == self.delay - 1, ends + pending, 1 + place)
+        # In the first turn nothing is pending.
+        return jnp.where((turn > 0) & (place < self.delay), exchanges, captures)
+
+    def after(self, clock: jax.Array) -> jax.Array:
+        """Returns the next step's clock. The first turn is not repeated."""
+        return jnp.where(clock + 1 >= self.every + self.period, self.period, clock + 1)

@@ -1,0 +1,74 @@
+"""Trees in fragments of equal size, and vectors as integers of few bits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcross.exchange import fragments, integers
+
+TREE = {"a": np.arange(5.0), "b": np.arange(12.0).reshape(3, 4) + 10, "n": np.arange(3), "s": np.float32(50)}
+
+
+@pytest.mark.parametrize("count", [1, 3, 25])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_fragments_are_even_and_cover_each_element_once(count, multiple):
+    tree = jax.tree.map(jnp.asarray, TREE)
+    cut = fragments.cut(tree, count, multiple=multiple)
+    taken = [np.asarray(cut.take(tree, n)) for n in range(count)]
+    sizes = [sum(p.stop - p.start for p in pieces) for pieces in cut.pieces]
+    assert {len(x) for x in taken} == {cut.width} and cut.width % multiple == 0
+    assert sum(sizes) == 18 and max(sizes) == -(-18 // count) and sizes == sorted(sizes, reverse=True)
+    whole = np.concatenate([x[:n] for x, n in zip(taken, sizes, strict=True)])
+    np.testing.assert_array_equal(whole, [*range(5), *range(10, 22), 50])
+    for n, x in enumerate(taken):
+        changed = cut.put(tree, n, jnp.asarray(x) + 1)
+        moved = np.concatenate([np.ravel(changed[k] - tree[k]) for k in "abs"])
+        assert moved.sum() == sizes[n] and set(moved.tolist()) <= {0.0, 1.0}
+        assert (changed["n"] == tree["n"]).all()
+
+
+def test_narrow_types_are_kept_wide_in_vectors():
+    tree = {"h": jnp.ones(3, jnp.bfloat16), "f": jnp.ones(3, jnp.float16)}
+    cut = fragments.cut(tree, 2)
+    assert cut.dtype == jnp.float32
+    back = cut.put(tree, 0, cut.take(tree, 0) * 3)
+    assert jax.tree.map(lambda x: (x.dtype, x.tolist()), back) == {
+        "f": (jnp.float16, [3.0] * 3), "h": (jnp.bfloat16, [1.0] * 3),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7)])
+def test_an_element_is_off_by_half_a_unit_at_most(bits, levels):
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=4 * integers.BLOCK) * np.repeat([1e-30, 1, 1e30, 0], integers.BLOCK)).astype(np.float32)
+    packed = integers.pack(jnp.asarray(x), bits)
+    got = np.asarray(integers.unpack(packed, bits)).reshape(4, -1)
+    unit = np.abs(x).reshape(4, -1).max(1, keepdims=True) / levels
+    assert (np.abs(got - x.reshape(4, -1)) <= unit * (0.5 + 1e-5)).all()
+    assert packed.codes.nbytes == x.size * bits // 8 and packed.units.nbytes == x.size // integers.BLOCK * 4
+    again = integers.unpack(integers.pack(jnp.asarray(got.reshape(-1)), bits), bits)
+    np.testing.assert_allclose(np.asarray(again).reshape(4, -1), got, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_what_is_not_finite_stays_so_for_its_block(bits, bad):
+    x = jnp.ones(3 * integers.BLOCK).at[integers.BLOCK + 5].set(bad)
+    finite = np.isfinite(np.asarray(integers.unpack(integers.pack(x, bits), bits)).reshape(3, -1))
+    assert finite[0].all() and not finite[1].any() and finite[2].all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_mean_is_that_of_the_rounded_vectors(bits):
+    x = np.random.default_rng(1).normal(size=(3, 2 * integers.BLOCK)).astype(np.float32)
+
+    def both(mine):
+        packed = integers.pack(mine, bits)
+        return integers.mean(packed, bits, ("ranks",)), integers.unpack(packed, bits)
+
+    got, rounded = jax.vmap(both, axis_name="ranks")(jnp.asarray(x))
+    np.testing.assert_allclose(got, np.broadcast_to(np.asarray(rounded).mean(0), x.shape), rtol=1e-5, atol=1e-6)
+    assert (np.ptp(np.asarray(got), 0) == 0).all()
