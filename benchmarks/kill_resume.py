@@ -68,7 +68,7 @@ def best_evaluation(folder: Path, job: str) -> int:
 
 def a_kill(rng: random.Random, ranks: int) -> dict[str, Any]:
     at = rng.choice(["step", "step", "sync", "sync", "write", "delete", "interrupt"])
-    most = {"step": 40, "sync": 60, "write": 6, "delete": 5, "interrupt": 40}[at]
+    most = {"step": 60, "sync": 90, "write": 9, "delete": 8, "interrupt": 60}[at]
     delay_s = 0.0 if at in ("sync", "step", "interrupt") else rng.uniform(0, 0.06)
     return {"rank": rng.randrange(ranks), "at": at, "count": rng.randint(1, most), "delay_s": delay_s}
 

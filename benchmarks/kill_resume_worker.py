@@ -1,9 +1,10 @@
-"""One rank of benchmarks/kill_resume.py: two jobs with checkpoints, which may kill themselves at a given moment.
+"""One rank of benchmarks/kill_resume.py: three jobs with checkpoints, which may kill themselves at a given moment.
 
     KILL='{"rank": 0, "at": "sync", "count": 3}' mpirun -n 2 python benchmarks/kill_resume_worker.py FOLDER
 
-One job has residuals of its own on every rank (top-k), reads Grain's iterator and stops early; the other has dropout
-and reads a generator. Both are evaluated, and keep their best states. Steps, saves, files forced to disk, deletions and
+One job has residuals of its own on every rank (top-k), reads Grain's iterator and stops early; another has dropout
+and reads a generator; the third has a fragment of its model pending in nearly every state (streaming DiLoCo, 8 bits).
+All are evaluated, and keep their best states. Steps, saves, files forced to disk, deletions and
 moments inside orbax's writing can be the last thing done.
 """
 
@@ -151,15 +152,23 @@ def main() -> None:
     killer = Killer(os.environ.get("KILL", "{}"))
     compressed = optax.chain(jaxcross.exchange.top_k(0.25, axis_name="batch"), optax.sgd(0.05, momentum=0.9))
     deltas = jaxcross.exchange.adasum("batch", optax.adam(0.01))  # each rank has moments of its own
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    streaming = jaxcross.exchange.streaming_diloco(
+        optax.adam(0.01), outer, "batch", every=4, fragments=2, delay=2, bits=8
+    )
     kept = folder / "checkpoints"
     checkpoints = None if killer.reference else jaxcross.Checkpoints(kept, keep=KEEP, best="eval/score", mode="max")
     runner = jaxcross.Runner(WORLD, checkpoints=checkpoints, metrics=folder / "metrics")
-    digests: dict[str, dict[int, str]] = {"top-k": {}, "dropout": {}}  # of the states that were evaluated
-    made = {"top-k": network(compressed, 0.0), "dropout": network(deltas, 0.5)}
-    data = {"top-k": from_grain(), "dropout": from_generator()}
+    digests: dict[str, dict[int, str]] = {
+        "top-k": {},
+        "dropout": {},
+        "streaming": {},
+    }  # of the states that were evaluated
+    made = {"top-k": network(compressed, 0.0), "dropout": network(deltas, 0.5), "streaming": network(streaming, 0.0)}
+    data = {"top-k": from_grain(), "dropout": from_generator(), "streaming": from_generator()}
     jobs = [
         runner.add(name, train, made=made[name], data=data[name], killer=killer, digests=digests[name], patience=n)
-        for name, n in (("top-k", 3), ("dropout", 99))  # the first one after step 16
+        for name, n in (("top-k", 3), ("dropout", 99), ("streaming", 99))  # the first one after step 16
     ]
     with (
         killer.around(layout, "_sync", "sync"),

@@ -62,6 +62,18 @@ class StepGraph:
         """Whether a call counts as a step of its job."""
         return bool(self.collectives) or self.local_step
 
+    @property
+    def carried(self) -> tuple[int, ...]:
+        """Exchanges that need no computation of the step, while some of it needs none of them before the commit."""
+        before: list[set[int]] = []
+        for needs in self.needs:
+            before.append({*needs, *(n for need in needs for n in before[need])})
+        computes = {i for i, kind in enumerate(self.kinds) if kind == "compute"}
+        free = [before[i] for i in computes - self.after_commit]
+        return tuple(
+            i for i in self.collectives if before[i].isdisjoint(computes) and any(i not in needed for needed in free)
+        )
+
     def as_data(self) -> dict[str, Any]:
         """Returns kinds, dependences and bytes as plain data, without what only ranks compare."""
         return {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jaxcross.interleave.instrument import Span
+from jaxcross.interleave.step_graph import StepGraph
 
 LOST_TIME = {
     "dispatch": "work was ready, its lane idle",
@@ -58,6 +59,11 @@ class JobSummary:
     first_step: int = 0
     unit: str = "examples"
     program: Mapping[str, Any] | None = None
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether the program carries an exchange: it exchanges what the step before has left, while it computes."""
+        return self.program is not None and bool(StepGraph.from_data(self.program["graph"]).carried)
 
     @property
     def last_step(self) -> int:

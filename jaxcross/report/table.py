@@ -155,6 +155,8 @@ def _footnotes(report: RunData) -> list[str]:
     replicas = dict.fromkeys(job.replicas for job in report.jobs if job.replicas)
     for text in replicas:
         lines.append(f"{', '.join(job.name for job in report.jobs if job.replicas == text)}: replicas {text}.")
+    if carried := [job.name for job in report.jobs if job.is_carried]:
+        lines.append(f"{', '.join(carried)}: the exchange is carried, that of a step runs while the next one computes.")
     for job in report.jobs:
         if not job.steps and not job.first_step and job.how == "ended":
             lines.append(f"{job.name}: 0 steps: only those of `crossover` and of a parameter server are counted.")

@@ -28,11 +28,17 @@ def test_a_run_that_is_killed_while_it_writes_goes_on(mpirun, tmp_path, quick_co
     assert trial["equal"]
 
 
+def test_runs_killed_at_two_more_moments_go_on(mpirun, tmp_path, quick_compiler):
+    """Also where a fragment of `streaming_diloco` is pending."""
+    result = killed(tmp_path, "--trials", "2", "--ranks", "2", "--seed", "20", timeout=900, env=quick_compiler)
+    assert result["survived"] == 2 and all(trial["kills"] for trial in result["rows"])
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_many_killed_runs_go_on(mpirun, ranks, tmp_path):
-    result = killed(tmp_path, "--trials", "10", "--seed", "100", "--ranks", str(ranks), timeout=3000)
-    assert result["trials"] == result["survived"] == 10
+    result = killed(tmp_path, "--trials", "34", "--seed", "100", "--ranks", str(ranks), timeout=9000)
+    assert result["trials"] == result["survived"] == 34
 
 
 RESIDUALS = """

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Span
+from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.report import JobSummary, Report
 from jaxcross.report.units import number, seconds
 
@@ -32,7 +33,7 @@ def report(spans, *jobs, **options):
 
 def cells(text, first):
     """The cells of the row that begins so."""
-    (line,) = [line for line in text.splitlines() if line.startswith(f"│ {first} ")]
+    (line,) = [line for line in str(text).splitlines() if line.startswith(f"│ {first} ")]
     return [cell.strip() for cell in line.strip("│").split("│")]
 
 
@@ -200,3 +201,22 @@ def test_the_input_row_names_the_level_that_waited():
     plain = report([*spans, *(replace(wait, label="") for wait in waits)], JobSummary(name="a", steps=6))
     assert plain.rounds.input_share == {}
     assert "a job waited for its next batch\n" in str(plain)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "needs", "after", "carried"),
+    [
+        (("compute", "collective", "compute"), ((), (), (0, 1)), (2,), True),
+        (("collective", "compute", "collective", "compute"), ((), (), (1,), (0, 2)), (3,), True),
+        (("compute", "collective", "compute"), ((), (0,), (1,)), (2,), False),
+        (("collective", "compute"), ((), (0,)), (1,), False),
+        (("collective", "compute"), ((), ()), (1,), False),  # all computation comes after the commit
+    ],
+)
+def test_a_carried_exchange_is_named(kinds, needs, after, carried):
+    """The report says which jobs exchange what the step before has left."""
+    graph = StepGraph(kinds=kinds, needs=needs, after_commit=frozenset(after))
+    facts = JobSummary(name="a", steps=4, program={"graph": graph.as_data(), "steps": 4, "memory": None})
+    text = report(steps_of("a", 4), facts)
+    line = "a: the exchange is carried, that of a step runs while the next one computes."
+    assert facts.is_carried == carried and (line in str(text).splitlines()) == carried
