@@ -25,6 +25,7 @@ from jaxcross.exchange.validation import (
     optimizer_in,
     require_params,
     typed_like,
+    varying_like,
 )
 
 _WHAT = "`streaming_diloco`"
@@ -221,7 +222,7 @@ def _branch(work: _Work, turn: Turn, params: optax.Params, given: _Moving) -> Ca
             mean = work.exchange(moving.pending[turn.slice])
             held = "pending" if work.bits == 32 else "arrived"
             parts = [*getattr(moving, held)]
-            parts[turn.slice] = mean
+            parts[turn.slice] = varying_like(mean, parts[turn.slice])
             moving = moving._replace(**{held: tuple(parts)})
             if turn.applied is not None:
                 moving = work.apply(turn.applied, jnp.concatenate(parts), params, moving)

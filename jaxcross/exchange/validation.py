@@ -190,3 +190,13 @@ def is_float(x: jax.typing.ArrayLike) -> bool:
 def typed_like(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     """Returns a leaf of a state in the type that it had: the other branch returns that one."""
     return new if jnp.result_type(new) == jnp.result_type(old) else jnp.asarray(new, jnp.result_type(old))
+
+
+def varying_like(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns a leaf as varying over all axes that `old` varies over, which `shard_map(check_vma=True)` keeps track of.
+
+    A mean takes the place of a rank's own values in a state. Elsewhere this is nothing.
+    """
+    before, after = (jax.eval_shape(lambda x: x, leaf).manual_axis_type for leaf in (old, new))
+    axes = () if before is None or after is None else tuple(before.varying - after.varying)
+    return jax.lax.pcast(new, axes, to="varying") if axes else new
