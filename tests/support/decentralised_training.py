@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -29,7 +31,7 @@ def per_rank(like, number):
     return np.asarray(number(np.arange(len(like))), np.float32).reshape(-1, *[1] * (like.ndim - 1))
 
 
-def train(tx, params, steps, gradients=grads):
+def train(tx: Any, params: Any, steps: int, gradients: Any = grads) -> tuple[Any, Any]:
     """Parameters after each step, of all ranks at once, and the last state."""
     init = jax.vmap(tx.init, axis_name="batch")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +83,7 @@ def test_parameters_are_those_of_the_algorithm(every, fragments, delay, mix):
 
 
 def test_at_once_and_whole_it_is_diloco():
-    make = lambda of, **more: of(optax.sgd(RATE), NESTEROV, "batch", every=3, **more)  # noqa: E731
+    make: Any = lambda of, **more: of(optax.sgd(RATE), NESTEROV, "batch", every=3, **more)  # noqa: E731
     got, state = train(make(streaming_diloco, fragments=1, delay=0), starts(RANKS), 7)
     want, other = train(make(diloco), starts(RANKS), 7)
     for a, b in zip(got, want, strict=True):
@@ -92,7 +94,7 @@ def test_at_once_and_whole_it_is_diloco():
 @pytest.mark.integration
 @pytest.mark.parametrize(("bits", "off"), [(8, 0.02), (4, 0.3)])
 def test_few_bits_end_near_the_whole_numbers(bits, off):
-    make = lambda bits: streaming_diloco(  # noqa: E731
+    make: Any = lambda bits: streaming_diloco(  # noqa: E731
         optax.sgd(RATE), NESTEROV, "batch", every=3, fragments=3, delay=1, bits=bits
     )
     (*_, got), _ = train(make(bits), starts(RANKS), 12)
@@ -100,7 +102,7 @@ def test_few_bits_end_near_the_whole_numbers(bits, off):
     assert 0 < distance(got, want) < off * max(np.abs(x).max() for x in want.values())
 
 
-def programs(tx, steps):
+def programs(tx: Any, steps: int) -> Any:
     """What one rank runs in each step: a step with products, around the exchange."""
     params = {"w": jnp.ones((16, 16))}
 
@@ -136,7 +138,7 @@ def test_state_is_as_large_as_promised():
     params = {"w": jnp.ones((64, 48)), "b": jnp.ones(1024)}
     whole = 4 * 4096
     for bits, pending in ((32, whole // 4), (8, whole // 16 + whole // 512 + whole // 4), (4, None)):
-        tx = streaming_diloco(optax.sgd(0.1), NESTEROV, "batch", every=8, fragments=4, delay=2, bits=bits)
+        tx: Any = streaming_diloco(optax.sgd(0.1), NESTEROV, "batch", every=8, fragments=4, delay=2, bits=bits)
         state = tx.init(params)
         held = sum(x.nbytes for x in jax.tree.leaves((state.pending, state.arrived)))
         assert pending is None or held == pending
@@ -154,7 +156,7 @@ BAD = (
 )
 
 
-def made(inner=INNER, outer=NESTEROV, **changed):
+def made(inner: Any = INNER, outer: Any = NESTEROV, **changed: Any) -> Any:
     return streaming_diloco(inner, outer, "batch", **{"every": 4, "fragments": 2, "delay": 1, **changed})
 
 

@@ -91,12 +91,19 @@ class Progress(NamedTuple):
     inner: Any = None
 
 
-@flax.struct.dataclass
+@flax.struct.dataclass  # pyright: ignore[reportAttributeAccessIssue]
 class Clock:
     round: Any
 
 
-OWN = ({"round": 1}, {"since": 1}, {"inner": {"w": jnp.ones(2)}, "round": 1}, Clock(1), Progress(1), Progress(1, 2, 3))
+OWN = (
+    {"round": 1},
+    {"since": 1},
+    {"inner": {"w": jnp.ones(2)}, "round": 1},
+    Clock(1),  # pyright: ignore[reportCallIssue]
+    Progress(1),
+    Progress(1, 2, 3),
+)
 
 
 @pytest.mark.parametrize("own", OWN)

@@ -1,6 +1,7 @@
 """What the table says, of runs that are written down by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,11 @@ from jaxcross.report.units import number, seconds
 S = 1_000_000_000
 
 
-def steps_of(job, steps, *, begin=0.0, compute=1.0, exchange=1.0, first=1, every=None):
+def steps_of(job: Any, steps: Any, *, begin=0.0, compute=1.0, exchange=1.0, first=1, every=None):
     spans = []
     for n in range(steps):
         start = begin + n * (every or compute + exchange)
-        ends = (("compute", start, start + compute), ("collective", start + compute, start + compute + exchange))
+        ends: Any = (("compute", start, start + compute), ("collective", start + compute, start + compute + exchange))
         spans += [
             Span(
                 rank=0, job=job, step=first + n, segment=segment, kind=kind, lane=0, start_ns=round(low * S),
