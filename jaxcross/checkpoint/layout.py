@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal, get_args
 from urllib.parse import quote
 
+from jaxcross._files import sync, write_whole
 from jaxcross.checkpoint.part import MAX_BYTES, AbsentError, Part, UnusableError, parse, to_text
 
 SET_FILE = "jobs.json"  # next to the jobs' folders
@@ -95,7 +96,7 @@ class Folders:
             file.unlink(missing_ok=True)
         else:
             self.path.mkdir(parents=True, exist_ok=True)
-            write_text(file, text)
+            write_whole(file, text)
 
     def marked(self, what: Mark) -> str:
         """This rank's mark: its first characters, or nothing.
@@ -156,10 +157,10 @@ class Folders:
         """Completes this rank's part, whose arrays have been written. Waits for the disk."""
         folder = self.part_path(name)
         for file in _files(self.arrays_path(name)):
-            _sync(file)
-        write_text(folder / "part.json", to_text(part))
+            sync(file)
+        write_whole(folder / "part.json", to_text(part))
         for path in (folder.parent, self.path):
-            _sync(path)
+            sync(path)
 
     def check_files(self, name: str, files: Mapping[str, tuple[int, str]]) -> None:
         """Makes sure that the part's files of arrays are those that were written, byte by byte.
@@ -206,15 +207,6 @@ class Folders:
                 continue  # another rank's part is still there, or the folder is gone already
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file in full or not at all. Waits for the disk."""
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(text)
-    _sync(draft)
-    draft.replace(path)
-    _sync(path.parent)
-
-
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
     """Adds the file's name to errors of the disk; Python leaves it out while a file is read."""
@@ -258,11 +250,3 @@ def _digest(file: Path) -> str:
         while chunk := stream.read(_CHUNK_BYTES):
             content.update(chunk)
     return content.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import jax
 
+from jaxcross._files import write_whole
 from jaxcross.checkpoint.checkpointer import JobCheckpointer
 from jaxcross.checkpoint.job_list import JobList, read
-from jaxcross.checkpoint.layout import SET_FILE, Folders, folder_name, write_text
+from jaxcross.checkpoint.layout import SET_FILE, Folders, folder_name
 from jaxcross.checkpoint.part import FORMAT, UnusableError
 from jaxcross.checkpoint.rank_gather import JobLog
 from jaxcross.checkpoint.settings import Checkpoints
@@ -105,7 +106,7 @@ class Session:
         with self._lock:
             members = {"jobs": self._jobs, "added": self._added, "submitted": self._submitted}
             text = json.dumps({**self._about, **members}, indent=1)
-        write_text(self._settings.path / SET_FILE, text)
+        write_whole(self._settings.path / SET_FILE, text)
 
     def _rewrite_set(self) -> None:
         try:

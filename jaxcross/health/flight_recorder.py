@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import final
 
+from jaxcross._files import write_whole
 from jaxcross.errors import shortened
 from jaxcross.health.activity import Activity
 from jaxcross.health.process import ProcessId
@@ -117,9 +118,7 @@ class FlightRecorder:
             return
         path = self._path.with_name(name)
         try:
-            new = path.with_suffix(".new")
-            new.write_text(text)
-            os.replace(new, path)
+            write_whole(path, text, durable=False)
         except OSError as error:
             _log.warning("rank %d cannot write `%s`: %s", self._rank, path, error)
 

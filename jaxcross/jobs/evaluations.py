@@ -145,7 +145,7 @@ class Evaluations:
                     " `job.stop_early` with the same arguments on every rank."
                 )
         for metric, user in self._metrics():
-            if not any(each.provides(metric) for each in self._every.values()):
+            if not self.provide(metric):
                 raise JobError(
                     f"Job `{self._job}`: {user} needs the metric `{metric}`, and the job has no evaluation that could"
                     f" return it. Call `job.every(n, fn, name={metric.partition('/')[0]!r})` before the loop."
@@ -174,6 +174,10 @@ class Evaluations:
             yield (decision.best if isinstance(decision, EarlyStopping) else decision).metric, user
 
     # While the job runs.
+
+    def provide(self, metric: str) -> bool:
+        """Whether a metric of this name can come from an evaluation of the job."""
+        return any(each.provides(metric) for each in self._every.values())
 
     @property
     def any(self) -> bool:

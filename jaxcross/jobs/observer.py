@@ -11,7 +11,12 @@ class JobObserver(Protocol):
     """Called in the job's own thread on every rank, where each call comes at the same step of the job.
 
     `logged` and `saving` may raise, which ends the job as an error of its function does.
+
+    Attributes:
+        metric: The name of what counts among all that the job logs, for its progress.
     """
+
+    metric: str
 
     def restored(self, entries: int) -> None:
         """Called when the job's history has got so many entries of earlier runs, or lost them again if negative."""

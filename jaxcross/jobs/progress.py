@@ -14,7 +14,7 @@ from jaxcross.errors import shortened
 from jaxcross.health.activity import Activity
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.jobs.context import JobContext
-from jaxcross.report.progress import FILE, JobProgress, Pace, RunProgress, doing_text, metric_of
+from jaxcross.report.progress import FILE, JobProgress, LatestMetric, Pace, RunProgress, doing_text, metric_of
 from jaxcross.report.progress_text import run_lines
 
 VARIABLE = "JAXCROSS_PROGRESS"
@@ -98,6 +98,7 @@ class ProgressReporter:
         self._interval = interval_of(progress, environ)
         self._shown = progress is not False
         self._paces: dict[str, Pace] = {}
+        self._metrics: dict[str, LatestMetric] = {}
         self._begun_s = 0.0
         self._printed = False
         self._over = threading.Event()
@@ -151,9 +152,16 @@ class ProgressReporter:
             steps_per_s=self._paces.setdefault(job.name, Pace()).look(now_s, made),
             doing=shortened("paused" if job.paused else doing, 60),
             doing_s=0.0 if activity is None or job.paused else max(0.0, now_s - activity.since_s),
-            metric=metric_of(job.history),
+            metric=self._metric_of(job),
             status=job.status or "",
         )
+
+    def _metric_of(self, job: JobContext) -> str:
+        """Returns the metric that counts, in a sweep; in other runs, and before it is logged, the loss."""
+        chosen, observer = "", job.host.observer
+        if observer is not None:
+            chosen = self._metrics.setdefault(job.name, LatestMetric()).look(job.history, observer.metric)
+        return chosen or metric_of(job.history)
 
     def _activity(self, job: str) -> Activity | None:
         """Returns what the job is in: what it does, or else what it waits for."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import hashlib
 import itertools
 import json
@@ -12,11 +11,11 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
 
+from jaxcross._files import lock, replacing
 from jaxcross.interleave.instrument import Instrument
 
 _log = logging.getLogger("jaxcross")
@@ -74,13 +73,9 @@ class MetricFiles(Instrument):
         else:
             marker.write_text(json.dumps(mine) + "\n")
         self._claim = marker.open()
-        try:
-            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(self._claim):
             self._claim.close()
-            raise ValueError(f"A run writes its metrics to `{self._folder}` now. Name another folder.") from None
-        except OSError as error:
-            _log.debug("Whether another run writes to `%s` cannot be known: %s.", self._folder, error)
+            raise ValueError(f"A run writes its metrics to `{self._folder}` now. Name another folder.")
 
     def begin(self, job: str, step: int, *, without: str = "") -> list[dict[str, Value]]:
         """Lets a job's files end with the step that it restored. Puts earlier ones aside if it restored none.
@@ -178,7 +173,7 @@ class _JobFiles:
             self._jsonl.rename(next(path for path in aside if not path.exists()))
         lines = [line for line in self._lines() if line["step"] <= step]
         lines = [line for line in lines if line["step"] < step or not is_of(line, without)]
-        with _replacing(self._jsonl) as file:
+        with replacing(self._jsonl) as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
         self._write_table(lines)
         self._file = self._jsonl.open("a")
@@ -212,7 +207,7 @@ class _JobFiles:
         if self._table is not None:
             self._table.close()
         self._columns = list(dict.fromkeys(key for line in lines for key in _scalars(line)))
-        with _replacing(self._csv) as file:
+        with replacing(self._csv) as file:
             writer = csv.DictWriter(file, self._columns)
             if lines:
                 writer.writeheader()
@@ -224,15 +219,6 @@ def is_of(line: Mapping[str, Value], evaluation: str) -> bool:
     """Whether a line has what an evaluation of this name returned, and nothing else."""
     names = {key.partition("/")[0] for key in line if key not in ("step", "time")}
     return bool(evaluation) and names == {evaluation}
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Any]:
-    """Opens a file that takes the place of another once it is whole."""
-    new = path.with_name(f"{path.name}.new")
-    with new.open("w", newline="") as file:
-        yield file
-    new.replace(path)
 
 
 def _file_name(job: str) -> str:

@@ -120,6 +120,23 @@ class Pace:
         return (last - first) / (now_s - first_s if overdue else length_s)
 
 
+class LatestMetric:
+    """The latest value of one metric of a job, by what was logged since the last look."""
+
+    def __init__(self) -> None:
+        self._seen, self._text = 0, ""
+
+    def look(self, history: Sequence[tuple[int, object]], name: str) -> str:
+        """Takes all that the job has logged until now; returns the metric as text, "" if it was not logged yet."""
+        for _, values in reversed(history[self._seen :]):
+            value = dict(flat(values)).get(name)
+            if isinstance(value, int | float):
+                self._text = f"{name} {number(value)}"
+                break
+        self._seen = len(history)
+        return self._text
+
+
 def metric_of(history: Sequence[tuple[int, object]]) -> str:
     """Returns what a job logged last: its `loss`, also if an evaluation came after it, or else the first number."""
     texts = [metric_text(values) for _, values in reversed(history[-_LATEST:])]

@@ -28,8 +28,8 @@ class SweepResult:
         trials: All of them, by number.
         best: The finished trial with the best last value; of equal ones the first. None if none finished, or all with
             a value that is no number.
-        state: The best trial's final state, if it ended in this process. Else its checkpoint has it: add a job with its
-            name and parameters to a `Runner` with `Checkpoints` in the sweep's folder `checkpoints`.
+        state: The best trial's final state, if it ended in this process. None if it ended before a restart: then
+            `jaxcross.load("FOLDER/checkpoints", result.best.name, state)` reads it, with a `state` of its structure.
         reports: Reports of the runs, mostly one.
     """
 

@@ -150,8 +150,30 @@ class Coordinator:
                 text = "Trial `%s` logged %r after step %d, and %r before a restart, which counts: it does not repeat."
                 _log.warning(text, self._log.trials[number].name, value, step, known)
             self._log.value(number, step, value)
-            if self._log.error is not None:  # a checkpoint must not cover what is not written
-                raise JobError(f"What trials logged cannot be written: {self._log.error}.")
+            self._check_disk()
+
+    def sync(self) -> None:
+        """Waits until all values are on disk: the checkpoint that follows covers them.
+
+        Raises:
+            JobError: The disk failed.
+        """
+        with self._changed:
+            self._log.sync()
+            self._check_disk()
+
+    def _check_disk(self) -> None:
+        if self._log.error is not None:  # a checkpoint must not cover what is not written
+            raise JobError(f"What trials logged cannot be written: {self._log.error}.")
+
+    def give_up(self, error: Exception) -> bool:
+        """Ends the sweep by this error, and returns whether it does: not where a trial has logged the metric."""
+        with self._changed:
+            if any(trial.values for trial in self._log.trials.values()):
+                return False
+            self._schedule.error = self._schedule.error or error
+            self._changed.notify_all()
+            return True
 
     def last_value(self, number: int) -> float | None:
         """Returns the metric that a trial logged last."""

@@ -4,12 +4,13 @@
     trials.jsonl    what a restart goes on from
     metrics/        a JSONL and a CSV of each trial; checkpoints/ holds states
 
-A line is written before anything follows from it: a checkpoint never covers a value that the file lacks.
+A line is written before anything follows from it, and on disk before a checkpoint that covers it, and when its trial
+is over. A kill loses nothing of what a restart goes on from; a loss of power neither, on a disk that keeps what it was
+asked to keep.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+from jaxcross._files import lock, write_whole
 from jaxcross.sweeps.schedule import Parameters, Pruned, Started, Status
 
 FORMAT = 1
@@ -93,10 +95,8 @@ class TrialLog:
         if found - FILES and "sweep.json" not in found:
             raise ValueError(f"`{self._folder}` is to hold a sweep, and holds other files. Name an empty folder.")
         self._file = (self._folder / "trials.jsonl").open("a+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"Another process sweeps in `{self._folder}` now. Name another folder.") from None
+        if not lock(self._file):
+            raise ValueError(f"Another process sweeps in `{self._folder}` now. Name another folder.")
         if "sweep.json" not in found:
             if self._read():
                 raise ValueError(f"`{self._folder}` has trials and no `sweep.json`. Name an empty folder.")
@@ -147,8 +147,17 @@ class TrialLog:
             facts = {"end": status, "step": step, "value": value, "digest": digest, "error": error}
             self._add({"trial": number, **facts}, forced=True)
 
+    def sync(self) -> None:
+        """Waits until all lines are on disk."""
+        if self._file is not None and self.error is None:
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                self.error = error
+
     def close(self) -> None:
         """Lets go of the folder."""
+        self.sync()
         if self._file is not None:
             self._file.close()
 
@@ -169,9 +178,8 @@ class TrialLog:
             }
             for _, each in sorted(self.trials.items())
         ]
-        draft = self._folder / "sweep.json.new"
-        draft.write_text(json.dumps({"format": FORMAT, "settings": self._settings, "trials": trials}, indent=1) + "\n")
-        draft.replace(self._folder / "sweep.json")
+        content = {"format": FORMAT, "settings": self._settings, "trials": trials}
+        write_whole(self._folder / "sweep.json", json.dumps(content, indent=1) + "\n")
 
     def _add(self, line: dict[str, Any], *, forced: bool = False) -> None:
         self._take(line)
@@ -180,12 +188,12 @@ class TrialLog:
         try:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-            if forced:
-                os.fsync(self._file.fileno())
             if "end" in line or "pruned" in line:
                 self.write()
         except OSError as error:
             self.error = error
+        if forced:
+            self.sync()
 
     def _read(self) -> bool:
         """Reads the file; drops a last line that a kill cut short. Returns whether there was any."""

@@ -74,7 +74,9 @@ def sweep(
             restart repeats the steps since then.
         search: A grid as `{"lr": [0.1, 0.2], "width": [32, 64]}`; a list of dicts; a function of a NumPy generator that
             returns a dict; or an Optuna study, which rank 0 alone asks, and which gets the trials at the end.
-        metric: The name under which trials log what counts; `eval/accuracy` for one in a dict.
+        metric: The name under which trials log what counts; `eval/accuracy` for one in a dict. A sweep ends with an
+            error when an evaluation by `job.every` that could return it first returns something else, or when a trial
+            comes to its end without it, unless another trial has logged it.
         mode: Whether the metric is to be large (`max`, the default) or small (`min`). A study says it itself.
         concurrent: Number of trials at a time. Their states must fit into memory together.
         trials: How many. Needed with a function or a study; of a grid, so many drawn at random.
@@ -97,7 +99,8 @@ def sweep(
             parameters.
         ValueError: Likewise: an argument is out of range, or the folder holds something else.
         MissingExtraError: Likewise: `prune` needs Optuna, which the extra `sweep` brings.
-        JobError: All trials failed; or a restart does not fit. A trial that fails alone is in the result.
+        JobError: All trials failed, or none logs `metric`; or a restart does not fit. A trial that fails alone is in
+            the result.
         KeyboardInterrupt: Somebody interrupted a rank; the same call goes on from there.
 
     Example:
@@ -251,7 +254,7 @@ def _run(
             except (JobError, ExchangeError) as error:
                 if runner.report is None or not any(job.status in ("failed", "ejected") for job in runner.jobs):
                     raise
-                if world.rank == 0:
+                if coordinator is not None and coordinator.error is None:
                     _log.warning("A trial failed, the others go on: %s", error)
             # What fails after a trial has come to its end, as a comparison of replicas.
             wrong = wrong or next(

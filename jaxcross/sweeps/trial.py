@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import Any, final
 
 import jax
@@ -44,7 +45,9 @@ class _Shared:
 
     finished: dict[int, Finished] = field(default_factory=dict)
     pruned: dict[int, str] = field(default_factory=dict)
-    jobs: dict[int, JobContext] = field(default_factory=dict)
+    cleaned: set[str] = field(default_factory=set)
+    jobs: dict[int, JobContext] = field(default_factory=dict)  # those whose state is kept
+    metric_logged: bool = False
     closed: dict[int, JobDone] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -118,9 +121,22 @@ class Trials:
             thread.excuse_start()  # it waits for others, which a joint start would have wait for it
         return self.coordinator.may_begin(number, lambda: job.host.stopping)
 
+    def note_metric(self) -> None:
+        """Notes that a trial has logged the metric."""
+        self._shared.metric_logged = True
+
+    def give_up(self, observer: _Observer, error: JobError) -> None:
+        """Ends the sweep and its other trials, unless a trial has logged the metric. Rank 0 decides; does not wait."""
+        if self.coordinator is None or self._shared.metric_logged or not self.coordinator.give_up(error):
+            return
+        with self._shared.lock:
+            others = [job for job in self._shared.jobs.values() if job is not observer.job]
+        for job in others:
+            job.stop()
+
     def best(self) -> int | None:
         """Returns the number of the best trial that finished; of equal ones the first."""
-        ranked = self._ranked()
+        ranked = self._ranked(1)
         return ranked[0] if ranked else None
 
     def state_of(self, number: int) -> PyTree:
@@ -128,10 +144,11 @@ class Trials:
         job = self._shared.jobs.get(number)
         return None if job is None else job.state
 
-    def _ranked(self) -> list[int]:
+    def _ranked(self, count: int) -> list[int]:
+        """Returns the numbers of so many of the best trials that finished, best first."""
         sign = -1 if self.settings.mode == "max" else 1
         finished = [(number, each.value) for number, each in self._shared.finished.items() if each.value == each.value]
-        return [number for number, _ in sorted(finished, key=lambda pair: (sign * pair[1], pair[0]))]
+        return [number for number, _ in nsmallest(count, finished, key=lambda pair: (sign * pair[1], pair[0]))]
 
     def over(self, observer: _Observer, *, asked: bool) -> None:
         """Notes that a trial's job is over, and frees what is not to be kept. Called once on every rank."""
@@ -152,25 +169,27 @@ class Trials:
                     self.coordinator.over(number, job.step, "stopped")
             if not stopped or asked:  # else the run was stopped, and saves this state
                 best = self.best()
-                for other, each in shared.jobs.items():
+                for other, each in [*shared.jobs.items()]:
                     if other != best and (each is job or (each.done.is_set() and each.status != "stopped")):
                         each.state = None
+                        del shared.jobs[other]
             if not failed and not stopped:
                 self.clean()
             shared.closed[number].set()
 
     def clean(self) -> None:
         """Deletes this rank's checkpoints of all trials that are over and not among the best. Waits for the disk."""
-        folder, keep = self.settings.checkpoint_folder, self.settings.keep
+        folder, keep, shared = self.settings.checkpoint_folder, self.settings.keep, self._shared
         if folder is None or keep is None:
             return
-        with self._shared.lock:
-            kept = set(self._ranked()[:keep])
-            names = [each.name for number, each in self._shared.finished.items() if number not in kept]
-            names += self._shared.pruned.values()
-            for name in names:
+        with shared.lock:
+            kept = set(self._ranked(keep))
+            names = {each.name for number, each in shared.finished.items() if number not in kept}
+            for name in names.union(shared.pruned.values()) - shared.cleaned:
                 folders = Folders(folder / folder_name(name), rank=self._world.rank, ranks=self._world.size)
                 folders.delete(folders.names())
+                if not folders.names():  # else another rank's part is there, or the disk did not let go of it
+                    shared.cleaned.add(name)
 
 
 @final
@@ -182,16 +201,18 @@ class _Observer:
         number: The trial's number.
         finished: The outcome, once the function has returned on all ranks.
         pruned: Whether the trial was pruned.
+        metric: The metric by which trials are compared.
     """
 
     def __init__(self, trials: Trials, job: JobContext, number: int) -> None:
         self._trials, self.job, self.number = trials, job, number
         self.finished: Finished | None = None
         self.pruned = False
-        self._metric = trials.settings.metric
+        self.metric = trials.settings.metric
         self._coordinator = trials.coordinator
         self._seen = 0  # entries of the job's history that were looked at
         self._saved = -1  # the step of its latest checkpoint in this process
+        self._has_metric = False
         self._late: int | None = None  # a step that was saved before the metric was logged
 
     def answer(self, label: str, ask: Callable[[], str]) -> str:
@@ -213,8 +234,12 @@ class _Observer:
         if self.pruned:
             return  # an evaluation is made once more as the job ends
         # Only names: values are not there yet, and waiting for those of every step would be slow.
-        if self._metric not in dict(flat(jax.tree.map(lambda _: 0.0, metrics))):
+        names = dict(flat(jax.tree.map(lambda _: 0.0, metrics)))
+        if self.metric not in names:
+            self._check_evaluation(list(names))
             return
+        self._has_metric = True
+        self._trials.note_metric()
         self._check_order(step)
         if not self._trials.prunes:
             return
@@ -229,6 +254,23 @@ class _Observer:
         if self.answer("whether to prune", ask) == "1":
             raise TrialPruned
 
+    def _check_evaluation(self, names: list[str]) -> None:
+        """Makes sure that the first evaluation from which the metric can come has it. The same on every rank.
+
+        Raises:
+            JobError: It has not. If no trial has logged the metric, the whole sweep ends.
+        """
+        evaluation = self.metric.partition("/")[0]
+        returned = {name.partition("/")[0] for name in names} == {evaluation}
+        earlier = self._has_metric or any(self.metric in dict(flat(values)) for _, values in self.job.history)
+        if returned and not earlier and self.job.host.evaluations.provide(self.metric):
+            error = JobError(
+                f"Trial `{self.job.name}` is to be compared by `{self.metric}`, which its evaluation `{evaluation}`"
+                f" after step {self.job.step} has not returned. It returned: {_listed(names)}."
+            )
+            self._trials.give_up(self, error)
+            raise error
+
     def _check_order(self, step: int) -> None:
         """Makes sure that what a checkpoint covers has been logged. The same on every rank.
 
@@ -237,7 +279,7 @@ class _Observer:
         """
         if self._late is not None and step > self._late:
             raise JobError(
-                f"Trial `{self.job.name}` logged `{self._metric}` after it had saved its state, at step {self._late}: a"
+                f"Trial `{self.job.name}` logged `{self.metric}` after it had saved its state, at step {self._late}: a"
                 " restart between the two would lose the value. Call `job.log` before `job.save`."
             )
         if step == self._saved:
@@ -246,6 +288,8 @@ class _Observer:
     def saving(self, step: int) -> None:
         self._saved = step
         self._write_values()
+        if self._coordinator is not None:
+            self._coordinator.sync()
 
     def _write_values(self) -> None:
         """Writes down the values of the metric that were read back."""
@@ -254,13 +298,13 @@ class _Observer:
         if self._coordinator is None:
             return
         for step, metrics in new:
-            value = dict(flat(metrics)).get(self._metric)
+            value = dict(flat(metrics)).get(self.metric)
             if isinstance(value, str) and value in ("nan", "inf", "-inf"):
                 value = float(value)
             if value is None:
                 continue
             if not isinstance(value, bool | int | float):
-                raise JobError(f"Trial `{self.job.name}` logged {value!r} as `{self._metric}`, which must be a number.")
+                raise JobError(f"Trial `{self.job.name}` logged {value!r} as `{self.metric}`, which must be a number.")
             self._coordinator.value(self.number, step, float(value))
 
     def finish(self, state: PyTree) -> PyTree:
@@ -274,11 +318,12 @@ class _Observer:
         value = json.loads(everyone[0])[0]
         if value is None:
             names = sorted({name for _, metrics in job.history for name, _ in flat(metrics)})
-            logged = ", ".join(f"`{name}`" for name in names) or "nothing"
-            raise JobError(
-                f"Trial `{job.name}` has come to its end and never logged `{self._metric}`, by which trials are"
-                f" compared. It logged: {logged}. Call `job.log({{{self._metric!r}: ...}})`, on rank 0 at least."
+            error = JobError(
+                f"Trial `{job.name}` has come to its end and never logged `{self.metric}`, by which trials are"
+                f" compared. It logged: {_listed(names)}. Call `job.log({{{self.metric!r}: ...}})`, on rank 0 at least."
             )
+            self._trials.give_up(self, error)
+            raise error
         digests = [json.loads(each)[1] for each in everyone]
         digest = digests[0] if len(set(digests)) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
         self.finished = Finished(name=job.name, value=value, digest=digest)
@@ -295,6 +340,10 @@ class _Observer:
                 _log.warning("Values of trial `%s` are missing from the sweep: %s", self.job.name, error)
         self._trials.over(self, asked=asked)
         return stopped and not asked
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "nothing"
 
 
 def _digest(state: PyTree) -> str:

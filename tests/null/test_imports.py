@@ -18,6 +18,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "_pytree": FOLDERS,
     "_tracing": FOLDERS,
     "_arguments": FOLDERS,
+    "_files": FOLDERS,
     "lab": FOLDERS - {"lab", "commands"},
     "step": {"report", "checkpoint"},
     "program": FOLDERS - {"program"},

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import fsspec
 
+from jaxcross._files import write_whole
 from jaxcross.data.cache.cache import Cache
-from jaxcross.data.cache.small_files import write_whole
 
 REQUIRED = ("dataset_info.json", "features.json")
 OPTIONAL = ("label.labels.txt", "metadata.json")
@@ -66,5 +66,5 @@ def open_remote(url: str, cache: Cache) -> RemoteFolder:
         with suppress(FileNotFoundError):
             if (folder / name).read_bytes() == content:
                 continue
-        write_whole(folder / name, content)
+        write_whole(folder / name, content, shared=True)
     return RemoteFolder(fs, path, folder, digest)

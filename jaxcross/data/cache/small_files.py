@@ -4,35 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
-import uuid
 import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
+from jaxcross._files import write_whole
 from jaxcross.data.cache.array_record import Footer
 
 HEAD = struct.Struct("<QQQI")  # bytes of the shard, offset and bytes of the footer, checksum
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader, and a crash, find the old content or the new one.
-
-    Raises:
-        OSError: It cannot be written; nothing is left of the new content.
-    """
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -46,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Writes an object of JSON, whole or not at all."""
-    write_whole(path, json.dumps(value, indent=1).encode())
+    write_whole(path, json.dumps(value, indent=1).encode(), shared=True)
 
 
 @final
@@ -73,7 +54,7 @@ class FooterFiles:
         crc = zlib.crc32(content, zlib.crc32(HEAD.pack(*head, 0)))
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path(shard), HEAD.pack(*head, crc) + content)
+            write_whole(self._path(shard), HEAD.pack(*head, crc) + content, shared=True)
 
     def _path(self, shard: str) -> Path:
         return self._folder / f"{hashlib.sha256(shard.encode()).hexdigest()[:32]}.footer"

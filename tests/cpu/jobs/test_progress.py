@@ -3,6 +3,7 @@
 import os
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +19,13 @@ from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step
 
 
-def make_job(name="a", *, step=0, steps=None, status=None, history=(), made=None):
-    host = SimpleNamespace(steps_made=step if made is None else made, planned_steps=steps)
+def make_job(name="a", *, step=0, steps=None, status=None, history=(), made=None) -> Any:
+    host = SimpleNamespace(steps_made=step if made is None else made, planned_steps=steps, observer=None)
     return SimpleNamespace(name=name, step=step, status=status, history=list(history), host=host, paused=False)
 
 
 def reporter(jobs, activities=(), *, progress=None, rank=0, environ=None):
-    flight = SimpleNamespace(run="x", current=lambda: tuple(activities), replace_file=lambda *_: None)
+    flight: Any = SimpleNamespace(run="x", current=lambda: tuple(activities), replace_file=lambda *_: None)
     return ProgressReporter(lambda: jobs, flight=flight, rank=rank, ranks=2, progress=progress, environ=environ or {})
 
 
@@ -66,6 +67,18 @@ def test_a_line_says_what_a_job_waits_for(capsys):
         "[jaxcross 16 s] a: step 1/9, waiting for data, 11 s",
         "[jaxcross 16 s] b: compiling, 12 s",
     ]
+
+
+def test_a_sweeps_metric_is_shown_instead_of_the_loss(capsys):
+    job = make_job(step=1, history=[(1, {"loss": 2.0})])
+    job.host.observer = SimpleNamespace(metric="eval/accuracy")
+    shown = reporter([job])
+    shown.look(5.0)
+    assert "loss 2.00" in capsys.readouterr().err, "it is not logged yet"
+    job.history += [(2, {"eval": {"accuracy": 0.5}}), *((n, {"loss": 1.0}) for n in range(3, 30))]
+    shown.look(50.0)
+    shown.look(100.0)
+    assert capsys.readouterr().err.count("eval/accuracy 0.500") == 2
 
 
 def test_what_computes_is_no_wait(capsys):

@@ -1,0 +1,68 @@
+"""Files that are whole or as they were, and the lock that tells whether another process has one."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxcross._files import lock, replacing, write_whole
+
+
+@pytest.mark.parametrize("content", ["text\r\n", b"\x00bytes"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_file_is_replaced_and_no_draft_left(tmp_path, content, shared):
+    path = tmp_path / "a.json"
+    for _ in range(2):
+        write_whole(path, content, shared=shared)
+        assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode())
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failure_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a"
+    write_whole(path, "old")
+
+    def write():
+        with replacing(path) as file:
+            file.write("ne")
+            raise ValueError("half")
+
+    with pytest.raises(ValueError, match="half"):
+        write()
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_content_and_name_are_on_disk_in_this_order(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    write_whole(tmp_path / "a", "x")
+    assert synced == [str(tmp_path / "a.new"), str(tmp_path)]
+    write_whole(tmp_path / "a", "y", durable=False)
+    assert len(synced) == 2
+
+
+def test_another_process_has_the_lock(tmp_path):
+    code = f"""
+from jaxcross._files import lock
+file = open({str(tmp_path / "a")!r}, "w")
+print(lock(file), flush=True)
+input()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "True\n"
+        with (tmp_path / "a").open("w") as file:
+            assert not lock(file)
+            other.communicate("\n")
+            assert lock(file)
+
+
+def test_a_disk_without_locks_is_nobodys(tmp_path, monkeypatch):
+    def refuses(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuses)
+    with (tmp_path / "a").open("w") as file:
+        assert lock(file)
