@@ -1,8 +1,9 @@
 """README and docs do what they say: code blocks run, printed results are the real ones, commands exist.
 
-The `python` blocks of a page run in order in one process, on one rank, or under mpirun on as many as the page's first
-lines say (`<!-- ranks: 2 -->`). A `text` block right after a `python` block is what that block prints on rank 0. Every
-`$` line of a `console` block is parsed by the program that it names.
+The `python` blocks of a page run in order, on one rank, or under mpirun on as many as the page's first lines say
+(`<!-- ranks: 2 -->`). Pages of one number of ranks run one after another in the same processes, each with names and in
+a folder of its own. A `text` block right after a `python` block is what that block prints on rank 0. Every `$` line of
+a `console` block is parsed by the program that it names.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,14 @@ FOREIGN = {
 
 DRIVER = f"""
 import json, os, sys
-blocks = json.load(open(sys.argv[1]))
-names = {{"__name__": "__main__"}}
-for page, line, source in blocks:
-    sys.stdout.write({MARK!r})
-    exec(compile("\\n" * line + source, page, "exec"), names)
-    sys.stdout.flush()
+folder = os.path.dirname(sys.argv[1])
+for page, blocks in json.load(open(sys.argv[1])).items():
+    names = {{"__name__": "__main__"}}
+    os.chdir(os.path.join(folder, os.path.basename(page)))
+    for line, source in blocks:
+        sys.stdout.write({MARK!r})
+        exec(compile("\\n" * line + source, page, "exec"), names)
+        sys.stdout.flush()
 """
 
 
@@ -73,14 +77,23 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def run(page: Path, folder: Path, ranks: int, env: dict[str, str]) -> list[str]:
-    """What each python block of the page printed, on rank 0."""
+def python_blocks(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if block.info == "python"]
+
+
+def code_of(page: Path) -> str:
+    return "\n".join(block.text for block in python_blocks(page))
+
+
+def run(pages: Sequence[Path], folder: Path, ranks: int, env: dict[str, str]) -> list[str]:
+    """What each python block of the pages printed, on rank 0."""
     import json
 
     script, sources = folder / "driver.py", folder / "blocks.json"
     script.write_text(DRIVER)
-    chosen = [(str(page), b.line, b.text) for b in blocks(page) if b.info == "python"]
-    sources.write_text(json.dumps(chosen))
+    for page in pages:
+        (folder / page.name).mkdir()
+    sources.write_text(json.dumps({str(p): [(b.line, b.text) for b in python_blocks(p)] for p in pages}))
     line: Sequence[str] = [sys.executable, str(script), str(sources)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **env}
     if ranks > 1:
@@ -104,34 +117,51 @@ def run(page: Path, folder: Path, ranks: int, env: dict[str, str]) -> list[str]:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)
         stdout, stderr = process.communicate()
-        pytest.fail(f"{page.name}: no end within {TIMEOUT_S} s\n{stdout}\n{stderr}")
-    assert process.returncode == 0, f"{page.name}\n{stdout}\n{stderr}"
+        pytest.fail(f"no end within {TIMEOUT_S} s\n{stdout}\n{stderr}")
+    assert process.returncode == 0, f"{stdout}\n{stderr}"
     return stdout.split(MARK)[1:]
 
 
-# Four ranks compile for a minute; the usual run has examples/gpt.py on two.
-LONG = {"tensor.md", "tensor-parallelism.md"}
+STARTS = re.compile(r"(((import|from) .*)?\n)*world = jaxcross\.initialize\(")
+# In the plain run. Four ranks compile for a minute; the integration tests have examples/gpt.py on two.
+PLAIN, LONG = {"README.md", "limits.md", "your-step.md"}, {"tensor-parallelism.md"}
 
 
-def with_python() -> list[Any]:
-    pages = [page for page in PAGES if any(block.info == "python" for block in blocks(page))]
-    return [pytest.param(p, marks=pytest.mark.exhaustive if p.name in LONG else [], id=p.name) for p in pages]
+def ranks_of(page: Path) -> int:
+    found = re.search(r"<!-- ranks: (\d+) -->", page.read_text())
+    return int(found[1]) if found else 1
 
 
-@pytest.mark.mostly_integration("README.md", "your-step.md", "limits.md")
-@pytest.mark.parametrize("page", with_python())
-def test_page_code_runs_and_prints_what_it_shows(page: Path, tmp_path: Path, quick_compiler: dict[str, str]) -> None:
+def together() -> list[Any]:
+    """Pages with code, by the tier and the number of ranks that they run on; first those that start no world."""
+    marks = {"plain": [], "integration": [pytest.mark.integration], "exhaustive": [pytest.mark.exhaustive]}
+    found: dict[tuple[str, int], list[Path]] = {}
+    for page in sorted(filter(python_blocks, PAGES), key=lambda page: "initialize(" in code_of(page)):
+        tier = "plain" if page.name in PLAIN else "exhaustive" if page.name in LONG else "integration"
+        found.setdefault((tier, ranks_of(page)), []).append(page)
+    return [
+        pytest.param(pages, ranks, marks=marks[tier], id=f"{tier}-{ranks}") for (tier, ranks), pages in found.items()
+    ]
+
+
+@pytest.mark.parametrize(("pages", "ranks"), together())
+def test_page_code_runs_and_prints_what_it_shows(
+    pages: Sequence[Path], ranks: int, tmp_path: Path, quick_compiler: dict[str, str]
+) -> None:
     """The code of a page runs and prints what the page says."""
-    ranks = re.search(r"<!-- ranks: (\d+) -->", page.read_text())
-    printed = run(page, tmp_path, int(ranks[1]) if ranks else 1, quick_compiler)
-    every = blocks(page)
-    code = [n for n, block in enumerate(every) if block.info == "python"]
-    assert len(printed) == len(code)
-    for output, n in zip(printed, code, strict=True):
-        if n + 1 < len(every) and every[n + 1].info == "text":
-            shown = [line.rstrip() for line in every[n + 1].text.splitlines()]
-            real = [line.rstrip() for line in output.strip("\n").splitlines()]
-            assert real == shown, f"{page.name}, line {every[n + 1].line}: the block prints\n{output}"
+    printed = iter(run(pages, tmp_path, ranks, quick_compiler))
+    for page in pages:
+        # Where pages run one after another, only the first could fail because it uses JAX too early.
+        assert "initialize(" not in code_of(page) or STARTS.match(code_of(page)), f"{page.name} starts with other code"
+        for block, following in pairwise([*blocks(page), None]):
+            if block.info != "python":
+                continue
+            output = next(printed)
+            if following is not None and following.info == "text":
+                shown = [line.rstrip() for line in following.text.splitlines()]
+                real = [line.rstrip() for line in output.strip("\n").splitlines()]
+                assert real == shown, f"{page.name}, line {following.line}: the block prints\n{output}"
+    assert next(printed, None) is None
 
 
 def commands() -> list[tuple[str, str]]:

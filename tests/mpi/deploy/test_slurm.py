@@ -45,8 +45,9 @@ def in_a_box(tmp_path, script, *arguments):
     # What a daemon has printed must not be waited for, as it goes on until the box ends.
     with (tmp_path / "output").open("w") as output:
         done = subprocess.run(
-            line, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=400, check=False
-        )
+            line, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=400, check=False,
+            cwd=tmp_path,  # where the recipe leaves its events
+        )  # fmt: skip
     return done.returncode, (tmp_path / "output").read_text()
 
 
