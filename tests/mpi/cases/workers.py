@@ -3,11 +3,9 @@
 import multiprocessing
 import sys
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
 import jaxcross
 
@@ -23,11 +21,6 @@ def step(state, batch):
     return state + jax.lax.psum(batch.sum(), "batch"), {"sum": batch.sum()}
 
 
-class Scaled(grain.transforms.Map):
-    def map(self, index):
-        return scaled(index)
-
-
 def scaled(index):
     """In a worker: uses the rank's number, and may ask for the world."""
     here = jaxcross.initialize()
@@ -37,14 +30,24 @@ def scaled(index):
     return np.float32(index * (1 + world.rank))
 
 
-def loader():
-    return grain.DataLoader(
-        data_source=range(SIZE),
-        sampler=grain.samplers.SequentialSampler(SIZE),
-        shard_options=grain.sharding.ShardOptions(world.rank, world.size),
-        operations=[Scaled(), grain.transforms.Batch(2)],
-        worker_count=2,
-    )
+if HOW == "grain":  # every worker imports this script, and Grain alone takes a second
+    import grain
+    from absl import flags
+
+    flags.FLAGS(sys.argv[:1])
+
+    class Scaled(grain.transforms.Map):
+        def map(self, index):
+            return scaled(index)
+
+    def loader():
+        return grain.DataLoader(
+            data_source=range(SIZE),
+            sampler=grain.samplers.SequentialSampler(SIZE),
+            shard_options=grain.sharding.ShardOptions(world.rank, world.size),
+            operations=[Scaled(), grain.transforms.Batch(2)],
+            worker_count=2,
+        )
 
 
 def train(job):
@@ -60,7 +63,6 @@ def train(job):
 
 
 if MAIN:
-    flags.FLAGS(sys.argv[:1])
     with jaxcross.Runner(world) as runner:
         job = runner.add("a", train)
         runner.run()  # the line that workers must not come to

@@ -29,10 +29,9 @@ def end(process, patience_s=30):
         process.wait(patience_s)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, quick_compiler):
-    folder = tmp_path_factory.mktemp("demo")
-    line = demo("--link", "none", "--output", str(folder / "out"), "--json", str(folder / "new" / "result.json"))
+def test_it_ends_with_numbers_a_trace_a_picture_and_a_table(tmp_path, quick_compiler):
+    """Looked at in one test: workers of pytest that share its cases would each run the demo."""
+    line = demo("--link", "none", "--output", str(tmp_path / "out"), "--json", str(tmp_path / "new" / "result.json"))
     process = subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env={**os.environ, **quick_compiler},
@@ -42,11 +41,13 @@ def finished(tmp_path_factory, quick_compiler):
     finally:
         end(process)
     assert process.returncode == 0, stdout + stderr
-    return folder, stdout
+    check_numbers(tmp_path)
+    check_turns(tmp_path)
+    check_trace_and_picture(tmp_path)
+    check_table(stdout)
 
 
-def test_it_writes_the_promised_numbers(finished):
-    folder, _ = finished
+def check_numbers(folder):
     result = json.loads((folder / "new" / "result.json").read_text())
     assert set(result) == {
         "link", "sequential_s_per_step", "crossover_s_per_step", "speedup", "ratio", "reason", "bound_s_per_step",
@@ -69,9 +70,8 @@ def test_it_writes_the_promised_numbers(finished):
     assert 0 < result["efficiency"] <= 1
 
 
-def test_the_two_ways_alternate_in_two_turns(finished):
+def check_turns(folder):
     """One after the other, crossover, and both again: each begins when the one before has ended, on every rank."""
-    folder, _ = finished
     runs = ("sequential", "crossover", "sequential-2", "crossover-2")
     reports = [Report.load(folder / "out" / f"{run}.json") for run in runs]
     for before, after in pairwise(reports):
@@ -79,15 +79,13 @@ def test_the_two_ways_alternate_in_two_turns(finished):
     assert [[job.steps for job in report.jobs] for report in reports] == [[3, 3]] * 4
 
 
-def test_it_leaves_a_trace_and_a_picture(finished):
-    folder, _ = finished
+def check_trace_and_picture(folder):
     events = json.loads((folder / "out" / "crossover-2.trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     assert (folder / "out" / "gantt.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_shows_the_line_that_it_runs_and_the_table(finished):
-    _, stdout = finished
+def check_table(stdout):
     (line,) = [text for text in stdout.splitlines() if "mpirun -n 2" in text]
     assert "--policy compare" in line
     assert "all final states are equal, bit for bit" in stdout
