@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--longest-file",
         type=float,
         metavar="SECONDS",
-        help="fail if the tests of one file take longer, or on a slower machine more than that share of all tests",
+        help="fail if the plain tests of one file take longer, or on a slower machine more than that share of them all",
     )
 
 
@@ -46,17 +46,21 @@ class FileTimes:
     def __init__(self, longest_s: float | None) -> None:
         self._longest_s = longest_s
         self._seconds: Counter[str] = Counter()
+        self._plain: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment]
+        name = report.nodeid.partition("::")[0]
+        self._seconds[name] += report.duration  # type: ignore[assignment]
+        if "integration" not in report.keywords:
+            self._plain[name] += report.duration  # type: ignore[assignment]
 
     def too_long(self) -> list[str]:
-        """The files over the limit, with their seconds."""
+        """The files whose plain tests are over the limit, with their seconds."""
         if self._longest_s is None:
             return []
-        limit_s = self._longest_s * max(1.0, self._seconds.total() / ALL_TESTS_S)
+        limit_s = self._longest_s * max(1.0, self._plain.total() / ALL_TESTS_S)
         return [f"{name} took {took:.0f} s, more than {limit_s:.0f} s"
-                for name, took in self._seconds.items() if took > limit_s]  # fmt: skip
+                for name, took in self._plain.items() if took > limit_s]  # fmt: skip
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._seconds.total() < 60:
