@@ -29,7 +29,7 @@ def end(process, patience_s=30):
         process.wait(patience_s)
 
 
-def test_it_ends_with_numbers_a_trace_a_picture_and_a_table(tmp_path, quick_compiler):
+def test_it_leaves_numbers_trace_picture_and_table(tmp_path, quick_compiler):
     """Looked at in one test: workers of pytest that share its cases would each run the demo."""
     line = demo("--link", "none", "--output", str(tmp_path / "out"), "--json", str(tmp_path / "new" / "result.json"))
     process = subprocess.Popen(
