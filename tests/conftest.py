@@ -88,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # offering the core to others: a fifth of the CPU time of two ranks that train eight small trials.
     os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
     if not faulthandler.is_enabled():
-        faulthandler.enable(sys.__stderr__)
+        faulthandler.enable(sys.__stderr__ or 2)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # Started in the background of a script: children would inherit it and be deaf to Ctrl-C, which tests send.
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +152,8 @@ def test_page_code_runs_and_prints_what_it_shows(
     for page in pages:
         # Where pages run one after another, only the first could fail because it uses JAX too early.
         assert "initialize(" not in code_of(page) or STARTS.match(code_of(page)), f"{page.name} starts with other code"
-        for block, following in pairwise([*blocks(page), None]):
+        every = blocks(page)
+        for block, following in zip(every, [*every[1:], None], strict=True):
             if block.info != "python":
                 continue
             output = next(printed)

@@ -37,12 +37,12 @@ if HOW == "grain":  # every worker imports this script, and Grain alone takes a 
     flags.FLAGS(sys.argv[:1])
 
     class Scaled(grain.transforms.Map):
-        def map(self, index):
-            return scaled(index)
+        def map(self, element):  # type: ignore[override]
+            return scaled(element)
 
     def loader():
         return grain.DataLoader(
-            data_source=range(SIZE),
+            data_source=range(SIZE),  # type: ignore[arg-type]
             sampler=grain.samplers.SequentialSampler(SIZE),
             shard_options=grain.sharding.ShardOptions(world.rank, world.size),
             operations=[Scaled(), grain.transforms.Batch(2)],
