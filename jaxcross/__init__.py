@@ -11,7 +11,7 @@
     program          trace, cut, compile: the step as data
     data             ImageNet-format records, sharded, resumable, decoded once
     estimate         how much faster several jobs of a step would run, from a few steps of one
-    plan             decisions before a run: how much compression
+    plan             decisions before a run: which jobs share ranks, how they take turns, how much compression
     report           what happened, as a table, JSON, a trace and a picture
 
 Importing jaxcross starts neither MPI nor a device; `initialize` does.

@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--contention", metavar="FILE", help="contention of the machine, or `two-cores` (default: none)")
     add("--json", type=Path, metavar="FILE", help="write the plan there")
     add("--picture", type=Path, metavar="FILE.png", help="draw the predicted timeline of a group")
-    add("--group", type=int, default=0, metavar="N", help="the group to draw (default: %(default)s)")
+    add("--group", type=int, default=0, metavar="N", help="the group to draw (default: %(default)s, the largest)")
     add("--launch", nargs=2, metavar=("slurm|mpijob", "DIR"), help="write files for a cluster that start the groups")
     add("--queue", default="jaxcross", help="Kueue queue of each `MPIJob` (default: %(default)s)")
     add(
@@ -120,4 +120,6 @@ def _draw(plan: Plan, jobs: JobsFile, contention: MachineContention | None, numb
     planned = plan.groups[number]
     prediction = predict_group(planned, jobs.profiles, contention=contention)
     headline = f"Predicted: group {number} makes {planned.progress:.2f} times the steps of one job after the other"
+    if len(planned.jobs) == 1:
+        headline = f"Predicted: `{planned.jobs[0].name}` alone"
     print(f"The picture is in {prediction.to_gantt(path, headline=headline)}.")

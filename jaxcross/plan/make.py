@@ -73,6 +73,7 @@ def of(
     known: dict[Any, Rates] = {}
     for names in group(loads, most=most, memory_bytes=limit).groups:
         found += _planned({name: jobs[name] for name in names}, limit, contention, floor, vote_s, known)
+    found.sort(key=lambda planned: -len(planned.jobs))
     return Plan(groups=tuple(found), memory_bytes=limit, notes=tuple(_notes(jobs, limit, contention)))
 
 
@@ -200,8 +201,9 @@ def _planned(
             found.append(_group_of(left, rates, there, vote_s, ""))
             left = {}
     for name, reason in apart:
-        rates = choose_rates([jobs[name]], memory_bytes=limit, vote_s=vote_s)
-        found.append(_group_of({name: jobs[name]}, rates, None, vote_s, reason))
+        there = _there(contention, [jobs[name][min(jobs[name])]])
+        rates = choose_rates([jobs[name]], contention=there, memory_bytes=limit, vote_s=vote_s)
+        found.append(_group_of({name: jobs[name]}, rates, there, vote_s, reason))
     return found
 
 

@@ -26,6 +26,8 @@ _LOSS = 1.2  # speeds that the linear program must allow, over the floor: what t
 _MARGIN = 1.02  # the same over what the twin says of the order's cost
 _ENOUGH = 0.9  # of the linear program's progress: the search ends there
 _GOOD = 0.8  # likewise: no finer cut is looked at
+_LAST = 4  # near misses that are balanced before the jobs are refused
+_AS_FAST = 1.03  # a coarser cut alone, relative to the fastest
 _TURNS = 3  # changes of shares for one cut
 
 Cuts = Mapping[int, Profile]
@@ -99,7 +101,7 @@ def choose_rates(
     group = _Group.of(jobs, contention, 1 / len(jobs) if floor is None else floor, memory_bytes, vote_s)
     if len(jobs) == 1:
         return Rates(
-            pieces=(_fastest_alone(jobs[0], vote_s)[1],),
+            pieces=(_fastest_alone(jobs[0], contention, vote_s)[1],),
             policy=RoundRobin(),
             speeds=(1.0,),
             alone_s=group.alone_s,
@@ -120,6 +122,11 @@ def choose_rates(
                     break
         if was_fair or any(option.progress >= good for option in fair):
             break
+    for option in [] if fair else sorted(unfair, key=lambda option: -min(option.speeds))[:_LAST]:
+        balanced = group.balanced(option)
+        if balanced.is_fair:
+            return balanced
+        unfair.append(balanced)
     return max(fair, key=lambda option: option.progress) if fair else group.refused(unfair)
 
 
@@ -140,7 +147,7 @@ class _Group:
     def of(
         cls, jobs: Sequence[Cuts], contention: Contention | None, floor: float, memory_bytes: int | None, vote_s: float
     ) -> _Group:
-        alone_s = tuple(_fastest_alone(cuts, vote_s)[0] for cuts in jobs)
+        alone_s = tuple(_fastest_alone(cuts, contention, vote_s)[0] for cuts in jobs)
         coarsest = [cuts[min(cuts)] for cuts in jobs]
         return cls(
             jobs=tuple(jobs),
@@ -190,6 +197,20 @@ class _Group:
             wanted = [self.floor * _MARGIN / max(part, 0.1) for part in kept]
         if max(pieces) > 1:
             yield self.tried(self.by_turns(pieces, self.targets(wanted)), RoundRobin(), COARSE)
+
+    def balanced(self, option: Rates) -> Rates:
+        """Moves shares from the jobs that are faster than the mean to the slower ones: the last resort."""
+        found = option
+        if not all(self.nbytes) or min(option.speeds) <= 0:
+            return found
+        shares = self.weighted(option.speeds).shares
+        for _ in range(_TURNS):
+            mean = found.progress / len(shares)
+            shares = tuple(share * mean / speed for share, speed in zip(shares, found.speeds, strict=True))
+            found = self.tried(option.pieces, Weighted(shares), LONG)
+            if found.is_fair or min(found.speeds) <= 0:
+                break
+        return found
 
     def targets(self, wanted: Sequence[float]) -> list[float]:
         """Returns the speeds with the most progress at which no job is slower than wanted, or than a part of that.
@@ -247,20 +268,21 @@ def _fitting(cuts: Cuts, memory_bytes: int) -> Cuts:
     return fitting or cuts
 
 
-def _fastest_alone(cuts: Cuts, vote_s: float) -> tuple[float, int]:
-    """Returns the seconds of a step alone and its pieces, in the fastest of three cuts: coarse, middle, fine."""
+def _fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> tuple[float, int]:
+    """Returns the seconds of a step alone and its pieces, in the fastest of a few cuts from coarse to fine."""
     order = sorted(cuts)
     found = []
-    for pieces in dict.fromkeys([order[0], order[len(order) // 2], order[-1]]):
+    for pieces in dict.fromkeys([order[0], order[len(order) // 4], order[len(order) // 2], order[-1]]):
         profile = cuts[pieces]
         whole_s = profile.compute_s + profile.exchange_s + profile.host_s
         if not whole_s > 0:
             raise ValueError(f"a step of `{profile.name}` takes no time: a plan needs what it costs")
-        (rate,) = step_rates([profile], policy=RoundRobin(), until_s=4.5 * (whole_s + 2 * vote_s), vote_s=vote_s)
+        until_s = 4.5 * (whole_s + 2 * vote_s) * (contention.compute if contention else 1.0)
+        (rate,) = step_rates([profile], policy=RoundRobin(), until_s=until_s, contention=contention, vote_s=vote_s)
         found.append((1 / rate, pieces))
-    # A coarser cut that is as fast costs fewer messages and less memory.
+    # A coarser cut that is nearly as fast costs fewer messages and less memory.
     fastest_s = min(found)[0]
-    return fastest_s, next(pieces for seconds, pieces in found if seconds <= 1.02 * fastest_s)
+    return fastest_s, next(pieces for seconds, pieces in found if seconds <= _AS_FAST * fastest_s)
 
 
 def _cuts(jobs: Sequence[Cuts], alone_s: Sequence[float]) -> Iterator[tuple[int, ...]]:

@@ -34,7 +34,8 @@ def render(plan: Plan) -> Group:
 def _rows(number: int, group: PlannedGroup) -> list[list[Text]]:
     several = len(group.jobs) > 1
     memory = "-" if group.memory_bytes is None else human_bytes(group.memory_bytes)
-    facts = [str(number), str(group.ranks), memory, group.turns if several else "alone"]
+    turns = {"round-robin": "in turn", "weighted": "by shares"}[group.turns] if several else "alone"
+    facts = [str(number), str(group.ranks), memory, turns]
     rows = []
     for job in group.jobs:
         pieces = "whole" if job.pieces == 1 else f"{'~' * job.estimated}{job.pieces}"

@@ -109,6 +109,14 @@ def test_contention_costs_speed() -> None:
     assert slow.progress < 0.9 * choose_rates(jobs, floor=0.3).progress
 
 
+def test_contention_counts_for_a_job_alone_too() -> None:
+    """A job in pieces overlaps with itself, which slows it down."""
+    job = _cuts("a", 0.1, 0.1)
+    (undisturbed,) = choose_rates([job]).alone_s
+    (disturbed,) = choose_rates([job], contention=Contention(compute=1.3, exchange=1.2)).alone_s
+    assert disturbed > 1.1 * undisturbed
+
+
 def test_jobs_that_do_not_fit_are_refused() -> None:
     jobs = [_cuts(name, 0.1, 0.1, peak_bytes=100, boundary_bytes=60) for name in "ab"]
     assert "do not fit into the memory" in choose_rates(jobs, memory_bytes=159).refusal
