@@ -3,6 +3,7 @@
     profile       what one step of a job takes, segment by segment, alone
     contention    how much computations and exchanges slow each other down on a machine
     twin          a run predicted from these: the real interleaver on a virtual clock
+    difference    where a run took longer than its prediction
     memory        how many bytes jobs need together, and how many a rank may use
     groups        which jobs share devices
     rates         in how many pieces and at which shares the jobs of a group run, so that none starves
@@ -18,6 +19,7 @@ A plan needs no ranks, no device and no `World`. Only `compression` knows arrays
 from typing import TYPE_CHECKING, Any
 
 from jaxcross.plan.contention import MachineContention
+from jaxcross.plan.difference import Difference
 from jaxcross.plan.groups import Grouping, Load, group
 from jaxcross.plan.make import of, predict_group
 from jaxcross.plan.memory import JobMemory
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Candidate",
+    "Difference",
     "Estimate",
     "Gain",
     "Grouping",

@@ -104,7 +104,7 @@ class Profile:
         graph = StepGraph.from_data(facts.program.get("graph"))
         if facts.program["steps"] < MOST * facts.steps:
             raise ValueError(f"the steps of `{name}` ran several programs: a profile is of one")
-        seconds, host_s = _means(report.spans, name, graph)
+        seconds, host_s = segment_times(report.spans, name, graph)
         return cls(
             name=name,
             graph=graph,
@@ -224,8 +224,13 @@ class Profile:
         )
 
 
-def _means(spans: Iterable[Span], name: str, graph: StepGraph) -> tuple[tuple[float, ...], float]:
-    """Returns the mean seconds of each segment, and the median ones from a step's return to the next call.
+def segment_times(spans: Iterable[Span], name: str, graph: StepGraph) -> tuple[tuple[float, ...], float]:
+    """Returns the mean seconds of each segment of a job, and the median ones from a step's return to the next call.
+
+    Args:
+        spans: The spans of a run.
+        name: The job.
+        graph: The segments of its step.
 
     Raises:
         ValueError: There are fewer than three whole steps.

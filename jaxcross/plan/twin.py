@@ -14,9 +14,10 @@ from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.instrument import Span
 from jaxcross.interleave.policy import Policy, RoundRobin, Sequential, Weighted
 from jaxcross.interleave.simulator import Script, Simulation, Step, Think
+from jaxcross.plan.difference import Difference, difference
 from jaxcross.plan.profile import Profile
 from jaxcross.report.report import Report
-from jaxcross.report.summary import JobSummary, TimeBreakdown
+from jaxcross.report.summary import JobSummary, RunData, TimeBreakdown
 from jaxcross.report.time_breakdown import break_down
 
 VOTE_S = 0.0005
@@ -34,14 +35,37 @@ class Prediction:
         steps: Steps of each job.
         spans: Its spans, for a picture.
         wall_s: Seconds from its begin to its end, the filling of the pipeline included.
-        policy: Name of the policy.
+        profiles, policy, contention, depth, vote_s: What it was made from; see `predict`.
     """
 
     rounds: TimeBreakdown
     steps: tuple[int, ...]
     spans: tuple[Span, ...]
     wall_s: float
-    policy: str
+    profiles: tuple[Profile, ...]
+    policy: Policy
+    contention: Contention
+    depth: int
+    vote_s: float
+
+    def again(self, *, profiles: Sequence[Profile], contention: Contention) -> Prediction:
+        """Predicts the same steps from other costs of the same jobs."""
+        return predict(
+            profiles,
+            policy=self.policy,
+            contention=contention,
+            steps=self.steps,
+            depth=self.depth,
+            vote_s=self.vote_s,
+        )
+
+    def difference(self, run: RunData) -> Difference:
+        """Explains a run by this prediction, as `report.against` does.
+
+        Raises:
+            ValueError: Jobs, policy or segments differ, or one of both has no steady state.
+        """
+        return difference(self, run)
 
     @property
     def s_per_step(self) -> float:
@@ -55,7 +79,7 @@ class Prediction:
             spans=self.spans,
             jobs=tuple(job.facts for job in self.rounds.jobs),
             wall_ns={0: (0, round(self.wall_s * 1e9))},
-            policy=self.policy,
+            policy=self.policy.name,
             link="predicted",
         )
 
@@ -94,6 +118,7 @@ def predict(
     """
     made = _checked(profiles, policy, steps)
     policy = policy if policy is not None else RoundRobin()
+    contention = contention if contention is not None else Contention()
     scripts = [_script(profile, count) for profile, count in zip(profiles, made, strict=True)]
     simulation = _simulation(profiles, scripts, policy, depth, contention, vote_s)
     result = simulation.run(events=1_000 * MAX_STEPS)[0]
@@ -101,7 +126,17 @@ def predict(
     summaries = [JobSummary(name=profile.name, steps=count) for profile, count in zip(profiles, made, strict=True)]
     wall_ns = max((span.end_ns for span in spans), default=0)
     rounds = break_down(spans, summaries, {0: wall_ns}, in_turn=isinstance(policy, Sequential))
-    return Prediction(rounds=rounds, steps=made, spans=spans, wall_s=wall_ns / 1e9, policy=policy.name)
+    return Prediction(
+        rounds=rounds,
+        steps=made,
+        spans=spans,
+        wall_s=wall_ns / 1e9,
+        profiles=tuple(profiles),
+        policy=policy,
+        contention=contention,
+        depth=depth,
+        vote_s=vote_s,
+    )
 
 
 def step_rates(

@@ -8,20 +8,27 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from jaxcross.errors import clause
 from jaxcross.interleave.instrument import Span
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
-from jaxcross.report.summary import JobSummary, TimeBreakdown
+from jaxcross.report.summary import JobSummary, RunData, TimeBreakdown
 from jaxcross.report.time_breakdown import break_down
 
 if TYPE_CHECKING:
     from rich.console import Group
 
+D_co = TypeVar("D_co", covariant=True)
 FORMAT = 2
 IN_TURN = "sequential"  # the policy that runs jobs one after the other: the baseline of comparisons
 _MAX_SPANS = 1_000_000  # of all ranks together
+
+
+class Predicted(Protocol[D_co]):
+    """A prediction of a run. `jaxcross.plan.Prediction` is an implementation."""
+
+    def difference(self, run: RunData) -> D_co: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +141,20 @@ class Report:
         """
         one, other = over.rounds.s_per_step, self.rounds.s_per_step
         return one / other if one is not None and other else None
+
+    def against(self, predicted: Predicted[D_co]) -> D_co:
+        """Compares the run with what was predicted of it, and says where each part of a longer round came from.
+
+        Args:
+            predicted: A prediction of the same jobs under the same policy, as from `jaxcross.plan.predict`.
+
+        Returns:
+            A `jaxcross.plan.Difference`; `print` shows its table.
+
+        Raises:
+            ValueError: Jobs, policy or segments differ, or one of both has no steady state.
+        """
+        return predicted.difference(self)
 
     def summary(self) -> dict[str, Any]:
         """Returns the numbers of the table as plain data; names carry their units."""

@@ -44,6 +44,7 @@ NO_JAX = {
     "errors",
     "interleave",
     "plan.contention",
+    "plan.difference",
     "plan.groups",
     "plan.jobs_file",
     "plan.make",
