@@ -12,6 +12,7 @@ Cases:
              queued before it?
   transfers  which public calls hand arrays over fastest, to the host's CPU device and back, from 1 kB to 100 MB, and
              the model's leaves one by one, in one call, or put together into one array
+  memory     two ranks: what k jobs book before their first steps, over what they need (see memory.py)
   profile    one, two and three jobs under `jax.profiler`: copies of one job beside kernels of another (a job alone
              has none: its copies and kernels depend on one another), and how long the device idled between segments
              that were ready (target: less than 1% of the time), against a loop of plain `jax.jit`
@@ -22,6 +23,7 @@ accelerator's profile can tell is then null, with the reason; its times say noth
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import importlib.metadata
 import itertools
@@ -38,6 +40,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import memory_booked
 import numpy as np
 from gpu_profile import NO_STREAMS, Recording, idleness, overlap, record
 from gpu_ranks import accelerator, measure, prepare, workload
@@ -52,7 +55,7 @@ from jaxcross.world import malloc
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Move = Callable[[Any], Any]
 LINK = "link_only"  # between the device and pinned memory of the host, which is no array of the CPU device yet
-CASES = ("ranks", "split", "depth", "transfers", "profile")
+CASES = ("ranks", "memory", "split", "depth", "transfers", "profile")
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
@@ -285,6 +288,16 @@ def _told(recording: Recording | None, report: Any, platform: str) -> dict[str, 
     return {"overlap": overlap(recording), "idleness": idleness(recording, ready), **account}
 
 
+def memory(args: argparse.Namespace, save: Callable[[list[Any]], None]) -> list[dict[str, Any]]:
+    """What one and two jobs book and need. The process must not have started JAX or MPI."""
+    rows: list[dict[str, Any]] = []
+    for jobs in (1, 2):
+        rows.append(memory_booked.measure(args.model, jobs, "whole", smoke=args.smoke, stand_in=args.stand_in))
+        print("memory", memory_booked.shown(rows[-1]), flush=True)
+        save(rows)
+    return rows
+
+
 def described(device: Any, stand_in: bool) -> dict[str, Any]:
     found = {}
     for name in PLUGINS:
@@ -351,6 +364,8 @@ def main() -> None:
         result["ranks"] = measure(args, lambda found: save({"ranks": found}))
         show("ranks", result["ranks"])
         save(result)
+    if "memory" in cases:
+        result["memory"] = memory(args, lambda found: write_json(args.json, __doc__, result | {"memory": found}))
     jaxcross.initialize()
     device, host = accelerator(args.stand_in), jax.local_devices(backend="cpu")[0]
     result["device"] = described(device, args.stand_in)

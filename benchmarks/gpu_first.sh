@@ -84,6 +84,7 @@ parts() {
         --json "$OUT/gpu_gpt.json"
     part ranks_gpt 120 "${gpu[@]}" --model gpt --cases ranks --batch-size 8 --steps 5 --repeats 3 \
         --json "$OUT/gpu_ranks_gpt.json"
+    part memory 120 "${gpu[@]}" --cases memory --json "$OUT/gpu_memory.json"
     part transfers 60 "${gpu[@]}" --cases transfers --repeats 5 --sizes 1000000 100000000 --json "$OUT/gpu_transfers.json"
     part selection 60 python3 benchmarks/selection.py "${SMOKE[@]}" --repeats 5 --cores 0 --sizes 1048576 25600000 \
         --json "$OUT/gpu_selection.json"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -180,3 +180,17 @@ def _leaf(form: Form, array: np.ndarray, like: Any) -> Any:
         return key if place is None else jax.device_put(key, place)
     value = jax.device_put(np.array(array), place)
     return weakly_typed(value) if form.weak else value
+
+
+def array_bytes(tree: PyTree, *, without: Sequence[object] = ()) -> int:
+    """Returns the bytes of the JAX arrays of a tree: each one once, none that was donated.
+
+    Args:
+        tree: The tree.
+        without: Arrays that do not count.
+    """
+    passed = set(map(id, without))
+    arrays = {
+        id(leaf): leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and id(leaf) not in passed
+    }
+    return sum(array.nbytes for array in arrays.values() if not array.is_deleted())

@@ -15,6 +15,7 @@ from jaxcross.errors import clause, shortened
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import Policy
 from jaxcross.jobs.early_stopping import Mode
+from jaxcross.plan.memory import as_bytes
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.job_record import check_choice
 
@@ -128,6 +129,21 @@ def check_progress(progress: Any) -> None:
         raise _wrong("`progress`", "True, False, the seconds between lines, or None", progress)
     if not 0 < float(progress) < math.inf:
         raise ValueError(f"`progress` must be more than 0 seconds between lines, False for none, got {progress}.")
+
+
+def checked_memory(memory: Any) -> int | None:
+    """The number of bytes that `memory` says, if it says one.
+
+    Raises:
+        TypeError: It is neither a whole number nor a text.
+        ValueError: It is another text, or not above 0.
+    """
+    if memory is None:
+        return None
+    try:
+        return as_bytes(memory)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"`memory` {error}.") from None
 
 
 def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:

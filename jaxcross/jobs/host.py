@@ -8,9 +8,10 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import final, get_args
 
-from jaxcross._pytree import PyTree
+from jaxcross._pytree import PyTree, array_bytes
 from jaxcross.errors import CutError, JobError
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
+from jaxcross.jobs.admission import MemoryAdmission, remedies
 from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.examples import ExampleCount
 from jaxcross.jobs.latest_state import LatestState
@@ -19,7 +20,7 @@ from jaxcross.jobs.observer import JobObserver
 from jaxcross.jobs.prefetch import Prefetcher
 from jaxcross.jobs.replica_checks import ReplicaChecks
 from jaxcross.jobs.replicas import CheckReplicas
-from jaxcross.jobs.step_registry import StepRegistry
+from jaxcross.jobs.step_registry import StepRegistry, memory_of
 from jaxcross.jobs.thread import JobDone
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
@@ -51,8 +52,17 @@ class JobHost:
 
     in_run = True
 
-    def __init__(self, life: JobLifecycle, *, listeners: Listeners, world: World, checks: CheckReplicas) -> None:
+    def __init__(
+        self,
+        life: JobLifecycle,
+        *,
+        listeners: Listeners,
+        world: World,
+        checks: CheckReplicas,
+        admission: MemoryAdmission,
+    ) -> None:
         self._life = life
+        self._admission = admission
         self._listeners = listeners
         self._world = world
         self.name = life.name
@@ -210,6 +220,8 @@ class JobHost:
         """
         driver, record = self._life.running()
         resumption = self._life.resumption
+        if self.registry.first_run(compiled):
+            self._book_memory(compiled, leaves)
         graph = self.registry.graph(compiled)
         leads = self.registry.leads(compiled) and not self.evaluations.running
         if leads:
@@ -240,6 +252,27 @@ class JobHost:
             together = partial(driver.run_on_all_ranks, record)
             self.replicas.stepped(self.step, local=graph.local_step, together=together)
         return outputs
+
+    def _book_memory(self, compiled: Compiled, leaves: Sequence[object]) -> None:
+        """Books what this rank needs to run these executables. Waits for all ranks.
+
+        Raises:
+            JobError: On every rank: some rank has not enough memory left.
+        """
+        driver, record = self._life.running()
+        state, _ = self.latest.latest()
+        resting = array_bytes(state, without=leaves) + sum(loop.ahead_bytes for loop in self.loops)
+        memory, remedy = memory_of(compiled).with_resting(resting), remedies(compiled.program)
+        with self.preparing():
+            driver.await_earlier_starts(record)
+        self.run_on_all_ranks(
+            f"memory of `{compiled.program.name}`",
+            lambda control: self._admission.admit(control, self.name, memory, remedy=remedy),
+        )
+
+    def give_back_memory(self) -> None:
+        """Ends what the job has booked, but for its latest state. Does not wait."""
+        self._admission.give_back(self.name, lambda: array_bytes(self.latest.latest()[0]))
 
     def _refuse_to_skip(self, compiled: Compiled) -> None:
         """Raises CutError for a step that could not be skipped; a program without exchanges need not be."""

@@ -11,6 +11,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Listeners
+from jaxcross.jobs.admission import MemoryAdmission
 from jaxcross.jobs.context import BeginFiles, JobContext
 from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.lifecycle import JobLifecycle, forget_locals
@@ -46,6 +47,7 @@ class JobRun:
         *,
         listeners: Listeners,
         world: World,
+        admission: MemoryAdmission,
         checks: CheckReplicas | None = None,
         begin_files: BeginFiles | None = None,
     ) -> None:
@@ -54,7 +56,9 @@ class JobRun:
         self._listeners = listeners
         self._world = world
         self._life = JobLifecycle(name)
-        self._host = JobHost(self._life, listeners=listeners, world=world, checks=checks or CheckReplicas())
+        self._host = JobHost(
+            self._life, listeners=listeners, world=world, checks=checks or CheckReplicas(), admission=admission
+        )
         self._metrics = MetricLog(self._note_metrics)
         self.context = JobContext(self._life, self._host, self._metrics, world, begin_files)
 
@@ -101,6 +105,10 @@ class JobRun:
         if self._life.resumption is not None:  # what was logged must not be lost with the process after the last save
             self.context.read_back()
         self._save_last(partial(driver.run_on_all_ranks, record))
+
+    def give_back_memory(self) -> None:
+        """Ends what the job has booked, once a vote has ended it. Does not wait."""
+        self._host.give_back_memory()
 
     def close_loops(self) -> None:
         """Ends the threads that prepare batches. Does not wait."""

@@ -28,6 +28,7 @@ class ManagedJob(Protocol):
     def call_function(self) -> None: ...
     def close_loops(self) -> None: ...
     def close(self) -> None: ...
+    def give_back_memory(self) -> None: ...
 
 
 @final
@@ -121,7 +122,7 @@ class JobLifecycle:
         self.driver, self.record, self.resumption = driver, record, resumption
         record.abandon = partial(self._abandon, job)
         # Called by the driver before any other job can save what it did in the knowledge of this end.
-        record.on_end = self._on_end
+        record.on_end = partial(self._on_end, job)
         if resumption is not None:
             record.on_pause = resumption.mark_paused
 
@@ -170,7 +171,8 @@ class JobLifecycle:
         job.close()
         driver.release(record)
 
-    def _on_end(self, status: FinalStatus, asked: bool) -> None:
+    def _on_end(self, job: ManagedJob, status: FinalStatus, asked: bool) -> None:
+        job.give_back_memory()
         status = self.final_status(status)
         self.stop_requested = asked
         # A job that ends because its whole run was stopped goes on in the next run: no mark for that.

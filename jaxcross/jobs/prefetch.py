@@ -13,7 +13,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import jax
 import numpy as np
 
-from jaxcross._pytree import PyTree
+from jaxcross._pytree import PyTree, array_bytes
 from jaxcross.jobs.data_position import START, DataPosition, iterator_state, seek
 from jaxcross.runtime.job_record import JobRecord
 
@@ -112,6 +112,7 @@ class Prefetcher(Iterator[Any]):
         self._data: Iterable[Any] | None = data
         self._steps, self._prepare = None if steps is None else max(0, steps - start.n_batches), prepare
         self.position, self._resumable = start, resumable
+        self._buffer_size, self._batch_bytes = buffer_size, 0
         self._free = threading.Semaphore(buffer_size)
         self._batches: deque[tuple[Any, str | None, str]] = deque()
         self.storage = ""
@@ -129,6 +130,11 @@ class Prefetcher(Iterator[Any]):
     def batches_left(self) -> int | None:
         """The number of batches that `steps` still allows, including the latest one; None without `steps`."""
         return None if self._steps is None else self._steps - self._taken + (self._taken > 0)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """The bytes of arrays in the batches that may be ready before they are requested, all as large as the first."""
+        return 0 if self.closed else self._buffer_size * self._batch_bytes
 
     def __next__(self) -> Any:
         with self._lock:
@@ -177,11 +183,14 @@ class Prefetcher(Iterator[Any]):
                 except StopIteration:
                     break
                 level = storage.slowest()
-                ready = self._prepare(batch), iterator_state(source) if self._resumable else None, level
+                prepared = self._prepare(batch)
+                if count == 0:
+                    self._batch_bytes = array_bytes(prepared)
+                ready = prepared, iterator_state(source) if self._resumable else None, level
                 with self._lock:
                     if not self.closed:
                         self._batches.append(ready)
-                del batch, ready
+                del batch, prepared, ready
                 count += 1
                 self._driver.batches_ready(self._job, self.stream, count)
             if not self.closed:

@@ -23,6 +23,7 @@ from jaxcross.health.deferred_signals import defer_signals
 from jaxcross.interleave.instrument import Instrument, Listeners
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
 from jaxcross.jobs import arguments
+from jaxcross.jobs.admission import MemoryAdmission, limit_bytes_of
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.job_run import JobRun, first_of
 from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
@@ -56,6 +57,9 @@ class Runner:
         instruments: Told of spans and notes while it runs.
         depth: Compute segments on the device at once; 2 keep it busy between segments.
         link: Hold exchanges as a slow network would. A string describes a real link for the report.
+        memory: Bytes of arrays that this rank may hold, as a number or a text such as `80GB`. A job whose step does not
+            fit next to the others fails, alone and on every rank, before its first step. If None: what the device
+            states; on CPUs the rank's share of the machine's memory, or of a control group's. May differ by rank.
         start: `together`: the jobs that begin the run make their first steps once all of them have compiled theirs, so
             that none trains next to another one's compiler. A job is waited for while it traces and compiles, and
             through 30 s of other work. `as ready`: each begins as soon as it can, as always under
@@ -77,7 +81,8 @@ class Runner:
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: `depth` is below 1, `progress` is a number that is not above 0, or `start` is another word.
+        ValueError: `depth` is below 1, `memory` is no number of bytes, `progress` is a number that is not above 0, or
+            `start` is another word.
 
     Example:
         >>> with jaxcross.Runner(world) as runner:
@@ -94,6 +99,7 @@ class Runner:
         instruments: Iterable[Instrument] = (),
         depth: int = 2,
         link: Link | str | None = None,
+        memory: int | str | None = None,
         start: Start = "together",
         chaos: int | None = None,
         events: str | os.PathLike[str] | None = None,
@@ -107,6 +113,7 @@ class Runner:
         arguments.check_policy(policy)
         arguments.check_count("`depth`", depth, least=1)
         arguments.check_link(link)
+        limit = arguments.checked_memory(memory)
         check_choice(start, Start, "`start`")
         arguments.check_folder("`events`", events)
         arguments.check_folder("`metrics`", metrics)
@@ -121,6 +128,7 @@ class Runner:
         self.chaos = chaos_of(os.environ, self.world.rank) if chaos is None else Chaos(chaos, self.world.rank)
         self.depth, self.link, self.checkpoints = depth, link, checkpoints
         self.start: Start = start
+        self._admission = MemoryAdmission(limit_bytes_of(self.world) if limit is None else limit)
         self.check_replicas = as_checks(check_replicas)
         self._runs: list[JobRun] = []
         self.report: Report | None = None
@@ -153,6 +161,11 @@ class Runner:
     def jobs(self) -> list[JobContext]:
         """The jobs that were added; after the run in the order in which they joined, the same on every rank."""
         return [run.context for run in self._runs]
+
+    @property
+    def booked_bytes(self) -> int:
+        """The most bytes that jobs have booked at once on this rank; see `memory`."""
+        return self._admission.most_booked_bytes
 
     def __enter__(self) -> Self:
         return self
@@ -203,6 +216,7 @@ class Runner:
             arguments,
             listeners=self._listeners,
             world=self.world,
+            admission=self._admission,
             checks=self.check_replicas,
             begin_files=partial(self._begin_files, name) if self._writes_metrics else None,
         )

@@ -59,13 +59,14 @@ class StepRegistry:
         training: The name of the function whose calls are the job's steps: the first step that it called. None before.
     """
 
-    __slots__ = ("_agreed", "_graphs", "_programs", "_records", "training")
+    __slots__ = ("_agreed", "_booked", "_graphs", "_programs", "_records", "training")
 
     def __init__(self) -> None:
         self.training: str | None = None
         self._graphs: dict[int, tuple[Compiled, StepGraph]] = {}
         self._programs: dict[int, Program] = {}
         self._agreed: dict[tuple[int, tuple[int, ...], str], object] = {}
+        self._booked: set[tuple[object, ...]] = set()
         self._records: dict[int, ProgramRecord] = {}
 
     @property
@@ -90,6 +91,22 @@ class StepRegistry:
         new = agreed not in self._agreed
         self._agreed[agreed] = step  # kept alive likewise
         return new
+
+    def first_run(self, compiled: Compiled) -> bool:
+        """Whether the job is about to run a program of this name with these branches and exchanges for the first time.
+
+        The same on every rank, as `first_use` is. False where ranks have not agreed on it: a program that exchanges
+        nothing, which ranks may run at different times, or one that calls mpi4jax.
+        """
+        if id(compiled) in self._graphs or not self._agreed:  # asked at every call
+            return False
+        program = compiled.program
+        agreed = (program.traced.choices, program.exchange_signature())
+        key = (program.name, *agreed)
+        if key in self._booked or not any(each[1:] == agreed for each in self._agreed):
+            return False
+        self._booked.add(key)
+        return True
 
     def graph(self, compiled: Compiled) -> StepGraph:
         """Returns the step graph of executables."""

@@ -107,6 +107,8 @@ class Driver:
         self._early: list[m.Event] | None = []  # events that came before the run began
         self._interleaver = Interleaver(len(jobs), policy, depth)
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # notified while threads wait in `await_earlier_starts`
+        self._waiting_for_starts = 0
         self._over = threading.Event()
         self._fatal: BaseException | None = None
         self._held: deque[BaseException] = deque()  # exceptions of signal handlers, not looked at yet
@@ -221,6 +223,8 @@ class Driver:
         # In the order given, and before the lock is free: queues then have the interleaver's order.
         for instruction in self._interleaver.handle(event):
             self._route(instruction)
+        if self._waiting_for_starts:
+            self._changed.notify_all()
         texts, self._texts = self._texts, []
         return texts
 
@@ -418,6 +422,20 @@ class Driver:
             job.excused = True
             self.post(m.StartExcused(job.number))
 
+    def await_earlier_starts(self, job: JobRecord) -> None:
+        """Waits, at a joint start, until no job before this one still has to come to its first step on this rank.
+
+        So jobs do what is decided before first steps in their order, however long each one compiles.
+        """
+
+        def over() -> bool:
+            return self._fatal is not None or all(number >= job.number for number in self._interleaver.coming())
+
+        with self._changed:
+            self._waiting_for_starts += 1
+            self._changed.wait_for(over)
+            self._waiting_for_starts -= 1
+
     def first_step_made(self, job: JobRecord) -> None:
         """Notes that the job has made its first step without the lanes."""
         self.post(m.FirstStepMade(job.number))
@@ -485,6 +503,7 @@ class Driver:
                     self.world.abort(f"a lane of the runner broke\n{text}")
                 for job in (*self._jobs.values(), *self._joining.values()):
                     self._break_off(job, error)
+                self._changed.notify_all()
         self._over.set()
 
     def _break_off(self, job: JobRecord, error: BaseException) -> None:

@@ -1,0 +1,155 @@
+"""The part of memory.py that compares what jobs book with what they need: k jobs of one process on each of two ranks.
+
+Booked is what `Runner(memory=...)` counts before the first steps. Needed is the peak of the resident set during later
+steps of the same jobs, compiled before, less what the process held before they began; the rank that needs most. On an
+accelerator it is the device's own count. Run as a script, this file is a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import workloads
+from rivals.serving import status_bytes
+
+RANKS = 2
+STEPS = 5
+CUTS = ("whole", 4)
+WIDTHS = {"mlp": 4096, "mlp_2048": 2048}  # state and gradients of the wider one are 400 MB
+WORKLOADS = (*WIDTHS, "resnet50", "gpt")
+
+
+def measure(
+    workload: str, jobs: int, cut: str | int, *, smoke: bool = False, stand_in: bool | None = None
+) -> dict[str, Any]:
+    """Starts the ranks and returns what they booked and needed.
+
+    Args:
+        workload: One of `WORKLOADS`.
+        jobs: Number of jobs, all alike.
+        cut: As for `crossover`.
+        smoke: Toy sizes, where what MPI and threads need is more than the arrays.
+        stand_in: Whether a second CPU device stands for an accelerator; None for no accelerator.
+    """
+    from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
+
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise SystemExit("no `mpirun` was found: `pip install mpich`")
+    with tempfile.TemporaryDirectory(prefix="memory-") as folder:
+        out = Path(folder, "booked.json")
+        words = ["--workload", workload, "--jobs", str(jobs), "--cut", str(cut), "--out", str(out)]
+        words += ["--smoke"] * smoke + ([] if stand_in is None else ["--device", "stand-in" if stand_in else "gpu"])
+        # Arrays come from the kernel and go back to it, so that the resident set is what is in use.
+        environ = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536:glibc.malloc.arena_max=1"}
+        line, extra = mpirun_command(
+            mpirun=mpirun, ranks=RANKS, program=python_program([str(Path(__file__).resolve()), *words]),
+            root=os.geteuid() == 0, cores=len(os.sched_getaffinity(0)), environ=environ,
+        )  # fmt: skip
+        subprocess.run(line, env={**environ, **extra}, check=True)
+        ranks = json.loads(out.read_text())
+    worst = max(ranks, key=lambda rank: rank["needed_bytes"])
+    row = {"workload": workload, "jobs": jobs, "cut": cut, **worst}
+    over = worst["booked_bytes"] / worst["needed_bytes"] if worst["needed_bytes"] > 0 else None
+    return {**row, "booked_over_needed": over, "ranks": ranks}
+
+
+def shown(row: dict[str, Any]) -> str:
+    """One line for a person."""
+    return (
+        f"{row['jobs']} x {row['workload']}, cut {row['cut']}: needed {row['needed_bytes'] / 1e6:.0f} MB, booked "
+        f"{row['booked_bytes'] / 1e6:.0f} MB ({row['booked_over_needed'] or 0:.3f})"
+    )
+
+
+def rank_main() -> None:
+    """Runs the jobs twice on one rank: to compile, and to measure."""
+    options = argparse.ArgumentParser()
+    for name in ("workload", "cut", "out"):
+        options.add_argument(f"--{name}", required=True)
+    options.add_argument("--jobs", type=int, required=True)
+    options.add_argument("--smoke", action="store_true")
+    options.add_argument("--device", choices=("stand-in", "gpu"))
+    args = options.parse_args()
+    if args.device is not None:
+        from gpu_ranks import prepare
+
+        prepare(args.device == "stand-in")
+    import jax
+
+    import jaxcross
+
+    world = jaxcross.initialize()
+    device = jax.local_devices()[1 if args.device == "stand-in" else 0]
+    work = _workload(args.workload, args.smoke)
+    cut = args.cut if args.cut == "whole" else int(args.cut)
+    pmean = lambda tree: jax.lax.pmean(tree, "batch")  # noqa: E731
+    step = jaxcross.crossover(work.make(pmean), axes="batch", cut=cut, donate_argnums=0)
+    meter = _Meter(device)
+
+    def train(job: Any, seed: int) -> Any:
+        state = job.restore(jax.device_put(work.state(seed), device))
+        batch = jax.device_put(work.batch(seed), device)
+        for _ in job.batches(itertools.repeat(0), STEPS):
+            state, metrics = step(state, batch)
+            job.log(metrics)
+            if job.step == 2:  # what initial states took on the way is not of the steps
+                meter.reset_peak()
+        return state
+
+    def run() -> int:
+        runner = jaxcross.Runner(world, memory="1TB", progress=False)
+        for n in range(args.jobs):
+            runner.add(f"job{n}", train, seed=n)
+        runner.run()
+        return runner.booked_bytes
+
+    run()
+    gc.collect()
+    before = meter.in_use()
+    booked = run()
+    found = {"booked_bytes": booked, "needed_bytes": meter.peak() - before}
+    texts = world.control.allgather_text(json.dumps(found))
+    if world.rank == 0:
+        Path(args.out).write_text(json.dumps([json.loads(text) for text in texts]))
+
+
+def _workload(name: str, smoke: bool) -> workloads.Workload:
+    if smoke:
+        return workloads.mlp(width=256, batch_size=8)
+    if name in WIDTHS:
+        return workloads.mlp(width=WIDTHS[name], batch_size=64)
+    if name == "gpt":
+        return workloads.transformer(layers=12, width=1024, length=512, batch_size=16, vocabulary=32768)
+    return workloads.resnet(name, batch_size=8, image_size=224)
+
+
+class _Meter:
+    """Bytes that this process, or its accelerator, has in use. The accelerator's peak is that of its whole time."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = None if device.platform == "cpu" else device
+
+    def in_use(self) -> int:
+        return status_bytes("VmRSS") if self._device is None else 0
+
+    def reset_peak(self) -> None:
+        if self._device is None:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> int:
+        return status_bytes("VmHWM") if self._device is None else int(self._device.memory_stats()["peak_bytes_in_use"])
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    rank_main()

@@ -1,0 +1,130 @@
+"""Admission of jobs by memory: what the jobs of a run have booked on a rank, and whether one more fits on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import final
+
+import jax
+import numpy as np
+
+from jaxcross.errors import JobError
+from jaxcross.plan.memory import JobMemory, limit_bytes, needed_bytes
+from jaxcross.program.ir import Program, human_bytes
+from jaxcross.world import World
+from jaxcross.world.control_plane import Control, gather
+
+_NO_LIMIT = int(np.iinfo(np.int64).max)
+_log = logging.getLogger("jaxcross")
+
+
+@final
+class MemoryAdmission:
+    """The memory that the jobs of a run have booked on one rank.
+
+    Jobs book on the exchange lane and give back when a vote ends them, which all ranks do in one order. So the ranks
+    admit the same jobs, also where they have other limits.
+
+    Args:
+        limit_bytes: Bytes of arrays that this rank may hold; None if that is not known.
+
+    Attributes:
+        limit_bytes: As above.
+        most_booked_bytes: The most bytes that were booked at once.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
+        self.most_booked_bytes = 0
+        self._booked: dict[str, JobMemory] = {}
+        self._kept: dict[str, Callable[[], int]] = {}  # the bytes that each job still holds after its end
+        self._warned = False
+
+    def admit(self, control: Control, job: str, memory: JobMemory, *, remedy: str = "") -> None:
+        """Books memory for a job, next to what it has booked, if all ranks have it. Waits for all ranks.
+
+        Args:
+            control: The ranks.
+            job: Its name.
+            memory: What it is about to need.
+            remedy: What would make it need less, as the end of a sentence.
+
+        Raises:
+            JobError: On every rank: it does not fit on some rank.
+        """
+        wanted = JobMemory.largest([memory, self._booked.get(job, memory)])
+        needed = needed_bytes([*self._others(job), wanted])
+        left = _NO_LIMIT if self.limit_bytes is None else self.limit_bytes - needed
+        least = int(control.allreduce_min(np.array([left], np.int64))[0])
+        if least < 0:
+            texts = gather(control, [left, self._refusal(job, wanted, control.rank, remedy)])
+            raise JobError(min(texts, key=lambda text: text[0])[1])
+        if least == _NO_LIMIT and control.rank == 0 and not self._warned:
+            self._warned = True
+            _log.warning(
+                "Whether jobs fit into memory is not checked: this device does not say how much it has. Give it, as by "
+                '`Runner(memory="80GB")`.'
+            )
+        self._booked[job] = wanted
+        self.most_booked_bytes = max(self.most_booked_bytes, needed)
+
+    def give_back(self, job: str, kept_bytes: Callable[[], int]) -> None:
+        """Ends a job's booking, but for the bytes that its latest state holds from now on. Does not wait."""
+        self._booked.pop(job, None)
+        self._kept[job] = kept_bytes
+
+    def _others(self, job: str) -> list[JobMemory]:
+        return [*(booked for name, booked in self._booked.items() if name != job), *self._states()]
+
+    def _states(self) -> list[JobMemory]:
+        """Returns the memory of the states of jobs that are over."""
+        sizes = [kept() for kept in self._kept.values()]
+        return [JobMemory(peak_bytes=size, boundary_bytes=size) for size in sizes if size]
+
+    def _refusal(self, job: str, wanted: JobMemory, rank: int, remedy: str) -> str:
+        limit, states = self.limit_bytes or 0, self._states()
+        running = [booked for name, booked in self._booked.items() if name != job]
+        alone, needed = needed_bytes([*states, wanted]), needed_bytes([*states, *running, wanted])
+        missing = f"{human_bytes(needed - limit)} {'is' if needed - limit == 1 else 'are'} missing"
+        lines = [
+            f"it does not fit into the memory of rank {rank}: {missing}.",
+            f"Next to {_jobs(len(running))} it needs {human_bytes(needed)}, and the limit is {human_bytes(limit)}.",
+        ]
+        if alone > limit:
+            lines.append(f"Alone it needs {human_bytes(alone)}, which is too much as well.")
+        elif running:
+            fitting = _fitting(states, running, wanted, limit)
+            where = f"next to {fitting} of them" if fitting else "alone only"
+            lines.append(f"It fits {where}: alone it needs {human_bytes(alone)}.")
+        if held := sum(state.boundary_bytes for state in states):
+            lines.append(f"States of jobs that are over hold {human_bytes(held)}: set their `job.state` to None.")
+        others = "run fewer jobs at once, " if running else ""
+        lines.append(f"To make it fit, {others}{remedy}give `Runner(memory=...)` if a rank may use more.")
+        return " ".join(lines)
+
+
+def limit_bytes_of(world: World) -> int | None:
+    """Returns the bytes of arrays that this rank may hold; None if that is not known. Does not communicate."""
+    return limit_bytes(jax.local_devices()[0], world.local_size)
+
+
+def _jobs(count: int) -> str:
+    return "no other job" if not count else f"{count} other job{'s' * (count > 1)}"
+
+
+def _fitting(states: Sequence[JobMemory], running: Sequence[JobMemory], wanted: JobMemory, limit: int) -> int:
+    """Returns next to how many of the running jobs, the smallest first, a job fits."""
+    smallest = sorted(running, key=lambda own: (own.boundary_bytes, own.peak_bytes))
+    counts = range(len(running), -1, -1)
+    return next((n for n in counts if needed_bytes([*states, *smallest[:n], wanted]) <= limit), 0)
+
+
+def remedies(program: Program) -> str:
+    """Returns what would make a program need less memory, as a list that goes on."""
+    ways = ["make the batch smaller, "]
+    if len(program.collectives) > 1:
+        ways.append('leave the step uncut (`cut="whole"`), ')
+    if not program.donated:
+        ways.append("let the step overwrite its state (`donate_argnums`), ")
+    return "".join(ways) + "or "

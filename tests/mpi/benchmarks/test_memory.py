@@ -1,0 +1,34 @@
+"""benchmarks/memory_booked.py: what jobs book is what they need, at a quarter of the benchmark's size."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+PROCESS_BYTES = 15_000_000
+"""What MPI and threads need next to the arrays, 12 MB as measured."""
+
+
+@pytest.fixture(scope="module")
+def memory_booked() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield import_module("memory_booked")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize(("jobs", "cut"), [(1, "whole"), (2, "whole"), (2, 4)])
+def test_jobs_book_what_they_need(memory_booked: ModuleType, jobs: int, cut: str | int) -> None:
+    row = memory_booked.measure("mlp_2048", jobs, cut)
+    assert row["needed_bytes"] > 100_000_000
+    assert row["booked_bytes"] >= 0.98 * row["needed_bytes"] - PROCESS_BYTES
+    assert row["booked_bytes"] <= 1.15 * row["needed_bytes"]
