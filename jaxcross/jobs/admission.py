@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Self, final
 
 import jax
 import numpy as np
 
 from jaxcross.errors import JobError
-from jaxcross.plan.memory import JobMemory, limit_bytes, needed_bytes
+from jaxcross.plan.memory import PROCESS_BYTES, JobMemory, device_limit_bytes, needed_bytes
 from jaxcross.program.ir import Program, human_bytes
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control, gather
@@ -27,19 +27,29 @@ class MemoryAdmission:
     admit the same jobs, also where they have other limits.
 
     Args:
-        limit_bytes: Bytes of arrays that this rank may hold; None if that is not known.
+        limit_bytes: Bytes that this rank may use; None if that is not known.
+        process_bytes: Bytes that the process needs next to arrays.
 
     Attributes:
         limit_bytes: As above.
         most_booked_bytes: The most bytes that were booked at once.
     """
 
-    def __init__(self, limit_bytes: int | None) -> None:
+    def __init__(self, limit_bytes: int | None, process_bytes: int = 0) -> None:
         self.limit_bytes = limit_bytes
+        self._process_bytes = process_bytes
         self.most_booked_bytes = 0
         self._booked: dict[str, JobMemory] = {}
         self._kept: dict[str, Callable[[], int]] = {}  # the bytes that each job still holds after its end
         self._warned = False
+
+    @classmethod
+    def of(cls, world: World, limit_bytes: int | None = None) -> Self:
+        """Returns that of a rank on which nothing is booked; without a limit, the device's or the machine's counts."""
+        device = jax.local_devices()[0]
+        if limit_bytes is None:
+            limit_bytes = device_limit_bytes(device, world.local_size)
+        return cls(limit_bytes, PROCESS_BYTES if device.platform == "cpu" else 0)
 
     def admit(self, control: Control, job: str, memory: JobMemory, *, remedy: str = "") -> None:
         """Books memory for a job, next to what it has booked, if all ranks have it. Waits for all ranks.
@@ -54,7 +64,7 @@ class MemoryAdmission:
             JobError: On every rank: it does not fit on some rank.
         """
         wanted = JobMemory.largest([memory, self._booked.get(job, memory)])
-        needed = needed_bytes([*self._others(job), wanted])
+        needed = self._needed([*self._others(job), wanted])
         left = _NO_LIMIT if self.limit_bytes is None else self.limit_bytes - needed
         least = int(control.allreduce_min(np.array([left], np.int64))[0])
         if least < 0:
@@ -74,6 +84,9 @@ class MemoryAdmission:
         self._booked.pop(job, None)
         self._kept[job] = kept_bytes
 
+    def _needed(self, jobs: Sequence[JobMemory]) -> int:
+        return self._process_bytes + needed_bytes(jobs)
+
     def _others(self, job: str) -> list[JobMemory]:
         return [*(booked for name, booked in self._booked.items() if name != job), *self._states()]
 
@@ -85,7 +98,7 @@ class MemoryAdmission:
     def _refusal(self, job: str, wanted: JobMemory, rank: int, remedy: str) -> str:
         limit, states = self.limit_bytes or 0, self._states()
         running = [booked for name, booked in self._booked.items() if name != job]
-        alone, needed = needed_bytes([*states, wanted]), needed_bytes([*states, *running, wanted])
+        alone, needed = self._needed([*states, wanted]), self._needed([*states, *running, wanted])
         missing = f"{human_bytes(needed - limit)} {'is' if needed - limit == 1 else 'are'} missing"
         lines = [
             f"it does not fit into the memory of rank {rank}: {missing}.",
@@ -94,7 +107,7 @@ class MemoryAdmission:
         if alone > limit:
             lines.append(f"Alone it needs {human_bytes(alone)}, which is too much as well.")
         elif running:
-            fitting = _fitting(states, running, wanted, limit)
+            fitting = self._fitting(states, running, wanted)
             where = f"next to {fitting} of them" if fitting else "alone only"
             lines.append(f"It fits {where}: alone it needs {human_bytes(alone)}.")
         if held := sum(state.boundary_bytes for state in states):
@@ -103,21 +116,16 @@ class MemoryAdmission:
         lines.append(f"To make it fit, {others}{remedy}give `Runner(memory=...)` if a rank may use more.")
         return " ".join(lines)
 
-
-def limit_bytes_of(world: World) -> int | None:
-    """Returns the bytes of arrays that this rank may hold; None if that is not known. Does not communicate."""
-    return limit_bytes(jax.local_devices()[0], world.local_size)
+    def _fitting(self, states: Sequence[JobMemory], running: Sequence[JobMemory], wanted: JobMemory) -> int:
+        """Returns next to how many of the running jobs, the smallest first, a job fits."""
+        smallest = sorted(running, key=lambda own: (own.boundary_bytes, own.peak_bytes))
+        counts = range(len(running), -1, -1)
+        limit = self.limit_bytes or 0
+        return next((n for n in counts if self._needed([*states, *smallest[:n], wanted]) <= limit), 0)
 
 
 def _jobs(count: int) -> str:
     return "no other job" if not count else f"{count} other job{'s' * (count > 1)}"
-
-
-def _fitting(states: Sequence[JobMemory], running: Sequence[JobMemory], wanted: JobMemory, limit: int) -> int:
-    """Returns next to how many of the running jobs, the smallest first, a job fits."""
-    smallest = sorted(running, key=lambda own: (own.boundary_bytes, own.peak_bytes))
-    counts = range(len(running), -1, -1)
-    return next((n for n in counts if needed_bytes([*states, *smallest[:n], wanted]) <= limit), 0)
 
 
 def remedies(program: Program) -> str:

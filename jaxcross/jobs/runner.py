@@ -23,7 +23,7 @@ from jaxcross.health.deferred_signals import defer_signals
 from jaxcross.interleave.instrument import Instrument, Listeners
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
 from jaxcross.jobs import arguments
-from jaxcross.jobs.admission import MemoryAdmission, limit_bytes_of
+from jaxcross.jobs.admission import MemoryAdmission
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.job_run import JobRun, first_of
 from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
@@ -128,7 +128,7 @@ class Runner:
         self.chaos = chaos_of(os.environ, self.world.rank) if chaos is None else Chaos(chaos, self.world.rank)
         self.depth, self.link, self.checkpoints = depth, link, checkpoints
         self.start: Start = start
-        self._admission = MemoryAdmission(limit_bytes_of(self.world) if limit is None else limit)
+        self._admission = MemoryAdmission.of(self.world, limit)
         self.check_replicas = as_checks(check_replicas)
         self._runs: list[JobRun] = []
         self.report: Report | None = None

@@ -21,6 +21,11 @@ _MOST = 2**60
 _NO_LIMIT = 2**60  # the first version of control groups has a huge number in place of none
 
 
+PROCESS_BYTES = 32_000_000
+"""Bytes that a rank on CPUs needs next to its arrays, for MPI, threads and matrix products: 23 to 33 MB were measured
+(`benchmarks/memory.py --booked`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobMemory:
     """The memory of one job on one rank.
@@ -104,7 +109,7 @@ def as_bytes(size: int | str) -> int:
     return size
 
 
-def limit_bytes(device: Any, ranks: int) -> int | None:
+def device_limit_bytes(device: Any, ranks: int) -> int | None:
     """Returns the bytes of arrays that a rank may hold; None if that is not known. Does not communicate.
 
     The device's own limit; on CPUs this rank's share of the machine's memory, or of a control group's.

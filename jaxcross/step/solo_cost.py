@@ -12,7 +12,7 @@ from jax.errors import JaxRuntimeError
 
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs.step_registry import memory_of, step_graph_of
-from jaxcross.plan.memory import JobMemory, limit_bytes
+from jaxcross.plan.memory import JobMemory, device_limit_bytes
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.step_cost import StepCost
 from jaxcross.program import stages
@@ -137,7 +137,7 @@ class SoloCost:
         if isinstance(whole, str):
             raise ExchangeError(f"`{program.name}` cannot be measured, as it fails on copies of its arguments: {whole}")
         wide, narrow = self._wire_bytes(program.exchanges)
-        limit = self._settings.memory_bytes or limit_bytes(jax.local_devices()[0], self._world.local_size)
+        limit = self._settings.memory_bytes or device_limit_bytes(jax.local_devices()[0], self._world.local_size)
         ranks = self._together(lambda control: gather(control, [asdict(memory_of(compiled)), limit]))
         memory = JobMemory.largest([JobMemory.from_data(own) for own, _ in ranks])
         limits = [limit for _, limit in ranks if limit is not None]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxcross.plan.memory import JobMemory, as_bytes, group_limits, limit_bytes, needed_bytes
+from jaxcross.plan.memory import JobMemory, as_bytes, device_limit_bytes, group_limits, needed_bytes
 
 
 def _job(peak: int, boundary: int, temporary: int = 0) -> JobMemory:
@@ -51,9 +51,9 @@ class _Accelerator:
 
 
 def test_an_accelerator_states_its_own_limit() -> None:
-    assert limit_bytes(_Accelerator({"bytes_limit": 80}), ranks=4) == 80
-    assert limit_bytes(_Accelerator({"bytes_in_use": 80}), ranks=4) is None
-    assert limit_bytes(_Accelerator(None), ranks=4) is None
+    assert device_limit_bytes(_Accelerator({"bytes_limit": 80}), ranks=4) == 80
+    assert device_limit_bytes(_Accelerator({"bytes_in_use": 80}), ranks=4) is None
+    assert device_limit_bytes(_Accelerator(None), ranks=4) is None
 
 
 def test_a_group_around_the_process_limits_it(tmp_path: Path) -> None:
