@@ -161,6 +161,16 @@ def test_one_rank_on_a_stand_in(tmp_path: Path, quick_compiler: dict[str, str]) 
 
 
 @pytest.mark.exhaustive
+def test_memory_on_a_stand_in(tmp_path: Path, quick_compiler: dict[str, str]) -> None:
+    out = tmp_path / "gpu.json"
+    words = ("--smoke", "--stand-in", "--cases", "memory", "--json", str(out))
+    run(str(BENCHMARKS / "gpu.py"), *words, env=quick_compiler)
+    rows = json.loads(out.read_text())["memory"]
+    assert [row["jobs"] for row in rows] == [1, 2]
+    assert 0 < rows[0]["booked_bytes"] < rows[1]["booked_bytes"]
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("flags", [(), ("--no-lab",)], ids=["lab", "no lab"])
 def test_two_ranks_on_a_stand_in(tmp_path: Path, quick_compiler: dict[str, str], flags: tuple[str, ...]) -> None:
     out = tmp_path / "gpu.json"
