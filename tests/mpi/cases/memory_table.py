@@ -57,7 +57,7 @@ def all_see(job, what):
     return bool(job.run_on_all_ranks("all", lambda control: control.allreduce_min(np.array([what()], np.int64)))[0])
 
 
-def run(*widths, memory="1 TB", **options):
+def run(*widths, memory: int | str = "1 TB", **options):
     """Runs a job for each width; returns the runner, and the error on all ranks."""
     runner = Runner(WORLD, memory=memory, **options)
     for number, width in enumerate(widths):
