@@ -22,8 +22,8 @@ _NO_LIMIT = 2**60  # the first version of control groups has a huge number in pl
 
 
 PROCESS_BYTES = 32_000_000
-"""Bytes that a rank on CPUs needs next to its arrays, for MPI, threads and matrix products: 23 to 33 MB were measured
-(`benchmarks/memory.py --booked`)."""
+"""Bytes that a rank on CPUs is taken to need next to its arrays, for MPI, threads and matrix products: 23 to 36 MB were
+measured where the largest matrix has 67 MB, about 7 MB where it has 17 MB (`benchmarks/memory.py --booked`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

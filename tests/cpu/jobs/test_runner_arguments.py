@@ -159,7 +159,7 @@ def test_job_functions_are_checked_when_added(function: Any, kwargs: Any, messag
 
 @pytest.mark.parametrize("function", [print, lambda job, lr=1: None, functools.partial(step, batch=1), lambda *a: None])
 def test_functions_that_take_a_job_can_be_added(function: Any) -> None:
-    run_ranks(1, lambda world: Runner(world).add("a", function))
+    run_ranks(1, lambda world: Runner(world).add("a", function))  # type: ignore[arg-type]
 
 
 def test_jobs_do_not_share_an_iterator() -> None:
@@ -169,7 +169,7 @@ def test_jobs_do_not_share_an_iterator() -> None:
 
 
 def test_numbers_of_steps_may_be_numpys() -> None:
-    assert repr(jaxcross.CheckReplicas(np.int32(2))) == repr(jaxcross.CheckReplicas(2))
+    assert repr(jaxcross.CheckReplicas(np.int32(2))) == repr(jaxcross.CheckReplicas(2))  # type: ignore[arg-type]
     for wrong in (0, -1, True, "3", 1.5, np.float32(2)):
         with pytest.raises(ValueError, match="^`check_replicas` is .* the number of steps from one comparison to the"):
             jaxcross.CheckReplicas(wrong)  # type: ignore[arg-type]

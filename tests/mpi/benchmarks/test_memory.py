@@ -10,11 +10,11 @@ from types import ModuleType
 
 import pytest
 
+from jaxcross.plan.memory import PROCESS_BYTES
+
 pytestmark = pytest.mark.integration
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-PROCESS_BYTES = 15_000_000
-"""What MPI and threads need next to the arrays, 12 MB as measured."""
 
 
 @pytest.fixture(scope="module")
@@ -30,5 +30,6 @@ def memory_booked() -> Iterator[ModuleType]:
 def test_jobs_book_what_they_need(memory_booked: ModuleType, jobs: int, cut: str | int) -> None:
     row = memory_booked.measure("mlp_2048", jobs, cut)
     assert row["needed_bytes"] > 100_000_000
-    assert row["booked_bytes"] >= 0.98 * row["needed_bytes"] - PROCESS_BYTES
-    assert row["booked_bytes"] <= 1.15 * row["needed_bytes"]
+    assert row["booked_bytes"] >= 0.98 * row["needed_bytes"]
+    # What is booked for the process is little next to the benchmark's arrays, and much next to these.
+    assert row["booked_bytes"] - PROCESS_BYTES <= 1.15 * row["needed_bytes"]
