@@ -3,7 +3,8 @@
 stages           `Traced.cut`, `cut` and `compile` as users see them; the only file that knows all passes
 trace            a step and its arguments -> a flat jaxpr; `flatten` splits and unrolls equations that hold exchanges,
                  each pass emits into an `emitter`
-cut              a flat jaxpr -> a program: which equation runs in which segment; `assemble` builds the segments
+cut              a flat jaxpr -> a program: which equation runs in which segment; `assemble` builds the segments,
+                 `carried` finds exchanges of what the step before has left
 ir               the program: segments, exchanges, values; `text` prints and reads it, `verify` checks it; the
                  interface `Wire`
 compile          a program -> XLA executables, shared by segments of equal `digest`
