@@ -9,8 +9,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
-import pages.race
-import tables as tables_script
+import pages.race  # pyright: ignore[reportMissingImports]
+import tables as tables_script  # pyright: ignore[reportMissingImports]
 
 ROOT = Path(__file__).parents[3]
 
