@@ -28,6 +28,7 @@ import numpy as np
 import optax
 
 import jaxcross
+from jaxcross import _files
 from jaxcross.checkpoint import arrays, layout
 
 WORLD = jaxcross.initialize(stall_timeout_s=120)
@@ -171,7 +172,8 @@ def main() -> None:
         for name, n in (("top-k", 3), ("dropout", 99), ("streaming", 99))  # the first one after step 16
     ]
     with (
-        killer.around(layout, "_sync", "sync"),
+        killer.around(layout, "sync", "sync"),
+        killer.around(_files, "sync", "sync"),
         killer.around(layout.Folders, "delete", "delete"),
         killer.around(arrays, "write", "write"),
     ):
