@@ -7,7 +7,7 @@ ResNet-50, two hosts with one core each and a real link. Ways take turns in one 
 Numbers are seconds a step, over whole rounds of 16 steps where a way has rounds. Parts:
   alone    one job at each rate. `jit`: the step without exchange in one `jax.jit`; `compute`: the same under
            `crossover`; `blocking` and `carried`: streaming DiLoCo with 4 fragments on a wire of 8 bits, whose exchange
-           runs in the step that needs it, or is carried to later steps
+           runs in the step that needs it, or is carried, spread over the four steps until the next fragment's turn
   delayed  the first rate: `mean`, and `delayed_mean`, which applies the mean of the step before; m, the exchange of all
            gradients, alone and next to a computation
   rivals   the first rate: the mean in one `jax.jit` by mpi4jax (`fused`), PyTorch's DDP, and its post-local SGD, which
@@ -42,6 +42,8 @@ RATES = (500, 25, 100)
 WAYS = ("jit", "compute", "blocking", "carried")
 RIVALS = {"fused": ("fused", "plain"), "DDP": ("ddp", "plain"), "post-local SGD": ("ddp", "post-local")}
 """Rival -> its team and variant."""
+ROUND_AND_TURN = EVERY + EVERY // 4
+"""Steps until a job has made every kind of step: in the first fragment's first turn nothing is pending."""
 SHORT = 4
 """Steps of a way that exchanges everything in each step."""
 
@@ -100,7 +102,7 @@ class Bench:
 
     def _alone(self) -> dict[str, Any]:
         for way in WAYS:
-            self._prepare(way, EVERY)
+            self._prepare(way, ROUND_AND_TURN)
         return self._in_turn({way: self._way(way) for way in WAYS})
 
     def _delayed(self) -> dict[str, Any]:
@@ -122,7 +124,7 @@ class Bench:
 
     def _rivals(self) -> dict[str, Any]:
         """Those that cannot run are left out, with the reason."""
-        self._prepare("carried", EVERY)
+        self._prepare("carried", ROUND_AND_TURN)
         ways = {"carried": self._way("carried")}
         for rival, (team, variant) in RIVALS.items():
             try:
@@ -160,7 +162,7 @@ class Bench:
 
     def _pairs(self) -> dict[str, Any]:
         for way, number in (("carried", 0), ("carried", 1), ("mean", 0)):
-            self._prepare(way, EVERY if way == "carried" else 3, number)
+            self._prepare(way, ROUND_AND_TURN if way == "carried" else 3, number)
         ratio = self._carried_steps_a_mean()
         mixed = [2 * SHORT, round(2 * SHORT * ratio / EVERY) * EVERY or EVERY]
 

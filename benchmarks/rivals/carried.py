@@ -25,7 +25,9 @@ from rivals import jax_work
 from rivals.cases import EVERY, Spec
 from rivals.serving import arguments, own_jobs, serve
 
-FRAGMENTS, BITS, DELAY = 4, 8, 1
+FRAGMENTS, BITS = 4, 8
+DELAY = EVERY // FRAGMENTS
+"""Steps over which a fragment's exchange is spread: all until the next one's turn, so that the link never rests."""
 
 
 def optimizer_of(variant: str) -> optax.GradientTransformation:
@@ -34,7 +36,7 @@ def optimizer_of(variant: str) -> optax.GradientTransformation:
         # The outer optimizer of the paper. Without a delay the exchange is in the step that needs it.
         outer, delay = optax.sgd(0.7, momentum=0.9, nesterov=True), DELAY if variant == "carried" else 0
         return exchange.streaming_diloco(
-            workloads.momentum(), outer, AXIS, every=EVERY, fragments=FRAGMENTS, delay=delay, mix=0.5, bits=BITS
+            workloads.momentum(), outer, AXIS, every=EVERY, fragments=FRAGMENTS, delay=delay, bits=BITS
         )
     if variant == "delayed":
         return exchange.delayed_mean(workloads.momentum(), AXIS)
