@@ -14,8 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rivals.crossed import AXIS, Collectives, taxed, world  # first: it starts the world, before the first JAX array
 
 import jax  # isort: skip
+import jax.numpy as jnp
 import optax
 import workloads
+from jax.extend.core import jaxpr_as_fun
 
 import jaxcross
 from jaxcross import exchange
@@ -45,6 +47,28 @@ def optimizer_of(variant: str) -> optax.GradientTransformation:
     return workloads.momentum()  # jit, compute
 
 
+class Branches:
+    """The branches that the host has taken of a step's conditions, each decided once."""
+
+    def __init__(self, traced: Any) -> None:
+        self._known: dict[tuple[int, ...], Any] = {(): traced}
+
+    def take(self, arguments: Any) -> None:
+        """Notes the branches that these arguments take."""
+        leaves, path = jax.tree.leaves(arguments), ()
+        while (condition := self._known[path].undecided) is not None:
+            (index,) = jaxpr_as_fun(condition.jaxpr)(*(jnp.asarray(leaves[place]) for place in condition.inputs))
+            taken = (*path, min(max(int(index), 0), condition.branches - 1))
+            if taken not in self._known:
+                self._known[taken] = self._known[path].decide(taken[-1])
+            path = taken
+
+    @property
+    def decided(self) -> list[Any]:
+        """The steps without conditions that were taken."""
+        return [traced for traced in self._known.values() if traced.undecided is None]
+
+
 class Jobs:
     """One model in all variants; each job has a state of its own, which goes on from run to run."""
 
@@ -65,16 +89,12 @@ class Jobs:
             self.loop(number, 2)
             return {}
         state, batch = self._arguments(variant, number)
-        traced = self._step(variant).trace(state, batch)
-        programs: dict[str, Any] = {}
-
-        def note(now: Any) -> None:
-            program = stages.cut(decide(traced, jax.tree.leaves((now, batch))))
-            programs[str(program.exchange_hash()) + str(len(program.segments))] = program
-
-        self._together([variant], [number], [steps], jaxcross.RoundRobin(), note)
+        branches = Branches(self._step(variant).trace(state, batch))
+        del state
+        self._together([variant], [number], [steps], jaxcross.RoundRobin(), lambda now: branches.take((now, batch)))
         leaves = jax.tree.leaves(self._arguments(variant, number))
-        compiled = [stages.compile(program, leaves, cache=world.executables) for program in programs.values()]
+        programs = [stages.cut(traced) for traced in branches.decided]
+        compiled = [stages.compile(program, leaves, cache=world.executables) for program in programs]
         pending = jax.tree.leaves(self._states[self._key(variant, number)], is_leaf=_has_pending)
         return {
             "programs": len(programs),

@@ -46,3 +46,18 @@ def test_plan(smoke, tmp_path):
     assert {row["kind"] for row in result["solo"]} == {"language", "large cut in 16", "small"}
     again = smoke("plan.py", "--only", "variants", "--rates", "1000")
     assert [row["case"] for row in again["rows"]] == ["two", "unequal shares", "two cut"]
+
+
+@pytest.mark.exhaustive
+def test_carried(smoke, tmp_path):
+    picture = tmp_path / "carried.png"
+    result = smoke("carried.py", "--only", "alone", "--rates", "100", "--png", str(picture))
+    assert picture.stat().st_size > 10_000
+    (row,) = result["rows"]
+    assert (row["part"], row["rate"]) == ("alone", 100)
+    assert set(row["s"]) == set(row["of_compute"]) == {"jit", "compute", "blocking", "carried"}
+    memory = result["memory"]
+    # The fragment on its way, of four: eight bits an element and a unit for each 128, of which some fill up the last.
+    blocking, carried = memory["blocking 0"], memory["carried 0"]
+    assert blocking["pending_bytes"] == 0 < carried["pending_bytes"] < 79832 / 4 * 1.2
+    assert carried["programs"] > blocking["programs"] == 5
