@@ -22,7 +22,6 @@ rows of earlier runs that are not made again. `--draw` only draws FILE's rows.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import statistics
 import tempfile
@@ -42,6 +41,7 @@ from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
 from jaxcross.plan.contention import TWO_CORES
 from jaxcross.plan.profile import Profile
+from jaxcross.plan.rates import choose_rates
 from jaxcross.plan.twin import Prediction, predict
 from jaxcross.report import Report
 
@@ -125,7 +125,6 @@ class Bench:
 
     def pair(self) -> dict[str, list[dict[str, Any]]]:
         """Runs the unequal pair as `choose_rates` would have it."""
-        choose_rates = importlib.import_module("jaxcross.plan.rates").choose_rates
         self._set_rate(PAIR_RATE)
         cuts: list[dict[int, str]] = [{1: "large", **{n: f"large cut in {n}" for n in PIECES}}, {1: "small"}]
         kinds = [kind for each in cuts for kind in each.values()]
