@@ -155,7 +155,7 @@ class Jobs:
         world.control.allgather_text("")
         begin = time.perf_counter()
 
-        def train(job: jaxcross.JobContext, place: int) -> None:
+        def train(job: Any, place: int) -> None:
             variant, number = places[place]
             key, step = self._key(variant, number), self._step(variant)
             state, batch = self._arguments(variant, number)
