@@ -56,6 +56,7 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 Move = Callable[[Any], Any]
 LINK = "link_only"  # between the device and pinned memory of the host, which is no array of the CPU device yet
 CASES = ("ranks", "memory", "split", "depth", "transfers", "profile")
+RIVALS = ("jit", "whole", "auto", "copied")
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
@@ -345,16 +346,19 @@ def main() -> None:
     options.add_argument("--jobs", type=int, default=2, help="of the case `ranks` (default %(default)s)")
     options.add_argument("--steps", type=int, default=20, help="timed in one go (default %(default)s)")
     options.add_argument("--repeats", type=int, default=7, help="default %(default)s")
-    options.add_argument("--rivals", default="jit,whole,auto,copied", help="of the case `split` (default %(default)s)")
+    options.add_argument("--rivals", default=",".join(RIVALS), help="of the case `split` (default %(default)s)")
     options.add_argument("--sizes", type=int, nargs="+", metavar="BYTES", help="of the case `transfers` (default: 6)")
     args = options.parse_args()
+    cases, rivals = args.cases.split(","), args.rivals.split(",")
+    for what, names, known in (("cases", cases, CASES), ("rivals", rivals, RIVALS)):
+        if unknown := [name for name in names if name not in known]:
+            options.error(f"no such {what}: {', '.join(unknown)}; there are {', '.join(known)}")
+    if "jit" not in rivals:
+        options.error("`--rivals` must have `jit`, which the others are compared with")
     if environment := malloc.settings(os.environ):  # as `jaxcross launch` starts a rank
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
     if args.smoke:
         args.steps, args.repeats = 2, 2
-    cases = args.cases.split(",")
-    if unknown := set(cases) - set(CASES):
-        raise SystemExit(f"no such cases: {', '.join(sorted(unknown))}; see --help")
     if not args.stand_in and not some_accelerator():
         raise SystemExit("This machine has no accelerator. `--stand-in` runs the same code on a second CPU device.")
     result: dict[str, Any] = {}
@@ -372,7 +376,7 @@ def main() -> None:
     work = workload(args.model, args.smoke, args.batch_size)
     sizes = args.sizes or (SIZES[:4] if args.smoke else SIZES)
     run: dict[str, Callable[[], dict[str, Any]]] = {
-        "split": lambda: split(work, device, args.rivals.split(","), repeats=args.repeats, steps=args.steps),
+        "split": lambda: split(work, device, rivals, repeats=args.repeats, steps=args.steps),
         "depth": lambda: depths(work, device, repeats=args.repeats, steps=args.steps),
         "transfers": lambda: transfers(work, device, host, sizes, repeats=args.repeats),
         "profile": lambda: profile(work, device, steps=args.steps),

@@ -74,7 +74,8 @@ class Instrument:
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
         """Called with a fact for a person.
 
-        `kind` is `loss` with a number, `status` with a text, or `done`, the last note of a job that came to its end.
+        `kind` is `loss` with a number or `status` with a text. A job's last note is `done` if it came to its end, and
+        `closed` if it did not, each with its status: nothing more that it logged is read back after that.
         """
 
     def metrics(self, *, job: str, step: int, values: object) -> None:

@@ -135,9 +135,9 @@ class JobRun:
         failure = self._metrics.read_remaining()
         if failure is not None and context.error is None:  # of a failed step's metrics the job's own error says more
             context.unread = failure
-        if record is not None and record.status == "ended":
-            kind = "done" if context.status in ("ended", "stopped early") else "status"
-            self._listeners.note(job=self.name, kind=kind, step=self.step, value=context.status)
+        if record is not None:
+            done = record.status == "ended" and context.status in ("ended", "stopped early")
+            self._listeners.note(job=self.name, kind="done" if done else "closed", step=self.step, value=context.status)
         # The arguments hold data and steps, the steps their constants, and the loops perhaps a batch.
         life.detach()
         self._function, self._arguments = _no_function, {}

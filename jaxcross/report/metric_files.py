@@ -125,8 +125,8 @@ class MetricFiles(Instrument):
                     self._give_up(job, error)
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:  # noqa: ARG002
-        """Closes the files of a job that has come to its end: a sweep may have more jobs than a process files."""
-        if kind == "done":
+        """Closes the files of a job that is over, however it ended: a sweep may have more jobs than a process files."""
+        if kind in ("done", "closed"):
             with self._lock:
                 self._close_job(job)
 

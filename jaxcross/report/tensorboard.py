@@ -53,9 +53,9 @@ class TensorBoard(Instrument):
                 writer.add_scalar(key, value, step)
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
-        """Writes what is left of a job that came to its end. Waits for the disk."""
+        """Writes what is left of a job that is over. Waits for the disk."""
         del step, value
-        if kind == "done" and (writer := self._writers.pop(job, None)) is not None:
+        if kind in ("done", "closed") and (writer := self._writers.pop(job, None)) is not None:
             writer.close()  # its `flush` would leave what its thread has not taken yet
 
     def close(self) -> None:

@@ -217,3 +217,25 @@ def test_what_two_ranks_would_run(quick_compiler: dict[str, str]) -> None:
     at = line.index("-m")
     output = run(*line[at:], launcher=line[:at], env={**extra, **quick_compiler}).stdout
     assert all(f"rank {rank}: ranks holds" in output for rank in range(2))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--rivals", "jit,fast"], "no such rivals: fast; there are jit, whole, auto, copied"),
+        (["--rivals", "whole"], "`--rivals` must have `jit`"),
+        (["--cases", "splt"], "no such cases: splt; there are ranks, memory, split"),
+    ],
+)
+def test_misspelt_names_end_before_anything_runs(
+    words: list[str],
+    reason: str,
+    profile: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    del profile  # it finds the benchmarks
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--stand-in", *words])
+    with pytest.raises(SystemExit, match="2"):
+        import_module("gpu").main()
+    assert reason in capsys.readouterr().err

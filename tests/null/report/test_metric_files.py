@@ -177,8 +177,9 @@ def test_a_line_is_read_as_it_was_logged(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted by way of /proc")
+@pytest.mark.parametrize("kind", ["done", "closed"])
 @pytest.mark.parametrize("restores", [True, False])
-def test_files_of_a_job_that_is_over_are_closed(restores: bool, tmp_path: Path) -> None:
+def test_files_of_a_job_that_is_over_are_closed(restores: bool, kind: str, tmp_path: Path) -> None:
     """A sweep of 600 trials would else need more open files than a process may have."""
     files = MetricFiles(tmp_path / "m", tmp_path / "checkpoints")
     files.claim()
@@ -188,7 +189,7 @@ def test_files_of_a_job_that_is_over_are_closed(restores: bool, tmp_path: Path) 
             files.begin(job, 0)
         files.metrics(job=job, step=1, values={"loss": 0.5})
         files.metrics(job=job, step=2, values={"accuracy": 0.25})
-        files.note(job=job, kind="done")
+        files.note(job=job, kind=kind)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     files.close()
     for job in "abc":
