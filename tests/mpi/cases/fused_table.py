@@ -48,8 +48,8 @@ class Attention(nn.Module):
 NETS = {"dense": Dense(), "conv": Conv(), "attention": Attention()}
 EXCHANGES = {
     "mean": lambda: exchange.mean("batch"),
-    "top-k": lambda: exchange.top_k("batch", density=0.1),
-    "powersgd": lambda: exchange.power_sgd("batch", rank=2),
+    "top-k": lambda: exchange.top_k(0.1, "batch"),
+    "powersgd": lambda: exchange.power_sgd(2, "batch"),
 }
 
 
