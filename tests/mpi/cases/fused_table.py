@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -77,9 +78,9 @@ def network(net, make_exchange):
 
     def state(job):
         params = net.init(jax.random.key(job), jnp.zeros((1, 16, 16, 1)))
-        exchanged, sgd = tx.init(params)
-        sgd.hyperparams["learning_rate"] = jnp.float32(0.02 * (job + 1))
-        return params, (exchanged, sgd)
+        opt_state: Any = tx.init(params)
+        opt_state[1].hyperparams["learning_rate"] = jnp.float32(0.02 * (job + 1))
+        return params, opt_state
 
     return step, state
 
