@@ -3,7 +3,7 @@
     python benchmarks/fuse.py [--rate 1000mbit] [--json FILE] [--smoke]
 
 Jobs of one step on two hosts with a core each and a real link, three ways in one run, by turns: one after the other,
-in crossover, and fused (`jaxcross.fuse(when="always")`). Seconds are those in which each of the jobs makes a step, of
+in crossover, and fused, as `jaxcross.fuse(when="always")` does. Seconds are those in which each job makes a step, of
 the slowest rank, without the first ten steps; ratios are of medians. `first_s` is the whole first run, with all
 compiling. The states at the end of all ways must be equal to the bit. `chosen` is what `jaxcross.fuse` decides.
 """
@@ -68,6 +68,9 @@ def worker(args: Any) -> int:
     import jax
     import numpy as np
 
+    from jaxcross.jobs.fused import FusedJob
+    from jaxcross.step.fuse import fused_step
+
     def agreed(value: float) -> float:
         """The slowest rank's."""
         return max(map(float, world.control.allgather_text(str(value))))
@@ -92,9 +95,7 @@ def worker(args: Any) -> int:
         begin = time.perf_counter()
         jobs = [job(n, step if way == "fused" else timed(step)) for n in range(len(states))]
         if way == "fused":
-            (fused,) = jaxcross.fuse(jobs, when="always")
-            fused._step = timed(fused._step)
-            jaxcross.run([fused], progress=False)
+            jaxcross.run([FusedJob(jobs, timed(fused_step(step)))], progress=False)
         else:
             policy = jaxcross.Sequential() if way == "one by one" else jaxcross.RoundRobin()
             jaxcross.run(jobs, policy=policy, progress=False)
