@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxcross
+import jaxcross.plan
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.plan.difference import PARTS, Difference
@@ -55,6 +56,14 @@ def test_a_twin_is_as_it_predicts_itself() -> None:
     _adds_up(found)
     assert not any(found.parts_ns.values())
     assert "Achieved 100% of the predicted speed" in str(found)
+
+
+def test_a_planned_group_is_as_planned() -> None:
+    plan = jaxcross.plan.of(JOBS, contention=MILD)
+    twin = jaxcross.plan.predict_group(plan.group_of("a"), JOBS, contention=MILD)
+    found = twin.report.against(twin)
+    _adds_up(found)
+    assert not any(found.parts_ns.values())
 
 
 @pytest.mark.parametrize(
