@@ -1,6 +1,7 @@
 """What does each exchange cost in convergence, by steps and by the bytes that it brings to a rank?
 
-    python benchmarks/convergence.py [--json FILE] [--png FILE] [--resume] [--smoke]
+    python benchmarks/convergence.py [--json FILE] [--png FILE] [--resume]
+        [--only NAME]... [--task TASK] [--smoke]
 
 Every strategy of the family on a task with images (momentum SGD) and one with language (Adam), each on 4 ranks under
 `vmap`, with 3 seeds. Rates are the tasks', not tuned for a strategy, and fall as a cosine to zero. Evaluated are the
@@ -28,12 +29,13 @@ import jax.numpy as jnp
 import optax
 import tasks
 from convergence_show import draw
-from strategies import AXIS, CONTROLS, GENTLER, ROUTES, STRATEGIES, Setting, Strategy, one_axis, received_bytes
+from strategies import AXIS, CONTROLS, GENTLER, ROUNDS, ROUTES, STRATEGIES, Setting, Strategy, one_axis, received_bytes
 from workloads import parser, write_json
 
 from jaxcross import exchange
 
 RANKS, SEEDS = 4, 3
+TASKS = ("images", "text")
 WITHIN = 0.01  # of the mean's accuracy: what top-k at 1% is to reach
 RATES = (0.03, 0.1, 0.3, 1.0)
 GROWTH = (1, 2, 4, 8)
@@ -206,31 +208,39 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--png", type=Path, metavar="FILE", help="draw the curves")
     options.add_argument("--resume", action="store_true", help="add what the file of --json does not hold yet")
+    options.add_argument("--only", metavar="NAME", action="append", help="only strategies whose names begin so")
+    options.add_argument("--task", choices=TASKS, action="append", help="only this task; may be repeated")
     args = options.parse_args()
     ranks, seeds = (2, 1) if args.smoke else (RANKS, SEEDS)
     result: dict[str, Any] = {"ranks": ranks, "seeds": seeds, "tasks": {}, "rows": []}
     if args.resume and args.json and args.json.exists():
         kept = json.loads(args.json.read_text())
         result.update({key: kept[key] for key in ("rows", "growth", "longer") if key in kept})
-    if "growth" not in result:
+    whole = not (args.only or args.task)
+    if whole and "growth" not in result:
         result["growth"] = growth(smoke=args.smoke)
         write_json(args.json, __doc__, result)
-    result["longer"] = longer(result["longer"]["rows"] if "longer" in result else [], smoke=args.smoke)
-    write_json(args.json, __doc__, result)
+    if whole:
+        result["longer"] = longer(result["longer"]["rows"] if "longer" in result else [], smoke=args.smoke)
+        write_json(args.json, __doc__, result)
     known = {(row["task"], row["strategy"]) for row in result["rows"]}
-    for name in ("images", "text"):
+    for name in TASKS:
         made = plan(name, ranks, seeds, smoke=args.smoke)
         result["tasks"][name] = {"batch": made.batch, "steps": made.steps, "every": made.every}
-        for strategy in toys(name) if args.smoke else (*STRATEGIES, *ROUTES, *GENTLER, *CONTROLS):
-            if (name, strategy.name) not in known:
+        if args.task and name not in args.task:
+            continue
+        for strategy in toys(name) if args.smoke else (*STRATEGIES, *ROUTES, *GENTLER, *ROUNDS, *CONTROLS):
+            wanted = not args.only or strategy.name.startswith(tuple(args.only))
+            if wanted and (name, strategy.name) not in known:
                 result["rows"].append(strategy_row(name, strategy, made))
                 print(f"{name}: {strategy.name}, {result['rows'][-1]['wall_s']} s", flush=True)
                 write_json(args.json, __doc__, result)
     write_json(args.json, __doc__, result)
     show(result["rows"])
-    print(f"{result['longer']['steps']} steps:")
-    show(result["longer"]["rows"])
-    for row in result["growth"]["rows"]:
+    if "longer" in result:
+        print(f"{result['longer']['steps']} steps:")
+        show(result["longer"]["rows"])
+    for row in result.get("growth", {"rows": []})["rows"]:
         print(f"{row['ranks']} ranks, {row['way']:24} rate {row['rate']}: {row['steps_to_reach'] or 'no'} steps to "
               f"{result['growth']['reached']:.0%}, at the end {row['final_accuracy']:.3f}")  # fmt: skip
     if args.png:

@@ -112,6 +112,8 @@ STRATEGIES = (
     Strategy(name="top_k 1%, threshold", make=_before(lambda: exchange.top_k(0.01, AXIS, selection="threshold"))),
     Strategy(name="gtop_k 1%", make=_before(lambda: exchange.gtop_k(0.01, AXIS))),
     Strategy(name="power_sgd, rank 2", make=_before(lambda: exchange.power_sgd(2, AXIS))),
+    Strategy(name="demo 1%", make=_before(lambda: exchange.demo(0.01, AXIS))),
+    Strategy(name="demo 1%, sign", make=lambda s: optax.chain(exchange.demo(0.01, AXIS, sign=True), s.signs)),
     Strategy(name="qsgd, 127 levels", make=_before(lambda: exchange.qsgd(127, AXIS))),
     Strategy(name="sign_sgd", make=lambda s: optax.chain(exchange.sign_sgd(AXIS), s.signs)),
     Strategy(name="one_bit_adam", make=_one_bit, begins=lambda s: (s.freeze_step,)),
@@ -132,6 +134,8 @@ STRATEGIES = (
              model=lambda params, state: _first(state.centre)),
     Strategy(name="gossip, ring", make=lambda s: exchange.gossip(s.optimizer, AXIS, "ring")),
     Strategy(name="gossip, exponential", make=lambda s: exchange.gossip(s.optimizer, AXIS, "exponential")),
+    Strategy(name=f"no_loco, every {EVERY}", cycle=EVERY,
+             make=lambda s: exchange.no_loco(s.optimizer, AXIS, every=EVERY)),
     Strategy(name="sharded_optimizer", make=lambda s: exchange.sharded_optimizer(s.optimizer, AXIS, ranks=s.ranks)),
     Strategy(name="delayed_mean", make=lambda s: exchange.delayed_mean(s.optimizer, AXIS)),
     Strategy(name="bounded_stale, 2 steps", make=lambda s: exchange.bounded_stale(s.optimizer, AXIS, bound=2)),
@@ -184,6 +188,24 @@ GENTLER = (
     Strategy(name="top_k 1%, of deltas",
              make=lambda s: optax.chain(s.optimizer, exchange.top_k(0.01, AXIS, selection="exact"))),
 )  # fmt: skip
+
+
+def _diloco(every: int, name: str = "", outer: optax.GradientTransformation = OUTER) -> Strategy:
+    return Strategy(
+        name=f"diloco, every {every}{name}", cycle=every, model=lambda params, state: _first(state.anchor),
+        make=lambda s: exchange.diloco(s.optimizer, outer, AXIS, every=every),
+    )  # fmt: skip
+
+
+# Rounds of other lengths, and other outer optimizers: how much of the gap is theirs.
+ROUNDS = (
+    _diloco(4),
+    _diloco(16),
+    _diloco(16, ", outer SGD 1.0", optax.sgd(1.0)),
+    _diloco(16, ", outer momentum 0.5", optax.sgd(0.7, momentum=0.5, nesterov=True)),
+    _diloco(16, ", outer rate 1.0", optax.sgd(1.0, momentum=0.5, nesterov=True)),
+    Strategy(name="no_loco, every 16", cycle=16, make=lambda s: exchange.no_loco(s.optimizer, AXIS, every=16)),
+)
 
 
 # What the settings above are for: the same without them.

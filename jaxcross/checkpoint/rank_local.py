@@ -13,15 +13,18 @@ from jax.tree_util import KeyPath, keystr
 
 from jaxcross.exchange.accumulate import AccumulateState
 from jaxcross.exchange.delayed_mean import DelayedMeanState
+from jaxcross.exchange.demo import DemoState
 from jaxcross.exchange.diloco import DiLoCoState
 from jaxcross.exchange.elastic_average import ElasticAverageState
 from jaxcross.exchange.federated_average import FederatedAverageState
 from jaxcross.exchange.gossip import GossipState
 from jaxcross.exchange.gtop_k import GTopKState
 from jaxcross.exchange.local_sgd import LocalSGDState
+from jaxcross.exchange.no_loco import NoLoCoState
 from jaxcross.exchange.one_bit_adam import OneBitAdamState
 from jaxcross.exchange.per_rank import PerRankState
 from jaxcross.exchange.power_sgd import PowerSGDState
+from jaxcross.exchange.sparse_loco import SparseLoCoState
 from jaxcross.exchange.staleness import BoundedStaleState, StaleState
 from jaxcross.exchange.streaming_diloco import StreamingDiLoCoState
 from jaxcross.exchange.top_k import TopKState
@@ -33,6 +36,8 @@ _OWN: _Fields = {
     TopKState: frozenset({"residual"}),
     GTopKState: frozenset({"residual"}),
     PowerSGDState: frozenset({"residual"}),
+    DemoState: frozenset({"momentum"}),
+    SparseLoCoState: frozenset({"residual"}),
     OneBitAdamState: frozenset({"worker_residual", "server_residual"}),
     StaleState: frozenset({"queue"}),
     BoundedStaleState: frozenset({"late"}),
@@ -48,6 +53,8 @@ _MODELS: _Fields = {
     FederatedAverageState: frozenset({"inner"}),
     ElasticAverageState: frozenset({"inner"}),
     GossipState: frozenset({"inner"}),
+    NoLoCoState: frozenset({"anchor", "velocity", "inner"}),
+    SparseLoCoState: frozenset({"inner"}),
     BoundedStaleState: frozenset({"inner"}),
 }
 

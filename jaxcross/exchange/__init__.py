@@ -10,8 +10,9 @@ help them:
 
 collectives     sums, rings and trees of hops over one axis
 select          the k largest elements without sorting; `sparse`: (value, index) messages of a fixed size
-bits            signs as bits; `integers`: vectors in 4 or 8 bits; `fragments`: even parts of a tree, in turn
-`blocks` and `flat`: trees as even parts, or as one vector
+chunks          leaves as equal chunks, and messages of the largest elements of each
+bits            signs and small numbers as bits; `integers`: vectors in 4 or 8 bits
+blocks          trees as even parts; `fragments`: even parts in turn; `flat`: trees as one vector
 rounds          local steps, and the merge at a round's end
 finish          the model of a job that ended within a round
 per_rank        state that differs between ranks, declared by its type
@@ -23,6 +24,7 @@ validation      checks of arguments
 from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.adasum import adasum
 from jaxcross.exchange.delayed_mean import delayed_mean
+from jaxcross.exchange.demo import demo
 from jaxcross.exchange.diloco import diloco
 from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
@@ -31,12 +33,14 @@ from jaxcross.exchange.gossip import gossip
 from jaxcross.exchange.gtop_k import gtop_k
 from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.exchange.mean import mean
+from jaxcross.exchange.no_loco import no_loco
 from jaxcross.exchange.one_bit_adam import one_bit_adam
 from jaxcross.exchange.parallel_norms import lamb, lars, scale_by_trust_ratio
 from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
 from jaxcross.exchange.sharded_optimizer import sharded_optimizer
 from jaxcross.exchange.sign_sgd import sign_sgd
+from jaxcross.exchange.sparse_loco import sparse_loco
 from jaxcross.exchange.staleness import asynchronous, bounded_stale
 from jaxcross.exchange.streaming_diloco import streaming_diloco
 from jaxcross.exchange.top_k import top_k
@@ -47,6 +51,7 @@ __all__ = [
     "asynchronous",
     "bounded_stale",
     "delayed_mean",
+    "demo",
     "diloco",
     "elastic_average",
     "federated_average",
@@ -57,12 +62,14 @@ __all__ = [
     "lars",
     "local_sgd",
     "mean",
+    "no_loco",
     "one_bit_adam",
     "power_sgd",
     "qsgd",
     "scale_by_trust_ratio",
     "sharded_optimizer",
     "sign_sgd",
+    "sparse_loco",
     "streaming_diloco",
     "top_k",
 ]

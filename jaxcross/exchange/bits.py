@@ -1,4 +1,4 @@
-"""Signs as bits, eight to a byte."""
+"""Signs as bits, eight to a byte, and integers of a few bits."""
 
 from __future__ import annotations
 
@@ -21,3 +21,21 @@ def unpack(packed: jax.Array) -> jax.Array:
 def signs(positive: jax.Array) -> jax.Array:
     """+1 where true, -1 where false, in float32."""
     return jnp.where(positive, jnp.float32(1), jnp.float32(-1))
+
+
+def pack_integers(numbers: jax.Array, width: int) -> jax.Array:
+    """Packs integers from 0 to `2**width - 1` along the last axis into bytes, `width` bits each, the lowest first."""
+    found = (numbers.astype(jnp.uint32)[..., None] >> jnp.arange(width, dtype=jnp.uint32)) & 1
+    flat = found.astype(bool).reshape(*numbers.shape[:-1], -1)
+    return pack(jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % 8)]))
+
+
+def unpack_integers(packed: jax.Array, width: int, count: int) -> jax.Array:
+    """Unpacks the first `count` integers of `width` bits each along the last axis, as int32."""
+    found = unpack(packed)[..., : count * width].reshape(*packed.shape[:-1], count, width)
+    return jnp.sum(found.astype(jnp.int32) << jnp.arange(width, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
+
+
+def packed_bytes(width: int, count: int) -> int:
+    """Returns the bytes that `count` integers of `width` bits take."""
+    return -(-width * count // 8)

@@ -6,15 +6,16 @@ import jax
 import optax
 
 from jaxcross.exchange.diloco import DiLoCoState
+from jaxcross.exchange.sparse_loco import SparseLoCoState
 from jaxcross.exchange.streaming_diloco import StreamingDiLoCoState
 
 
 def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
     """Returns the model that all ranks have agreed on, of a job that ended, stopped or was pruned at any step.
 
-    For `diloco` and `streaming_diloco` that is the anchor: local steps since the last exchange, and what is pending,
-    are dropped. For all other optimizers these are the parameters; what `delayed_mean` has pending, the last gradient,
-    is dropped as well. A job that is resumed needs none of this: its state goes on as it is.
+    For `diloco`, `streaming_diloco` and `sparse_loco` that is the anchor: local steps since the last exchange, and what
+    is pending, are dropped. For all other optimizers these are the parameters; what `delayed_mean` has pending, the
+    last gradient, is dropped as well. A job that is resumed needs none of this: its state goes on as it is.
 
     ```python
     model = jaxcross.exchange.finish(state.params, state.opt_state)
@@ -42,4 +43,4 @@ def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
 
 
 def _anchored(node: object) -> bool:
-    return isinstance(node, DiLoCoState | StreamingDiLoCoState)
+    return isinstance(node, DiLoCoState | StreamingDiLoCoState | SparseLoCoState)

@@ -20,7 +20,7 @@ from jaxcross.exchange.qsgd import qsgd
 from jaxcross.exchange.sign_sgd import sign_sgd
 from jaxcross.exchange.sparse import slots
 from jaxcross.exchange.top_k import top_k
-from tests.support import exchange_rows_b, exchange_rows_c
+from tests.support import exchange_rows_b, exchange_rows_c, exchange_rows_d
 from tests.support.exchange_row import (
     Formula,
     Row,
@@ -221,4 +221,4 @@ _OWN = (
 )  # fmt: skip
 
 
-TABLE: tuple[Row, ...] = (*_OWN, *exchange_rows_b.ROWS, *exchange_rows_c.ROWS)
+TABLE: tuple[Row, ...] = (*_OWN, *exchange_rows_b.ROWS, *exchange_rows_c.ROWS, *exchange_rows_d.ROWS)

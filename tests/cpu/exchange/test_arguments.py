@@ -25,6 +25,8 @@ OVER_SEVERAL: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "mean, hierarchical": lambda axes: exchange.mean(axes, pattern="hierarchical"),
     "top_k": lambda axes: exchange.top_k(0.1, axes),
     "top_k, hierarchical": lambda axes: exchange.top_k(0.1, axes, pattern="hierarchical", local_size=2),
+    "demo": lambda axes: exchange.demo(0.1, axes),
+    "sparse_loco": lambda axes: exchange.sparse_loco(SGD, SGD, axes, every=1),
     "qsgd": lambda axes: exchange.qsgd(7, axes),
     "power_sgd": lambda axes: exchange.power_sgd(1, axes),
     "local_sgd": lambda axes: exchange.local_sgd(SGD, axes, every=1),
@@ -67,6 +69,14 @@ def test_a_delay_is_not_a_yes(delays: Any) -> None:
 
 
 federated = partial(exchange.federated_average, SGD, "batch", every=2)
+
+
+def sparse_loco(**changed: Any) -> Any:
+    return exchange.sparse_loco(SGD, SGD, "batch", **{"every": 2, **changed})
+
+
+def no_loco(**changed: Any) -> Any:
+    return exchange.no_loco(SGD, "batch", **{"every": 2, **changed})
 
 
 @pytest.mark.parametrize(
@@ -112,6 +122,31 @@ federated = partial(exchange.federated_average, SGD, "batch", every=2)
             lambda: federated(weights=[1, "2"]),
             r"^`weights` of `federated_average` are `\[1, '2'\]`: give one number for",
         ),
+        (lambda: exchange.demo(0, "batch"), r"^`density` is 0: it is the share of elements that are sent"),
+        (
+            lambda: exchange.demo(0.1, "batch", decay=1.1),
+            r"^`decay` of `demo` is `1\.1`: it is the part of the momentum",
+        ),
+        (lambda: exchange.demo(0.1, "batch", chunk=0), r"^`chunk` of `demo` is `0`: it counts and must be a whole"),
+        (
+            lambda: exchange.demo(0.1, "batch", values_dtype=jnp.int8),
+            r"^`values_dtype` is int8: values need a floating",
+        ),
+        (
+            lambda: sparse_loco(every=0),
+            r"^`every` of `sparse_loco` is `0`: it counts and must be a whole number from 1",
+        ),
+        (lambda: sparse_loco(density=2), r"^`density` is 2: it is the share of elements that are sent"),
+        (
+            lambda: sparse_loco(decay=-1),
+            r"^`decay` of `sparse_loco` is `-1`: it is the part of the residual that stays",
+        ),
+        (lambda: sparse_loco(chunk=1.5), r"^`chunk` of `sparse_loco` is `1\.5`: it counts and must be a whole number"),
+        (lambda: no_loco(every=0), r"^`every` of `no_loco` is `0`: it counts and must be a whole number from 1 on"),
+        (lambda: no_loco(rate=0), r"^`rate` of `no_loco` is `0`: it must be a number above 0\.$"),
+        (lambda: no_loco(momentum=1), r"^`momentum` of `no_loco` is `1`: it must be a number from 0 and below 1\.$"),
+        (lambda: no_loco(pull=-0.1), r"^`pull` of `no_loco` is `-0\.1`: it must be a number from 0\.$"),
+        (lambda: no_loco(seed=0.5), r"^`seed` of `no_loco` is `0\.5`: it counts and must be a whole number from 0 on"),
         (
             lambda: exchange.accumulate(SGD, every=2**31),
             r"^`every` of `accumulate` must be at most 2147483647, as counters have 32 bits, got 2147483648\.$",
@@ -137,6 +172,9 @@ def test_numbers_may_be_numpys_and_jaxs() -> None:
             exchange.one_bit_adam(1, "batch", ranks=2, b1=number),
             exchange.top_k(number, "batch", warm_up=[(3, number)]),
             exchange.gtop_k(number, "batch"),
+            exchange.demo(number, "batch", decay=number),
+            sparse_loco(density=number, decay=number),
+            no_loco(rate=number, momentum=number, pull=number),
         ):
             state = jax.eval_shape(tx.init, grads)
             found = jax.make_jaxpr(tx.update, axis_env=[("batch", 2)], return_shape=True)(grads, state, grads)[1]
@@ -148,6 +186,8 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "federated_average": lambda inner: exchange.federated_average(inner, "batch", every=2),
     "elastic_average": lambda inner: exchange.elastic_average(inner, "batch", every=2, alpha=0.1),
     "gossip": lambda inner: exchange.gossip(inner, "batch"),
+    "sparse_loco": lambda inner: exchange.sparse_loco(inner, SGD, "batch", every=2),
+    "no_loco": lambda inner: exchange.no_loco(inner, "batch", every=2),
     "sharded_optimizer": lambda inner: exchange.sharded_optimizer(inner, "batch"),
     "bounded_stale": lambda inner: exchange.bounded_stale(inner, "batch", bound=1),
     "asynchronous": lambda inner: exchange.asynchronous(inner, "batch", delays=1),
@@ -170,6 +210,12 @@ WIDE, NARROW = jnp.ones((6, 10)), jnp.ones((6, 9))
 OTHERS: dict[str, tuple[Any, Any, jax.Array, str]] = {
     "top_k": (NODES(local_size=2), NODES(local_size=4), WIDE, r"\[15\] at `\.residual`, but must be \[30\] here"),
     "one_bit_adam": (BITS(ranks=2), BITS(ranks=4), WIDE, r"\[16\] at `\.server_residual`, but must be \[32\] here"),
+    "demo": (
+        exchange.demo(0.1, "node"),
+        exchange.demo(0.1, "node", chunk=4),
+        WIDE,
+        r"\[6, 12\] at `\.momentum`, but must be \[1, 60\] here",
+    ),
     "gtop_k": (*[exchange.gtop_k(0.1, "node")] * 2, NARROW, r"\[54\] at `\.residual`, but must be \[60\] here"),
     "power_sgd, of another rank": (LOW(1), LOW(2), WIDE, r"\[10, 2\] at `\.factor`, but must be \[10, 1\] here"),
     "power_sgd": (*[exchange.power_sgd(1, "node")] * 2, NARROW, r"\[9, 1\] at `\.factor`, but must be \[10, 1\] here"),
@@ -184,10 +230,10 @@ def test_a_state_of_other_shapes_is_refused(name: str) -> None:
         jax.eval_shape(step, jnp.ones((2, 2, *WIDE.shape)))
 
 
-@pytest.mark.parametrize("make", [exchange.top_k, exchange.gtop_k])
+@pytest.mark.parametrize("make", [exchange.top_k, exchange.gtop_k, exchange.demo])
 def test_who_compresses_nothing_is_told_once(make: Any) -> None:
     tx, grads = optax.flatten(make(0.1, "batch")), {"w": jnp.ones((4, 6)), "b": jnp.ones(4)}
-    with pytest.warns(UserWarning, match="^`g?top_k` compresses none of these parameters: vectors"):
+    with pytest.warns(UserWarning, match="^`(g?top_k|demo)` compresses none of these parameters: vectors"):
         state = tx.init(grads)
     jax.make_jaxpr(tx.update, axis_env=[("batch", 2)])(grads, state)  # warnings are errors in this suite
 
@@ -205,6 +251,7 @@ def test_no_warning_if_compression_is_partial_or_off() -> None:
 FLOAT32: dict[str, tuple[str, optax.GradientTransformation]] = {
     "top_k": ("the values of `top_k`", exchange.top_k(0.5, "batch")),
     "gtop_k": ("the values of `gtop_k`", exchange.gtop_k(0.5, "batch")),
+    "demo": ("the momenta of `demo`", exchange.demo(0.5, "batch")),
     "power_sgd": ("the factors of `power_sgd`", exchange.power_sgd(1, "batch")),
     "qsgd": ("the levels of `qsgd`", exchange.qsgd(7, "batch")),
     "one_bit_adam": ("the moments of `one_bit_adam`", exchange.one_bit_adam(5, "batch", ranks=2)),

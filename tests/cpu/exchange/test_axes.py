@@ -20,7 +20,7 @@ ROWS = [row for row in TABLE if list(row.axes(4)) == ["batch"]]
 # Whose ranks are hops apart, or own a part each: they need one order of ranks.
 ORDERED = (
     "adasum", "asynchronous", "federated_average", "gossip", "gtop_k", "lamb", "lars", "mean, ring", "mean, tree",
-    "one_bit_adam", "sharded_optimizer", "sign_sgd",
+    "no_loco", "one_bit_adam", "sharded_optimizer", "sign_sgd",
 )  # fmt: skip
 
 

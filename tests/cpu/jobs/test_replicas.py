@@ -35,6 +35,7 @@ MOMENTUM = optax.sgd(0.7, momentum=0.9)
 STRATEGIES = {
     "top_k": (lambda: exchange.top_k(0.1, "b"), ALL, {"step"}),
     "gtop_k": (lambda: exchange.gtop_k(0.1, "b"), ALL, {"step"}),
+    "demo": (lambda: exchange.demo(0.1, "b"), ALL, set()),
     "power_sgd": (lambda: exchange.power_sgd(1, "b"), ALL, {"factor"}),
     "one_bit_adam": (lambda: exchange.one_bit_adam(3, "b", ranks=2), ALL, {"step", "mu", "nu"}),
     "asynchronous": (lambda: exchange.asynchronous(optax.adam(0.1), "b", delays=2), ALL, {"step", "inner"}),
@@ -51,6 +52,12 @@ STRATEGIES = {
     "federated": (lambda: exchange.federated_average(optax.adam(0.1), "b", every=4), [], {"since", "round"}),
     "elastic": (lambda: exchange.elastic_average(optax.sgd(0.1), "b", every=4, alpha=0.1), [], {"since", "centre"}),
     "gossip": (lambda: exchange.gossip(optax.adam(0.1), "b"), [], {"round"}),
+    "sparse_loco": (
+        lambda: exchange.sparse_loco(optax.adam(0.1), optax.sgd(0.5, momentum=0.9), "b", every=4),
+        [],
+        {"since", "anchor", "outer"},
+    ),
+    "no_loco": (lambda: exchange.no_loco(optax.adam(0.1), "b", every=4), [], {"since", "round"}),
     "adasum of deltas": (lambda: exchange.adasum("b", optax.adam(0.1)), ALL, set()),
     "sharded_optimizer": (lambda: exchange.sharded_optimizer(optax.adam(0.1), "b", ranks=2), ALL, set()),
     "accumulate": (lambda: exchange.accumulate(optax.adam(0.1), every=4), ALL, {"mini_step", "inner"}),

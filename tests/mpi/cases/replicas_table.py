@@ -114,6 +114,7 @@ def strategies_raise_no_false_alarm():
     table = powers | {
         "mean": lambda: optax.chain(exchange.mean("batch"), sgd()),
         "top_k": lambda: optax.chain(exchange.top_k(0.2, "batch"), sgd()),
+        "demo": lambda: optax.chain(exchange.demo(0.2, "batch"), sgd()),
         "power_sgd": lambda: optax.chain(exchange.power_sgd(1, "batch"), sgd()),
         "qsgd": lambda: optax.chain(exchange.qsgd(16, "batch"), sgd()),
         "sign_sgd": lambda: optax.chain(exchange.sign_sgd("batch"), sgd()),
@@ -127,12 +128,14 @@ def strategies_raise_no_false_alarm():
         "federated_average": lambda: exchange.federated_average(sgd(), "batch", every=3),
         "elastic_average": lambda: exchange.elastic_average(sgd(), "batch", every=3, alpha=alpha),
         "gossip": lambda: exchange.gossip(sgd(), "batch"),
+        "sparse_loco": lambda: exchange.sparse_loco(sgd(), optax.sgd(1.0), "batch", every=3),
+        "no_loco": lambda: exchange.no_loco(sgd(), "batch", every=3),
         "sharded_optimizer": lambda: exchange.sharded_optimizer(optax.adam(0.1), "batch", ranks=SIZE),
         "accumulated": lambda: exchange.accumulate(optax.chain(exchange.mean("batch"), sgd()), every=3),
         "MultiSteps": lambda: optax.MultiSteps(optax.chain(exchange.mean("batch"), sgd()), 3),
         "a short run of local_sgd": lambda: exchange.local_sgd(sgd(), "batch", every=100),
     }
-    models = {"bounded_stale", "local_sgd", "federated_average", "elastic_average", "gossip"}
+    models = {"bounded_stale", "local_sgd", "federated_average", "elastic_average", "gossip", "no_loco", "sparse_loco"}
     for name, tx in table.items():
         step, state = crossed(tx())
         for mode in ("check", "local"):

@@ -12,7 +12,7 @@ QUICK = ("mean, hierarchical, bfloat16", "top_k, hierarchical", "adasum, hierarc
 # compiled as users have them in tests/cpu/exchange.
 EACH = (
     "mean, ring, bfloat16", "top_k, bucket", "power_sgd", "qsgd", "sign_sgd", "adasum", "sharded_optimizer",
-    "local_sgd",
+    "local_sgd", "demo", "no_loco", "sparse_loco",
 )  # fmt: skip
 
 REFUSED = """
