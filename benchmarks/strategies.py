@@ -134,6 +134,8 @@ STRATEGIES = (
              model=lambda params, state: _first(state.centre)),
     Strategy(name="gossip, ring", make=lambda s: exchange.gossip(s.optimizer, AXIS, "ring")),
     Strategy(name="gossip, exponential", make=lambda s: exchange.gossip(s.optimizer, AXIS, "exponential")),
+    Strategy(name=f"sparse_loco 1/64, every {EVERY}", cycle=EVERY, model=_agreed,
+             make=lambda s: exchange.sparse_loco(s.optimizer, optax.sgd(1.0), AXIS, every=EVERY)),
     Strategy(name=f"no_loco, every {EVERY}", cycle=EVERY,
              make=lambda s: exchange.no_loco(s.optimizer, AXIS, every=EVERY)),
     Strategy(name="sharded_optimizer", make=lambda s: exchange.sharded_optimizer(s.optimizer, AXIS, ranks=s.ranks)),
@@ -192,7 +194,7 @@ GENTLER = (
 
 def _diloco(every: int, name: str = "", outer: optax.GradientTransformation = OUTER) -> Strategy:
     return Strategy(
-        name=f"diloco, every {every}{name}", cycle=every, model=lambda params, state: _first(state.anchor),
+        name=f"diloco, every {every}{name}", cycle=every, model=_agreed,
         make=lambda s: exchange.diloco(s.optimizer, outer, AXIS, every=every),
     )  # fmt: skip
 
@@ -204,6 +206,12 @@ ROUNDS = (
     _diloco(16, ", outer SGD 1.0", optax.sgd(1.0)),
     _diloco(16, ", outer momentum 0.5", optax.sgd(0.7, momentum=0.5, nesterov=True)),
     _diloco(16, ", outer rate 1.0", optax.sgd(1.0, momentum=0.5, nesterov=True)),
+    Strategy(
+        name="sparse_loco 1/64, every 16",
+        cycle=16,
+        model=_agreed,
+        make=lambda s: exchange.sparse_loco(s.optimizer, optax.sgd(1.0), AXIS, every=16),
+    ),
     Strategy(name="no_loco, every 16", cycle=16, make=lambda s: exchange.no_loco(s.optimizer, AXIS, every=16)),
 )
 

@@ -45,6 +45,10 @@ class SparseLoCoState(NamedTuple):
     outer: optax.OptState
     inner: optax.OptState
 
+    def model(self, params: optax.Params) -> optax.Params:  # noqa: ARG002 (as of other states)
+        """Returns the anchor: the model to evaluate."""
+        return self.anchor
+
 
 def sparse_loco(
     inner: optax.GradientTransformation,
