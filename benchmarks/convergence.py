@@ -63,7 +63,9 @@ def plan(name: str, ranks: int, seeds: int, *, smoke: bool, times: int = 1) -> P
 
     task = tasks.digits() if name == "images" else tasks.text()
     params = jax.jit(jax.vmap(task.init))(keys_of(seeds))
-    common = dict(ranks=ranks, signs=optax.sgd(falling(0.002)), adam_rate=falling(0.003), freeze_step=steps // 5 + 1)
+    common: dict[str, Any] = dict(
+        ranks=ranks, signs=optax.sgd(falling(0.002)), adam_rate=falling(0.003), freeze_step=steps // 5 + 1
+    )
     if name == "images":
         norms = exchange.lars(AXIS, falling(0.1), trust_coefficient=0.1)
         setting = Setting(optimizer=optax.sgd(falling(0.05), momentum=0.9), norms=norms, **common)

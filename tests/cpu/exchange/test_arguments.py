@@ -1,5 +1,7 @@
 """Axes in a list, leaves that are no real floats: taken as they are meant, or refused by name."""
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import math

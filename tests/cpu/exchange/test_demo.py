@@ -18,7 +18,8 @@ from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
 def test_dct_matrix_is_scipys_and_orthonormal(size: int) -> None:
     matrix = np.asarray(dct_matrix(size), np.float64)
-    np.testing.assert_allclose(matrix, scipy.fft.dct(np.eye(size), axis=0, norm="ortho"), atol=1e-7)
+    expected: Any = scipy.fft.dct(np.eye(size), axis=0, norm="ortho")
+    np.testing.assert_allclose(matrix, expected, atol=1e-7)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=1e-6)
 
 
@@ -31,7 +32,7 @@ def authors_step(momentum: np.ndarray, grads: np.ndarray, decay: float, tile: tu
         for row in range(0, momentum.shape[1], high):
             for column in range(0, momentum.shape[2], wide):
                 part = (rank, slice(row, row + high), slice(column, column + wide))
-                found = scipy.fft.dctn(momentum[part], norm="ortho")
+                found: Any = scipy.fft.dctn(momentum[part], norm="ortho")
                 found[np.abs(found) < np.sort(np.abs(found), axis=None)[-k]] = 0
                 sent[part] = scipy.fft.idctn(found, norm="ortho")
     return momentum - sent, sent.mean(0)
@@ -88,5 +89,5 @@ def test_sign_returns_signs_and_shows_infinity() -> None:
     ("shape", "tiles", "width"), [((9, 6), 1, 54), ((100, 65), 4, 50 * 33), ((3, 3, 4, 5), 1, 180)]
 )
 def test_tiles_are_equal_and_as_few_as_fit(shape: tuple[int, ...], tiles: int, width: int) -> None:
-    state = exchange.demo(0.1, "batch").init(jnp.zeros(shape))
+    state: Any = exchange.demo(0.1, "batch").init(jnp.zeros(shape))
     assert state.momentum.shape == (tiles, width)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,5 +83,5 @@ def test_what_is_not_finite_is_in_a_level(bad: float) -> None:
 
 def test_finish_returns_the_anchor() -> None:
     tx = sparse_loco(optax.sgd(0.1), optax.sgd(1.0), "batch", every=4)
-    state = tx.init(jnp.ones((3, 4)))
+    state: Any = tx.init(jnp.ones((3, 4)))
     assert finish(jnp.zeros((3, 4)), (state, optax.EmptyState())) is state.anchor

@@ -86,6 +86,7 @@ def a_rate_of_each_rank_is_raised_and_another_job_untouched():
         assert part in str(caught.value), (part, caught.value)
     assert [(job.status, job.step) for job in jobs] == [("failed", 3), ("ended", STEPS)]
     assert alike(jobs[1].state, alone)
+    assert runner.report is not None
     assert runner.report.jobs[1].replicas == "equal in 4 of 5 leaves"
 
 
