@@ -53,6 +53,9 @@ def convergence(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     for strategy in dict.fromkeys(row["strategy"] for row in found["rows"]):
         cells: list[str] = []
         for task in found["tasks"]:
+            if (task, strategy) not in by:
+                cells += ["-"] * len(columns)
+                continue
             row, dense = by[task, strategy], by[task, "mean"]["final_accuracy"]
             cells += [f"{row['final_accuracy']:.3f}", f"{row['final_accuracy'] - dense:+.3f}",
                       f"{row['received_bytes'][-1] / 1e6:.2f}"]  # fmt: skip
