@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
 from jaxcross.exchange.top_k import top_k
 from jaxcross.exchange.validation import whole_number
+from jaxcross.plan.profile import Profile
 from jaxcross.program.ir import Exchange
 from jaxcross.program.stages import cut
 from jaxcross.program.trace import Traced, trace
@@ -42,6 +43,11 @@ class JobCost:
     compute_s: float
     exchange_s: float
     params: PyTree
+
+    @classmethod
+    def of(cls, profile: Profile, params: PyTree) -> Self:
+        """Returns the cost that a profile of the job alone says, for parameters or their shapes."""
+        return cls(name=profile.name, compute_s=profile.compute_s, exchange_s=profile.exchange_s, params=params)
 
 
 @dataclass(frozen=True, slots=True)

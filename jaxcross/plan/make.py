@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxcross.interleave.contention import Contention
@@ -70,7 +71,7 @@ def of(
         raise ValueError(f"`floor` must be in (0, 1], got {floor}")
     loads = _loads(jobs, steps)
     found: list[PlannedGroup] = []
-    known: dict[Any, Rates] = {}
+    known: dict[Any, tuple[Rates, PlannedGroup | None]] = {}
     for names in group(loads, most=most, memory_bytes=limit).groups:
         found += _planned({name: jobs[name] for name in names}, limit, contention, floor, vote_s, known)
     found.sort(key=lambda planned: -len(planned.jobs))
@@ -165,7 +166,7 @@ def _planned(
     contention: Contention | MachineContention | None,
     floor: float | None,
     vote_s: float,
-    known: dict[Any, Rates],
+    known: dict[Any, tuple[Rates, PlannedGroup | None]],
 ) -> list[PlannedGroup]:
     """Plans the jobs of a group: together, or without those that would starve, which then run alone."""
     apart: list[tuple[str, str]] = []
@@ -174,15 +175,12 @@ def _planned(
     while left:
         there = _there(contention, [cuts[min(cuts)] for cuts in left.values()])
         # Groups of like jobs, as in a sweep, are decided once: names do not matter.
-        key = (
-            there,
-            *(tuple((n, p.graph, p.seconds, p.host_s, p.memory) for n, p in c.items()) for c in left.values()),
-        )
+        key = (there, *map(_without_name, left.values()))
         if key not in known:
-            known[key] = choose_rates(
-                list(left.values()), contention=there, floor=floor, memory_bytes=limit, vote_s=vote_s
-            )
-        rates = known[key]
+            chosen = choose_rates(list(left.values()), contention=there, floor=floor, memory_bytes=limit, vote_s=vote_s)
+            made = None if chosen.refusal else _group_of(left, chosen, there, vote_s, "")
+            known[key] = chosen, made
+        rates, like = known[key]
         slowest = min(left, key=dict(zip(left, rates.speeds, strict=True)).__getitem__)
         others = ", ".join(f"`{name}`" for name in left if name != slowest)
         if len(left) > 1 and rates.refusal:
@@ -197,14 +195,21 @@ def _planned(
         elif len(left) == 1 and apart:  # the others could not run with it either
             apart += [(name, apart[-1][1]) for name in left]
             left = {}
-        else:
-            found.append(_group_of(left, rates, there, vote_s, ""))
+        elif like is not None:
+            jobs_here = tuple(replace(job, name=name) for job, name in zip(like.jobs, left, strict=True))
+            found.append(replace(like, jobs=jobs_here))
             left = {}
     for name, reason in apart:
         there = _there(contention, [jobs[name][min(jobs[name])]])
         rates = choose_rates([jobs[name]], contention=there, memory_bytes=limit, vote_s=vote_s)
         found.append(_group_of({name: jobs[name]}, rates, there, vote_s, reason))
     return found
+
+
+def _without_name(cuts: Cuts) -> tuple[Any, ...]:
+    """Returns all that a plan takes from a job's profiles; estimated pieces follow from the whole step."""
+    profiles = [cuts[1]] if tuple(cuts) == PIECES else cuts.values()
+    return tuple((p.ranks, p.graph, p.seconds, p.host_s, p.memory) for p in profiles)
 
 
 def _group_of(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcross import exchange
-from jaxcross.plan import JobCost, choose_compression
+from jaxcross.plan import JobCost, Profile, choose_compression
 from jaxcross.plan.compression import CANDIDATES, _least_compression, _total, received_bytes
 from tests.support.exchange_table import TABLE, params
 
@@ -51,6 +51,11 @@ def test_two_jobs_compress_as_far_as_they_must(exchange_s, expected):
     assert "s, no further" in text
     for tx in chosen:
         tx.init({"w": jnp.ones((4, 4))})
+
+
+def test_a_profile_says_the_cost():
+    profile = Profile.whole("a", compute_s=1.0, exchange_s=2.0)
+    assert JobCost.of(profile, PARAMS) == JobCost(name="a", compute_s=1.0, exchange_s=2.0, params=PARAMS)
 
 
 def test_exchanges_that_cannot_hide_are_logged():
