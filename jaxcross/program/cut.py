@@ -249,11 +249,14 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
         # Behind the last exchange the work would wait for it: there the step's state may be overwritten.
         last = max(g for g, group in enumerate(groups) if graph.level[group.exchanges[0]] == 0)
         position.update(dict.fromkeys(work_before_commit(graph) - position.keys(), 2 * last))
-    _place_rest(graph, position, tail=2 * len(groups))
+    # Next to carried exchanges only what this work leaves is held: sums of an optimizer's own products are no reason to
+    # make its next state before the commit, where the old one is still alive.
+    holders = position.keys() if any(group.carried for group in groups) else range(len(graph.eqns))
+    _place_rest(graph, position, tail=2 * len(groups), holders=frozenset(holders))
     return position
 
 
-def _place_rest(graph: Graph, position: dict[int, int], tail: int) -> None:
+def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: frozenset[int]) -> None:
     """Places equations that no exchange needs (metrics, statistics, the optimizer) where they keep fewest bytes alive.
 
     No exchange may come to wait for one that it does not depend on, unless readers at two positions leave no choice.
@@ -285,7 +288,7 @@ def _place_rest(graph: Graph, position: dict[int, int], tail: int) -> None:
         held = sum(
             nbytes(v)
             for v in variables(eqn.invars)
-            if v in graph.maker
+            if graph.maker.get(v) in holders
             and all(position.get(r, earliest.get(r, 0)) < latest for r in graph.readers[v] if r != i)
         )
         position[i] = earliest[i] if made < held else latest
