@@ -1,12 +1,13 @@
-"""The table of a plan."""
+"""The table of a plan. It takes plain fields, and does not know the class, which prints by it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxcross.plan.plan import Plan, PlannedGroup
 from jaxcross.program.ir import human_bytes
 from jaxcross.report.units import seconds
 
@@ -14,7 +15,7 @@ MOST_GROUPS = 50
 """Groups that the table shows; the file has all."""
 
 
-def render(plan: Plan) -> Group:
+def render(plan: Any) -> Group:
     """Title, one row a job with its group's facts on the first, and what to know about the numbers."""
     table = Table()
     table.add_column("group", justify="right")
@@ -31,7 +32,7 @@ def render(plan: Plan) -> Group:
     return Group(Text(_title(plan), style="bold"), table, Text("\n".join(_footnotes(plan))))
 
 
-def _rows(number: int, group: PlannedGroup) -> list[list[Text]]:
+def _rows(number: int, group: Any) -> list[list[Text]]:
     several = len(group.jobs) > 1
     memory = "-" if group.memory_bytes is None else human_bytes(group.memory_bytes)
     turns = {"round-robin": "in turn", "weighted": "by shares"}[group.turns] if several else "alone"
@@ -46,13 +47,13 @@ def _rows(number: int, group: PlannedGroup) -> list[list[Text]]:
     return rows
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: Any) -> str:
     jobs = sum(len(group.jobs) for group in plan.groups)
     limit = "" if plan.memory_bytes is None else f", {human_bytes(plan.memory_bytes)} of memory on each"
     return f"{_count(jobs, 'job')} in {_count(len(plan.groups), 'group')} on {_count(plan.ranks, 'rank')}{limit}"
 
 
-def _footnotes(plan: Plan) -> list[str]:
+def _footnotes(plan: Any) -> list[str]:
     lines = [
         f"On the same ranks the groups make {plan.progress:.2f} times as many steps as one job after the other.",
         "Speed: share of the job's own speed alone. Memory: of a rank, at its fullest.",
