@@ -148,9 +148,10 @@ def streaming_diloco(
         updates, inner_state = local.update(updates, state.inner, params, **extra)
         moving = _Moving(updates, state.anchor, state.outer, state.pending, state.arrived)
         branches = [_branch(work, turn, params, moving) for turn in turns.kinds()]
-        moving = branches[0]() if len(branches) == 1 else jax.lax.switch(turns.kind(state.clock), branches)
-        updates, *rest = moving
-        return updates, StreamingDiLoCoState(turns.after(state.clock), *rest, inner_state)  # pyright: ignore[reportArgumentType]
+        moving: _Moving = branches[0]() if len(branches) == 1 else jax.lax.switch(turns.kind(state.clock), branches)
+        clock = turns.after(state.clock)
+        state = StreamingDiLoCoState(clock, moving.anchor, moving.outer, moving.pending, moving.arrived, inner_state)
+        return moving.updates, state
 
     return exchange_once("streaming_diloco", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
