@@ -21,3 +21,22 @@ autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+
+
+def mark_code(app, what, name, obj, options, lines):
+    """Makes code blocks of a docstring's fences, which reStructuredText takes for text between quotes."""
+    marked, code = [], False
+    for line in lines:
+        text = line.lstrip()
+        indent = line[: len(line) - len(text)]
+        if text.startswith("```"):
+            code = not code
+            marked += [f"{indent}.. code-block:: {text[3:] or 'text'}", ""] if code else [""]
+        else:
+            marked.append(f"   {line}" if code and text else line)
+    lines[:] = marked
+
+
+def setup(app):
+    # Before napoleon, which has a priority of 500.
+    app.connect("autodoc-process-docstring", mark_code, priority=400)

@@ -84,6 +84,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     # Tests compare what processes print, and a slow machine prints more progress than a fast one.
     os.environ["JAXCROSS_PROGRESS"] = "0"
+    # Tables are printed as for a file: pytest-xdist gives its workers the size of a terminal.
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
     # Ranks are more than cores here. MPICH waits by polling; so it sleeps for a moment after each poll, instead of only
     # offering the core to others: a fifth of the CPU time of two ranks that train eight small trials.
     os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")

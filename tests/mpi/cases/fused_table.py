@@ -85,8 +85,17 @@ def network(net, make_exchange):
     return step, state
 
 
+def some_networks_and_exchanges_keep_their_bits():
+    """Each network with one exchange."""
+    keep_their_bits(zip(NETS.items(), EXCHANGES.items(), strict=True))
+
+
 def every_network_and_exchange_keeps_its_bits():
-    for (name, net), (what, make_exchange) in itertools.product(NETS.items(), EXCHANGES.items()):
+    keep_their_bits(itertools.product(NETS.items(), EXCHANGES.items()))
+
+
+def keep_their_bits(pairs):
+    for (name, net), (what, make_exchange) in pairs:
         step, state = network(net, make_exchange)
         # An exchange that keeps errors has other values on every rank.
         jobs = [jaxcross.Job(f"{name}-{n}", step, state(n), images(n), initial="local") for n in range(K)]
@@ -247,7 +256,8 @@ def conditionals():
 
 
 CASES = [
-    every_network_and_exchange_keeps_its_bits, one_ends_first, one_stops_early, data_of_one_raise_on_one_rank,
+    some_networks_and_exchanges_keep_their_bits, every_network_and_exchange_keeps_its_bits,
+    one_ends_first, one_stops_early, data_of_one_raise_on_one_rank,
     one_is_not_finite, an_error_after_a_step, it_is_measured, unlike_jobs,
     conditionals,
 ]  # fmt: skip
