@@ -17,7 +17,7 @@ from jaxcross.exchange.collectives import AxisName, axis_names
 from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.rounds import outer_step
-from jaxcross.exchange.turns import Turn, Turns
+from jaxcross.exchange.turns import Clock, Turn, Turns
 from jaxcross.exchange.validation import (
     as_number,
     check_real,
@@ -35,7 +35,7 @@ class StreamingDiLoCoState(NamedTuple):
     """State of Streaming DiLoCo.
 
     Attributes:
-        clock: The step within the round, int32; one fragment's turn ahead in all rounds but the first.
+        clock: The turn of a fragment, and the step within it.
         anchor: Of each fragment the vector that all ranks agreed on last, the same bits on every rank.
         outer: Of each fragment the state of the outer optimizer, likewise.
         pending: This rank's pseudo-gradient of one fragment, in as many slices as steps that exchange it. At 32 bits a
@@ -44,7 +44,7 @@ class StreamingDiLoCoState(NamedTuple):
         inner: State of this rank's own optimizer.
     """
 
-    clock: jax.Array
+    clock: Clock
     anchor: tuple[jax.Array, ...]
     outer: tuple[optax.OptState, ...]
     pending: tuple[PyTree, ...]
@@ -96,7 +96,7 @@ def streaming_diloco(
         outer: Steps on a fragment's pseudo-gradient, once a round. It must work element by element, since it sees flat
             vectors: SGD with or without momentum, Adam.
         axis_name: One axis or several.
-        every: Steps of a round, in which each fragment is exchanged once.
+        every: Steps of a round, in which each fragment is exchanged once. May be another one after a restart.
         fragments: A divisor of `every`. Parts of the tree's leaves in order, equal in elements.
         delay: Steps from a fragment's pseudo-gradient to its outer step, at most `every / fragments`: then the next
             fragment needs the place.
@@ -138,7 +138,7 @@ def streaming_diloco(
         slices = turns.delay if bits < 32 else 0
         arrived = tuple(jnp.zeros(cut.width // turns.delay, cut.dtype) for _ in range(slices))
         outer_state = tuple(beyond.init(x) for x in anchor)
-        return StreamingDiLoCoState(jnp.zeros((), jnp.int32), anchor, outer_state, pending, arrived, local.init(params))
+        return StreamingDiLoCoState(Clock.begin(), anchor, outer_state, pending, arrived, local.init(params))
 
     def update(
         updates: optax.Updates, state: StreamingDiLoCoState, params: optax.Params | None = None, **extra: Any

@@ -11,6 +11,23 @@ import jax.numpy as jnp
 from jaxcross.exchange.validation import whole_number
 
 
+class Clock(NamedTuple):
+    """The place of a step in the rounds. It does not depend on a round's length, which a restart may change.
+
+    Attributes:
+        turn: The turn, int32: 0 is the first one, in which nothing is pending; then 1 to `fragments`, again and again.
+        place: The step within the turn, int32.
+    """
+
+    turn: jax.Array
+    place: jax.Array
+
+    @classmethod
+    def begin(cls) -> Clock:
+        """Returns that of the first step."""
+        return cls(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+
+
 class Turn(NamedTuple):
     """What a step does, each None or a number: exchanges a slice, applies a fragment, captures a fragment."""
 
@@ -66,12 +83,12 @@ class Turns:
             Turn(slice=last, applied=f, captured=(f + 1) % self.fragments if full else None)
             for f in range(self.fragments)
         ]
-        return [Turn(), *(Turn(slice=n) for n in range(last)), *ends, *(captures[:1] if full else captures)]
+        return [Turn(), *(Turn(slice=n) for n in range(last)), *ends, *captures]
 
-    def kind(self, clock: jax.Array) -> jax.Array:
-        """Returns the place of a step in `kinds`."""
-        place, turn = clock % self.period, clock // self.period
-        captures = jnp.where(place == self.period - 1, 1 + turn % self.fragments, 0)
+    def kind(self, clock: Clock) -> jax.Array:
+        """Returns the place of a step in `kinds`. In a turn that began in longer rounds, it may be past the period."""
+        turn, place = clock
+        captures = jnp.where(place >= self.period - 1, 1 + turn % self.fragments, 0)
         if self.delay == 0:
             return captures
         ends, pending = self.delay, (turn + self.fragments - 1) % self.fragments
@@ -80,6 +97,8 @@ class Turns:
         # In the first turn nothing is pending.
         return jnp.where((turn > 0) & (place < self.delay), exchanges, captures)
 
-    def after(self, clock: jax.Array) -> jax.Array:
+    def after(self, clock: Clock) -> Clock:
         """Returns the next step's clock. The first turn is not repeated."""
-        return jnp.where(clock + 1 >= self.every + self.period, self.period, clock + 1)
+        ends = clock.place + 1 >= self.period
+        turn = jnp.where(clock.turn < self.fragments, clock.turn + 1, 1)
+        return Clock(jnp.where(ends, turn, clock.turn), jnp.where(ends, 0, clock.place + 1))

@@ -13,6 +13,7 @@ import pytest
 from jaxcross.exchange import finish
 from jaxcross.exchange.diloco import diloco
 from jaxcross.exchange.streaming_diloco import streaming_diloco
+from jaxcross.exchange.turns import Clock, Turns
 from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
@@ -82,6 +83,26 @@ def test_parameters_are_those_of_the_algorithm(every, fragments, delay, mix):
     assert_close(np.concatenate([np.ravel(x) for x in jax.tree.leaves(model)]), anchor[0], rtol=2e-5)
 
 
+@pytest.mark.parametrize("stopped", range(13))
+@pytest.mark.parametrize(("before", "after"), [(6, 12), (12, 6), (12, 9), (6, 6)])
+def test_rounds_of_another_length_keep_fragments(before, after, stopped):
+    """A restart with another `every`: what is pending still goes, once and whole, to the fragment that it is of."""
+    clock, captured, slices, applied = Clock.begin(), [], [], []
+    for every, steps in ((before, stopped), (after, 2 * after)):
+        turns = Turns.checked(every, 3, 2, "it")
+        for _ in range(steps):
+            turn = turns.kinds()[int(turns.kind(clock))]
+            slices += [] if turn.slice is None else [turn.slice]
+            if turn.applied is not None:
+                assert (turn.applied, slices) == (captured[-1], [0, 1])
+                applied.append(turn.applied)
+                slices = []
+            captured += [] if turn.captured is None else [turn.captured]
+            clock = turns.after(clock)
+    assert len(applied) >= len(captured) - 1
+    assert captured == [n % 3 for n in range(len(captured))]
+
+
 def test_at_once_and_whole_it_is_diloco():
     make: Any = lambda of, **more: of(optax.sgd(RATE), NESTEROV, "batch", every=3, **more)  # noqa: E731
     got, state = train(make(streaming_diloco, fragments=1, delay=0), starts(RANKS), 7)
@@ -115,7 +136,8 @@ def programs(tx: Any, steps: int) -> Any:
     for _ in range(steps):
         traced = trace(step, args, axes={"batch": 2}, wire=LocalRanks(), donate_argnums=(0, 1))
         yield stages.cut(decide(traced, jax.tree.leaves(args)))
-        state = args[1]._replace(clock=jnp.int32(np.asarray(args[1].clock + 1)))
+        clock = jax.tree.map(lambda x: jnp.int32(np.asarray(x)), Turns.checked(4, 2, 0, "").after(args[1].clock))
+        state = args[1]._replace(clock=clock)
         args = (args[0], state, args[2])
 
 
