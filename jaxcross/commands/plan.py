@@ -1,6 +1,7 @@
 """`jaxcross plan jobs.toml`: which jobs share ranks, in how many pieces and at which shares, from their profiles.
 
-The file has a table for each job; a profile comes from a run of the job alone: `--profile-of report.json NAME`.
+The file has a table for each job; a profile comes from the report of a run of the job alone:
+`--profile-of report.json NAME FILE`.
 
     script = "train.py"        # only for `--launch`: started with the plan and the number of a group
 
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--most", type=int, default=4, metavar="K", help="jobs of a group at most (default: %(default)s)")
     add("--floor", type=float, metavar="SPEED", help="least speed of a job, as a share of its own alone (default: 1/k)")
     add("--contention", metavar="FILE", help="contention of the machine, or `two-cores` (default: none)")
+    add("--link-mbps", type=float, metavar="RATE", help="rate of the link, in Mbit/s, of profiles that do not name it")
     add("--json", type=Path, metavar="FILE", help="write the plan there")
     add("--picture", type=Path, metavar="FILE.png", help="draw the predicted timeline of a group")
     add("--group", type=int, default=0, metavar="N", help="the group to draw (default: %(default)s, the largest)")
@@ -56,8 +60,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan and writes what was asked for; returns 2 for input that cannot be planned."""
     try:
+        if args.link_mbps is not None and not 0 < args.link_mbps < math.inf:
+            raise ValueError(f"`--link-mbps` must be above 0, got {args.link_mbps}.")
         if args.profile_of is not None:
-            return _write_profile(*args.profile_of)
+            return _write_profile(*args.profile_of, args.link_mbps)
         if args.jobs is None:
             raise ValueError("name the file of jobs, as in `jaxcross plan jobs.toml`.")
         return _plan(args)
@@ -66,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
         return 2
 
 
-def _write_profile(report: str, job: str, file: str) -> int:
+def _write_profile(report: str, job: str, file: str, link_mbps: float | None) -> int:
     from jaxcross.plan import Profile
     from jaxcross.report import Report
 
-    path = Profile.of(Report.load(report), job).to_json(file)
+    path = Profile.of(Report.load(report), job, mbit_per_s=link_mbps).to_json(file)
     print(f"The profile of `{job}` is in {path}.")
     return 0
 
@@ -80,6 +86,8 @@ def _plan(args: argparse.Namespace) -> int:
     from jaxcross.plan.jobs_file import read_jobs
 
     jobs = read_jobs(args.jobs, profiles=args.profiles)
+    named = (replace(each, mbit_per_s=each.mbit_per_s or args.link_mbps) for each in jobs.profiles)
+    jobs = replace(jobs, profiles=tuple(named))
     contention = _contention(args.contention)
     plan = of(
         jobs.profiles, memory=args.memory, most=args.most, steps=jobs.steps, contention=contention, floor=args.floor

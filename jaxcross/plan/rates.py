@@ -22,6 +22,8 @@ PIECES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 """Numbers of pieces that are tried where no cut was measured."""
 COARSE, LONG = 5, 15
 """Steps that a job at the floor makes in a twin of the search, and in the one that decides."""
+MOST_STEPS = 20_000
+"""Steps of all jobs in the twin that decides; jobs that are too unlike for that do not share ranks."""
 _LOSS = 1.2  # speeds that the linear program must allow, over the floor: what the order costs, at first
 _MARGIN = 1.02  # the same over what the twin says of the order's cost
 _ENOUGH = 0.9  # of the linear program's progress: the search ends there
@@ -41,7 +43,7 @@ class Rates:
     Attributes:
         pieces: The pieces of each job's step; 1 is a whole step.
         policy: `RoundRobin()`, or `Weighted` with a share for each job.
-        speeds: The predicted speed of each job, as a share of its own alone.
+        speeds: The predicted speed of each job, as a share of its own alone; empty if none was predicted.
         alone_s: Seconds of each job's step alone, in the cut that is fastest alone.
         floor: The speed that each job was to keep.
         refusal: Why the jobs should not run together; empty if they may.
@@ -62,7 +64,7 @@ class Rates:
     @property
     def is_fair(self) -> bool:
         """Whether each job keeps the floor."""
-        return min(self.speeds) >= self.floor
+        return min(self.speeds, default=0.0) >= self.floor
 
 
 def cuts_of(profile: Profile) -> Cuts:
@@ -107,6 +109,8 @@ def choose_rates(
             alone_s=group.alone_s,
             floor=group.floor,
         )
+    if unlike := group.unlike():
+        return group.not_tried(unlike)
     good = _GOOD * sum(group.targets([group.floor] * len(jobs)))
     fair: list[Rates] = []
     unfair: list[Rates] = []
@@ -167,6 +171,16 @@ class _Group:
         """Whether the jobs, cut like that, fit into the memory, as far as profiles say."""
         memory = [cuts[n].memory or JobMemory() for cuts, n in zip(self.jobs, pieces, strict=True)]
         return self.memory_bytes is None or needed_bytes(memory) <= self.memory_bytes
+
+    def unlike(self) -> str:
+        """Returns why a twin of these jobs would take too long; empty if it would not."""
+        long_s, short_s = max(self.alone_s), min(self.alone_s)
+        until_s = LONG * long_s / self.floor
+        if math.fsum(until_s / own for own in self.alone_s) <= MOST_STEPS:
+            return ""
+        return (
+            f"the longest step takes {long_s / short_s:.0f} times as long as the shortest: too unlike for a prediction"
+        )
 
     def tried(self, pieces: tuple[int, ...], policy: Policy, steps: int) -> Rates:
         """Asks the twin for the speeds."""
@@ -243,15 +257,7 @@ class _Group:
     def refused(self, unfair: Sequence[Rates]) -> Rates:
         """Returns the nearest miss, with the reason why the jobs should not run together."""
         if not unfair:
-            zeros = (0.0,) * len(self.jobs)
-            whole = Rates(
-                pieces=tuple(map(min, self.jobs)),
-                policy=RoundRobin(),
-                speeds=zeros,
-                alone_s=self.alone_s,
-                floor=self.floor,
-            )
-            return replace(whole, refusal="together they do not fit into the memory")
+            return self.not_tried("together they do not fit into the memory")
         nearest = max(unfair, key=lambda option: min(option.speeds))
         slowest = min(range(len(self.jobs)), key=nearest.speeds.__getitem__)
         name = self.jobs[slowest][nearest.pieces[slowest]].name
@@ -260,6 +266,17 @@ class _Group:
             f"{self.floor:.3f}, in the fairest way that was found"
         )
         return replace(nearest, refusal=reason)
+
+    def not_tried(self, refusal: str) -> Rates:
+        """Returns a refusal of jobs whose speeds are not known."""
+        return Rates(
+            pieces=tuple(map(min, self.jobs)),
+            policy=RoundRobin(),
+            speeds=(),
+            alone_s=self.alone_s,
+            floor=self.floor,
+            refusal=refusal,
+        )
 
 
 def _fitting(cuts: Cuts, memory_bytes: int) -> Cuts:

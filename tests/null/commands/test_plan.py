@@ -62,6 +62,19 @@ def test_the_plan_is_printed_and_written(folder: Path, capsys: pytest.CaptureFix
     assert "The memory of 2 jobs is not known" in out
 
 
+def test_the_link_s_rate_brings_contention(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A profile of a report does not name it; without it no contention counts."""
+    words = (folder / "jobs.toml", "--contention", "two-cores", "--json", folder / "plan.json")
+    made = []
+    for more in ((), ("--link-mbps", 500)):
+        assert _run(*words, *more) == 0
+        made.append(Plan.load(folder / "plan.json").progress)
+        assert ("or by `--link-mbps`" in " ".join(capsys.readouterr().out.split())) is not bool(more)
+    assert made[1] < made[0]
+    assert _run(*words, "--link-mbps", 0) == 2
+    assert "`--link-mbps` must be above 0" in capsys.readouterr().err
+
+
 def test_profiles_lie_in_a_folder_of_their_own(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (folder / "jobs.toml").rename(tmp_path / "there" / "jobs.toml")
@@ -87,7 +100,7 @@ def test_a_picture_of_a_group_is_drawn(folder: Path) -> None:
 def test_contention_is_read_from_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "slow.json").write_text(json.dumps(TWO_CORES.to_json()))
     assert _run(folder / "jobs.toml", "--contention", folder / "slow.json") == 0
-    assert "planned without contention" in capsys.readouterr().out  # the profiles do not name a rate
+    assert "planned without contention" in " ".join(capsys.readouterr().out.split())  # the profiles do not name a rate
     assert MachineContention.from_json(TWO_CORES.to_json()).at(1) == Contention(compute=1.15, exchange=1.05)
 
 
@@ -120,7 +133,7 @@ def test_a_profile_is_written_from_a_report(tmp_path: Path) -> None:
         ("large.json", "none.json", "none.json` of job `large` cannot be read: No such file"),
         ('"large.json"', "7", "`profile` of job `large` must be a file"),
         ('"large.json"', "[]", "`profile` of job `large` must be a file"),
-        ('"large.json"', '["large.json", "large.json"]', "two profiles of `large` are of 1 pieces"),
+        ('"large.json"', '["large.json", "large.json"]', "two profiles of `large` are of a step in 1 piece: "),
         ('"large.json"', '"large.json"\nranks = 0', "`ranks` of job `large` must be a whole number"),
         ('"large.json"', '"large.json"\nranks = true', "`ranks` of job `large` must be a whole number"),
         ('"large.json"', '"large.json"\nsteps = nan', "`steps` of job `large` must be a number above 0"),
@@ -238,6 +251,7 @@ def test_the_command_line_takes_all_options() -> None:
         "--most",
         "--floor",
         "--contention",
+        "--link-mbps",
         "--json",
         "--picture",
         "--launch",

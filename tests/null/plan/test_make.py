@@ -56,6 +56,14 @@ def test_jobs_that_would_starve_run_alone() -> None:
     assert plan.progress == 1.0
 
 
+def test_jobs_too_unlike_for_a_prediction_run_alone() -> None:
+    """They make the plan neither slow nor fail, and the job that is unlike the others goes first."""
+    plan = of([_profile("a", 0.5, 0.5), _profile("b", 0.5, 0.5), _profile("tiny", 1e-5, 1e-5)])
+    assert _groups(plan) == [("a", "b"), ("tiny",)]
+    assert plan.groups[1].why.startswith("with `a` and `b`, the longest step takes ")
+    assert plan.groups[1].why.endswith(" times as long as the shortest: too unlike for a prediction")
+
+
 def test_jobs_that_gain_nothing_run_alone() -> None:
     slow = Contention(compute=2.0, exchange=2.0)
     plan = of([_profile("a", 0.1, 0.1), _profile("b", 0.1, 0.1)], contention=slow, floor=0.1)
@@ -102,7 +110,7 @@ def test_contention_is_that_of_the_link_s_rate() -> None:
     ("jobs", "options", "message"),
     [
         ([], {}, "at least one job"),
-        ([UNLIKE[0]] * 2, {}, "two profiles of `large` are of 1 pieces"),
+        ([UNLIKE[0]] * 2, {}, "two profiles of `large` are of a step in 1 piece: "),
         ([UNLIKE[0], replace(UNLIKE[0].cut_evenly(2), ranks=2)], {}, "different numbers of ranks"),
         ([_profile("a", 0, 0)], {}, "`a` takes no time"),
         (UNLIKE, {"memory": "many"}, "`memory` must be a number of bytes"),
