@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         if args.link_mbps is not None and not 0 < args.link_mbps < math.inf:
             raise ValueError(f"`--link-mbps` must be above 0, got {args.link_mbps}.")
         if args.profile_of is not None:
-            return _write_profile(*args.profile_of, args.link_mbps)
+            report, job, file = args.profile_of
+            return _write_profile(report, job, file, args.link_mbps)
         if args.jobs is None:
             raise ValueError("name the file of jobs, as in `jaxcross plan jobs.toml`.")
         return _plan(args)
