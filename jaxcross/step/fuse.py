@@ -98,7 +98,9 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
     Raises:
         JobError: On every rank: the ranks have different jobs, or a job's data raise on one.
     """
-    facts, failure = [when, [job.name for job in jobs]], None
+    steps = list({id(job._function): None for job in jobs})  # ranks know them by their order
+    facts = {"when": when, "jobs": [[job.name, job._initial, steps.index(id(job._function))] for job in jobs]}
+    failure = None
     found: list[_Candidate] = []
     try:
         found = [_Candidate.of(job) for job in jobs]
@@ -110,8 +112,9 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
     for rank, (theirs, error_text, _) in enumerate(ranks):
         if theirs != ranks[0][0]:
             raise JobError(
-                f"Ranks 0 and {rank} fuse different jobs: {ranks[0][0]} and {theirs}. Call `jaxcross.fuse` with the"
-                " same jobs in the same order on every rank."
+                f"Ranks 0 and {rank} fuse different jobs: {ranks[0][0]} and {theirs}, of each job its name, its"
+                " `initial`, and which step it has. Call `jaxcross.fuse` with the same jobs in the same order on every"
+                " rank, and let the same of them share a step."
             )
         if error_text is not None:
             raise JobError(f"The first batch of a job raised on rank {rank}: {error_text}.") from failure

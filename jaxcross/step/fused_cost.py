@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from statistics import median
@@ -95,7 +95,7 @@ def _step_of_each_s(trials: Sequence[Trial], fused: FusedStep | None, world: Wor
             trial.job.name,
             trial.job._function if fused else _timed(trial.job._function, stamps),
             own_copy(trial.job.state),
-            repeat(trial.batch),
+            _repeated(trial),
             steps=_WARM_UP_STEPS + _STEPS,
             initial="local",
         )
@@ -105,6 +105,14 @@ def _step_of_each_s(trials: Sequence[Trial], fused: FusedStep | None, world: Wor
     begin, end = (max(each[n] for each in stamps) for n in (_WARM_UP_STEPS, -1))
     with world.monitor(job="", step=0, segment=-1, what="jobs to fuse"):
         return max(gather(world.control, (end - begin) / (_STEPS - 1)))
+
+
+def _repeated(trial: Trial) -> Iterator[PyTree]:
+    """Returns the batch again and again; copies of one that the step may overwrite, since the job is to train on it."""
+    step = trial.job._function
+    assert isinstance(step, Step)
+    donated = any(n % 2 for n in step.donate)  # the second of two arguments
+    return map(own_copy, repeat(trial.batch)) if donated else repeat(trial.batch)
 
 
 def _timed(step: Callable[..., Any], stamps: list[list[float]]) -> Callable[..., Any]:

@@ -87,6 +87,18 @@ report = jaxcross.run(fused)
 assert report.jobs[0].steps == 3 and report.fusion == fused.reasons and "fused, as asked" in str(report)
 report.to_json("report.json")
 assert type(report).load("report.json").fusion == report.fusion
+
+# A batch that the step overwrites is measured on copies.
+def overwrites(state, batch):
+    return state + lax.pmean(batch, "batch"), {"own": batch + 1}
+
+
+donating = jaxcross.crossover(overwrites, axes="batch", donate_argnums=(0, 1))
+found = [jaxcross.Job(f"d{i}", donating, jnp.ones(2), (jnp.full(2, k) for k in (1.0, 2.0))) for i in range(2)]
+fusion = jaxcross.fuse(found)
+assert "alone takes" in str(fusion), fusion
+jaxcross.run(fusion)
+assert [(job.step, job.state.tolist()) for job in found] == [(2, [4.0, 4.0])] * 2
 print("passed")
 """
 )

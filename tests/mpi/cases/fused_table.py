@@ -225,6 +225,16 @@ def unlike_jobs():
         assert "fuse different jobs" in str(error)
     else:
         raise AssertionError("the ranks fused different jobs")
+    # Here both have one step, there each its own: only here would they be measured.
+    found = jobs(step)[:2]
+    if WORLD.rank:
+        found[1] = jaxcross.Job("j1", make_step(), found[1].state, data(3, 1))
+    try:
+        jaxcross.fuse(found)
+    except JobError as error:
+        assert "let the same of them share a step" in str(error)
+    else:
+        raise AssertionError("the ranks fused different jobs")
 
 
 def conditionals():
