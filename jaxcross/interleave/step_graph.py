@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal, Self
 
 MAX_SEGMENTS = 10_000
@@ -64,14 +65,16 @@ class StepGraph:
 
     @property
     def carried(self) -> tuple[int, ...]:
-        """Exchanges that need no computation of the step, while some of it needs none of them before the commit."""
+        """The first exchanges, if they need no computation, and some of it needs none of them before the commit."""
         before: list[set[int]] = []
         for needs in self.needs:
             before.append({*needs, *(n for need in needs for n in before[need])})
         computes = {i for i, kind in enumerate(self.kinds) if kind == "compute"}
         free = [before[i] for i in computes - self.after_commit]
         return tuple(
-            i for i in self.collectives if before[i].isdisjoint(computes) and any(i not in needed for needed in free)
+            takewhile(
+                lambda i: before[i].isdisjoint(computes) and any(i not in needed for needed in free), self.collectives
+            )
         )
 
     def as_data(self) -> dict[str, Any]:

@@ -218,9 +218,10 @@ class Program:
 
     @property
     def carried(self) -> frozenset[int]:
-        """Collective segments that need no computation of the step, while some of it does not wait for them either.
+        """First collective segments that need no computation of the step, while some of it does not need them either.
 
-        They exchange what the step before has left, and can do so while this one computes.
+        They exchange what the step before has left, and can do so while this one computes. None comes behind another
+        exchange: the order of exchanges is the program's on each rank, also where ranks compute different things.
         """
         if any(
             s.index != n or max(needs, default=-1) >= n
@@ -230,13 +231,12 @@ class Program:
         after, commit = self.after(), self.after_commit
         computes = [s.index for s in self.segments if s.kind == "compute"]
         free = [after[n] for n in computes if n not in commit]
-        return frozenset(
-            s.index
-            for s in self.collectives
-            if not self.is_single_rank(s)
-            and not any(after[s.index] >> n & 1 for n in computes)
-            and any(not bits >> s.index & 1 for bits in free)
-        )
+        found: set[int] = set()
+        for n in (s.index for s in self.collectives if not self.is_single_rank(s)):
+            if any(after[n] >> c & 1 for c in computes) or all(bits >> n & 1 for bits in free):
+                break
+            found.add(n)
+        return frozenset(found)
 
     @property
     def last_collective(self) -> int:

@@ -151,6 +151,23 @@ def test_other_exchanges_are_not_carried(step: Any) -> None:
     assert not program.carried and "carried" not in str(program)
 
 
+def test_it_comes_before_all_other_exchanges() -> None:
+    """So exchanges have one order, also on a rank whose other work is such that none is carried."""
+
+    def step(state: Any, x: Any) -> Any:
+        def doubled(found: tuple[Any, Any]) -> tuple[Any, Any]:
+            return found[0] + 1, lax.psum(found[1], "batch")
+
+        _, far = lax.while_loop(lambda found: found[0] < 2, doubled, (0, state[1]["a"]))
+        return lax.psum(jax.grad(loss_of)(state[0], x), "batch"), far
+
+    program = cut_of(step, state_of(1), jnp.ones((4, WIDTH)))
+    assert len(program.collectives) == 2
+    loop = program.collectives[1].index
+    assert not any(program.after()[loop] >> s.index & 1 for s in program.segments if s.kind == "compute")
+    assert not program.carried
+
+
 def test_its_host_operations_leave_the_computation_alone() -> None:
     """What is cast for the exchange and also read by the computation is cast in both places."""
 

@@ -211,6 +211,7 @@ def test_the_input_row_names_the_level_that_waited():
         (("collective", "compute", "collective", "compute"), ((), (), (1,), (0, 2)), (3,), True),
         (("compute", "collective", "compute"), ((), (0,), (1,)), (2,), False),
         (("collective", "compute"), ((), (0,)), (1,), False),
+        (("compute", "collective", "collective", "compute"), ((), (0,), (), (1, 2)), (3,), False),  # not the first one
         (("collective", "compute"), ((), ()), (1,), False),  # all computation comes after the commit
     ],
 )
