@@ -264,7 +264,7 @@ class JobHost:
         resting = array_bytes(state, without=leaves) + sum(loop.ahead_bytes for loop in self.loops)
         memory, remedy = memory_of(compiled).with_resting(resting), remedies(compiled.program)
         with self.preparing():
-            driver.await_earlier_starts(record)
+            driver.start_gate.wait(record.number)
         self.run_on_all_ranks(
             f"memory of `{compiled.program.name}`",
             lambda control: self._admission.admit(control, self.name, memory, remedy=remedy),

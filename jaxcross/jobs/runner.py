@@ -383,7 +383,7 @@ class Runner:
                 self._session.close(unused=broke_off and not any(job.step for job in jobs))
             with after_run(self.world, "report"):
                 compare_replicas(self.world, jobs)
-                missing = left_out(self.world, jobs, [*driver.left_out, *sorted(self._submitted)])
+                missing = left_out(self.world, jobs, [*driver.router.left_out, *sorted(self._submitted)])
                 tell_unread(self.world, jobs)
             self.report = report_of(
                 jobs,

@@ -18,7 +18,6 @@ from queue import SimpleQueue
 from typing import Any
 
 from jaxcross._pytree import PyTree
-from jaxcross.errors import InternalError, JobError
 from jaxcross.health.abort import INTERRUPTED, TERMINATED, Terminated
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import Listeners
@@ -29,17 +28,11 @@ from jaxcross.interleave.vote import JobRequest
 from jaxcross.runtime.chaos import Chaos, LateQueue
 from jaxcross.runtime.collective_call import CollectiveCall
 from jaxcross.runtime.emulated_link import Link
-from jaxcross.runtime.failure_text import describe, explain
-from jaxcross.runtime.job_record import (
-    MAX_REFUSALS,
-    Execution,
-    JobRecord,
-    NonFinite,
-    StepCall,
-    Stopped,
-)
-from jaxcross.runtime.joint_start import Start, StartLimit, note_at_start
+from jaxcross.runtime.failure_text import describe
+from jaxcross.runtime.job_record import MAX_REFUSALS, Execution, JobRecord, NonFinite, StepCall, Stopped
+from jaxcross.runtime.joint_start import Start, StartGate, StartLimit
 from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
+from jaxcross.runtime.router import Router
 from jaxcross.runtime.stall_watch import JobWaits
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
@@ -53,8 +46,7 @@ class Driver:
 
     Args:
         world: Rank, size, control messages, watchdog.
-        jobs: The name of each job and how to make its thread, which must call `job_returned` or `job_raised` at its
-            end.
+        jobs: The name of each job and how to make its thread, which calls `job_returned` or `job_raised` at its end.
         policy: Decides whose turn it is.
         depth: Compute segments on the device at once.
         listeners: Receive every span and note.
@@ -66,9 +58,9 @@ class Driver:
 
     Attributes:
         records: The jobs of the run in the order of `jobs`, without those that were added later.
-        left_out: After the run: names of the jobs that were added here and never joined.
-        interrupt: The first exception that a signal's handler raised on this rank, if any. The other ranks do not know
-            of it unless the run was stopped.
+        router: The jobs by their numbers, and what instructions do to them.
+        start_gate: Holds jobs at a joint start.
+        interrupt: The first exception of a signal's handler on this rank. Others know of it if the run was stopped.
         terminated: Whether SIGTERM came to this rank.
     """
 
@@ -92,23 +84,16 @@ class Driver:
         self.listeners = listeners or Listeners()
         self._chaos = chaos
         self._start: Start = start
-        self.start_limit = StartLimit()
+        self._start_limit = StartLimit()
         self.records = tuple(
             JobRecord(number, name, thread, self.queue()) for number, (name, thread) in enumerate(jobs)
         )
-        # Jobs that joined and whose threads have not ended, by the number that the interleaver knows them by.
-        self._jobs = dict(enumerate(self.records))
-        self._joining: dict[str, JobRecord] = {}
-        self._threads: list[threading.Thread] = []  # of jobs; some have ended
         self._abandoned: set[threading.Thread] = set()
-        self.left_out: tuple[str, ...] = ()
         self._on_text = on_text
-        self._texts: list[str] = []  # to deliver once the lock is free
         self._early: list[m.Event] | None = []  # events that came before the run began
         self._interleaver = Interleaver(len(jobs), policy, depth)
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # notified while threads wait in `await_earlier_starts`
-        self._waiting_for_starts = 0
+        self.start_gate = StartGate(self._lock, self._interleaver.coming)
         self._over = threading.Event()
         self._fatal: BaseException | None = None
         self._held: deque[BaseException] = deque()  # exceptions of signal handlers, not looked at yet
@@ -116,6 +101,9 @@ class Driver:
         self.terminated = False
         self._compute = ComputeLane(self)
         self._exchange = ExchangeLane(self)
+        self.router = Router(
+            self.records, self._compute.put, self._exchange.put, listeners=self.listeners, rank=world.rank
+        )
         self._job_waits = JobWaits(world)
 
     def stopping(self, job: JobRecord) -> bool:
@@ -156,7 +144,7 @@ class Driver:
         self._wait_for(self._over.is_set, self._over.wait)
         # Job threads read back metrics and close their loops after the last vote. In a broken run some never end.
         if self._fatal is None:
-            for thread in self._threads:
+            for thread in self.router.threads:
                 self._wait_for(lambda t=thread: not t.is_alive() or t in self._abandoned, thread.join)
         self._job_waits.look({})
         self._exchange.close()
@@ -171,15 +159,16 @@ class Driver:
                 self._interrupted(self._held.popleft())
 
     def _look_at_waits(self) -> None:
+        jobs = self.router.jobs
         with self._lock:
             found = {} if self._fatal is not None else self._interleaver.pending_waits()
-            waits = {self._jobs[number].name: wait for number, wait in found.items() if number in self._jobs}
-            coming = {number: self._jobs[number].preparing > 0 for number in self._interleaver.coming()}
-            late = [self._jobs[number] for number in self.start_limit.look(self.clock_ns() / 1e9, coming)]
+            waits = {jobs[number].name: wait for number, wait in found.items() if number in jobs}
+            coming = {number: jobs[number].preparing > 0 for number in self._interleaver.coming()}
+            late = [jobs[number] for number in self._start_limit.look(self.clock_ns() / 1e9, coming)]
         self._job_waits.look(waits)
         for job in late:
             if self.world.rank == 0:
-                _log.warning("%s", self.start_limit.warning(job.name))
+                _log.warning("%s", self._start_limit.warning(job.name))
             self.excuse_start(job)
 
     def _interrupted(self, interrupt: BaseException) -> None:
@@ -188,7 +177,7 @@ class Driver:
         if self.interrupt is not None:
             self.world.abort("interrupted twice", code=TERMINATED if self.terminated else INTERRUPTED)
         self.interrupt = interrupt
-        for job in tuple(self._jobs.values()):
+        for job in tuple(self.router.jobs.values()):
             if job.status is None:  # not one that another rank's interrupt has stopped already
                 self.listeners.note(job=job.name, kind="status", value="stopping after this step")
         self.post(m.StopRequested())
@@ -222,71 +211,10 @@ class Driver:
             return []  # no job begins in a run that broke
         # In the order given, and before the lock is free: queues then have the interleaver's order.
         for instruction in self._interleaver.handle(event):
-            self._route(instruction)
-        if self._waiting_for_starts:
-            self._changed.notify_all()
-        texts, self._texts = self._texts, []
+            self.router.route(instruction)
+        self.start_gate.look()
+        texts, self.router.texts = self.router.texts, []
         return texts
-
-    def _route(self, instruction: m.Instruction) -> None:
-        match instruction:
-            case m.Dispatch(number, call, _, _):
-                self._compute.put(instruction, self._call(number, call))
-            case m.RunExchange(number, call, _, _, _):
-                self._exchange.put(instruction, self._call(number, call))
-            case m.CastVote() | m.CompareTexts() | m.GatherAnnouncements() | m.RunSync() | m.Backoff():
-                self._exchange.put(instruction, None)
-            case m.StepReturned(number) | m.BatchGranted(number) | m.SyncReturned(number) | m.Raised(number):
-                self._jobs[number].answers.put(instruction)
-            case m.JobFinished():
-                self._finish(self._jobs[instruction.job], instruction)
-            case m.StartJob(number):
-                job = self._jobs[number]
-                job.thread = job.make_thread()
-                self._threads = [*(t for t in self._threads if t.is_alive()), job.thread]
-                job.thread.start()
-            case m.SkipStep(number, call):
-                self._call(number, call).execution.skip()
-            case m.JobJoined(number, name):
-                job = self._jobs[number] = self._joining.pop(name)
-                job.number = number
-                self.listeners.note(job=name, kind="status", value="joined")
-            case m.JobPaused(number, paused):
-                job = self._jobs[number]
-                job.paused = paused
-                job.on_pause(paused)
-                self.listeners.note(job=job.name, kind="status", value="paused" if paused else "goes on")
-            case m.JobAtStart(number, excused, awaited):
-                text = note_at_start(excused=excused, awaited=[self._jobs[n].name for n in awaited])
-                self.listeners.note(job=self._jobs[number].name, kind="status", value=text)
-            case m.TextDelivered(text):
-                self._texts.append(text)
-            case m.Finish(left_out):
-                self.left_out = left_out
-                self._exchange.put(instruction, None)
-            case _:
-                raise InternalError(f"the driver cannot follow {instruction!r}")
-
-    def _finish(self, job: JobRecord, end: m.JobFinished) -> None:
-        job.status = end.status
-        job.on_end(end.status, end.stop_requested)
-        if end.texts:
-            job.error = explain(job.name, end.step, end.texts)
-            job.error.__cause__ = job.cause
-            job.error.cause_rank = end.texts.index(end.texts[self.world.rank])
-        # Last of the job's fields: its thread and `Runner.run` read them as soon as this is set.
-        job.done.set()
-        if job.thread is None:
-            del self._jobs[job.number]
-        if end.status != "ended":  # the job itself notes its end, after its last metrics
-            self.listeners.note(job=job.name, kind="status", step=end.step, value=str(job.error or end.status))
-
-    def _call(self, number: int, call_number: int) -> StepCall:
-        # Each instruction names the call that it is for: one that came late must not touch the next call's values.
-        job = self._jobs[number]
-        if job.call is None or job.call.number != call_number:
-            raise InternalError(f"job `{job.name}` has no call {call_number}")
-        return job.call
 
     # For the runner, and for code that holds a job: in any thread.
 
@@ -308,7 +236,7 @@ class Driver:
         with self._lock:
             if self._interleaver.finished or self._fatal is not None:
                 return None
-            self._joining[name] = job
+            self.router.joining[name] = job
             attach(self, job)
             self.post(m.JobAdded(name))
         return job
@@ -422,20 +350,6 @@ class Driver:
             job.excused = True
             self.post(m.StartExcused(job.number))
 
-    def await_earlier_starts(self, job: JobRecord) -> None:
-        """Waits, at a joint start, until no job before this one still has to come to its first step on this rank.
-
-        So jobs do what is decided before first steps in their order, however long each one compiles.
-        """
-
-        def over() -> bool:
-            return self._fatal is not None or all(number >= job.number for number in self._interleaver.coming())
-
-        with self._changed:
-            self._waiting_for_starts += 1
-            self._changed.wait_for(over)
-            self._waiting_for_starts -= 1
-
     def first_step_made(self, job: JobRecord) -> None:
         """Notes that the job has made its first step without the lanes."""
         self.post(m.FirstStepMade(job.number))
@@ -458,30 +372,10 @@ class Driver:
         """Drops a job that is over on all ranks, as its thread ends."""
         # The lock: the thread may run on as soon as `done` is set, while `_finish` has not come to its end.
         with self._lock:
-            if self._jobs.pop(job.number, None) is not None:
+            if self.router.jobs.pop(job.number, None) is not None:
                 job.thread = None  # the job's context keeps the record
 
     # For lanes.
-
-    def record(self, number: int) -> JobRecord:
-        """Returns the record of the job that an instruction names."""
-        return self._jobs[number]
-
-    def segment_failed(
-        self, instruction: m.Dispatch | m.RunExchange, call: StepCall, error: Exception, *, ejects: bool = False
-    ) -> m.SegmentFailed:
-        """Returns the event for a segment that raised. The job gets the error once all ranks agree on the outcome."""
-        segment = instruction.segment
-        # None if the job has ended by another failure.
-        job = self._jobs.get(instruction.job)
-        if job is not None and job.cause is None:
-            job.cause = error
-        what: str = call.graph.kinds[segment]
-        if segment in call.graph.after_commit:
-            what += f", after the commit: this rank lacks state {instruction.step}"
-        where = "in step" if call.in_step else "in a call after step"
-        text = f"{where} {instruction.step}, segment {segment} ({what}): {describe(error)}"
-        return m.SegmentFailed(instruction.job, instruction.call, segment, text, ejects)
 
     def announcement(self) -> str:
         """Returns this rank's announcement of jobs that may join, for all ranks."""
@@ -501,15 +395,6 @@ class Driver:
                 if self.world.size > 1:
                     text = "".join(traceback.format_exception(error))
                     self.world.abort(f"a lane of the runner broke\n{text}")
-                for job in (*self._jobs.values(), *self._joining.values()):
-                    self._break_off(job, error)
-                self._changed.notify_all()
+                self.router.break_off(error)
+                self.start_gate.open()
         self._over.set()
-
-    def _break_off(self, job: JobRecord, error: BaseException) -> None:
-        if job.status is None:
-            job.status = "failed"
-            job.error = JobError(f"Job `{job.name}` cannot go on: the run broke.")
-            job.error.__cause__ = error
-        job.answers.put(m.Raised(job.number))
-        job.done.set()

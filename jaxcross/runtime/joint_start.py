@@ -1,8 +1,9 @@
-"""The clock of a joint start, and what the ranks note of it."""
+"""A joint start: its clock, the gate that keeps jobs in order, and what the ranks note of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, final
 
 Start = Literal["together", "as ready"]
@@ -50,6 +51,39 @@ class StartLimit:
             f"Job `{job}` has done other work than to compile its first step for {self.limit_s:.0f} s: the other jobs"
             ' begin without it. If it waits for them, `Runner(start="as ready")` saves that time.'
         )
+
+
+@final
+class StartGate:
+    """Holds threads of jobs until all earlier jobs have come to their first steps on this rank.
+
+    So jobs do what is decided before first steps in their order, however long each one compiles.
+
+    Args:
+        lock: The driver's, which is held while a job comes to its first step.
+        coming: Returns the jobs that have still to come, called under the lock.
+    """
+
+    def __init__(self, lock: threading.RLock, coming: Callable[[], Sequence[int]]) -> None:
+        self._changed, self._coming = threading.Condition(lock), coming
+        self._waiting, self._is_open = 0, False
+
+    def wait(self, job: int) -> None:
+        """Waits until no job with a lower number has still to come."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: self._is_open or all(number >= job for number in self._coming()))
+            self._waiting -= 1
+
+    def look(self) -> None:
+        """Lets those go on that need not wait any more; called under the lock after each event."""
+        if self._waiting:
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """Lets all go on, as the run broke; called under the lock."""
+        self._is_open = True
+        self._changed.notify_all()
 
 
 def note_at_start(*, excused: bool, awaited: Sequence[str]) -> str:

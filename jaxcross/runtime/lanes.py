@@ -17,7 +17,8 @@ from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import TOGETHER, Listeners, Span
 from jaxcross.interleave.vote import Verdict
 from jaxcross.runtime.emulated_link import Link
-from jaxcross.runtime.job_record import JobRecord, StepCall
+from jaxcross.runtime.job_record import StepCall
+from jaxcross.runtime.router import Router
 from jaxcross.world import World
 from jaxcross.world.sched_slice import ask_for_short_slices
 
@@ -40,13 +41,10 @@ class LaneDriver(Protocol):
     listeners: Listeners
     link: Link | None
     clock_ns: Callable[[], int]
+    router: Router
 
     def queue(self) -> SimpleQueue[Any]: ...
     def post(self, event: m.Event) -> None: ...
-    def record(self, number: int) -> JobRecord: ...
-    def segment_failed(
-        self, instruction: m.Dispatch | m.RunExchange, call: StepCall, error: Exception, *, ejects: bool = False
-    ) -> m.SegmentFailed: ...
     def announcement(self) -> str: ...
     def finished(self) -> None: ...
     def fail(self, error: BaseException) -> None: ...
@@ -140,7 +138,7 @@ class ComputeLane:
             # A segment that cannot be dispatched is the failure of its job alone; the lane goes on.
             except Exception as error:
                 driver.world.flight.end(token, failed=True)
-                event = driver.segment_failed(d, call, error)
+                event = driver.router.segment_failed(d, call, error)
             else:
                 # Before the post: the wait thread sees segments in the order of their dispatch.
                 self._on_device.put((d, call, dispatched_ns, token))
@@ -160,7 +158,7 @@ class ComputeLane:
                 call.execution.wait_outputs(d.segment)
             except Exception as error:
                 driver.world.flight.end(token, failed=True)
-                event = driver.segment_failed(d, call, error)
+                event = driver.router.segment_failed(d, call, error)
                 del item, call
                 driver.post(event)
                 continue
@@ -257,7 +255,7 @@ class ExchangeLane:
                 execution.wait_inputs(segment)
             except Exception as error:
                 # This rank has failed, but the others are coming: take part with zeros, and say so in the vote.
-                driver.post(driver.segment_failed(x, call, error))
+                driver.post(driver.router.segment_failed(x, call, error))
                 zero = True
         if zero:
             execution.zero_inputs(segment)
@@ -301,7 +299,7 @@ class ExchangeLane:
         driver, execution = self._driver, call.execution
         mismatch = execution.branch_mismatch(x.segment)
         if mismatch is not None:
-            driver.post(driver.segment_failed(x, call, ExchangeError(mismatch)))
+            driver.post(driver.router.segment_failed(x, call, ExchangeError(mismatch)))
         # Here and not later: segments after this one may overwrite what was exchanged.
         what = None if call.nonfinite == "ignore" else execution.nonfinite(x.segment)
         if what is None:
@@ -309,7 +307,7 @@ class ExchangeLane:
         if call.nonfinite == "skip":
             return not execution.skippable
         error = FloatingPointError(what)
-        driver.post(driver.segment_failed(x, call, error, ejects=call.nonfinite == "eject"))
+        driver.post(driver.router.segment_failed(x, call, error, ejects=call.nonfinite == "eject"))
         return True
 
     def _communicate(self, instruction: m.Instruction) -> m.Event:
@@ -326,7 +324,7 @@ class ExchangeLane:
                 # A vote costs the emulated link's latency. The rarer messages below are not held.
                 label = self._hold(start_ns, 0)
             case m.CompareTexts(number, text):
-                job, label = driver.record(number).name, "compare"
+                job, label = driver.router.jobs[number].name, "compare"
                 with world.monitor(job=job, step=0, segment=-1, what="comparison"):
                     event = m.TextsCompared(number, tuple(world.control.allgather_text(text)))
             case m.GatherAnnouncements():
@@ -335,7 +333,7 @@ class ExchangeLane:
                     event = m.AnnouncementsGathered(tuple(world.control.allgather_text(driver.announcement())))
             case m.RunSync(number):
                 # An error of the work is the job's, not the lane's: it is raised in the job's thread.
-                record = driver.record(number)
+                record = driver.router.jobs[number]
                 job, label = record.name, TOGETHER
                 assert record.collective is not None
                 with world.monitor(job=job, step=0, segment=-1, what="restore or the like"):

@@ -286,7 +286,7 @@ def test_many_short_jobs_leave_nothing_behind():
             for n in range(60):
                 one = runner.add(f"j{n}", child, step=make_step(world, f"j{n}"))
                 until(job, step, one.done.is_set)
-                peak.append((len(driver._jobs), driver._interleaver.shared.rows, len(driver._threads)))
+                peak.append((len(driver.router.jobs), driver._interleaver.shared.rows, len(driver.router.threads)))
 
         runner.add("a", parent, step=make_step(world, "a"))
         runner.run()

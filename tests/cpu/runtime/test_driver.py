@@ -158,7 +158,7 @@ def test_broken_lane_wakes_waiter_on_a_joining_job():
 
         class BreaksWhileOneJoins(Instrument):
             def span(self, span):
-                if span.kind == "vote" and runner._driver._joining:
+                if span.kind == "vote" and runner._driver.router.joining:
                     raise OSError("no space left")
 
         def adds(job):
@@ -306,7 +306,7 @@ def test_interrupt_does_not_mention_jobs_that_left():
     noted: list[str] = []
     jobs = {0: SimpleNamespace(name="a", status="stopped"), 1: SimpleNamespace(name="b", status=None)}
     driver: Any = SimpleNamespace(
-        terminated=False, interrupt=None, _jobs=jobs, post=lambda event: None,
+        terminated=False, interrupt=None, router=SimpleNamespace(jobs=jobs), post=lambda event: None,
         listeners=SimpleNamespace(note=lambda job, **_: noted.append(job)),
     )  # fmt: skip
     Driver._interrupted(driver, KeyboardInterrupt())

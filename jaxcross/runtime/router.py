@@ -1,0 +1,137 @@
+"""Hands each instruction to the thread that it is for, and keeps the jobs that instructions name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import final
+
+from jaxcross.errors import InternalError, JobError
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.instrument import Listeners
+from jaxcross.runtime.failure_text import describe, explain
+from jaxcross.runtime.job_record import JobRecord, StepCall
+from jaxcross.runtime.joint_start import note_at_start
+
+
+@final
+class Router:
+    """The jobs and lanes of a run. Instructions come under the driver's lock, in the interleaver's order.
+
+    Args:
+        records: The jobs that begin the run, in the order of their numbers.
+        compute: Queues a segment on the compute lane.
+        exchange: Queues an instruction on the exchange lane, with the call that it is for if it is an exchange.
+        listeners: Receive every note.
+        rank: This rank.
+
+    Attributes:
+        jobs: Jobs that joined and whose threads have not ended, by the number that the interleaver knows them by.
+        joining: Jobs that were added and have not joined, by name.
+        threads: Threads of jobs; some have ended.
+        texts: Texts to deliver once the lock is free.
+        left_out: After the run: names of the jobs that were added here and never joined.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[JobRecord],
+        compute: Callable[[m.Dispatch, StepCall], None],
+        exchange: Callable[[m.Instruction, StepCall | None], None],
+        *,
+        listeners: Listeners,
+        rank: int,
+    ) -> None:
+        self.jobs = dict(enumerate(records))
+        self.joining: dict[str, JobRecord] = {}
+        self.threads: list[threading.Thread] = []
+        self.texts: list[str] = []
+        self.left_out: tuple[str, ...] = ()
+        self._compute, self._exchange, self._listeners, self._rank = compute, exchange, listeners, rank
+
+    def route(self, instruction: m.Instruction) -> None:
+        """Hands an instruction on. Never waits for work."""
+        match instruction:
+            case m.Dispatch(number, call, _, _):
+                self._compute(instruction, self._call(number, call))
+            case m.RunExchange(number, call, _, _, _):
+                self._exchange(instruction, self._call(number, call))
+            case m.CastVote() | m.CompareTexts() | m.GatherAnnouncements() | m.RunSync() | m.Backoff():
+                self._exchange(instruction, None)
+            case m.StepReturned(number) | m.BatchGranted(number) | m.SyncReturned(number) | m.Raised(number):
+                self.jobs[number].answers.put(instruction)
+            case m.JobFinished():
+                self._finish(self.jobs[instruction.job], instruction)
+            case m.StartJob(number):
+                job = self.jobs[number]
+                job.thread = job.make_thread()
+                self.threads = [*(t for t in self.threads if t.is_alive()), job.thread]
+                job.thread.start()
+            case m.SkipStep(number, call):
+                self._call(number, call).execution.skip()
+            case m.JobJoined(number, name):
+                job = self.jobs[number] = self.joining.pop(name)
+                job.number = number
+                self._listeners.note(job=name, kind="status", value="joined")
+            case m.JobPaused(number, paused):
+                job = self.jobs[number]
+                job.paused = paused
+                job.on_pause(paused)
+                self._listeners.note(job=job.name, kind="status", value="paused" if paused else "goes on")
+            case m.JobAtStart(number, excused, awaited):
+                text = note_at_start(excused=excused, awaited=[self.jobs[n].name for n in awaited])
+                self._listeners.note(job=self.jobs[number].name, kind="status", value=text)
+            case m.TextDelivered(text):
+                self.texts.append(text)
+            case m.Finish(left_out):
+                self.left_out = left_out
+                self._exchange(instruction, None)
+            case _:
+                raise InternalError(f"the driver cannot follow {instruction!r}")
+
+    def _finish(self, job: JobRecord, end: m.JobFinished) -> None:
+        job.status = end.status
+        job.on_end(end.status, end.stop_requested)
+        if end.texts:
+            job.error = explain(job.name, end.step, end.texts)
+            job.error.__cause__ = job.cause
+            job.error.cause_rank = end.texts.index(end.texts[self._rank])
+        # Last of the job's fields: its thread and `Runner.run` read them as soon as this is set.
+        job.done.set()
+        if job.thread is None:
+            del self.jobs[job.number]
+        if end.status != "ended":  # the job itself notes its end, after its last metrics
+            self._listeners.note(job=job.name, kind="status", step=end.step, value=str(job.error or end.status))
+
+    def _call(self, number: int, call_number: int) -> StepCall:
+        # Each instruction names the call that it is for: one that came late must not touch the next call's values.
+        job = self.jobs[number]
+        if job.call is None or job.call.number != call_number:
+            raise InternalError(f"job `{job.name}` has no call {call_number}")
+        return job.call
+
+    def segment_failed(
+        self, instruction: m.Dispatch | m.RunExchange, call: StepCall, error: Exception, *, ejects: bool = False
+    ) -> m.SegmentFailed:
+        """Returns the event for a segment that raised. The job gets the error once all ranks agree on the outcome."""
+        segment = instruction.segment
+        # None if the job has ended by another failure.
+        job = self.jobs.get(instruction.job)
+        if job is not None and job.cause is None:
+            job.cause = error
+        what: str = call.graph.kinds[segment]
+        if segment in call.graph.after_commit:
+            what += f", after the commit: this rank lacks state {instruction.step}"
+        where = "in step" if call.in_step else "in a call after step"
+        text = f"{where} {instruction.step}, segment {segment} ({what}): {describe(error)}"
+        return m.SegmentFailed(instruction.job, instruction.call, segment, text, ejects)
+
+    def break_off(self, error: BaseException) -> None:
+        """Ends all jobs of a run that broke."""
+        for job in (*self.jobs.values(), *self.joining.values()):
+            if job.status is None:
+                job.status = "failed"
+                job.error = JobError(f"Job `{job.name}` cannot go on: the run broke.")
+                job.error.__cause__ = error
+            job.answers.put(m.Raised(job.number))
+            job.done.set()
