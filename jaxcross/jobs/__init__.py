@@ -15,6 +15,7 @@ progress        how far the jobs are, shown while they run
 observer        follows a job that is a trial of a sweep
 evaluations     what a job does every so many steps; `early_stopping` decides by the metrics, without doing
 step_registry   the functions with exchanges that a job calls
+skipped_steps   notices a job that would skip all further steps
 admission       whether the memory that a job needs is left on all ranks
 submissions     jobs that rank 0 starts on all ranks by name
 outcome         what a run came to; `stop_text` says what a stopped one has saved

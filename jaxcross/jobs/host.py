@@ -20,6 +20,7 @@ from jaxcross.jobs.observer import JobObserver
 from jaxcross.jobs.prefetch import Prefetcher
 from jaxcross.jobs.replica_checks import ReplicaChecks
 from jaxcross.jobs.replicas import CheckReplicas
+from jaxcross.jobs.skipped_steps import SkippedSteps
 from jaxcross.jobs.step_registry import StepRegistry, memory_of
 from jaxcross.jobs.thread import JobDone
 from jaxcross.program.execution import Compiled
@@ -70,6 +71,7 @@ class JobHost:
         self.cuts: dict[str, int] = {}
         self.nonfinite: NonFinite = "ignore"
         self.latest = LatestState()
+        self._skipped_steps = SkippedSteps(life.name, self.latest)
         self.registry = StepRegistry()
         self.replicas = ReplicaChecks(life.name, rank=world.rank, ranks=world.size, latest=self.latest, checks=checks)
         self.examples = ExampleCount()
@@ -215,6 +217,7 @@ class JobHost:
 
         Raises:
             JobError, ExchangeError: The step failed on some rank; on every rank, and the job is over.
+            JobError: Steps are skipped one after the other, and this rank's state is not finite.
             ExchangeError: On every rank: replicas were to be compared after this step, and differ.
             CutError: The job is to skip steps, and this one does not return its state.
         """
@@ -233,6 +236,7 @@ class JobHost:
             execution.watch()
         if leads and resumption is not None:
             self.latest.note_arguments(leaves)
+        skipped_before = record.skipped
         outputs = driver.call(record, graph, execution, self.nonfinite, in_step=leads)
         if self.evaluations.running:
             return outputs  # neither a step nor the job's state
@@ -251,6 +255,7 @@ class JobHost:
         if trains:
             together = partial(driver.run_on_all_ranks, record)
             self.replicas.stepped(self.step, local=graph.local_step, together=together)
+            self._skipped_steps.count(skipped=record.skipped > skipped_before)
         return outputs
 
     def _book_memory(self, compiled: Compiled, leaves: Sequence[object]) -> None:

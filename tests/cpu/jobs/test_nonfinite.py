@@ -69,6 +69,31 @@ def test_what_is_not_finite(ranks, policy, exchanges):
         )
 
 
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_job_that_would_skip_for_ever_fails(spoilt):
+    """Its state holds what is not finite. Bad data alone may come to an end."""
+
+    def work(world):
+        def train(job, step):
+            job.nonfinite = "skip"
+            state = np.full(1, np.nan if spoilt else 1.0)
+            return loop(job, step, [np.full(1, 1.0 if spoilt else np.nan)] * 25, state)
+
+        runner = Runner(world)
+        bad = runner.add("bad", train, step=make_step(world, "bad", shape=(1,)))
+        try:
+            runner.run()
+        except JobError as error:
+            return bad.step, bad.skipped, str(error)
+        return bad.step, bad.skipped, ""
+
+    for steps, skipped, text in run_ranks(2, work):
+        assert steps == skipped == (10 if spoilt else 25)
+        assert (
+            "on ranks 0, 1" in text and "the last 10 steps were skipped, and `state` of the state" in text
+        ) == spoilt
+
+
 class OneSided(FakeCompiled):
     """What is exchanged in step 3 is not finite on rank 1 alone, as where a rank receives from one other only."""
 

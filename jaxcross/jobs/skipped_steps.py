@@ -1,0 +1,62 @@
+"""Notices a job that skips one step after the other because its own state holds what is not finite."""
+
+from __future__ import annotations
+
+from typing import final
+
+import jax
+import numpy as np
+
+from jaxcross._pytree import PyTree
+from jaxcross.errors import JobError
+from jaxcross.jobs.latest_state import LatestState, form
+from jaxcross.program.nonfinite import is_finite
+
+MOST_IN_A_ROW = 10
+"""Skipped steps in a row, after which the state is looked at."""
+
+
+@final
+class SkippedSteps:
+    """The skipped steps of a job on one rank, as far as they follow one another.
+
+    A skipped step leaves the state as it was. Where a step before has put a value into it that is not finite, and that
+    is exchanged later (a gradient that is pending or accumulated, parameters of local steps), every further step is
+    skipped.
+
+    Args:
+        job: The job's name.
+        latest: Its latest state.
+    """
+
+    __slots__ = ("_in_a_row", "_job", "_latest")
+
+    def __init__(self, job: str, latest: LatestState) -> None:
+        self._job, self._latest, self._in_a_row = job, latest, 0
+
+    def count(self, *, skipped: bool) -> None:
+        """Counts a step, and looks at the state after each `MOST_IN_A_ROW` skipped ones. Waits for the state then.
+
+        Raises:
+            JobError: On a rank whose state holds what is not finite.
+        """
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if not self._in_a_row or self._in_a_row % MOST_IN_A_ROW:
+            return
+        state, _ = self._latest.latest()
+        path = _first_nonfinite(state) if form(state) == form(self._latest.state) else None  # else metrics, perhaps
+        if path is not None:
+            raise JobError(
+                f"Job `{self._job}`: the last {self._in_a_row} steps were skipped, and `{path}` of the state is not"
+                " finite: all further ones would be, too. A step that did not exchange the value has left it there, as"
+                " with gradients that are pending or accumulated, and with local steps. Let such a job end by"
+                ' `nonfinite="raise"`, and go on from a checkpoint that was written before.'
+            )
+
+
+def _first_nonfinite(state: PyTree) -> str | None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        # Scalars may be infinite on purpose, such as the best value so far.
+        if isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim and not is_finite(leaf):
+            return jax.tree_util.keystr(path) or "state"
+    return None
