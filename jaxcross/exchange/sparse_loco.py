@@ -26,6 +26,7 @@ from jaxcross.exchange.validation import (
 )
 
 _CODE_BITS = 2
+_LONGEST_CHUNK = 1 << (31 - _CODE_BITS)  # an index and its code are one int32
 
 
 class SparseLoCoState(NamedTuple):
@@ -121,7 +122,7 @@ def sparse_loco(
         names=collectives.axis_names(axis_name),
         density=sparse.check_density(density),
         decay=kept,
-        chunk=whole_number(chunk, "chunk", "`sparse_loco`"),
+        chunk=min(whole_number(chunk, "chunk", "`sparse_loco`"), _LONGEST_CHUNK),
         two_bits=two_bits,
         skip=skip,
     )

@@ -81,6 +81,13 @@ def test_what_is_not_finite_is_in_a_level(bad: float) -> None:
     assert not np.isfinite(np.asarray(levels)).all() and not np.isfinite(np.asarray(_decoded(codes, levels))).all()
 
 
+def test_a_chunk_leaves_room_for_codes() -> None:
+    """An index and its code share 31 bits, however long chunks may be."""
+    tx = sparse_loco(optax.sgd(0.1), optax.sgd(1.0), "batch", every=1, chunk=2**31 - 1)
+    state = jax.eval_shape(tx.init, {"w": jax.ShapeDtypeStruct((2**15, 2**15), jnp.float32)})
+    assert state.residual["w"].shape == (2, 2**29)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_finish_returns_the_anchor() -> None:
     tx = sparse_loco(optax.sgd(0.1), optax.sgd(1.0), "batch", every=4)
     state: Any = tx.init(jnp.ones((3, 4)))
