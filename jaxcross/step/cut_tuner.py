@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.errors import JaxRuntimeError
 
+from jaxcross._files import write_whole
 from jaxcross._jax_compat import compilation_cache_dir
 from jaxcross.program.digest import program_digest
 from jaxcross.program.execution import Compiled
@@ -362,11 +363,10 @@ class CutCache:
         """Stores them. A file that cannot be written is a warning."""
         if self._file is None:
             return
-        draft = self._file.with_suffix(f".{id(self)}")
+        content = json.dumps({**self._all(), self._key: [n_segments, uncut_s]}, indent=1)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps({**self._all(), self._key: [n_segments, uncut_s]}, indent=1))
-            draft.replace(self._file)
+            write_whole(self._file, content, durable=False, shared=True)
         except OSError as error:
             _log.warning("The cut that was found cannot be stored in `%s`: %s", self._file, error)
 
