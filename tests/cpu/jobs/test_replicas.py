@@ -1,23 +1,13 @@
-"""Replicas: which leaves are common to all ranks, what follows from the ranks' reports, and when nothing is said."""
+"""Replicas: what follows from the ranks' reports, and when nothing is said."""
 
 import logging
 from threading import Thread
-from typing import Any, NamedTuple
 
-import flax
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
 
 import jaxcross
-from jaxcross import exchange
-from jaxcross._pytree import digests
-from jaxcross.checkpoint.rank_local import common_leaves, rank_local_leaves
 from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.replica_checks import ReplicaChecks
 from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, CheckReplicas, Difference, Findings, RankReport, judge
@@ -25,139 +15,6 @@ from jaxcross.jobs.replicas import exchange as exchange_reports
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import JobSummary, Report
 from tests.support.fakes import FakeControl, run_ranks
-
-PARAMS = {"w": jnp.ones((64, 64)), "bias": jnp.zeros(64)}
-ALL = ["['bias']", "['w']"]
-
-MOMENTUM = optax.sgd(0.7, momentum=0.9)
-
-# What is common of the parameters, and of the strategy's state the names of the fields that are.
-STRATEGIES = {
-    "top_k": (lambda: exchange.top_k(0.1, "b"), ALL, {"step"}),
-    "gtop_k": (lambda: exchange.gtop_k(0.1, "b"), ALL, {"step"}),
-    "demo": (lambda: exchange.demo(0.1, "b"), ALL, set()),
-    "power_sgd": (lambda: exchange.power_sgd(1, "b"), ALL, {"factor"}),
-    "one_bit_adam": (lambda: exchange.one_bit_adam(3, "b", ranks=2), ALL, {"step", "mu", "nu"}),
-    "asynchronous": (lambda: exchange.asynchronous(optax.adam(0.1), "b", delays=2), ALL, {"step", "inner"}),
-    "bounded_stale": (lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=2), [], {"step"}),
-    "bounded_stale of 0": (lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=0), ALL, {"step", "inner"}),
-    "local_sgd": (lambda: exchange.local_sgd(optax.adam(0.1), "b", every=4), [], {"since"}),
-    "delayed_mean": (lambda: exchange.delayed_mean(optax.adam(0.1), "b"), ALL, {"inner"}),
-    "streaming_diloco": (
-        lambda: exchange.streaming_diloco(optax.adam(0.1), MOMENTUM, "b", every=4, fragments=2, delay=2, bits=8),
-        [],
-        {"clock", "anchor", "outer", "arrived"},
-    ),
-    "diloco": (lambda: exchange.diloco(optax.adam(0.1), MOMENTUM, "b", every=4), [], {"since", "anchor", "outer"}),
-    "federated": (lambda: exchange.federated_average(optax.adam(0.1), "b", every=4), [], {"since", "round"}),
-    "elastic": (lambda: exchange.elastic_average(optax.sgd(0.1), "b", every=4, alpha=0.1), [], {"since", "centre"}),
-    "gossip": (lambda: exchange.gossip(optax.adam(0.1), "b"), [], {"round"}),
-    "sparse_loco": (
-        lambda: exchange.sparse_loco(optax.adam(0.1), optax.sgd(0.5, momentum=0.9), "b", every=4),
-        [],
-        {"since", "anchor", "outer"},
-    ),
-    "no_loco": (lambda: exchange.no_loco(optax.adam(0.1), "b", every=4), [], {"since", "round"}),
-    "adasum of deltas": (lambda: exchange.adasum("b", optax.adam(0.1)), ALL, set()),
-    "sharded_optimizer": (lambda: exchange.sharded_optimizer(optax.adam(0.1), "b", ranks=2), ALL, set()),
-    "accumulate": (lambda: exchange.accumulate(optax.adam(0.1), every=4), ALL, {"mini_step", "inner"}),
-    "MultiSteps": (
-        lambda: optax.MultiSteps(optax.adam(0.1), 4),
-        ALL,
-        {"mini_step", "gradient_step", "inner_opt_state"},
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "params", "fields"), STRATEGIES.values(), ids=STRATEGIES)
-def test_common_leaves_of_each_strategy(make, params, fields):
-    state = {"opt": make().init(PARAMS), "params": PARAMS, "step": jnp.int32(0)}
-    found = common_leaves(state)
-    assert [path.removeprefix("['params']") for path in found if path.startswith("['params']")] == params
-    inside = [path.removeprefix("['opt']") for path in found if path.startswith("['opt']")]
-    assert {path.lstrip("[01].").partition("[")[0].partition(".")[0] for path in inside} == fields
-    assert "['step']" in found
-    assert not set(found) & set(rank_local_leaves(state))
-
-
-def test_all_leaves_of_a_plain_optimizer_are_common():
-    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1))
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    assert common_leaves(state) == paths
-    assert common_leaves(state, ["mu", ".params['w']"]) == [
-        path for path in paths if ".mu" not in path and path != ".params['w']"
-    ]
-    assert common_leaves(state, ["para", "'w'", ".params['"]) == paths  # no part of a name
-
-
-class Progress(NamedTuple):
-    """A user's, with the names of `GossipState` and `LocalSGDState`."""
-
-    round: Any
-    since: Any = None
-    inner: Any = None
-
-
-@flax.struct.dataclass  # pyright: ignore[reportAttributeAccessIssue]
-class Clock:
-    round: Any
-
-
-OWN = (
-    {"round": 1},
-    {"since": 1},
-    {"inner": {"w": jnp.ones(2)}, "round": 1},
-    Clock(1),  # pyright: ignore[reportCallIssue]
-    Progress(1),
-    Progress(1, 2, 3),
-)
-
-
-@pytest.mark.parametrize("own", OWN)
-def test_names_of_a_users_leaves_mean_nothing(own):
-    state = {"params": PARAMS, "progress": own}
-    assert common_leaves(state) == [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
-    assert rank_local_leaves(state) == []
-
-
-def test_names_of_a_users_nnx_variables_mean_nothing():
-    class Model(nnx.Module):
-        def __init__(self):
-            self.progress = nnx.List([nnx.Dict(round=nnx.Variable(jnp.ones(2)))])
-            self.layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-
-    model = Model()
-    state = nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))[1]
-    assert common_leaves(state) == [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
-
-
-def test_nested_and_nnx_strategy_states_are_recognised():
-    """States of strategies inside one another and in `nnx` are recognised."""
-    tx = exchange.local_sgd(exchange.top_k(0.1, "b"), "b", every=4)
-    state = {"opt": (optax.EmptyState(), tx.init(PARAMS)), "params": PARAMS}
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    nnx_state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))[1]
-    pure = nnx.to_pure_dict(nnx_state)
-    for made, params in ((state, "['params']"), (nnx_state, "[0]"), (pure, "[0]")):
-        found = common_leaves(made)
-        assert found and not any(path.startswith(params) for path in found)
-        assert rank_local_leaves(made) and all("residual" in path for path in rank_local_leaves(made))
-
-
-def test_batch_statistics_of_linen_are_left_out():
-    variables = nn.BatchNorm(use_running_average=False).init(jax.random.key(0), jnp.ones((2, 3)))
-    assert common_leaves(dict(variables)) == ["['params']['bias']", "['params']['scale']"]
-
-
-def test_digests_cover_the_values_of_every_leaf_kind():
-    """Digests are computed from values and read every kind of leaf."""
-    state = {"a": jnp.arange(3), "k": jax.random.key(1), "n": np.float64(2), "p": 3}
-    paths = set(common_leaves(state))
-    found = digests(state, paths)
-    assert list(found) == ["['a']", "['k']", "['n']", "['p']"]
-    assert digests(dict(state), paths) == found
-    other = digests({**state, "k": jax.random.key(2)}, paths)
-    assert {path for path in found if found[path] != other[path]} == {"['k']"}
 
 
 def test_reports_are_gathered_only_where_they_differ():
@@ -298,9 +155,8 @@ def test_a_job_that_never_exchanges_is_warned_of_twice(caplog, donate, hands_ove
         texts = run_ranks(2, work)
     assert texts == ["differ after batch 3, first `['w']` on ranks 0 and 1; equal at the start"] * 2
     said = [record.getMessage() for record in caplog.records]
-    assert [text.partition(" and has not exchanged")[0] for text in said[:2]] == [
-        "Job `a` has used its first batch", "Job `a` came to its end"
-    ]  # fmt: skip
+    begins = [text.partition(" and has not exchanged")[0] for text in said[:2]]
+    assert begins == ["Job `a` has used its first batch", "Job `a` came to its end"]
     assert len(said) == 3 and "its replicas differ after batch 3" in said[2]
 
 
