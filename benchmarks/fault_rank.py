@@ -20,7 +20,7 @@ import jaxcross
 
 STEPS, AT_STEP = 8, 3
 FAULT, POINT, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-SAID = {"agreement": "restore or the like"}.get(POINT, POINT)  # what the recorder calls it
+SAID = {"agreement": "restore or the like", "carried": "exchange"}.get(POINT, POINT)  # what the recorder calls it
 RUNNER_SAVES = FAULT == "term" or (FAULT in ("raise", "memory") and POINT == "compute")
 WORLD = jaxcross.initialize(heartbeat_timeout_s=float(sys.argv[4]), stall_timeout_s=float(sys.argv[5]))
 VICTIM = WORLD.size - 1
@@ -104,8 +104,20 @@ def make_step(scale: float) -> Any:
     return jaxcross.crossover(step, axes="batch", donate_argnums=0)
 
 
+def make_carried_step(scale: float) -> Any:
+    """The mean of the step before is exchanged, next to a product."""
+
+    def step(w, x):
+        done, pending = w
+        return done + jax.lax.pmean(pending, "batch"), jnp.dot(x, jnp.ones_like(x)) / x.size * scale
+
+    return jaxcross.crossover(step, axes="batch", donate_argnums=0)
+
+
 def train(job: Any, scale: float) -> Any:
-    step, w = make_step(scale), job.restore(jnp.zeros(()))
+    carried = POINT == "carried"
+    step = (make_carried_step if carried else make_step)(scale)
+    w = job.restore((jnp.zeros(()), jnp.zeros(())) if carried else jnp.zeros(()))
     print(f"rank {WORLD.rank} begins job {job.name} after step {job.step}", flush=True)
     for x in job.batches(np.full(4, n + 1, np.float32) for n in range(STEPS)):
         w = step(w, x)
@@ -125,7 +137,7 @@ for name, scale in (("a", 1.0), ("b", 2.0)):
     runner.add(name, train, scale=scale)
 try:
     runner.run()
-    ends = {job.name: (job.step, float(job.state)) for job in runner.jobs}
+    ends = {job.name: (job.step, float(sum(jax.tree.leaves(job.state)))) for job in runner.jobs}
     print(f"rank {WORLD.rank} ends: {ends}", flush=True)
 except jaxcross.JobError as error:
     steps = {job.name: job.step for job in runner.jobs}

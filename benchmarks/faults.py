@@ -81,6 +81,7 @@ class Case:
             "compile": r"job 'b', step 0 \(compile\)",
             "compute": r"job 'b', step 3, segment 0 \(compute\)",
             "exchange": r"job 'b', step 3, segment 1 \(exchange\)",
+            "carried": r"job 'b', step 3, segment 1 \(exchange\)",
             "vote": r"in vote, (after|beside) job '[ab]', step \d",
             "checkpoint": r"job 'b', step 3 \(checkpoint\)",
         }[self.point]
@@ -88,7 +89,7 @@ class Case:
     @property
     def named(self) -> str:
         """What each other rank names beside the faulty one: whoever waits in an exchange, which it is."""
-        return self.where if self.point == "exchange" else r"job '[ab]', step \d"
+        return self.where if self.point in ("exchange", "carried") else r"job '[ab]', step \d"
 
     @property
     def limit_s(self) -> float:

@@ -1,11 +1,15 @@
 """Checkpoints that another number of ranks restores: equal state is taken over, and a rank's own state is refused."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
+from jaxcross.exchange.streaming_diloco import streaming_diloco
 from jaxcross.exchange.top_k import TopKState
 from jaxcross.jobs.runner import Runner
 from tests.support.checkpoint_jobs import STEPS, batches, loop, make_step, resumes, same, train
@@ -37,6 +41,44 @@ def test_other_rank_count_rejects_rank_local_state(before, after, tmp_path, capl
 
     run_ranks(after, work)
     assert not any("not whole" in text for text in resumes(caplog))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fragments", "said"),
+    [(2, 2, ""), (2, 4, r"`\['opt'\]\.(anchor|pending)"), (1, 2, r"`\['opt'\]\.pending")],
+)
+def test_a_pending_fragment_fits_its_own_run_only(ranks, fragments, said, tmp_path):
+    """Other fragments, and another number of ranks, are refused before the first step."""
+
+    def work(world, count):
+        begun = []
+
+        def fn(job):
+            tx = streaming_diloco(optax.sgd(0.1), optax.sgd(1.0), "b", every=4, fragments=count, delay=1)
+            opt = tx.init({"w": jnp.ones(8)})
+            state = job.restore({"w": np.zeros(3), "opt": opt}, mode="local")
+            begun.append((job.step, state["opt"].pending[0].tolist()))
+            step = make_step(world)
+            for batch in job.batches(batches(world), 2 + job.step):
+                sent = tuple(jnp.full_like(x, 1.0 + world.rank) for x in state["opt"].pending)
+                state = state | step({"w": state["w"]}, batch) | {"opt": state["opt"]._replace(pending=sent)}
+                job.state = state
+            return state
+
+        runner = Runner(world, checkpoints=Checkpoints(tmp_path))
+        runner.add("a", fn)
+        try:
+            runner.run()
+        except JobError as error:
+            return str(error)
+        return begun[0]
+
+    assert run_ranks(2, lambda world: work(world, 2)) == [(0, [0.0] * 4)] * 2
+    found = run_ranks(ranks, lambda world: work(world, fragments))
+    if said:
+        assert all(isinstance(text, str) and re.search(rf"cannot resume.*{said}", text) for text in found), found
+    else:
+        assert found == [(2, [1.0] * 4), (2, [2.0] * 4)]
 
 
 def test_one_rank_checkpoint_resumes_broadcast_ranks(tmp_path):

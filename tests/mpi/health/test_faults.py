@@ -16,7 +16,7 @@ from tests.support.fault_scripts import HURT, START, WAIT
 
 USUAL = (
     ("raise", "compile", 2), ("raise", "exchange", 2), ("kill", "exchange", 3), ("stop", "compute", 2),
-    ("term", "vote", 2),
+    ("term", "vote", 2), ("kill", "carried", 2),
 )  # fmt: skip
 
 
