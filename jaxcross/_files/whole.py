@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+_NOT_FOR_FOLDERS = (errno.EBADF, errno.EINVAL, errno.ENOTSUP)
 
 
 def write_whole(path: Path, content: str | bytes, *, durable: bool = True, shared: bool = False) -> None:
@@ -46,9 +49,12 @@ def replacing(path: Path, *, durable: bool = True, shared: bool = False, binary:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the entries of a folder, are on disk."""
+    """Waits until a file, or the entries of a folder, are on disk. Some file systems do not do that for folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_FOR_FOLDERS or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -41,6 +42,21 @@ def test_content_and_name_are_on_disk_in_this_order(tmp_path, monkeypatch):
     assert synced == [str(tmp_path / "a.new"), str(tmp_path)]
     write_whole(tmp_path / "a", "y", durable=False)
     assert len(synced) == 2
+
+
+@pytest.mark.parametrize(("number", "kept"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_disk_that_does_not_sync_folders_will_do(tmp_path, monkeypatch, number, kept):
+    """The file has its new content then, and nothing more can be done. A disk that fails is another matter."""
+    whole = os.fsync
+
+    def fsync(fd):
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(number, os.strerror(number))
+        whole(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with nullcontext() if kept else pytest.raises(OSError, match=os.strerror(number)):
+        write_whole(tmp_path / "a", "x")
 
 
 def test_another_process_has_the_lock(tmp_path):
