@@ -155,9 +155,9 @@ def test_job_failing_where_others_wait_leaves_alone(mpirun):
         assert f"rank {rank}: JobError" in done.stdout
         assert f"rank {rank}: good ended: 6.0" in done.stdout
         for job, why in (
-            ("compiles", "MemoryError: no room"),
-            ("reads", "deleted"),
-            ("talks", "ZeroDivisionError"),
-            ("differs", "`raise` on rank 0, `skip` on"),
+            ("compiles", "rank 1 .*MemoryError: no room"),
+            ("reads", "[Rr]ank 1 .*deleted"),
+            ("talks", "rank 1 .*ZeroDivisionError"),
+            ("differs", "`raise` on rank 0, `skip` on rank 1"),  # on both ranks; the vote may come before one of them
         ):
-            assert re.search(rf"rank {rank}: {job} failed: .*([Rr]ank|ranks 0,) 1 .*{why}", done.stdout), done.stdout
+            assert re.search(rf"rank {rank}: {job} failed: .*{why}", done.stdout), done.stdout
