@@ -101,7 +101,7 @@ def test_job_missing_on_a_rank_is_an_error_on_all():
             JobError, match=r"^Jobs were added during the run but not on every rank, .*: `b` \(rank 1 of"
         ):
             runner.run()
-        assert [job.name for job in runner.report.jobs] == ["a"]
+        assert [job.name for job in runner.report.jobs] == ["a"]  # pyright: ignore[reportOptionalMemberAccess]
         return [(job.name, job.status, job.done.is_set(), job.error is not None) for job in runner.jobs]
 
     first, second = run_ranks(2, work)

@@ -38,7 +38,7 @@ def test_what_is_not_finite(ranks, policy, exchanges):
     def work(world):
         report, bad, good, error = nonfinite_run(world, policy, exchanges=exchanges)
         assert good.state == solo(ranks, [1.0, 2.0, 3.0, 4.0])
-        facts = report.jobs[0]
+        facts = report.jobs[0]  # pyright: ignore[reportOptionalMemberAccess]
         assert (facts.how, facts.steps, facts.skipped) == (bad.status, bad.step, bad.skipped)
         assert facts.why == ("" if bad.error is None else str(bad.error))
         return bad.status, bad.step, bad.skipped, repr(bad.state), str(bad.error), error is not None
@@ -77,7 +77,7 @@ def test_a_job_that_would_skip_for_ever_fails(spoilt):
         def train(job, step):
             job.nonfinite = "skip"
             state = np.full(1, np.nan if spoilt else 1.0)
-            return loop(job, step, [np.full(1, 1.0 if spoilt else np.nan)] * 25, state)
+            return loop(job, step, [np.full(1, 1.0 if spoilt else np.nan)] * 25, state)  # pyright: ignore[reportArgumentType]
 
         runner = Runner(world)
         bad = runner.add("bad", train, step=make_step(world, "bad", shape=(1,)))
@@ -98,7 +98,7 @@ class OneSided(FakeCompiled):
     """What is exchanged in step 3 is not finite on rank 1 alone, as where a rank receives from one other only."""
 
     def execution(self, inputs):
-        seen = current_job().step == 2 and self.world.rank == 1
+        seen = current_job().step == 2 and self.world.rank == 1  # pyright: ignore[reportOptionalMemberAccess]
         return (Seen if seen else FakeExecution)(self, inputs)
 
 
@@ -117,7 +117,9 @@ def test_what_one_rank_alone_sees_counts_on_all(policy):
         def train(job):
             job.nonfinite = policy
             return loop(
-                job, lambda state, batch: current_job().host.run(compiled, [state, batch]), [1.0, 2.0, 3.0, 4.0]
+                job,
+                lambda state, batch: current_job().host.run(compiled, [state, batch]),  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+                [1.0, 2.0, 3.0, 4.0],
             )
 
         job = (runner := Runner(world)).add("a", train)
@@ -135,9 +137,9 @@ def test_a_policy_must_be_one_of_four():
         job = Runner(world).add("a", lambda job: None)
         wrong = r"^`nonfinite` of job `a` must be one of 'ignore', 'raise', 'skip', 'eject', got 'drop'\.$"
         with pytest.raises(ValueError, match=wrong):
-            job.nonfinite = "drop"
+            job.nonfinite = "drop"  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(ValueError, match=wrong):
-            Job("a", make_step(world), 0.0, [1.0], nonfinite="drop")
+            Job("a", make_step(world), 0.0, [1.0], nonfinite="drop")  # pyright: ignore[reportArgumentType]
 
     run_ranks(1, work)
 
@@ -145,9 +147,9 @@ def test_a_policy_must_be_one_of_four():
 def test_the_report_says_who_left_when_and_why(tmp_path):
     def work(world):
         report, *_ = nonfinite_run(world, "eject")
-        loaded = Report.load(report.to_json(tmp_path / "report.json"))
-        assert loaded.jobs == report.jobs
-        left = [(job["name"], job["left"], job["steps"]) for job in report.summary()["jobs"]]
+        loaded = Report.load(report.to_json(tmp_path / "report.json"))  # pyright: ignore[reportOptionalMemberAccess]
+        assert loaded.jobs == report.jobs  # pyright: ignore[reportOptionalMemberAccess]
+        left = [(job["name"], job["left"], job["steps"]) for job in report.summary()["jobs"]]  # pyright: ignore[reportOptionalMemberAccess]
         assert left == [("bad", "ejected", 2), ("good", "ended", 4)]
         text = str(report)
         assert "ejected at 2" in text

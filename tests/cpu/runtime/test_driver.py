@@ -32,7 +32,7 @@ def runner_of(world, *, steps=2, program=None, compiled=None, **options):
     def fn(job):
         state = 0.0
         for _ in range(steps):
-            state = current_job().host.run(compiled, [state, 1.0])
+            state = current_job().host.run(compiled, [state, 1.0])  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
         return state
 
     runner = Runner(world, **options)
@@ -145,7 +145,7 @@ def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
         assert second.status == "failed"
         assert str(second.error) == "Job `b` cannot go on: the run broke."
         with pytest.raises(RuntimeError, match="after shutdown"):
-            runner._session._writer.submit(lambda: None)
+            runner._session._writer.submit(lambda: None)  # pyright: ignore[reportOptionalMemberAccess]
 
     run_ranks(1, work)
 
@@ -158,7 +158,7 @@ def test_broken_lane_wakes_waiter_on_a_joining_job():
 
         class BreaksWhileOneJoins(Instrument):
             def span(self, span):
-                if span.kind == "vote" and runner._driver.router.joining:
+                if span.kind == "vote" and runner._driver.router.joining:  # pyright: ignore[reportOptionalMemberAccess]
                     raise OSError("no space left")
 
         def adds(job):
@@ -181,11 +181,11 @@ def test_stop_request_does_not_overtake_earlier_events(monkeypatch):
 
     def steps_once_it_is_asked(job):
         found[1].join()
-        return Overtaken.runner._runs[0]._function(job)
+        return Overtaken.runner._runs[0]._function(job)  # pyright: ignore[reportAttributeAccessIssue]
 
     class Overtaken(Driver):
         def run(self, held):
-            found.append(self.runner.add("x", steps_once_it_is_asked))
+            found.append(self.runner.add("x", steps_once_it_is_asked))  # pyright: ignore[reportAttributeAccessIssue]
             return super().run(held)
 
         def post(self, event):
@@ -198,7 +198,7 @@ def test_stop_request_does_not_overtake_earlier_events(monkeypatch):
     monkeypatch.setattr("jaxcross.jobs.runner.Driver", Overtaken)
 
     def work(world):
-        Overtaken.runner = runner = runner_of(world)
+        Overtaken.runner = runner = runner_of(world)  # pyright: ignore[reportAttributeAccessIssue]
         runner.run()
         found[1].join()
         return [(job.name, job.status) for job in runner.jobs]
@@ -260,7 +260,9 @@ def test_finished_job_may_end_before_its_event_is_set(monkeypatch):
 def test_an_internal_error_reaches_the_caller():
     def work(world):
         driver = Driver(
-            world=world, jobs=[("a", lambda: LaneThread("a", lambda: driver.post(None), set()))], policy=RoundRobin()
+            world=world,
+            jobs=[("a", lambda: LaneThread("a", lambda: driver.post(None), set()))],  # pyright: ignore[reportArgumentType]
+            policy=RoundRobin(),
         )
         with pytest.raises(InternalError, match="the interleaver does not know the event None"):
             driver.run(deque())

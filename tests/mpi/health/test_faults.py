@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-import faults
+import faults  # pyright: ignore[reportMissingImports]
 
 from jaxcross.report.event_files import read
 from jaxcross.report.post_mortem import verdict
