@@ -102,9 +102,9 @@ class MemoryAdmission:
         missing = f"{human_bytes(needed - limit)} {'is' if needed - limit == 1 else 'are'} missing"
         lines = [
             f"it does not fit into the memory of rank {rank}: {missing}.",
-            f"Next to {_jobs(len(running))} it needs {human_bytes(needed)}, and the limit is {human_bytes(limit)}.",
+            f"{_next_to(len(running))} needs {human_bytes(needed)}, and the limit is {human_bytes(limit)}.",
         ]
-        if alone > limit:
+        if running and alone > limit:
             lines.append(f"Alone it needs {human_bytes(alone)}, which is too much as well.")
         elif running:
             fitting = self._fitting(states, running, wanted)
@@ -124,8 +124,8 @@ class MemoryAdmission:
         return next((n for n in counts if self._needed([*states, *smallest[:n], wanted]) <= limit), 0)
 
 
-def _jobs(count: int) -> str:
-    return "no other job" if not count else f"{count} other job{'s' * (count > 1)}"
+def _next_to(count: int) -> str:
+    return f"Next to {count} other job{'s' * (count > 1)} it" if count else "It"
 
 
 def remedies(program: Program) -> str:

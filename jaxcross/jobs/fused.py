@@ -103,7 +103,8 @@ class FusedJob:
         staying = []
         for member, texts in zip(live, zip(*ranks, strict=True), strict=True):
             if any(texts):
-                error = explain(member.name, member.step, [f"failed\n{text}" if text else "" for text in texts])
+                found = [f"failed\nafter step {member.step}: {text}" if text else "" for text in texts]
+                error = explain(member.name, member.step, found)
                 error.__cause__ = member.source.error
                 self.errors.append(error)
             if member.name not in stopped and all(text is None for text in texts):

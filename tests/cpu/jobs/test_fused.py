@@ -99,7 +99,9 @@ def test_data_that_raise_end_their_member_alone() -> None:
 
         jobs = make_jobs([1.0, 2.0, 3.0], broken(), [1.0, 2.0])
         fused = FusedJob(jobs, fused_step(world))
-        with pytest.raises(JobError, match=r"^Job `b` failed on rank 1 OSError: no such shard.*after step 1"):
+        with pytest.raises(
+            JobError, match=r"^Job `b` failed on rank 1 after step 1: OSError: no such shard.*after step 1"
+        ):
             run([fused], world=world)
         return [(job.state, job.step) for job in jobs]
 
