@@ -7,9 +7,10 @@ inputs alone. It is *carried* if some costly work of the step does not wait for 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.graph import Graph, nbytes
+from jaxcross.program.graph import Graph, nbytes, variables
 from jaxcross.program.op_cost import ARITHMETIC, HOST_OPS, is_costly
 
 MOST_TOUCHED = 8
@@ -61,9 +62,39 @@ def may_repeat(graph: Graph, ops: Collection[int], exchanges: Sequence[int], ins
 
 
 def work_before_commit(graph: Graph) -> set[int]:
-    """Returns the costly equations that no exchange delays, and all that they need."""
+    """Returns the costly equations that no exchange delays, all that they need, and what ends it in no more bytes.
+
+    A gradient's last operations are cheap: a transpose, the sum over a batch. Behind the commit they would read what
+    the costly ones have left from memory, in another order than it lies there.
+    """
     costly = [i for i in range(len(graph.eqns)) if graph.level[i] == 0 and _is_work(graph, i)]
-    return {*costly, *graph.ancestors(costly, {})}
+    inside = {*costly, *graph.ancestors(costly, {})}
+    returned = {*variables(compat.open_jaxpr(graph.traced.jaxpr)[0].outvars)}
+    rest = [i for i in range(len(graph.eqns)) if i not in inside and _may_end_work(graph, i)]
+    before = -1
+    while len(inside) != before:
+        before = len(inside)
+        for i in rest:
+            if i not in inside and _keeps_bytes(graph, i, inside, returned):
+                inside.add(i)
+    return inside
+
+
+def _may_end_work(graph: Graph, i: int) -> bool:
+    return graph.level[i] == 0 and i not in graph.wires and i not in graph.opaque and not graph.eqns[i].effects
+
+
+def _keeps_bytes(graph: Graph, i: int, inside: Collection[int], returned: Collection[Any]) -> bool:
+    """Whether an equation reads results of this work alone, and makes no more bytes than it is the last to read."""
+    eqn = graph.eqns[i]
+    operands = variables(eqn.invars)
+    if not operands or any(graph.maker.get(v) not in inside for v in operands):
+        return False
+    made = sum(map(nbytes, eqn.outvars))
+    freed = sum(
+        nbytes(v) for v in operands if v not in returned and all(r in inside or r == i for r in graph.readers[v])
+    )
+    return made <= freed or 8 * made <= sum(map(nbytes, operands))  # a sum is small whatever else reads its operand
 
 
 def _from_inputs(graph: Graph, exchange: int) -> bool:

@@ -181,3 +181,24 @@ def test_its_host_operations_leave_the_computation_alone() -> None:
     assert all(carried not in needs for needs in program.needs())
     casts = [sum(e.primitive.name == "convert_element_type" for e in s.jaxpr.jaxpr.eqns) for s in program.segments]
     assert casts[carried] == 2 and casts[0] >= 2
+
+
+def test_gradients_are_whole_before_the_commit():
+    """Their transposes and sums over the batch, too. The optimizer's next state is made behind it."""
+
+    def step(state: Any, x: Any) -> Any:
+        params, pending, m = state
+        grads = jax.grad(lambda p: (jnp.tanh(x @ p["a"] + p["b"]) ** 2).mean())(params)
+        m = jax.tree.map(lambda old, grad: 0.9 * old + grad, m, grads)
+        params = jax.tree.map(lambda p, step, due: p - 0.1 * step - due, params, m, leaf_by_leaf(pending))
+        return params, grads, m
+
+    tree = {"a": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones(WIDTH)}
+    program = cut_of(step, (tree, tree, tree), jnp.ones((64, WIDTH)))
+    early, late = set[str](), set[str]()
+    for segment in program.segments:
+        names = late if segment.index in program.after_commit else early
+        names.update(e.primitive.name for e in segment.jaxpr.jaxpr.eqns)
+    assert {"dot_general", "transpose", "reduce_sum"} <= early
+    assert late.isdisjoint({"dot_general", "transpose", "reduce_sum", "tanh"})
+    assert {"mul", "sub"} <= late
