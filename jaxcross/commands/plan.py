@@ -108,15 +108,14 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _contention(name: str | None) -> MachineContention | None:
+    from jaxcross.plan.bounded import read_text
     from jaxcross.plan.contention import MAX_FILE_BYTES, TWO_CORES, MachineContention
 
     if name is None or name == "two-cores":
         return TWO_CORES if name else None
     path = Path(name)
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-        return MachineContention.from_json(json.loads(path.read_text()))
+        return MachineContention.from_json(json.loads(read_text(path, MAX_FILE_BYTES)))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"`{path}` is not the contention of a machine: {error}") from error
 

@@ -9,7 +9,7 @@
     rates         in how many pieces and at which shares the jobs of a group run, so that none starves
     plan          the whole decision as data: groups, pieces, shares, predicted speeds (`table` prints it)
     make          `of` makes a plan from profiles
-    jobs_file     the jobs of a plan, as a person writes them down
+    jobs_file     the jobs of a plan, as a person writes them down (`bounded` reads files of a limited size)
     compression   the least compression with which the exchanges of all jobs hide behind computation
     estimate      how much faster equal jobs run next to each other, from the cost of one step (`step_cost`)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxcross.errors import clause
+from jaxcross.plan.bounded import read_text
 from jaxcross.plan.plan import MAX_NAME
 from jaxcross.plan.profile import Profile
 
@@ -46,9 +47,7 @@ def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
         OSError: A file cannot be read.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-        data = tomllib.loads(path.read_text())
+        data = tomllib.loads(read_text(path, MAX_FILE_BYTES))
         _check_keys(data, _TOP, "the file")
         rows = data.get("job")
         if not isinstance(rows, list) or not 0 < len(rows) <= MAX_JOBS or not all(isinstance(r, dict) for r in rows):

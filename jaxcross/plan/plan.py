@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from jaxcross.errors import clause
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
+from jaxcross.plan.bounded import read_text
 from jaxcross.report.summary import LOST_TIME
 
 if TYPE_CHECKING:
@@ -181,9 +182,7 @@ class Plan:
         """
         path = Path(path)
         try:
-            if path.stat().st_size > MAX_FILE_BYTES:
-                raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-            text = path.read_text()
+            text = read_text(path, MAX_FILE_BYTES)
             return cls.from_data(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"`{path}` is not a plan of jaxcross: {clause(str(error))}.") from error

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 from jaxcross.errors import clause
 from jaxcross.interleave.instrument import Span
 from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.plan.bounded import read_text
 from jaxcross.plan.memory import JobMemory
 from jaxcross.report.summary import RunData
 from jaxcross.report.timeline import in_lane_order, shortest_exchanges
@@ -194,9 +195,7 @@ class Profile:
         """
         path = Path(path)
         try:
-            if path.stat().st_size > MAX_FILE_BYTES:
-                raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-            return cls.from_data(json.loads(path.read_text()))
+            return cls.from_data(json.loads(read_text(path, MAX_FILE_BYTES)))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"`{path}` is not a profile of jaxcross: {clause(str(error))}.") from error
 
