@@ -11,7 +11,7 @@ from typing import Any
 from jaxcross.plan.contention import TWO_CORES
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import Prediction, predict
-from jaxcross.report.summary import RunData
+from jaxcross.report import Report
 
 AGREE, WITHIN, ESTIMATE_WITHIN = 0.03, 0.05, 0.10
 """Spread of the repeats of a case that counts; how far a prediction may be off; how far an estimate may be."""
@@ -39,18 +39,15 @@ def interval_s(predicted_s: float, apart: float) -> tuple[float, float]:
     return predicted_s * (BELOW - apart / 2), predicted_s * (ABOVE + apart / 2)
 
 
-def attribution(predicted: Prediction, run: RunData) -> dict[str, float]:
-    """Returns where the difference of two rounds comes from, each cause as a share of the predicted round.
+def attribution(predicted: Prediction, run: Report) -> dict[str, float]:
+    """Returns where the difference of two rounds comes from, each part as a share of the predicted round.
 
-    A round is its bound and what was lost by cause: `work` is the difference of the bounds, of what the busiest lane
-    worked. Empty where one of them has no round.
+    Empty where one of them has no round.
     """
-    before, after = predicted.rounds, run.rounds
-    if not before.period_s or before.bound_s is None or after.bound_s is None:
+    if not predicted.rounds.period_s or not run.rounds.period_s:
         return {}
-    found = {"work": after.bound_s - before.bound_s}
-    found |= {cause: lost - before.lost_s.get(cause, 0.0) for cause, lost in after.lost_s.items()}
-    return {cause: seconds / before.period_s for cause, seconds in found.items()}
+    found = run.against(predicted)
+    return {part: length / found.predicted_ns for part, length in found.parts_ns.items() if length}
 
 
 def breakdown(prediction: Prediction) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -15,7 +14,7 @@ from plan_cases import CASES, ESTIMATED, KINDS, PARTS, kind_of
 
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import predict
-from jaxcross.report.summary import RunData
+from jaxcross.report import JobSummary, Report
 
 RACE = Path(__file__).parents[3] / "benchmarks" / "results" / "race.json"
 
@@ -25,9 +24,12 @@ def _two(seconds: float = 0.3) -> list[Profile]:
 
 
 def test_causes_sum_to_the_difference_of_rounds():
-    twin, slower = predict(_two()), predict(_two(0.36), vote_s=0.01)
-    causes = plan_show.attribution(twin, cast("RunData", slower))
-    assert causes["work"] == pytest.approx(0.2, abs=0.01)
+    twin, slower = predict(_two()), predict(_two(0.36))
+    jobs = tuple(JobSummary(name=job.facts.name, steps=job.facts.steps) for job in slower.rounds.jobs)
+    wall_ns = {0: (0, round(slower.wall_s * 1e9))}
+    run = Report(spans=slower.spans, jobs=jobs, policy=slower.policy.name, wall_ns=wall_ns)
+    causes = plan_show.attribution(twin, run)
+    assert causes.keys() == {"exchange"} and causes["exchange"] == pytest.approx(0.2, abs=0.01)
     assert twin.rounds.period_s is not None and slower.rounds.period_s is not None
     assert sum(causes.values()) == pytest.approx(slower.rounds.period_s / twin.rounds.period_s - 1)
 
