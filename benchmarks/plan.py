@@ -6,8 +6,9 @@
 On two hosts with one core each and a real link. In each repeat every kind of job runs alone, then all cases of a part
 run, in another order each time. A prediction is the twin's (`jaxcross.plan.predict`) of the profiles of the solo runs,
 their mean over all repeats, with the contention of `jaxcross.plan.contention` at the rate; no run of several jobs
-enters it. T is seconds a job-step from the begin of the first span to the end of the last one, over the steps of all
-jobs: the pipeline fills and drains in the run and in the twin, which make equally many steps. Parts:
+enters it. T is seconds a job-step from the moment at which all jobs have made their first step, which gets memory from
+the kernel, to the end of the last span; a step under way at that moment counts with the share of its time that comes
+after. `whole_s` has the predicted and the measured seconds with the first steps. Parts:
   equal      two and three equal jobs, and two unlike ones, at three rates; `jaxcross.estimate` of the equal ones
   unequal    a large job and a small one: whole steps, in pieces, in pieces with equal shares
   pair       the same two jobs in the pieces and at the shares that `jaxcross.plan.rates` chooses from solo runs
@@ -206,17 +207,19 @@ class Bench:
         twin: Prediction = predict(
             profiles, policy=_policy(case.shares), contention=self._contention, steps=tuple(steps)
         )
-        took = [run["wall_s"] / sum(steps) for run in raw]
-        achieved = statistics.median(took)
-        middle = raw[min(range(len(took)), key=lambda n: abs(took[n] - achieved))]
+        reports = [Report.load(run["report"]) for run in raw]
+        took = [plan_show.s_per_step(report.spans) for report in reports]
+        achieved, predicted = statistics.median(took), plan_show.s_per_step(twin.spans)
+        middle = min(range(len(took)), key=lambda n: abs(took[n] - achieved))
         apart = max(plan_show.spread([p.compute_s + p.exchange_s for p in solo[kind]]) for kind in case.kinds)
-        low, high = plan_show.interval_s(twin.s_per_step, apart)
+        low, high = plan_show.interval_s(predicted, apart)
         return {
-            "case": name, "rate": self.rate, "steps": list(steps), "predicted_s": twin.s_per_step,
-            "achieved_s": achieved, "ratio": twin.s_per_step / achieved, "spread": plan_show.spread(took),
+            "case": name, "rate": self.rate, "steps": list(steps), "predicted_s": predicted,
+            "achieved_s": achieved, "ratio": predicted / achieved, "spread": plan_show.spread(took),
             "interval_s": [low, high], "covered": low <= achieved <= high, "raw_s": took,
-            "attribution": plan_show.attribution(twin, Report.load(middle["report"])),
-            "predicted": plan_show.breakdown(twin), "achieved": middle["summary"],
+            "attribution": plan_show.attribution(twin, reports[middle]),
+            "predicted": plan_show.breakdown(twin), "achieved": raw[middle]["summary"],
+            "whole_s": [twin.s_per_step, statistics.median(run["wall_s"] / sum(steps) for run in raw)],
         }  # fmt: skip
 
     def _solo_row(self, kind: str, profiles: Sequence[Profile]) -> dict[str, Any]:
@@ -272,7 +275,7 @@ def options() -> argparse.Namespace:
     made.add_argument("--cases", type=_words, default=[], metavar="CASE,...", help="of these parts")
     made.add_argument("--rates", type=lambda t: [int(r) for r in t.split(",")], default=list(RATES), metavar="MBIT,...")
     made.add_argument("--repeats", type=int, default=3, help="default %(default)s")
-    made.add_argument("--seconds", type=float, default=6.0, help="of a run, or so (default %(default)s)")
+    made.add_argument("--seconds", type=float, default=10.0, help="of a run, or so (default %(default)s)")
     made.add_argument("--minutes", type=float, default=18.0, help="no part begins later (default %(default)s)")
     made.add_argument("--png", type=Path, metavar="FILE", help="draw predicted and measured times")
     made.add_argument("--draw", action="store_true", help="draw what --json has, and end")

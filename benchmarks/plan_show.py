@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxcross.interleave.instrument import Span
 from jaxcross.plan.contention import TWO_CORES
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import Prediction, predict
@@ -28,6 +29,24 @@ def pooled(profiles: Sequence[Profile], name: str) -> Profile:
 def spread(values: Sequence[float]) -> float:
     """Returns the distance between the largest and the smallest, over the median."""
     return (max(values) - min(values)) / statistics.median(values)
+
+
+def s_per_step(spans: Iterable[Span]) -> float:
+    """Returns the seconds a job-step of a run once all jobs have made their first step, on the slowest rank.
+
+    A step that is under way then counts with the share of its time that comes after.
+    """
+    steps: dict[int, dict[tuple[str, int], tuple[int, int]]] = {}
+    for span in spans:
+        if span.in_step and span.step > 0 and span.kind in ("compute", "collective"):
+            start, end = steps.setdefault(span.rank, {}).get((span.job, span.step), (span.start_ns, span.end_ns))
+            steps[span.rank][span.job, span.step] = (min(start, span.start_ns), max(end, span.end_ns))
+    found = []
+    for own in steps.values():
+        begin = max(end for (_, step), (_, end) in own.items() if step == 1)
+        count = sum(min(1.0, (end - begin) / (end - start)) for start, end in own.values() if end > begin)
+        found.append((max(end for _, end in own.values()) - begin) / 1e9 / count)
+    return max(found)
 
 
 def interval_s(predicted_s: float, apart: float) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,19 @@ def test_causes_sum_to_the_difference_of_rounds():
     assert causes.keys() == {"exchange"} and causes["exchange"] == pytest.approx(0.2, abs=0.01)
     assert twin.rounds.period_s is not None and slower.rounds.period_s is not None
     assert sum(causes.values()) == pytest.approx(slower.rounds.period_s / twin.rounds.period_s - 1)
+
+
+def test_time_of_a_step_is_without_first_steps():
+    twin = predict(_two(), steps=(10, 10))
+    steady = twin.rounds.s_per_step
+    assert steady is not None
+    assert plan_show.s_per_step(twin.spans) == pytest.approx(steady, rel=0.03)
+    slow = [  # a first step that takes 1 s longer, and moves all that follows
+        replace(span, start_ns=span.start_ns + late, end_ns=span.end_ns + late)
+        for span in twin.spans
+        for late in [10**9 if span.end_ns > min(s.end_ns for s in twin.spans if s.step == 1) else 0]
+    ]
+    assert plan_show.s_per_step(slow) == pytest.approx(plan_show.s_per_step(twin.spans), rel=1e-3)
 
 
 def test_solo_runs_are_pooled_under_a_name():
