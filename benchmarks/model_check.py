@@ -22,7 +22,7 @@ from workloads import parser, write_json
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checker is no part of the package
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync
+from jaxcross.interleave.script import Add, Batch, Fail, Prepare, Step, Sync
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
 from tests.model.explore import explore

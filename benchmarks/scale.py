@@ -25,7 +25,8 @@ from workloads import parser, spread, write_json
 
 from jaxcross.interleave.messages import Event
 from jaxcross.interleave.policy import RoundRobin
-from jaxcross.interleave.simulator import Simulation, Step
+from jaxcross.interleave.script import Step
+from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.program import stages
 

@@ -10,5 +10,5 @@ compute_queue   the next compute segment for the device
 step_graph      the dependences of a program, which is all that the interleaver knows of it
 invariants      conditions that hold between any two events
 instrument      spans and notes for listeners
-simulator       real interleavers on a virtual clock; `contention` of their lanes
+simulator       real interleavers on a virtual clock, by `script`s of jobs; `contention` of their lanes
 """

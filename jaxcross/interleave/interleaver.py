@@ -45,7 +45,7 @@ from jaxcross.interleave import messages as m
 from jaxcross.interleave.ballot_writer import BallotWriter
 from jaxcross.interleave.compute_queue import ComputeQueue
 from jaxcross.interleave.invariants import check_lanes
-from jaxcross.interleave.local_state import LocalCall, LocalJob, Point, Wait
+from jaxcross.interleave.local_state import LocalJob, Point, Wait
 from jaxcross.interleave.policy import Policy
 from jaxcross.interleave.shared_state import Outcome, SharedState, Slot
 from jaxcross.interleave.vote import AtStart, Verdict, point_hash
@@ -135,7 +135,7 @@ class Interleaver:
                 self._exchange_done(job, segment, finite)
             case m.SegmentFailed(job, call, segment, text, ejects):
                 self._compute.ended((job, call, segment))
-                self._fail(job, text, ejects)
+                self._jobs[job].fail(text, ejects=ejects)
             case m.RunStarted(together):
                 if together:
                     self.shared.start_together()
@@ -178,14 +178,9 @@ class Interleaver:
                 self._jobs[job].begin_call(event, self.step(job))
                 self._ballot_writer.urgent |= self._starting
             case m.SyncWanted(job, label):
-                mine = self._jobs[job]
-                mine.syncs += 1
-                mine.wait_at(Point("sync", point_hash("sync", label, mine.syncs), label))
+                self._jobs[job].want_sync(label)
             case m.BatchWanted(job, stream, index):
-                mine = self._jobs[job]
-                mine.stream = stream
-                text = f"asked for batch {index + 1} of data {stream + 1}"
-                mine.wait_at(Point("batch", point_hash("batch", stream, index), text, index))
+                self._jobs[job].want_batch(stream, index)
                 self._grant_batch(job)
             case m.StreamBegun(job, still_open):
                 mine, shared = self._jobs[job], self.shared.jobs[job]
@@ -195,7 +190,7 @@ class Interleaver:
             case m.StepsRestored(job, step):
                 self.shared.jobs[job].step = step  # a number for people: nothing is decided by it
             case m.JobRaised(job, text):
-                self._fail(job, text)
+                self._jobs[job].fail(text)
             case m.JobRequested(job, _, request):
                 self._jobs[job].add_request(request)
                 self._ballot_writer.urgent = True
@@ -256,17 +251,9 @@ class Interleaver:
     def _grant_batch(self, job: int) -> None:
         mine = self._jobs[job]
         stream = self.shared.jobs[job].streams.get(mine.stream)
-        if stream is None or mine.point is None or mine.point.kind != "batch" or mine.failed is not None:
-            return
-        if mine.point.index < stream.prepared:
-            self._answer(job, m.BatchGranted(job, True))
-        elif stream.limit is not None and mine.point.index >= stream.limit:
-            self._answer(job, m.BatchGranted(job, False))
-
-    def _fail(self, job: int, text: str, ejects: bool = False) -> None:
-        mine = self._jobs[job]
-        if mine.failed is None:
-            mine.failed, mine.ejects = text, ejects
+        granted = None if stream is None else mine.batch_granted(stream.prepared, stream.limit)
+        if granted is not None:
+            self._answer(job, m.BatchGranted(job, granted))
 
     def _finish_job(self, job: int, status: m.FinalStatus, texts: tuple[str, ...] = ()) -> None:
         mine, shared = self._jobs[job], self.shared.leave(job)
@@ -286,9 +273,7 @@ class Interleaver:
         """
         mine = self._jobs[job]
         if mine.call is not None and mine.is_waiting and mine.failed is None and mine.call.complete():
-            mine.local_steps += mine.call.graph.local_step
-            local = mine.call.graph.local_step and not mine.call.counts
-            mine.other_calls, mine.other_local_calls = mine.other_calls + local, mine.other_local_calls + local
+            mine.count(mine.call)
             self._moves += 1
             self._answer(job, m.StepReturned(job, self.step(job), mine.call.skipped))
         if mine.returned and not self._compute.busy(job):
@@ -310,16 +295,9 @@ class Interleaver:
             assert call is not None
             call.issue(segment)
             self._compute.on_device.add((job, call.number, segment))
-            step, other_calls = self._step_position(job, call)
+            step, other_calls = self._jobs[job].position(call, self.step(job))
             self._out.append(m.Dispatch(job, call.number, step, segment, other_calls))
             self._note_ready(job)
-
-    def _step_position(self, job: int, call: LocalCall) -> tuple[int, int]:
-        """Returns the step that this call makes or follows, and the number of calls by then that are not steps."""
-        step, other_calls = self.step(job), self._jobs[job].other_calls
-        if call.committed or not call.graph.is_step:  # work without exchanges happens between two steps
-            return step, other_calls
-        return (step + 1, other_calls) if call.counts else (step, other_calls + 1)
 
     # The exchange lane.
 
@@ -338,11 +316,10 @@ class Interleaver:
             call = mine.call
             if call is None:
                 raise InternalError(f"job {slot.job} has an admitted step but no call")
-            needs = call.graph.needs[slot.segment]
             zero = mine.failed is not None
-            if not zero and not all(need in call.dispatched or need in call.exchanged for need in needs):
+            if not zero and not call.may_exchange(slot.segment):
                 return
-            step, other_calls = self._step_position(slot.job, call)
+            step, other_calls = mine.position(call, self.step(slot.job))
             instruction = m.RunExchange(slot.job, call.number, step, slot.segment, zero, other_calls)
         elif slot.kind == "vote":
             urgent = (
@@ -373,8 +350,7 @@ class Interleaver:
         call = self._jobs[job].call
         if call is None:
             raise InternalError(f"job {job} made an exchange but has no call")
-        call.exchange_done(segment)
-        call.finite &= finite
+        call.exchange_done(segment, finite=finite)
         nbytes = call.graph.nbytes
         self.shared.exchange_done(job, nbytes[segment] if nbytes else 1)
 

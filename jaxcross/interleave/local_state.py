@@ -79,9 +79,14 @@ class LocalCall:
         self.issued.add(segment)
         self._provide(segment)
 
-    def exchange_done(self, segment: int) -> None:
-        """Notes that a collective segment was run."""
+    def may_exchange(self, segment: int) -> bool:
+        """Whether all that a collective segment needs was dispatched or exchanged."""
+        return all(need in self.dispatched or need in self.exchanged for need in self.graph.needs[segment])
+
+    def exchange_done(self, segment: int, *, finite: bool) -> None:
+        """Notes that a collective segment was run, and whether its values were finite."""
         self.exchanged.add(segment)
+        self.finite &= finite
         self._provide(segment)
 
     def _provide(self, segment: int) -> None:
@@ -139,6 +144,53 @@ class LocalJob:
             text = f"called step {made + 1}\n{graph.text}"
             point = Point("step", point_hash("step", graph.signature, self.local_steps), text)
         self.wait_at(point)
+
+    def want_sync(self, label: str) -> None:
+        """The thread asks for a communication of its own."""
+        self.syncs += 1
+        self.wait_at(Point("sync", point_hash("sync", label, self.syncs), label))
+
+    def want_batch(self, stream: int, index: int) -> None:
+        """The thread asks for a batch."""
+        self.stream = stream
+        text = f"asked for batch {index + 1} of data {stream + 1}"
+        self.wait_at(Point("batch", point_hash("batch", stream, index), text, index))
+
+    def batch_granted(self, prepared: int, limit: int | None) -> bool | None:
+        """Returns whether there is the batch that the thread waits for; None if it waits for none, or on.
+
+        Args:
+            prepared: Batches of its stream that all ranks have prepared.
+            limit: Batches until a rank's stream ended, if one did.
+        """
+        if self.point is None or self.point.kind != "batch" or self.failed is not None:
+            return None
+        if self.point.index < prepared:
+            return True
+        return False if limit is not None and self.point.index >= limit else None
+
+    def fail(self, text: str, *, ejects: bool = False) -> None:
+        """The job fails on this rank; its first failure counts."""
+        if self.failed is None:
+            self.failed, self.ejects = text, ejects
+
+    def position(self, call: LocalCall, made: int) -> tuple[int, int]:
+        """Returns the step that a call makes or follows, and the number of calls by then that are not steps.
+
+        Args:
+            call: The call.
+            made: Steps that the job has made here.
+        """
+        if call.committed or not call.graph.is_step:  # work without exchanges happens between two steps
+            return made, self.other_calls
+        return (made + 1, self.other_calls) if call.counts else (made, self.other_calls + 1)
+
+    def count(self, call: LocalCall) -> None:
+        """Counts a call that is complete, if it exchanged nothing."""
+        local = call.graph.local_step
+        self.local_steps += local
+        self.other_calls += local and not call.counts
+        self.other_local_calls += local and not call.counts
 
     def wait_at(self, point: Point | None) -> None:
         """The thread waits: for all ranks at `point`, or for its own segments alone."""

@@ -25,10 +25,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """The lanes are ready. Sent once, as the first event.
-
-    `together`: no job makes its first step before all have come to theirs; the same on every rank.
-    """
+    """The lanes are ready; the first event. `together`: first steps wait for each other; the same on every rank."""
 
     together: bool = False
 
@@ -283,10 +280,7 @@ class TextDelivered(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch(Instruction):
-    """Compute lane: hand a compute segment to the device; report it dispatched and, later, completed.
-
-    `other_calls`: see `Span`.
-    """
+    """Compute lane: hand a segment to the device; report it dispatched, later completed. `other_calls`: see `Span`."""
 
     job: int
     call: int
@@ -353,10 +347,7 @@ class Finish(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class StepReturned(Instruction):
-    """Answer: all of the step's segments were dispatched.
-
-    `step` is the job's number of committed steps; `skipped`: this one kept the state.
-    """
+    """Answer: the step's segments were dispatched; `step` are committed now. `skipped`: this one kept the state."""
 
     job: int
     step: int

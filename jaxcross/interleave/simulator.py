@@ -1,7 +1,7 @@
 """Drives one real `Interleaver` a rank on a virtual clock: no threads, no arrays, no waiting.
 
-The jobs are scripts: generators that yield the actions of a job's thread. Segments take the seconds that the script
-states, exchanges begin when the last rank arrives, and ranks that meet in different slots are an error.
+Jobs are scripts. Segments take the seconds that a script states, exchanges begin when the last rank arrives, and ranks
+that meet in different slots are an error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,78 +20,8 @@ from jaxcross.interleave.contention import Contention, Work
 from jaxcross.interleave.instrument import Span, SpanKind
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.policy import Policy
-from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.interleave.script import Add, Await, Batch, Fail, Prepare, Script, Step, Sync, Think
 from jaxcross.interleave.vote import JobRequest, tally
-
-
-@dataclass(frozen=True, slots=True)
-class Think:
-    """The job's thread is busy with work of its own."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Calls a step. `fails` maps a compute segment to when it fails: "dispatch" or "complete"."""
-
-    graph: StepGraph
-    seconds: tuple[float, ...]
-    fails: Mapping[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """The `count`-th batch of a stream will be ready after a while, perhaps as its `last`. Does not wait.
-
-    A stream begins with its first batch. The job may still read earlier streams that have not ended for it.
-    """
-
-    seconds: float
-    stream: int
-    count: int
-    last: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Waits for a batch; the script receives whether there is one."""
-
-    stream: int
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sync:
-    """Waits for a communication of the job's own."""
-
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The job's function raises."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Adds a job on this rank; it joins once all ranks have added one of that name. Does not wait."""
-
-    name: str
-    script: Generator[Any, Any, None]
-
-
-@dataclass(frozen=True, slots=True)
-class Await:
-    """Waits, in its own code, until another job of this rank is over. Its rank excuses it from a joint start."""
-
-    job: int
-
-
-Action = Think | Await | Step | Prepare | Batch | Sync | Fail | Add
-Script = Generator[Action, Any, None]
 
 
 @dataclass(slots=True)

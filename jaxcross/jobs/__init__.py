@@ -17,6 +17,7 @@ evaluations     what a job does every so many steps; `early_stopping` decides by
 step_registry   the functions with exchanges that a job calls
 skipped_steps   notices a job that would skip all further steps
 admission       whether the memory that a job needs is left on all ranks
+agreement       what ranks agree on before the jobs of a run begin, and after a stop
 submissions     jobs that rank 0 starts on all ranks by name
 outcome         what a run came to; `stop_text` says what a stopped one has saved
 arguments       checks of what is passed to runners and jobs

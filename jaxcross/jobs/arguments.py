@@ -13,7 +13,7 @@ from jaxcross._arguments import is_whole
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import clause, shortened
 from jaxcross.interleave.instrument import Instrument
-from jaxcross.interleave.policy import Policy
+from jaxcross.interleave.policy import Policy, Weighted
 from jaxcross.jobs.early_stopping import Mode
 from jaxcross.plan.memory import as_bytes
 from jaxcross.runtime.emulated_link import Link
@@ -146,12 +146,36 @@ def checked_memory(memory: Any) -> int | None:
         raise type(error)(f"`memory` {error}.") from None
 
 
+def check_jobs(count: int, policy: Policy) -> None:
+    """Checks the jobs of a run that begins.
+
+    Raises:
+        ValueError: There are none, or `Weighted` has not a share for each.
+    """
+    if not count:
+        raise ValueError("A runner without jobs has nothing to run. Call `runner.add(name, fn)` on every rank first.")
+    if isinstance(policy, Weighted) and len(policy.shares) != count:
+        raise ValueError(f"`Weighted` has {len(policy.shares)} shares, the runner {count} jobs")
+
+
+def check_job_name(name: Any) -> None:
+    """Checks the name of a job.
+
+    Raises:
+        ValueError: It is no text, or empty.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the name of a job must be a text that is not empty, got {name!r}")
+
+
 def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:
     """Makes sure that `fn(job, **kwargs)` can be called, and that the call runs it.
 
     Raises:
+        ValueError: The name is no text, or empty.
         TypeError: It cannot, or it would only make a generator or a coroutine.
     """
+    check_job_name(name)
     if not callable(fn):
         raise TypeError(f"Job `{name}` needs a function `fn(job, **kwargs)`, got a `{type(fn).__name__}`.")
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):

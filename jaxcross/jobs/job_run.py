@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, final
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import Session
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Listeners
@@ -89,9 +90,18 @@ class JobRun:
         main, excuse_start = partial(self._life.main, self), self._life.excuse_start
         return JobThread(self.name, main, self.context, living, excuse_start)
 
-    def attach(self, driver: Driver, record: JobRecord, resumption: Resumption | None = None) -> None:
-        """Takes the job's place in a run that begins, or that the job is added to."""
-        self._life.attach(self, driver, record, resumption)
+    def attach(self, driver: Driver, record: JobRecord, session: Session | None = None) -> None:
+        """Takes the job's place in a run that begins, or that the job is added to; with checkpoints if it has any."""
+        self._life.attach(self, driver, record, None if session is None else self._resumption(session))
+
+    def _resumption(self, session: Session) -> Resumption:
+        def note(text: str) -> None:
+            self._listeners.note(job=self.name, kind="status", value=text)
+
+        evaluations = self._host.evaluations
+        if session.best is not None:
+            evaluations.keep_best(*session.best)
+        return Resumption(session.checkpointer(self.name, note), self.context.cuts, session.every, evaluations)
 
     def call_function(self) -> None:
         """Runs the job's function and keeps what it returns. In the job's thread."""

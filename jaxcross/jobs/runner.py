@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 import os
 import threading
@@ -14,22 +12,21 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from jaxcross.checkpoint import Checkpoints, Session
-from jaxcross.errors import JobError, clause
-from jaxcross.health.abort import TERMINATED, print_error
+from jaxcross.errors import JobError
+from jaxcross.health.abort import print_error
 from jaxcross.health.deferred_signals import defer_signals
 from jaxcross.interleave.instrument import Instrument, Listeners
-from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
+from jaxcross.interleave.policy import Policy, RoundRobin
 from jaxcross.jobs import arguments
 from jaxcross.jobs.admission import MemoryAdmission
+from jaxcross.jobs.agreement import agree, agreed_exit, claim_metrics, open_session, taken_over
+from jaxcross.jobs.arguments import check_job_name
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.job_run import JobRun, first_of
 from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
 from jaxcross.jobs.progress import ProgressReporter
 from jaxcross.jobs.replicas import CheckReplicas, as_checks
-from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.stop_text import stop_text
 from jaxcross.jobs.submissions import RegisteredFunctions
 from jaxcross.report import Recorder, Report
@@ -42,9 +39,6 @@ from jaxcross.runtime.job_record import check_choice
 from jaxcross.runtime.joint_start import Start
 from jaxcross.runtime.stall_watch import after_run
 from jaxcross.world import World, current_world
-from jaxcross.world.control_plane import any_rank, gather
-
-_log = logging.getLogger("jaxcross")
 
 
 class Runner:
@@ -187,8 +181,6 @@ class Runner:
             TypeError: `fn` cannot be called as `fn(job, **kwargs)`, or makes a generator or a coroutine.
             JobError: The run is over.
         """
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"the name of a job must be a text that is not empty, got {name!r}")
         arguments.check_job(name, fn, kwargs)
         return self._add(name, fn, kwargs)
 
@@ -200,7 +192,7 @@ class Runner:
             run = self._job_run(name, fn, kwargs)
             if self._used:
                 driver = self._driver
-                attach = partial(run.attach, resumption=self._resumption(run.context))
+                attach = partial(run.attach, session=self._session)
                 record = None if driver is None else driver.join(name, run.make_thread, attach)
                 if record is None:
                     raise JobError(f"Job `{name}` comes too late: this runner has run. Make a new Runner.")
@@ -247,8 +239,7 @@ class Runner:
                 f"Job `{job}` was submitted on rank {self.world.rank}. Submit on rank 0; to add a job on every rank, "
                 "use `runner.add`."
             )
-        if not isinstance(job, str) or not job:
-            raise ValueError(f"the name of a job must be a text that is not empty, got {job!r}")
+        check_job_name(job)
         text = self._functions.request(name, job, arguments)
         with self._lock:
             if self._added_before(job) is not None:
@@ -261,9 +252,8 @@ class Runner:
                 self._session.added(job, text)
 
     def _added_before(self, name: str) -> JobContext | None:
-        """A job that joined during an earlier run, and that this run has from its beginning: a function that goes on
-        from before the step in which it added that job adds it once more.
-        """
+        # A job that joined an earlier run is in this one from its beginning. A function that goes on from before the
+        # step in which it added that job adds it once more.
         if self._session is None or name not in self._session.added_before:
             return None
         return next((job for job in self.jobs if job.name == name), None)
@@ -280,28 +270,6 @@ class Runner:
         with self._lock, suppress(ValueError):  # if this rank has added one of that name, that is the one that joins
             self._submitted.discard(name)
             self._add(name, fn, {**arguments})
-
-    def _take_over(self, session: Session) -> None:
-        """Adds the jobs that an earlier run was given by `submit`, and that have not ended. Tells of those that it was
-        given otherwise, and that this one lacks.
-        """
-        for listed, text in session.resubmit.items():  # the same on all ranks, whatever it is
-            try:
-                name, fn, arguments = self._functions.resolve(text, self.world.rank)
-                if name != listed:  # a name that is listed is one that a job can have, and its folder is known
-                    raise ValueError(f"it is listed as `{listed}`, and makes a job `{name}`")
-                self._check_name(name)
-                self._runs.append(self._job_run(name, fn, {**arguments}))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                _log.warning(
-                    "A submission of an earlier run cannot be understood, and is left out: %s.", clause(str(error))
-                )
-        if session.missing and self.world.rank == 0:
-            _log.warning(
-                "These jobs joined an earlier run with these checkpoints, were not over when it ended, and are not "
-                "added now: %s. Add them before `runner.run()`, and they go on where they stood.",
-                ", ".join(f"`{name}`" for name in session.missing),
-            )
 
     def run(self) -> Report:
         """Runs all jobs to their end; waits for it, and for all ranks.
@@ -328,25 +296,23 @@ class Runner:
         return report
 
     def _run(self) -> Report:
-        if not self._runs:
-            raise ValueError(
-                "A runner without jobs has nothing to run. Call `runner.add(name, fn)` on every rank first."
-            )
-        link = self.link if isinstance(self.link, Link) else None
         with self._lock:  # a thread that adds a job now waits until it can join
             if self._used:
                 raise JobError("This runner has run. Make a new Runner for another run.")
+            arguments.check_jobs(len(self._runs), self.policy)
             if self.world.estimate_request:
                 self._runs = first_of(self._runs, self.world)
             runs = tuple(self._runs)
-            if isinstance(self.policy, Weighted) and len(self.policy.shares) != len(runs):
-                raise ValueError(f"`Weighted` has {len(self.policy.shares)} shares, the runner {len(runs)} jobs")
             self._used = True
             self._agree(runs)
-            self._open_metrics()
-            self._session = self._open(runs)
+            if self._writes_metrics:
+                claim_metrics(self.world, self._metric_files)
+            if self.checkpoints is not None:
+                names = [run.name for run in runs]
+                self._session = open_session(self.checkpoints, self.world, names, self.policy)
             if self._session is not None:
-                self._take_over(self._session)
+                for name, fn, given in taken_over(self._session, self._functions, self._check_name, self.world.rank):
+                    self._runs.append(self._job_run(name, fn, {**given}))
                 runs = tuple(self._runs)
             driver = self._driver = Driver(
                 world=self.world,
@@ -354,13 +320,13 @@ class Runner:
                 policy=self.policy,
                 depth=self.depth,
                 listeners=self._listeners,
-                link=link,
+                link=self.link if isinstance(self.link, Link) else None,
                 on_text=self._add_submitted,
                 chaos=self.chaos,
                 start=self.start,
             )
             for run, record in zip(runs, driver.records, strict=True):
-                run.attach(driver, record, self._resumption(run.context))
+                run.attach(driver, record, self._session)
         start_ns = time.monotonic_ns()
         with self._progress, defer_signals() as held:  # a rank that is asked to stop while it saves is stopping already
             try:
@@ -399,7 +365,7 @@ class Runner:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
                 print_error(stop_text([run.at_stop() for run in self._runs], folder))
             own = driver.interrupt or (held[0] if held else None)  # no other rank has heard of it, if not stopped
-            ending = self._exit(driver.terminated, own) if stopped else own
+            ending = agreed_exit(self.world, terminated=driver.terminated, own=own) if stopped else own
         if ending is None and held:  # while the handlers were put back
             ending = held[0]
         if ending is not None:
@@ -419,76 +385,15 @@ class Runner:
 
     def _agree(self, runs: Sequence[JobRun]) -> None:
         """Waits for all ranks: they must have the same jobs and the same policy, or their lanes would never meet."""
-        kept = self.checkpoints and self.checkpoints.agreed
-        mine = json.dumps(
-            {
-                "jobs": [run.name for run in runs],
-                "policy": repr(self.policy),
-                "start": self.start,
-                "checkpoints": kept,
-                "check_replicas": repr(self.check_replicas),
-                "metrics": self._writes_metrics,
-            }
-        )
-        with self.world.monitor(job="", step=0, segment=-1, what="start of the run"):
-            texts = self.world.control.allgather_text(mine)
-        for rank, text in enumerate(texts):
-            if text != texts[0]:
-                raise JobError(
-                    f"Ranks 0 and {rank} want to run different things: {texts[0]} and {text}. Add the same jobs in the "
-                    "same order, with the same policy, `start`, checkpoints, `check_replicas` and `metrics`, on every "
-                    "rank."
-                )
-
-    def _open(self, runs: Sequence[JobRun]) -> Session | None:
-        """Opens the checkpoints. Waits for all ranks."""
-        if self.checkpoints is None:
-            return None
-        with self.world.monitor(job="", step=0, segment=-1, what="opening the checkpoints"):
-            names = [run.name for run in runs]
-            return Session(self.checkpoints, self.world, jobs=names, policy=repr(self.policy))
-
-    def _open_metrics(self) -> None:
-        """Has rank 0 claim the folder of metrics. Waits for all ranks, if there is one.
-
-        Raises:
-            ValueError: On every rank: the folder is in use, or cannot be written.
-        """
-        if not self._writes_metrics:
-            return
-        problem = None
-        if self._metric_files is not None:
-            try:
-                self._metric_files.claim()
-            except (ValueError, OSError) as error:
-                problem = str(error)
-        with self.world.monitor(job="", step=0, segment=-1, what="opening the folder of metrics"):
-            problem = gather(self.world.control, problem)[0]
-        if problem is not None:
-            raise ValueError(f"`metrics`: {problem}")
+        mine = {
+            "jobs": [run.name for run in runs],
+            "policy": repr(self.policy),
+            "start": self.start,
+            "checkpoints": self.checkpoints and self.checkpoints.agreed,
+            "check_replicas": repr(self.check_replicas),
+            "metrics": self._writes_metrics,
+        }
+        agree(self.world, mine)
 
     def _begin_files(self, name: str, step: int, *, without: str = "") -> list[dict[str, Any]]:
         return [] if self._metric_files is None else self._metric_files.begin(name, step, without=without)
-
-    def _resumption(self, job: JobContext) -> Resumption | None:
-        if (session := self._session) is None:
-            return None
-
-        def note(text: str) -> None:
-            self._listeners.note(job=job.name, kind="status", value=text)
-
-        evaluations = job.host.evaluations
-        if session.best is not None:
-            evaluations.keep_best(*session.best)
-        return Resumption(session.checkpointer(job.name, note), job.cuts, session.every, evaluations)
-
-    def _exit(self, terminated: bool, own: BaseException | None) -> BaseException:
-        """Returns what this rank raises after a stop. Waits for all, so that none ends while another still saves."""
-        with after_run(self.world, "end of the run"):
-            some = any_rank(self.world.control, terminated)
-            self.world.flight.record_exit(*("terminated", "SIGTERM") if some else ("interrupted", "Ctrl-C"))
-            # The first that leaves with an exit code ends all: not before each has written its last words.
-            self.world.control.allreduce_min(np.zeros(1, np.int64))
-        if own is not None and not isinstance(own, KeyboardInterrupt):
-            return own  # a user's handler means something by it
-        return SystemExit(TERMINATED) if some else KeyboardInterrupt()

@@ -13,7 +13,8 @@ from pathlib import Path
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.instrument import Span
 from jaxcross.interleave.policy import Policy, RoundRobin, Sequential, Weighted
-from jaxcross.interleave.simulator import Script, Simulation, Step, Think
+from jaxcross.interleave.script import Script, Step, Think
+from jaxcross.interleave.simulator import Simulation
 from jaxcross.plan.difference import Difference, difference
 from jaxcross.plan.profile import Profile
 from jaxcross.report.report import Report

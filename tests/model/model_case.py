@@ -12,7 +12,7 @@ from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.policy import Policy, RoundRobin
-from jaxcross.interleave.simulator import Action, Add, Await
+from jaxcross.interleave.script import Action, Add, Await
 
 Script = tuple[Action, ...]
 

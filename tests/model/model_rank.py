@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.simulator import Add, Await, Batch, Fail, Prepare, Step, Sync, Think
+from jaxcross.interleave.script import Add, Await, Batch, Fail, Prepare, Step, Sync, Think
 from jaxcross.interleave.vote import JobRequest, Verdict
 from tests.model.model_case import Arrival, Case, Script
 from tests.model.model_spec import Spec

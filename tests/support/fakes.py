@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jaxcross.errors import ExchangeError
-from jaxcross.interleave.simulator import Batch, Fail, Prepare, RankResult, Simulation, Step, Sync, Think
+from jaxcross.interleave.script import Batch, Fail, Prepare, Step, Sync, Think
+from jaxcross.interleave.simulator import RankResult, Simulation
 from jaxcross.program.ir import Aval, Exchange, Program, Segment
 from jaxcross.program.verify import verify
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.simulator import Batch, Prepare, Step
+from jaxcross.interleave.script import Batch, Prepare, Step
 from jaxcross.interleave.step_graph import StepGraph
 from tests.model.explore import explore
 from tests.model.model_case import Case

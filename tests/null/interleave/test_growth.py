@@ -9,7 +9,8 @@ import pytest
 
 from jaxcross.interleave.local_state import LocalCall
 from jaxcross.interleave.policy import RoundRobin
-from jaxcross.interleave.simulator import Simulation, Step
+from jaxcross.interleave.script import Step
+from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
 from tests.support.calls import count_calls
 
@@ -74,7 +75,7 @@ def test_segments_behind_the_commit_let_others_pass() -> None:
         call.issue(segment)
         order.append(segment)
     assert order == [0, 2]
-    call.exchange_done(3)
+    call.exchange_done(3, finite=True)
     assert call.ready() is None
     call.committed = True
     assert call.ready() == 1

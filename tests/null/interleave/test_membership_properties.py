@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Simulation, Step, Think
+from jaxcross.interleave.script import Add, Batch, Fail, Prepare, Step, Think
+from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync
+from jaxcross.interleave.script import Add, Batch, Fail, Prepare, Step, Sync
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
 from tests.model.model_case import Case, meet

@@ -1,7 +1,8 @@
 import pytest
 
 from jaxcross.interleave.policy import RoundRobin, Sequential, Turns, Weighted
-from jaxcross.interleave.simulator import Simulation, Step
+from jaxcross.interleave.script import Step
+from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.interleave.simulator import Batch, Fail, Prepare, Simulation, Step, Sync, Think
+from jaxcross.interleave.script import Batch, Fail, Prepare, Step, Sync, Think
+from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -4,7 +4,8 @@ import pytest
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave.policy import RoundRobin
-from jaxcross.interleave.simulator import Simulation, Step, Think
+from jaxcross.interleave.script import Step, Think
+from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
 
 PLAIN = StepGraph(kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}))

@@ -12,7 +12,8 @@ import pytest
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.policy import RoundRobin
-from jaxcross.interleave.simulator import Simulation, Step
+from jaxcross.interleave.script import Step
+from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.plan.contention import TWO_CORES
 from jaxcross.plan.estimate import contention_at, estimate_of, memory_bytes, period_s

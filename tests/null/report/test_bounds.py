@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Span
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.interleave.simulator import Fail, Simulation, Step, Think
+from jaxcross.interleave.script import Fail, Step, Think
+from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
 from jaxcross.report.chrome import trace_events
