@@ -1,4 +1,4 @@
-"""`jaxcross doctor | demo | launch | sweep | estimate | plan | top | data`."""
+"""`jaxcross doctor | demo | launch | sweep | estimate | contention | plan | top | data`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import import_module
 
 from jaxcross import __version__
 
-COMMANDS = ("doctor", "demo", "launch", "sweep", "estimate", "plan", "top", "data")
+COMMANDS = ("doctor", "demo", "launch", "sweep", "estimate", "contention", "plan", "top", "data")
 INTERRUPTED = 130
 
 

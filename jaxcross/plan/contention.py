@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Self
 
+from jaxcross.errors import clause
 from jaxcross.interleave.contention import Contention
+from jaxcross.plan.bounded import read_text
 
 MAX_FILE_BYTES = 1_000_000
+_SAME = 0.02
+"""Relative difference up to which two rates are one: measured rates differ by as much from run to run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,25 @@ class MachineContention:
             exchange=slow.exchange + part * (fast.exchange - slow.exchange),
         )
 
+    def with_point(self, mbit_per_s: float, there: Contention) -> Self:
+        """Returns the same with one more rate, in place of what was measured at about this one."""
+        others = [point for point in self.measured if abs(point[0] - mbit_per_s) > _SAME * mbit_per_s]
+        return type(self)(measured=tuple(sorted([*others, (mbit_per_s, there)], key=lambda point: point[0])))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a file that `jaxcross contention` wrote.
+
+        Raises:
+            ValueError: The file holds something else, or is larger than it can be.
+            OSError: The file cannot be read.
+        """
+        path = Path(path)
+        try:
+            return cls.from_json(json.loads(read_text(path, MAX_FILE_BYTES)))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"`{path}` is not the contention of a machine: {clause(str(error))}.") from error
+
     def to_json(self) -> list[dict[str, float]]:
         """Returns plain data; `from_json` reads it back."""
         return [
@@ -62,6 +87,8 @@ class MachineContention:
         for point in points:
             if point.keys() != keys or not all(type(value) in (int, float) for value in point.values()):
                 raise ValueError(f"a point of a contention has the numbers {sorted(keys)}, got {point}")
+        if not all(abs(value) < 2**63 for point in points for value in point.values()):
+            raise ValueError("a number of a contention is out of range")
         return cls(
             measured=tuple(
                 (float(p["mbit_per_s"]), Contention(compute=float(p["compute"]), exchange=float(p["exchange"])))

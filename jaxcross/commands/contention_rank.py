@@ -1,0 +1,204 @@
+"""One rank of `jaxcross contention`: seconds of a computation and of an exchange, alone and next to each other.
+
+Started by that command as `python -m jaxcross.commands.contention_rank SECONDS FILE`; rank 0 writes the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from jaxcross.errors import ExchangeError
+from jaxcross.world import World
+from jaxcross.world.control_plane import gather
+
+ROUNDS = 5
+_PARTS = 20  # windows in the seconds that were asked for: 3 to 4 a round, and the warm-up
+_MB = 2**20
+_MOST_MB = 100
+_LEAST_STEPS = 4  # of computation next to exchanges; the last of them, alone at its end, does not count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The seconds of one round, on the slowest rank.
+
+    Attributes:
+        compute_s: A step of computation alone.
+        exchange_s: An exchange alone.
+        compute_beside_s: A step of computation while exchanges run.
+        exchange_beside_s: An exchange while ranks compute.
+    """
+
+    compute_s: float
+    exchange_s: float
+    compute_beside_s: float
+    exchange_beside_s: float
+
+
+@final
+class Measurement:
+    """A computation and an exchange of this rank. Each method is called on all ranks at once, and waits for them.
+
+    Args:
+        world: All ranks.
+        window_s: Seconds for which each part of a round goes on, about.
+    """
+
+    def __init__(self, world: World, window_s: float) -> None:
+        self._world, self._window_s = world, window_s
+        self._step, self._state = _training_step(world.rank)
+        self._compute_s = self._slowest(_seconds(lambda: self._compute(2), 1) / 2)  # compiles before that
+        self._exchange_of(1)
+        one_mb_s = self._slowest(_seconds(self._exchange, 2))
+        self.megabytes = max(1, min(_MOST_MB, int(window_s / 4 / one_mb_s)))
+        self._exchange_of(self.megabytes)
+        self._exchange_s = self._slowest(_seconds(self._exchange, 1))
+        self.exchanges = max(3, math.ceil(max(window_s, _LEAST_STEPS * self._compute_s) / self._exchange_s))
+
+    def round(self) -> Round:
+        """Returns the seconds of one round, the same on every rank."""
+        self._meet()
+        compute_s = self._compute(max(2, math.ceil(self._window_s / self._compute_s)))
+        self._meet()
+        exchange_s = self._start_exchanges().result()
+        self._meet()
+        exchanging = self._start_exchanges()
+        took: list[float] = []
+        while not exchanging.done():
+            took.append(self._compute(1))
+        kept = took[:-1] or took
+        own = (compute_s, exchange_s, math.fsum(kept) / len(kept), exchanging.result())
+        slowest = [max(times) for times in zip(*gather(self._world.control, own), strict=True)]
+        return Round(**dict(zip(Round.__dataclass_fields__, slowest, strict=True)))
+
+    def _compute(self, steps: int) -> float:
+        """Returns the seconds of a step, the mean of so many."""
+        import jax
+
+        begin_s = time.perf_counter()
+        for _ in range(steps):
+            self._state = jax.block_until_ready(self._step(self._state))
+        return (time.perf_counter() - begin_s) / steps
+
+    def _start_exchanges(self) -> Future[float]:
+        """Starts all exchanges of a part in the thread that makes them in a run; returns the seconds of one."""
+
+        def make() -> float:
+            begin_s = time.perf_counter()
+            for _ in range(self.exchanges):
+                self._exchange()
+            return (time.perf_counter() - begin_s) / self.exchanges
+
+        return self._world.exchanger.submit(make)
+
+    def _exchange_of(self, megabytes: int) -> None:
+        """Chooses the bytes of an exchange, and makes one, which gets its memory from the kernel."""
+        import jax
+        from jax import lax
+
+        axes = {"batch": self._world.size}
+        operand = jax.block_until_ready(jax.numpy.ones(megabytes * _MB // 4, np.float32))
+        jaxpr = jax.make_jaxpr(lambda x: [lax.psum(x, "batch")], axis_env=list(axes.items()))(operand)
+        compiled = jax.jit(self._world.wire().lower(jaxpr, axes)).lower(operand).compile()
+
+        def exchange() -> None:
+            with self._world.monitor(job="", step=0, segment=-1, what="an exchange that is measured"):
+                jax.block_until_ready(compiled(operand))
+
+        self._exchange: Callable[[], None] = exchange
+        self._meet()
+        exchange()
+
+    def _meet(self) -> None:
+        with self._world.monitor(job="", step=0, segment=-1, what="the begin of a part of the measurement"):
+            self._world.control.allgather_text("")
+
+    def _slowest(self, seconds: float) -> float:
+        return max(gather(self._world.control, seconds))
+
+
+def _training_step(seed: int) -> tuple[Callable[[Any], Any], Any]:
+    """Returns a small convolutional network's step without exchanges, compiled, and its state."""
+    import jax
+    from jax import lax
+
+    images = jax.random.normal(jax.random.key(seed), (4, 32, 32, 64))
+    kernels = [0.05 * jax.random.normal(jax.random.key(n), (3, 3, 64, 64)) for n in range(3)]
+
+    def loss(kernels: Any) -> jax.Array:
+        x = images
+        for kernel in kernels:
+            x = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = jax.nn.relu(x)
+        return (x**2).mean()
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(kernels: Any) -> Any:
+        return jax.tree.map(lambda k, g: k - 1e-3 * g, kernels, jax.grad(loss)(kernels))
+
+    return step, step(kernels)
+
+
+def _seconds(call: Callable[[], object], repeats: int) -> float:
+    """Returns the seconds of a call, the least of so many."""
+    found = []
+    for _ in range(repeats):
+        begin_s = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - begin_s)
+    return min(found)
+
+
+def main(seconds: float, file: Path) -> None:
+    """Measures; rank 0 prints progress and writes the result.
+
+    Raises:
+        ExchangeError: There is one rank only.
+    """
+    import jaxcross
+
+    world = jaxcross.initialize()
+    if world.size < 2:
+        raise ExchangeError(
+            "One rank exchanges nothing: contention is measured on at least 2. Start them by `jaxcross contention -n 2`"
+            " or with the `mpirun` that belongs to this environment's MPI; `jaxcross doctor` says which."
+        )
+    measurement = Measurement(world, seconds / _PARTS)
+    rounds: list[Round] = []
+    measurement.round()  # a rehearsal
+    round_s = math.nan
+    for number in range(1, ROUNDS + 1):
+        if world.rank == 0:
+            left = "" if number == 1 else f", about {(ROUNDS + 1 - number) * round_s:.0f} s left"
+            print(f"jaxcross contention: round {number} of {ROUNDS}{left}", file=sys.stderr, flush=True)
+        begin_s = time.perf_counter()
+        rounds.append(measurement.round())
+        round_s = time.perf_counter() - begin_s
+    if world.rank == 0:
+        import jax
+
+        found = {
+            "vendor": world.vendor,
+            "ranks": world.size,
+            "local_ranks": world.local_size,
+            "device": jax.devices()[0].device_kind,
+            "megabytes": measurement.megabytes,
+            "exchanges": ROUNDS * measurement.exchanges,
+            "rounds": [asdict(each) for each in rounds],
+        }
+        file.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), Path(sys.argv[2]))

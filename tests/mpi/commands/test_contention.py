@@ -1,0 +1,34 @@
+"""`jaxcross contention` over MPI at toy size: whole, and refused where there is one rank."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxcross.commands.contention import RANK
+from jaxcross.plan import MachineContention
+
+
+def _run(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=240, env={**os.environ, **env}, check=False)
+
+
+def test_contention_is_measured(mpirun: object, quick_compiler: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "contention.json"
+    done = _run("jaxcross.cli", "contention", str(file), "--seconds", "0.5", env=quick_compiler)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ((rate, there),) = MachineContention.load(file).measured
+    assert rate > 0 and there.compute >= 1 and there.exchange >= 1
+    shown = done.stdout.splitlines()[1:]  # the first one is the launcher's command
+    assert len(shown) <= 10 and shown[0].startswith("Contention of 2 ranks on this machine")
+    assert done.stderr.count("jaxcross contention: round") == 5
+
+
+def test_one_rank_is_refused(mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_path: Path) -> None:
+    """Also where the launcher belongs to another MPI, and each process is a world of its own."""
+    done = _run(RANK, "1", str(tmp_path / "none.json"), env=quick_compiler)
+    assert done.returncode != 0
+    assert "One rank exchanges nothing: contention is measured on at least 2." in done.stderr
