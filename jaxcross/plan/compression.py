@@ -21,11 +21,14 @@ from jaxcross.exchange.qsgd import qsgd
 from jaxcross.exchange.top_k import top_k
 from jaxcross.exchange.validation import whole_number
 from jaxcross.plan.profile import Profile
-from jaxcross.program.ir import Exchange
+from jaxcross.program.ir import Exchange, human_bytes
 from jaxcross.program.stages import cut
 from jaxcross.program.trace import Traced, trace
 from jaxcross.wire.bytes import wire_bytes
 from jaxcross.wire.recognise import recognise
+
+_MOST_BYTES = 2
+"""Times the bytes of its parameters that a step exchanges as a mean, at most: statistics and metrics come on top."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +40,46 @@ class JobCost:
         compute_s: Seconds of device time that the step's computation takes (c).
         exchange_s: Seconds of network time that the step's exchanges take (m).
         params: Parameters of the job, or their shapes (`jax.ShapeDtypeStruct`).
+        profile: The profile that says the seconds, with which the choice compares ranks and bytes; None for numbers.
     """
 
     name: str
     compute_s: float
     exchange_s: float
     params: PyTree
+    profile: Profile | None = None
 
     @classmethod
     def of(cls, profile: Profile, params: PyTree) -> Self:
         """Returns the cost that a profile of the job alone says, for parameters or their shapes."""
-        return cls(name=profile.name, compute_s=profile.compute_s, exchange_s=profile.exchange_s, params=params)
+        return cls(
+            name=profile.name,
+            compute_s=profile.compute_s,
+            exchange_s=profile.exchange_s,
+            params=params,
+            profile=profile,
+        )
+
+    def check(self, ranks: int) -> None:
+        """Makes sure that the profile, if there is one, is of these parameters' plain mean on so many ranks.
+
+        Raises:
+            ValueError: It is of something else.
+        """
+        if self.profile is None:
+            return
+        if self.profile.ranks != ranks:
+            raise ValueError(
+                f"the profile of `{self.name}` was measured on {self.profile.ranks} ranks, and `ranks` is {ranks}: give"
+                " that of a run on as many ranks, or numbers."
+            )
+        measured = sum(self.profile.graph.nbytes)
+        needed = sum(math.prod(jnp.shape(x)) * jnp.result_type(x).itemsize for x in jax.tree.leaves(self.params))
+        if measured and not needed <= measured <= _MOST_BYTES * needed:
+            raise ValueError(
+                f"the profile of `{self.name}` is of a step that exchanges {human_bytes(measured)}, and `params` has"
+                f" {human_bytes(needed)}: it is of another step, or was not measured with the plain mean."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +137,14 @@ def choose_compression(
 
     Raises:
         ValueError: If there are no jobs or no candidates, if the target or a time is not positive, if `axis_name` names
-            several axes, if `ranks` is not a whole number, or if the first candidate rejects a job's leaves.
+            several axes, if `ranks` is not a whole number, if the first candidate rejects a job's leaves, or if a
+            profile is of another step or of another number of ranks.
 
     Example:
         >>> report = jaxcross.run(jobs)
         >>> costs = [
         ...     JobCost(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=params)
-        ...     for j in report.rounds.jobs
+        ...     for j in report.rounds.jobs  # or `JobCost.of(profile, params)`
         ... ]
         >>> exchanges = jaxcross.plan.choose_compression(1.0, costs, "batch", ranks=world.size)
     """
@@ -125,6 +158,8 @@ def choose_compression(
         raise ValueError(f"`target` ({target}) and all times must be positive: {times}.")
     axis = collectives.one_axis(axis_name, "`choose_compression`")
     ranks = whole_number(ranks, "ranks", "`choose_compression`")
+    for job in jobs:
+        job.check(ranks)
     exchanges = [candidate.make(axis) for candidate in candidates]
     refused: list[str] = []
     seconds = []

@@ -180,7 +180,8 @@ def _lines(estimate: Estimate) -> Iterator[str]:
     cost, gains = estimate.cost, estimate.gains
     where = f" of {cost.where}" if cost.where else ""
     ranks = f"{cost.whole.ranks} rank{'s' * (cost.whole.ranks > 1)}"
-    yield f"`{cost.whole.name}`{where} on {ranks}: {cost.steps} steps timed on copies, nothing else next to them"
+    how = f"{cost.steps} steps timed on copies, nothing else next to them" if cost.steps else "as its profile says"
+    yield f"`{cost.whole.name}`{where} on {ranks}: {how}"
     yield f"  c = {seconds(cost.compute_s)} of computation, m = {seconds(cost.exchange_s)} of exchange{_wire(cost)}"
     yield _row("equal jobs next to each other", [str(p.jobs) for p in gains])
     yield _row("times as fast, at most", [f"{p.most:.2f}" for p in gains], "(c + m) / max(c, m)")

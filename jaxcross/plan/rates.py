@@ -103,7 +103,7 @@ def choose_rates(
     group = _Group.of(jobs, contention, 1 / len(jobs) if floor is None else floor, memory_bytes, vote_s)
     if len(jobs) == 1:
         return Rates(
-            pieces=(_fastest_alone(jobs[0], contention, vote_s)[1],),
+            pieces=(fastest_alone(jobs[0], contention, vote_s)[1],),
             policy=RoundRobin(),
             speeds=(1.0,),
             alone_s=group.alone_s,
@@ -151,7 +151,7 @@ class _Group:
     def of(
         cls, jobs: Sequence[Cuts], contention: Contention | None, floor: float, memory_bytes: int | None, vote_s: float
     ) -> _Group:
-        alone_s = tuple(_fastest_alone(cuts, contention, vote_s)[0] for cuts in jobs)
+        alone_s = tuple(fastest_alone(cuts, contention, vote_s)[0] for cuts in jobs)
         coarsest = [cuts[min(cuts)] for cuts in jobs]
         return cls(
             jobs=tuple(jobs),
@@ -285,7 +285,7 @@ def _fitting(cuts: Cuts, memory_bytes: int) -> Cuts:
     return fitting or cuts
 
 
-def _fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> tuple[float, int]:
+def fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> tuple[float, int]:
     """Returns the seconds of a step alone and its pieces, in the fastest of a few cuts from coarse to fine."""
     order = sorted(cuts)
     found = []

@@ -16,7 +16,7 @@ class StepCost:
         whole: Profile of the uncut step, named like the step, with its memory.
         cut: Profile of the step in several exchange segments; None if it cannot be cut, or was not.
         where: The job whose step it is, for people; empty outside a run.
-        steps: Steps that were timed.
+        steps: Steps that were timed; 0 if the profiles were given.
         wire_bytes: Bytes that a rank receives in a step.
         narrow_wire_bytes: The same if what travels in 32 or 64 bits travels in 16.
         link_mbps: Rate of the link that was asked for, in Mbit/s; None if exchanges take what was measured.

@@ -16,6 +16,7 @@ from jaxcross._jax_compat import jit_disabled, trace_context, x64_is_local
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs.context import current_job
+from jaxcross.plan.profile import Profile
 from jaxcross.program import stages
 from jaxcross.program.aliasing import copy_shared
 from jaxcross.program.compile import SingleFlightCache
@@ -27,6 +28,7 @@ from jaxcross.runtime.standalone import Standalone
 from jaxcross.step import nnx
 from jaxcross.step.agreement import agree_standalone, is_current
 from jaxcross.step.prepare import prepare
+from jaxcross.step.profiled import Profiles, as_profiles, cut_of
 from jaxcross.step.script_estimate import estimate_in_script
 from jaxcross.step.signature import (
     ArgType,
@@ -57,7 +59,7 @@ def crossover(
     step: Callable[P, R],
     *,
     axes: Axes,
-    cut: Cut = ...,
+    cut: Cut | Profiles = ...,
     bucket_bytes: int = ...,
     donate_argnums: int | Sequence[int] = ...,
     static_argnums: int | Sequence[int] = ...,
@@ -69,7 +71,7 @@ def crossover(
     step: None = None,
     *,
     axes: Axes,
-    cut: Cut = ...,
+    cut: Cut | Profiles = ...,
     bucket_bytes: int = ...,
     donate_argnums: int | Sequence[int] = ...,
     static_argnums: int | Sequence[int] = ...,
@@ -80,7 +82,7 @@ def crossover(
     step: Callable[P, R] | None = None,
     *,
     axes: Axes,
-    cut: Cut = "whole",
+    cut: Cut | Profiles = "whole",
     bucket_bytes: int = BUCKET_BYTES,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -103,7 +105,8 @@ def crossover(
             the number that takes least time, tried on copies at the first call and logged; next to other jobs, which
             hide the exchange anyway, one segment per 25 MB, 8 at most. A job keeps what it began with. The cut
             decides the last bits of results: to repeat a run, write the number that was found. What is kept over runs
-            (`jax_compilation_cache_dir`) is timed again, and dropped if it is slower.
+            (`jax_compilation_cache_dir`) is timed again, and dropped if it is slower. A `plan.Profile` of this step,
+            or several of it in several cuts: the number in which it is fastest alone by them, without a trial.
         bucket_bytes: Exchanges smaller than this share buffers up to this size; at 0 none do.
         donate_argnums: Positional arguments whose arrays the step may overwrite; they cannot be used again. Negative
             numbers count from the last positional argument of a call, here as below; arguments with numbers from 0
@@ -113,7 +116,7 @@ def crossover(
     Raises:
         TypeError: `step`, `axes` or the numbers of arguments are of another type; `step` is a `jax.pmap`.
         ValueError: A size, `cut` or `bucket_bytes` is out of range.
-        CutError: (when called) the step cannot be traced or cut.
+        CutError: (when called) the step cannot be traced or cut, or a profile is of another step or number of ranks.
         ExchangeError: (when called) ranks disagree about the step's exchanges, or an earlier step failed halfway.
         JobError: (when called) two threads call steps at once, outside a runner.
 
@@ -135,13 +138,15 @@ def crossover(
     if isinstance(step, Step):
         raise TypeError(f"`{step.__name__}` is a crossover step already: give its function, `{step.__name__}.step`.")
     check_step(step, step_name(step))
+    profiles = as_profiles(cut)
     return Step(
         step,
         axis_sizes(axes),
-        checked_cut(cut),
+        checked_cut(cut_of(profiles) if profiles else cut),
         checked_bytes(bucket_bytes),
         as_numbers(donate_argnums, "donate_argnums"),
         as_numbers(static_argnums, "static_argnums"),
+        profiles,
     )
 
 
@@ -163,6 +168,7 @@ class Step(Generic[P, R]):
         bucket_bytes: int,
         donate: tuple[int, ...],
         static: tuple[int, ...],
+        profiles: tuple[Profile, ...] = (),
     ) -> None:
         update_wrapper(self, step, updated=())
         self.__name__ = step_name(step)
@@ -175,7 +181,7 @@ class Step(Generic[P, R]):
         self._standalone: Standalone | None = None  # the host outside a runner, once it was needed
         self._agreed: Variant | None = None  # what all ranks ran last, outside a runner
         self._signature: int | None = None  # of its exchanges
-        self._record = StepRecord(cut=cut, bucket_bytes=bucket_bytes)
+        self._record = StepRecord(cut=cut, bucket_bytes=bucket_bytes, profiles=profiles)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step. See `crossover`."""
@@ -240,13 +246,16 @@ class Step(Generic[P, R]):
 
     def pure_step(self) -> Step[..., PyTree]:
         """Returns the step over NNX graphs and states; made once, so that it is compiled once."""
-        return self.derived("_pure", lambda: nnx.pure_function(self))
+        return self.derived("_pure", lambda: nnx.pure_function(self), profiles=self._record.profiles)
 
-    def derived(self, name: str, make_function: Callable[[], Callable[..., PyTree]]) -> Step[..., PyTree]:
+    def derived(
+        self, name: str, make_function: Callable[[], Callable[..., PyTree]], *, profiles: tuple[Profile, ...] = ()
+    ) -> Step[..., PyTree]:
         """Returns the step of another function with the settings of this one; made once for each name."""
         known = self.__dict__.get(name)
         if known is None:
-            made = Step(make_function(), self.axes, self.cut, self.bucket_bytes, self.donate, self.static)
+            settings = (self.axes, self.cut, self.bucket_bytes, self.donate, self.static, profiles)
+            made = Step(make_function(), *settings)
             # Jobs share steps. `setdefault` is one operation of the interpreter: the first thread's step stays.
             known = self.__dict__.setdefault(name, made)
         return known

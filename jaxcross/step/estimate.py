@@ -10,6 +10,7 @@ from jaxcross.plan.estimate import Estimate
 from jaxcross.program.trace import step_name
 from jaxcross.step.crossover import Axes, Step, crossover
 from jaxcross.step.measured_together import Subject, measure_on_all_ranks
+from jaxcross.step.profiled import Profiles, as_profiles
 from jaxcross.step.solo_cost import Settings
 from jaxcross.world import current_world
 
@@ -22,6 +23,7 @@ def estimate(
     axes: Axes | None = None,
     link_mbps: float | None = None,
     memory_bytes: int | None = None,
+    profiles: Profiles | None = None,
 ) -> Estimate:
     """Predicts how much faster jobs of this step would run next to each other, from a few steps on the launched ranks.
 
@@ -39,14 +41,16 @@ def estimate(
             single rank then stands for one of two.
         memory_bytes: Bytes of arrays that a rank may hold. By default what the device has, on CPUs the rank's share
             of the machine's memory.
+        profiles: A `plan.Profile` of the step, or several of it in several cuts: no step is timed then.
 
     Returns:
         The estimate, whose `print` has ten lines.
 
     Raises:
         TypeError: `step` is not a function, `axes` is missing or superfluous, or another argument is of another type.
-        ValueError: `k`, `steps`, `link_mbps` or `memory_bytes` is out of range.
-        CutError: The step cannot be traced, exchanges nothing, or calls mpi4jax.
+        ValueError: `k`, `steps`, `link_mbps` or `memory_bytes` is out of range, or `link_mbps` stands next to profiles.
+        CutError: The step cannot be traced, exchanges nothing, or calls mpi4jax, or a profile is of another step or of
+            another number of ranks.
         ExchangeError: The ranks have different steps or arguments, or the step fails on some rank.
         JobError: Another thread is in a step.
 
@@ -58,7 +62,10 @@ def estimate(
     """
 
     def make_subject() -> Subject:
-        settings = Settings(jobs=k, steps=steps, link_mbps=link_mbps, memory_bytes=memory_bytes)
+        given = () if profiles is None else as_profiles(profiles)
+        if profiles is not None and not given:
+            raise TypeError(f"`profiles` must be one `jaxcross.plan.Profile` or several, got {profiles!r:.60}.")
+        settings = Settings(jobs=k, steps=steps, link_mbps=link_mbps, memory_bytes=memory_bytes, profiles=given)
         decorated = _decorated(step, axes)
         traced, leaves = decorated.bind(*args)
         return Subject(traced=traced, leaves=leaves, bucket_bytes=decorated.bucket_bytes, settings=settings)

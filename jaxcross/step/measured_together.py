@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from jaxcross.errors import ExchangeError, clause, first_line
@@ -85,7 +85,7 @@ def _begin_together(
 ) -> None:
     """Makes sure that all ranks can measure, and in the same way. Waits for all ranks."""
     error_text = "" if failure is None else clause(first_line(describe(failure)))
-    mine = [error_text, None if settings is None else asdict(settings)]
+    mine = [error_text, None if settings is None else settings.as_data()]
     ranks = run_watched(host, world, name, lambda control: gather(control, mine))
     if failure is not None:
         raise failure

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -21,6 +23,7 @@ from jaxcross.program.ir import Exchange, Program, Segment
 from jaxcross.program.trace import Traced
 from jaxcross.runtime.step_host import StepHost, T
 from jaxcross.step.agreement import agree_once
+from jaxcross.step.profiled import check_profiles
 from jaxcross.step.step_record import StepRecord
 from jaxcross.step.timed_trial import gather_failures, summary, time_segments
 from jaxcross.step.variant import Variant
@@ -45,6 +48,7 @@ class Settings:
         steps: Steps to time.
         link_mbps: Rate of a link on which the exchanges are to be thought of, in Mbit/s; None for what is there.
         memory_bytes: Bytes that a rank may use; None for what the device or the machine has.
+        profiles: Those of the step, in place of a measurement; none if it is to be timed.
 
     Raises:
         TypeError, ValueError: One of them makes no sense.
@@ -54,6 +58,7 @@ class Settings:
     steps: int = 3
     link_mbps: float | None = None
     memory_bytes: int | None = None
+    profiles: tuple[Profile, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in (("k", self.jobs), ("steps", self.steps)):
@@ -68,6 +73,17 @@ class Settings:
                 raise TypeError(f"`{name}` must be a number, or None, got {value!r}.")
             if not 0 < value < float("inf"):
                 raise ValueError(f"`{name}` must be above 0, got {value!r}.")
+        if self.profiles and self.link_mbps is not None:
+            raise ValueError("`link_mbps` is for a measurement: a profile says what exchanges took on its own link.")
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns all settings as plain data, for a comparison of ranks."""
+        plain = asdict(replace(self, profiles=()))
+        if not self.profiles:
+            del plain["profiles"]
+            return plain
+        texts = [json.dumps(each.as_data(), sort_keys=True) for each in self.profiles]
+        return {**plain, "profiles": [f"{zlib.crc32(text.encode()):08x}" for text in texts]}
 
 
 @final
@@ -105,7 +121,7 @@ class SoloCost:
         """Makes sure that this rank's step can be measured. Does not communicate.
 
         Raises:
-            CutError: It exchanges nothing, or calls mpi4jax.
+            CutError: It exchanges nothing, or calls mpi4jax, or a profile is of another step or number of ranks.
         """
         program = self._variant.default
         if self._variant.is_unit:
@@ -118,6 +134,7 @@ class SoloCost:
                 f"`{program.name}` exchanges nothing with these arguments, so that there is nothing to hide. Give the"
                 ' train step, which averages its gradients over ranks, as by `lax.pmean(grads, "batch")`.'
             )
+        check_profiles(self._settings.profiles, program, self._world.size)
 
     def measure(self, *, where: str = "") -> StepCost:
         """Returns the cost, the same on every rank. Waits for all ranks, each of which must have a step that can be
@@ -130,22 +147,31 @@ class SoloCost:
             ExchangeError: On every rank: the ranks have different steps, or the step fails on some rank.
         """
         program = self._variant.default
-        compiled = self._build(program)
-        if isinstance(compiled, str):
-            raise ExchangeError(f"`{program.name}` cannot be measured, as it cannot be compiled: {compiled}")
-        whole = self._profile(compiled)
-        if isinstance(whole, str):
-            raise ExchangeError(f"`{program.name}` cannot be measured, as it fails on copies of its arguments: {whole}")
+        memory, given = None, self._settings.profiles
+        if given:
+            whole, *finer = sorted(given, key=lambda profile: len(profile.graph.collectives))
+            whole, cut = replace(whole, name=program.name), finer[0] if finer else None
+            memory = whole.memory
+        else:
+            compiled = self._build(program)
+            if isinstance(compiled, str):
+                raise ExchangeError(f"`{program.name}` cannot be measured, as it cannot be compiled: {compiled}")
+            found = self._profile(compiled)
+            if isinstance(found, str):
+                raise ExchangeError(
+                    f"`{program.name}` cannot be measured, as it fails on copies of its arguments: {found}"
+                )
+            whole, cut, memory = found, self._cut_profile(program, found), memory_of(compiled)
         wide, narrow = self._wire_bytes(program.exchanges)
         limit = self._settings.memory_bytes or device_limit_bytes(jax.local_devices()[0], self._world.local_size)
-        ranks = self._together(lambda control: gather(control, [asdict(memory_of(compiled)), limit]))
-        memory = JobMemory.largest([JobMemory.from_data(own) for own, _ in ranks])
+        own = [asdict(memory or JobMemory()), limit]
+        ranks = self._together(lambda control: gather(control, own))
         limits = [limit for _, limit in ranks if limit is not None]
         return StepCost(
-            whole=replace(whole, memory=memory),
-            cut=self._cut_profile(program, whole),
+            whole=replace(whole, memory=JobMemory.largest([JobMemory.from_data(each) for each, _ in ranks])),
+            cut=cut,
             where=where,
-            steps=self._settings.steps,
+            steps=0 if given else self._settings.steps,
             wire_bytes=wide,
             narrow_wire_bytes=narrow,
             link_mbps=self._settings.link_mbps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxcross.plan.profile import Profile
 from jaxcross.program.cut import Cut
 from jaxcross.step.unit_agreement import Units
 
@@ -21,7 +22,8 @@ class StepRecord:
     """State that all variants of a step share.
 
     Attributes:
-        cut, bucket_bytes: As given to `crossover`.
+        cut, bucket_bytes: As given to `crossover`; the cut that its profiles choose.
+        profiles: Those that were given as the cut, and must be of this step.
         warned: Source lines of loops and of `optax.MultiSteps` that a warning was logged for.
         chosen_cuts: The cut that `cut="auto"` chose first in this process, by the default program's signature. Kept
             here and not in a variant, because shapes may change on one rank alone, and the other ranks would not come
@@ -31,6 +33,7 @@ class StepRecord:
 
     cut: Cut
     bucket_bytes: int
+    profiles: tuple[Profile, ...] = ()
     warned: set[str] = field(default_factory=set)
     chosen_cuts: dict[int, ChosenCut] = field(default_factory=dict)
     units: Units = field(default_factory=Units)

@@ -19,6 +19,7 @@ from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced
 from jaxcross.runtime.step_host import StepHost
 from jaxcross.step.advice import advise
+from jaxcross.step.profiled import check_profiles
 from jaxcross.step.step_record import StepRecord
 from jaxcross.step.unit_agreement import list_hash
 from jaxcross.world import World
@@ -76,6 +77,8 @@ class Variant:
             self.branch_of = _on_host(self.traced.undecided)
             return
         program = stages.cut(self.traced, self.record.cut, bucket_bytes=self.record.bucket_bytes)
+        if program.has_exchanges:
+            check_profiles(self.record.profiles, program, self.world.size)
         self.program = self.default = program
         # Kept, because it is asked at every call.
         self.is_unit = program.is_unit

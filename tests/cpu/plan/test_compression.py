@@ -54,8 +54,28 @@ def test_two_jobs_compress_as_far_as_they_must(exchange_s, expected):
 
 
 def test_a_profile_says_the_cost():
-    profile = Profile.whole("a", compute_s=1.0, exchange_s=2.0)
-    assert JobCost.of(profile, PARAMS) == JobCost(name="a", compute_s=1.0, exchange_s=2.0, params=PARAMS)
+    nbytes = 4 * (512 * 1024 + 1024)
+    profile = Profile.whole("a", compute_s=1.0, exchange_s=2.0, nbytes=nbytes, ranks=2)
+    cost = JobCost.of(profile, PARAMS)
+    assert (cost.name, cost.compute_s, cost.exchange_s) == ("a", 1.0, 2.0)
+    found, numbers = [], [JobCost(name="a", compute_s=1.0, exchange_s=2.0, params=PARAMS)]
+    for jobs in ([cost], numbers):
+        choose_compression(1.0, jobs, "batch", ranks=2, log=found.append)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "ranks", "message"),
+    [
+        (4 * 513 * 1024, 4, "the profile of `a` was measured on 4 ranks, and `ranks` is 2"),
+        (4 * 513 * 1024 - 4, 2, "exchanges 2.1 MB, and `params` has 2.1 MB: it is of another step"),
+        (10**7, 2, "exchanges 10.0 MB, and `params` has 2.1 MB: it is of another step, or was not measured"),
+    ],
+)
+def test_the_profile_of_something_else_is_refused(nbytes, ranks, message):
+    profile = Profile.whole("a", compute_s=1.0, exchange_s=2.0, nbytes=nbytes, ranks=ranks)
+    with pytest.raises(ValueError, match=message):
+        choose_compression(1.0, [JobCost.of(profile, PARAMS)], "batch", ranks=2)
 
 
 def test_exchanges_that_cannot_hide_are_logged():

@@ -6,6 +6,7 @@ Prints `rank R: estimates done`.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,15 @@ import numpy as np
 from jax import lax
 
 import jaxcross
+from jaxcross.plan import Profile
 
 WORLD = jaxcross.initialize(stall_timeout_s=60)
 RANK, P = WORLD.rank, WORLD.size
 X = np.full((4, 3), RANK, np.float32)
 
 
-def make_step(axis="batch", wrong=False):
-    @jaxcross.crossover(axes=axis, donate_argnums=0)
+def make_step(axis="batch", wrong=False, cut="whole"):
+    @jaxcross.crossover(axes=axis, donate_argnums=0, cut=cut)
     def train_step(layers, batch):
         def loss_fn(layers):
             hidden = jnp.tanh(batch @ layers["in"])
@@ -63,6 +65,45 @@ def the_same_on_every_rank():
     assert not any(x.is_deleted() for x in state.values())
     trained, alone = step(state, X), make_step()(fresh(), X)
     assert all((trained[k] == alone[k]).all() for k in trained), "what follows has the same bits"
+
+
+def a_profile_in_place_of_a_measurement():
+    """The same c and m come out, and nothing is timed; one of another step is refused on every rank."""
+    first = jaxcross.estimate(make_step(), fresh(), X, steps=1).cost
+    profiles = [first.whole, replace(first.cut, name=first.whole.name)]
+    found = jaxcross.estimate(make_step(), fresh(), X, profiles=profiles)
+    assert (found.cost.compute_s, found.cost.exchange_s) == (first.compute_s, first.exchange_s)
+    assert found.cost.steps == 0 and "as its profile says" in str(found).splitlines()[0]
+    assert found.cut_alone == jaxcross.plan.estimate.estimate_of(first).cut_alone
+    other = Profile.whole("a", compute_s=1.0, exchange_s=1.0, nbytes=10**6, ranks=P)
+    for refused, words in (
+        (other, "of another step"),
+        (replace(first.whole, ranks=P + 1), f"and `train_step` runs on {P}"),
+    ):
+        text = raised(lambda given=refused: jaxcross.estimate(make_step(), fresh(), X, profiles=given))
+        assert text.startswith("CutError: The profile") and words in text, text
+        text = raised(lambda given=refused: make_step(cut=given)(fresh(), X))
+        assert text.startswith("CutError: The profile") and words in text, text
+    mine = first.whole if RANK else other
+    text = raised(lambda: jaxcross.estimate(make_step(), fresh(), X, profiles=mine))
+    assert (
+        "ExchangeError: `train_step` cannot be measured, as rank 0 failed: CutError" if RANK else "CutError"
+    ) in text
+    text = raised(lambda: jaxcross.estimate(make_step(), fresh(), X, profiles=replace(first.whole, host_s=1.0 + RANK)))
+    assert text.startswith("ExchangeError: Ranks 0 and 1 ask for different estimates"), text
+
+
+def a_profile_in_place_of_a_cut():
+    """The cut is the one that is fastest alone by the profiles, and results are those of its number."""
+    cost = jaxcross.estimate(make_step(), fresh(), X, steps=1).cost
+    slow = replace(cost.whole, seconds=tuple(1.0 for _ in cost.whole.seconds))
+    fine = replace(cost.cut, name=slow.name, seconds=tuple(0.1 for _ in cost.cut.seconds))
+    for given, number in (([slow, fine], 2), ([fine, slow], 2), (fine, 2), (replace(slow, seconds=(1.0, 0.0, 0.0)), 1)):
+        by_profile = make_step(cut=given)
+        assert by_profile.cut == number, by_profile.cut
+        found, wanted = by_profile(fresh(), X), make_step(cut=number)(fresh(), X)
+        assert all((found[k] == wanted[k]).all() for k in found)
+        assert len(by_profile.latest_program.collectives) == number
 
 
 def in_a_job_of_several():
@@ -127,6 +168,8 @@ def a_rank_that_exchanges_nothing():
 
 CASES = (
     the_same_on_every_rank,
+    a_profile_in_place_of_a_measurement,
+    a_profile_in_place_of_a_cut,
     in_a_job_of_several,
     one_rank_that_asks_wrongly,
     other_steps,

@@ -1,0 +1,70 @@
+"""Profiles in place of numbers: the cut that they choose, and whether they are of the step that is to run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxcross.errors import CutError
+from jaxcross.plan.make import by_job
+from jaxcross.plan.profile import Profile
+from jaxcross.plan.rates import fastest_alone
+from jaxcross.plan.twin import VOTE_S
+from jaxcross.program.cut import Cut
+from jaxcross.program.ir import Program, human_bytes
+
+_ALIKE_BYTES = 64  # and a hundredth: a metric more is not another step
+Profiles = Profile | Sequence[Profile]
+"""One profile of a step, or one for each cut that was measured."""
+
+
+def as_profiles(given: object) -> tuple[Profile, ...]:
+    """Returns the profiles of one job; none if something else is given.
+
+    Raises:
+        ValueError: They are of several jobs, of several numbers of ranks, or two of one cut.
+    """
+    several = (given,) if isinstance(given, Profile) else given
+    if isinstance(several, str) or not isinstance(several, Sequence):
+        return ()
+    profiles = tuple(each for each in several if isinstance(each, Profile))
+    if not profiles or len(profiles) < len(several):
+        return ()
+    names = {profile.name for profile in profiles}
+    if len(names) > 1:
+        raise ValueError(f"profiles of one step have one name, got {', '.join(f'`{name}`' for name in sorted(names))}")
+    by_job(profiles)
+    return profiles
+
+
+def cut_of(profiles: Sequence[Profile]) -> Cut:
+    """Returns the number of pieces in which the step is fastest alone, by its profiles and the twin.
+
+    Raises:
+        ValueError: The step takes no time.
+    """
+    (cuts,) = by_job(profiles).values()
+    return fastest_alone(cuts, None, VOTE_S)[1]
+
+
+def check_profiles(profiles: Sequence[Profile], program: Program, ranks: int) -> None:
+    """Makes sure that profiles are of this step on so many ranks. Does not communicate.
+
+    Batch sizes are not compared: the profile says nothing about arguments.
+
+    Raises:
+        CutError: They are of another number of ranks, or of a step that exchanges other bytes.
+    """
+    exchanged = sum(segment.nbytes for segment in program.segments)
+    for profile in profiles:
+        measured = sum(profile.graph.nbytes)
+        if profile.ranks != ranks:
+            raise CutError(
+                f"The profile `{profile.name}` was measured on {profile.ranks} ranks, and `{program.name}` runs on"
+                f" {ranks}. Give that of a run on as many ranks, or numbers instead of a profile."
+            )
+        if measured and abs(measured - exchanged) > _ALIKE_BYTES + 0.01 * exchanged:
+            raise CutError(
+                f"The profile `{profile.name}` is of a step that exchanges {measured} bytes ({human_bytes(measured)}),"
+                f" and `{program.name}` exchanges {exchanged}. It is of another step: measure this one, or give"
+                " numbers instead of a profile."
+            )
