@@ -15,9 +15,10 @@ The file has a table for each job; a profile comes from the report of a run of t
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,11 +42,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--memory", metavar="SIZE", help='device memory of a rank, as "80GB" (default: no limit)')
     add("--most", type=int, default=4, metavar="K", help="jobs of a group at most (default: %(default)s)")
     add("--floor", type=float, metavar="SPEED", help="least speed of a job, as a share of its own alone (default: 1/k)")
-    add("--contention", metavar="FILE", help="contention of the machine, or `two-cores` (default: none)")
+    add(
+        "--contention",
+        metavar="FILE",
+        help="what `jaxcross contention FILE` measured, or `two-cores` for hosts of two cores (default: none)",
+    )
     add("--link-mbps", type=float, metavar="RATE", help="rate of the link, in Mbit/s, of profiles that do not name it")
     add("--json", type=Path, metavar="FILE", help="write the plan there")
     add("--picture", type=Path, metavar="FILE.png", help="draw the predicted timeline of a group")
-    add("--group", type=int, default=0, metavar="N", help="the group to draw (default: %(default)s, the largest)")
+    add("--group", type=int, metavar="N", help="the group to draw (default: 0, the largest)")
     add("--launch", nargs=2, metavar=("slurm|mpijob", "DIR"), help="write files for a cluster that start the groups")
     add("--queue", default="jaxcross", help="Kueue queue of each `MPIJob` (default: %(default)s)")
     add(
@@ -60,47 +65,91 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan and writes what was asked for; returns 2 for input that cannot be planned."""
     try:
-        if args.link_mbps is not None and not 0 < args.link_mbps < math.inf:
-            raise ValueError(f"`--link-mbps` must be above 0, got {args.link_mbps}.")
+        _check_options(args)
         if args.profile_of is not None:
             report, job, file = args.profile_of
-            return _write_profile(report, job, file, args.link_mbps)
-        if args.jobs is None:
-            raise ValueError("name the file of jobs, as in `jaxcross plan jobs.toml`.")
+            return _write_profile(Path(report), job, Path(file), args.link_mbps)
         return _plan(args)
     except (ValueError, OSError, ImportError) as error:
         print(f"jaxcross plan: {error}", file=sys.stderr)
         return 2
 
 
-def _write_profile(report: str, job: str, file: str, link_mbps: float | None) -> int:
+def _check_options(args: argparse.Namespace) -> None:
+    """Finds what is wrong before anything is planned, which may take minutes.
+
+    Raises:
+        ValueError: An option is wrong.
+        MissingExtraError: A picture is asked for, and matplotlib is not installed.
+    """
+    from jaxcross.commands.plan_launch import check_cluster
+    from jaxcross.errors import require_extra
+
+    if args.link_mbps is not None and not 0 < args.link_mbps < math.inf:
+        raise ValueError(f"`--link-mbps` must be above 0, got {args.link_mbps}.")
+    if args.profile_of is None and args.jobs is None:
+        raise ValueError("name the file of jobs, as in `jaxcross plan jobs.toml`.")
+    if args.group is not None and (args.group < 0 or args.picture is None):
+        raise ValueError(f"`--group` must be the number of a group for `--picture`, got {args.group}.")
+    if args.launch is not None:
+        check_cluster(args.launch[0], args.queue)
+    if args.picture is not None:
+        require_extra("plot", "`--picture`", "matplotlib")
+    for option, file in (("--json", args.json), ("--picture", args.picture)):
+        if file is not None and not file.parent.is_dir():
+            raise ValueError(f"`{option} {file}` cannot be written: there is no folder `{file.parent}`.")
+
+
+@contextmanager
+def _reading(what: str, remedy: str) -> Iterator[None]:
+    """Says which file cannot be read, why, and what to do."""
+    from jaxcross.errors import clause
+
+    try:
+        yield
+    except OSError as error:
+        reason = clause(error.strerror or str(error))
+        raise ValueError(f"{what} `{error.filename}` cannot be read: {reason}. {remedy}") from error
+
+
+def _write_profile(report: Path, job: str, file: Path, link_mbps: float | None) -> int:
     from jaxcross.plan import Profile
     from jaxcross.report import Report
 
-    path = Profile.of(Report.load(report), job, mbit_per_s=link_mbps).to_json(file)
+    if not file.parent.is_dir():
+        raise ValueError(f"`{file}` cannot be written: there is no folder `{file.parent}`.")
+    with _reading("the report", "A script keeps it by `report.to_json(path)`."):
+        run = Report.load(report)
+    path = Profile.of(run, job, mbit_per_s=link_mbps).to_json(file)
     print(f"The profile of `{job}` is in {path}.")
     return 0
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from jaxcross.commands.plan_launch import check_script, write_launch_files
     from jaxcross.plan import of
     from jaxcross.plan.jobs_file import read_jobs
 
-    jobs = read_jobs(args.jobs, profiles=args.profiles)
+    with _reading("the file of jobs", "`jaxcross plan --help` shows one."):
+        jobs = read_jobs(args.jobs, profiles=args.profiles)
     named = (replace(each, mbit_per_s=each.mbit_per_s or args.link_mbps) for each in jobs.profiles)
     jobs = replace(jobs, profiles=tuple(named))
+    if args.launch is not None:
+        check_script(jobs.script)
+    most = len({each.name for each in jobs.profiles})
+    if args.group is not None and args.group >= most:
+        raise ValueError(f"`--group` must be below {most}, the number of jobs, got {args.group}.")
     contention = _contention(args.contention)
     plan = of(
         jobs.profiles, memory=args.memory, most=args.most, steps=jobs.steps, contention=contention, floor=args.floor
     )
+    plan = replace(plan, notes=(*plan.notes, *jobs.notes))
     print(plan)
     if args.json is not None:
         print(f"The plan is in {plan.to_json(args.json)}.")
     if args.picture is not None:
-        _draw(plan, jobs, contention, args.group, args.picture)
+        _draw(plan, jobs, contention, args.group or 0, args.picture)
     if args.launch is not None:
-        from jaxcross.commands.plan_launch import write_launch_files
-
         kind, folder = args.launch
         for path in write_launch_files(plan, kind, Path(folder), script=jobs.script, queue=args.queue):
             print(f"Written: {path}")
@@ -108,16 +157,12 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _contention(name: str | None) -> MachineContention | None:
-    from jaxcross.plan.bounded import read_text
-    from jaxcross.plan.contention import MAX_FILE_BYTES, TWO_CORES, MachineContention
+    from jaxcross.plan.contention import TWO_CORES, MachineContention
 
     if name is None or name == "two-cores":
         return TWO_CORES if name else None
-    path = Path(name)
-    try:
-        return MachineContention.from_json(json.loads(read_text(path, MAX_FILE_BYTES)))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"`{path}` is not the contention of a machine: {error}") from error
+    with _reading("the contention", f"Measure it: `jaxcross contention {name} -n 2 --hosts A,B`; or give `two-cores`."):
+        return MachineContention.load(name)
 
 
 def _draw(plan: Plan, jobs: JobsFile, contention: MachineContention | None, number: int, path: Path) -> None:

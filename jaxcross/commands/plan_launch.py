@@ -32,12 +32,8 @@ def write_launch_files(plan: Plan, kind: str, folder: Path, *, script: str, queu
         ValueError: `kind` or `queue` is something else, or there is no script.
         OSError: A file cannot be written.
     """
-    if kind not in KINDS:
-        raise ValueError(f"`--launch` writes files for {' or '.join(KINDS)}, got `{kind:.60}`.")
-    if not script or not script.isprintable():
-        raise ValueError('`--launch` needs the script that runs a group: `script = "train.py"` in the file of jobs.')
-    if len(queue) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", queue):
-        raise ValueError(f"`--queue` must be the name of a queue in Kubernetes, got `{queue:.80}`.")
+    check_cluster(kind, queue)
+    check_script(script)
     folder.mkdir(parents=True, exist_ok=True)
     written = [plan.to_json(folder / "plan.json")]
     texts = _arrays(plan, script, written[0]) if kind == "slurm" else _manifests(plan, script, written[0], queue)
@@ -45,6 +41,28 @@ def write_launch_files(plan: Plan, kind: str, folder: Path, *, script: str, queu
         (folder / name).write_text(text)
         written.append(folder / name)
     return written
+
+
+def check_cluster(kind: str, queue: str) -> None:
+    """Makes sure that files can be written for a cluster.
+
+    Raises:
+        ValueError: They cannot, or the queue's name is not one.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"`--launch` writes files for {' or '.join(KINDS)}, got `{kind:.60}`.")
+    if len(queue) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", queue):
+        raise ValueError(f"`--queue` must be the name of a queue in Kubernetes, got `{queue:.80}`.")
+
+
+def check_script(script: str) -> None:
+    """Makes sure that there is a script to start.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if not script or not script.isprintable():
+        raise ValueError('`--launch` needs the script that runs a group: `script = "train.py"` in the file of jobs.')
 
 
 def _arrays(plan: Plan, script: str, file: Path) -> Iterator[tuple[str, str]]:

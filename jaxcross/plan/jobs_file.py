@@ -28,11 +28,13 @@ class JobsFile:
         profiles: The profiles of all jobs, each under its job's name.
         steps: The steps that each job has to make; None if the file does not say.
         script: The script that runs a group of jobs; "" if the file names none.
+        notes: What to know about a plan of these jobs.
     """
 
     profiles: tuple[Profile, ...]
     steps: Mapping[str, float] | None
     script: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
@@ -62,14 +64,26 @@ def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
     folder = path.parent if profiles is None else profiles
     loaded: dict[Path, Profile] = {}
     found = []
+    elsewhere = []
     for name, row in named.items():
         for file in row["profile"]:
             place = folder / file
             if place not in loaded:
                 loaded[place] = _profile(place, name)
             profile = replace(loaded[place], name=name)
-            found.append(replace(profile, ranks=row["ranks"]) if "ranks" in row else profile)
-    return JobsFile(profiles=tuple(found), steps=steps, script=script)
+            ranks = row.get("ranks", profile.ranks)
+            if ranks != profile.ranks:
+                elsewhere.append(f"`{name}` ({ranks} instead of {profile.ranks})")
+            found.append(replace(profile, ranks=ranks))
+    return JobsFile(profiles=tuple(found), steps=steps, script=script, notes=tuple(_notes(elsewhere)))
+
+
+def _notes(elsewhere: list[str]) -> list[str]:
+    """Says which jobs are planned for other ranks than they were measured on."""
+    if not elsewhere:
+        return []
+    shown = ", ".join(list(dict.fromkeys(elsewhere))[:3]) + " ..." * (len(set(elsewhere)) > 3)
+    return [f"Planned for other numbers of ranks than measured, their exchanges taken to last as long: {shown}."]
 
 
 def _named(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -109,7 +123,10 @@ def _profile(place: Path, name: str) -> Profile:
         return Profile.load(place)
     except OSError as error:
         reason = clause(error.strerror or str(error))
-        raise ValueError(f"the profile `{place}` of job `{name}` cannot be read: {reason}.") from error
+        raise ValueError(
+            f"the profile `{place}` of job `{name}` cannot be read: {reason}. Write it by `jaxcross plan --profile-of"
+            f" REPORT {name} {place}`."
+        ) from error
 
 
 def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:

@@ -14,7 +14,7 @@ from jaxcross.plan.groups import Load, group
 from jaxcross.plan.memory import JobMemory, as_bytes, needed_bytes
 from jaxcross.plan.plan import Plan, PlannedGroup, PlannedJob
 from jaxcross.plan.profile import Profile
-from jaxcross.plan.rates import PIECES, Cuts, Rates, choose_rates, cuts_of
+from jaxcross.plan.rates import MOST_STEPS, PIECES, Cuts, Rates, choose_rates, cuts_of
 from jaxcross.plan.twin import VOTE_S, Prediction, predict
 
 ROUNDS = 8
@@ -117,21 +117,42 @@ def predict_group(
         vote_s: Likewise.
 
     Raises:
-        ValueError: A job has no profile in the pieces that are planned.
+        ValueError: A job has no profile in the pieces that are planned or on the ranks, or its step is too short next
+            to those of the others for a prediction.
     """
     jobs = by_job(profiles)
     missing = [job.name for job in planned.jobs if job.pieces not in jobs.get(job.name, ())]
     if missing:
         raise ValueError(f"there is no profile of `{missing[0]}` in the pieces that are planned")
     cuts = [jobs[job.name][job.pieces] for job in planned.jobs]
-    length_s = ROUNDS * max(job.step_s for job in planned.jobs)
+    for job, cut in zip(planned.jobs, cuts, strict=True):
+        if cut.ranks != planned.ranks:
+            raise ValueError(
+                f"the group of `{job.name}` is planned for {planned.ranks} ranks, and the profile was measured on"
+                f" {cut.ranks}: plan with this profile, or give that of a run on {planned.ranks}"
+            )
     return predict(
         cuts,
         policy=planned.policy,
         contention=_there(contention, cuts),
-        steps=[max(2, math.ceil(length_s / job.step_s)) for job in planned.jobs],
+        steps=_steps_of(planned.jobs),
         vote_s=vote_s,
     )
+
+
+def _steps_of(jobs: Sequence[PlannedJob]) -> list[int]:
+    """Returns the steps of each job in the prediction of their group.
+
+    Raises:
+        ValueError: They are so many that the prediction would take minutes.
+    """
+    longest, shortest = (choose(jobs, key=lambda job: job.step_s) for choose in (max, min))
+    if not ROUNDS * sum(longest.step_s / job.step_s for job in jobs) <= MOST_STEPS:
+        raise ValueError(
+            f"a step of `{longest.name}` takes {longest.step_s:.3g} s, one of `{shortest.name}` {shortest.step_s:.3g}"
+            f" s: too unlike for a prediction, which would have more than {MOST_STEPS} steps"
+        )
+    return [max(2, math.ceil(ROUNDS * longest.step_s / job.step_s)) for job in jobs]
 
 
 def _bytes(memory: int | str) -> int:
@@ -245,8 +266,7 @@ def _group_of(
             jobs.items(), rates.pieces, shares, rates.alone_s, rates.speeds, cut, strict=True
         )
     )
-    length_s = ROUNDS * max(job.step_s for job in planned)
-    steps = [max(2, math.ceil(length_s / job.step_s)) for job in planned]
+    steps = _steps_of(planned)
     rounds = predict(cut, policy=rates.policy, contention=contention, steps=steps, vote_s=vote_s).rounds
     memory = [profile.memory for profile in cut]
     return PlannedGroup(

@@ -157,10 +157,15 @@ def test_a_wrong_file_of_jobs_is_explained(folder: Path, capsys: Any, old: str, 
         (["--memory", "1kB"], "job `large` needs 9000 bytes alone"),
         (["--most", "0"], "at least 1 job"),
         (["--floor", "2"], "`floor` must be in (0, 1]"),
-        (["--group", "5", "--picture", "x.png"], "`--group` must be 0 to 0, got 5"),
+        (["--group", "5", "--picture", "x.png"], "`--group` must be below 2, the number of jobs, got 5"),
+        (["--group", "1", "--picture", "x.png"], "`--group` must be 0 to 0, got 1"),
+        (["--group", "-1", "--picture", "x.png"], "`--group` must be the number of a group for `--picture`, got -1"),
+        (["--group", "0"], "`--group` must be the number of a group for `--picture`, got 0"),
+        (["--picture", "none/x.png"], "`--picture none/x.png` cannot be written: there is no folder `none`"),
+        (["--json", "none/x.json"], "`--json none/x.json` cannot be written: there is no folder `none`"),
         (["--launch", "torque", "x"], "`--launch` writes files for slurm or mpijob, got `torque`"),
         (["--launch", "mpijob", "x", "--queue", "My Queue"], "`--queue` must be the name of a queue"),
-        (["--contention", "none.json"], "No such file"),
+        (["--contention", "none.json"], "contention `none.json` cannot be read: No such file or directory. Measure it"),
         (["--contention", "jobs.toml"], "`jobs.toml` is not the contention of a machine"),
     ],
 )
@@ -175,6 +180,44 @@ def test_wrong_options_are_explained(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--launch", "torque", "x"],
+        ["--launch", "slurm", "x", "--queue", "My Queue"],
+        ["--group", "5", "--picture", "x.png"],
+        ["--json", "none/x.json"],
+        ["--contention", "none.json"],
+    ],
+)
+def test_wrong_options_are_found_before_the_plan(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("jaxcross.plan.of", lambda *_, **__: pytest.fail("it was planned"))
+    assert _run("jobs.toml", *words) == 2
+
+
+def test_a_script_is_asked_for_before_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxcross.plan.of", lambda *_, **__: pytest.fail("it was planned"))
+    (folder / "jobs.toml").write_text(JOBS.replace('script = "train.py"', ""))
+    assert _run(folder / "jobs.toml", "--launch", "slurm", folder) == 2
+
+
+def test_other_ranks_than_the_profile_s_are_noted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "jobs.toml").write_text(JOBS.replace('"large.json"', '"large.json"\nranks = 8'))
+    assert _run(folder / "jobs.toml") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Planned for other numbers of ranks than measured" in shown and "`large` (8 instead of 2)." in shown
+
+
+def test_a_missing_report_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--profile-of", tmp_path / "none.json", "a", tmp_path / "a.json") == 2
+    err = capsys.readouterr().err
+    assert "the report `" in err and "cannot be read: No such file or directory. A script keeps it by" in err
+    assert "Errno" not in err
+
+
 def test_no_file_of_jobs_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run() == 2
     assert _run(tmp_path / "none.toml") == 2
@@ -182,7 +225,8 @@ def test_no_file_of_jobs_is_explained(tmp_path: Path, capsys: pytest.CaptureFixt
         file.truncate(MAX_FILE_BYTES + 1)
     assert _run(tmp_path / "jobs.toml") == 2
     err = capsys.readouterr().err
-    assert "name the file of jobs" in err and "No such file" in err and "more than 10000000 bytes" in err
+    assert "name the file of jobs" in err and "the file of jobs `" in err and "more than 10000000 bytes" in err
+    assert "Errno" not in err
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -46,6 +46,17 @@ def test_the_prediction_of_a_group_is_the_plan_s() -> None:
         assert timing.period_s == pytest.approx(job.step_s, rel=0.15)
     with pytest.raises(ValueError, match="no profile of `large` in the pieces"):
         predict_group(pair, UNLIKE[1:])
+    with pytest.raises(ValueError, match="planned for 1 ranks, and the profile was measured on 3"):
+        predict_group(pair, [replace(profile, ranks=3) for profile in UNLIKE])
+
+
+@pytest.mark.parametrize("step_s", [1e-300, 1e-5])
+def test_a_group_too_unlike_is_not_predicted(step_s: float) -> None:
+    """A plan may be any file: its prediction takes no longer than those of `of`."""
+    (pair, _) = of(UNLIKE).groups
+    loaded = replace(pair, jobs=(pair.jobs[0], replace(pair.jobs[1], step_s=step_s)))
+    with pytest.raises(ValueError, match="too unlike for a prediction, which would have more than 20000 steps"):
+        predict_group(loaded, UNLIKE)
 
 
 def test_jobs_that_would_starve_run_alone() -> None:
