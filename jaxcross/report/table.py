@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from jaxcross.errors import first_line
@@ -18,6 +19,9 @@ from jaxcross.report.units import number, seconds, share
 
 WIDTH = 110
 """Most characters of a line, also where there is no terminal."""
+
+_NAME, _TEXT = 24, 8
+"""Characters of a text on a narrow terminal, of the name of a row and of others: longer ones are broken."""
 
 
 def plain(report: RunData) -> str:
@@ -28,7 +32,8 @@ def plain(report: RunData) -> str:
 def printed(group: Group, most: int = WIDTH) -> str:
     """Returns text without colour, as wide as it needs, up to `most` characters and to the terminal.
 
-    Where a table is wider than that, it goes without lines, and only its texts are broken.
+    Where a table is wider than that, it goes without lines, and only its texts are broken. Where its numbers do not fit
+    either, it becomes several tables, each of which begins with the name of the row.
     """
     out = io.StringIO()
     width = min(most, screen_width(os.environ) or most)
@@ -36,15 +41,44 @@ def printed(group: Group, most: int = WIDTH) -> str:
     unlimited = console.options.update(width=1000)
     for each in group.renderables:
         if isinstance(each, Table) and Measurement.get(console, unlimited, each).maximum > width:
-            _narrow(each)
-    console.print(group)
+            console.print(*_narrow(each, width), sep="\n")
+        else:
+            console.print(each)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def _narrow(table: Table) -> None:
-    table.box, table.pad_edge, table.padding = None, False, (0, 1, 0, 0)
-    for column in table.columns:
-        column.no_wrap, column.overflow = column.justify == "right", "fold"
+def _narrow(table: Table, width: int) -> list[Table]:
+    """Returns a table without lines, in as many parts as its numbers need."""
+    n_texts = next((n for n, column in enumerate(table.columns) if column.justify == "right"), 1)
+    n_names = max(n_texts, 1 + next((n for n, column in enumerate(table.columns) if column.header), 0))
+    names = table.columns[:n_names]
+    rooms = [_room(column, _NAME if n < n_names else _TEXT) for n, column in enumerate(table.columns)]
+    taken = width
+    parts: list[list[Column]] = []
+    for column, room in zip(table.columns[n_names:], rooms[n_names:], strict=True):
+        if taken + 1 + room > width:
+            parts.append([*names])
+            taken = sum(rooms[:n_names]) + n_names - 1
+        parts[-1].append(column)
+        taken += 1 + room
+    return [_without_lines(table, columns) for columns in parts or [names]]
+
+
+def _room(column: Column, text: int) -> int:
+    """Returns the least characters of a column: a number is not broken, a longer text than this is."""
+    widest = max(cell_len(str(cell)) for cell in (column.header, column.footer, *column.cells))
+    return widest if column.justify == "right" else min(widest, text)
+
+
+def _without_lines(table: Table, columns: Sequence[Column]) -> Table:
+    """Returns a table of some columns of another one."""
+    part = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_footer=table.show_footer)
+    for column in columns:
+        right = column.justify == "right"
+        part.add_column(column.header, column.footer, justify=column.justify, no_wrap=right, overflow="fold")
+    for row, cells in zip(table.rows, zip(*(column.cells for column in columns), strict=True), strict=True):
+        part.add_row(*cells, style=row.style)
+    return part
 
 
 def screen_width(environ: Mapping[str, str]) -> int:

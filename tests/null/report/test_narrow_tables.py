@@ -50,6 +50,23 @@ def test_numbers_stay_whole(monkeypatch):
     assert all(number in str(report()) for number in ("6 (701 to 706)", "1.00 s", "1.25"))
 
 
+def test_a_wide_table_becomes_several(monkeypatch):
+    """A number that is cut would be another number; each part names its rows."""
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ("momentum", "weight_decay", "warmup_steps", "label_smoothing", "dropout")
+    params = {name: 0.0001234 + n for n, name in enumerate(names)}
+    trials = tuple(
+        SweepTrial(number=n, name=f"t{n}", params=params, status="pruned", step=30000, value=0.5) for n in (17, 18)
+    )
+    text = str(SweepResult(metric="eval/accuracy", mode="max", trials=trials, best=None))
+    assert max(map(len, text.splitlines())) <= 80
+    for cell in ("17", "18"):
+        assert sum(line.split()[:1] == [cell] for line in text.splitlines()) == 2
+    words = text.split()
+    assert all(words.count(word) == 2 for word in ("0.0001234", "4", "30000", "0.5"))
+    assert all(name in words for name in names)
+
+
 def test_a_file_has_no_width():
     assert screen_width({}) == 0
     assert screen_width({"COLUMNS": "72"}) == 72
