@@ -14,7 +14,8 @@ from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import clause, shortened
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import Policy, Weighted
-from jaxcross.jobs.early_stopping import Mode
+from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
+from jaxcross.jobs.evaluations import Evaluation
 from jaxcross.plan.memory import as_bytes
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.job_record import check_choice
@@ -228,8 +229,8 @@ def check_batches(name: str, batches: Any, steps: Any) -> None:
         check_count(f"`steps` of job `{name}`", steps, least=0)
 
 
-def check_every(job: str, n: Any, fn: Any, rank: Any, name: Any) -> None:
-    """Makes sure that an evaluation can be made.
+def checked_evaluation(job: str, n: Any, fn: Any, rank: Any, name: Any) -> Evaluation:
+    """The evaluation that these arguments of `job.every` ask for.
 
     Raises:
         TypeError: `n` or `rank` is not a whole number, `fn` cannot be called with a state, or `name` is not a text.
@@ -245,10 +246,13 @@ def check_every(job: str, n: Any, fn: Any, rank: Any, name: Any) -> None:
         raise _wrong(f"`name` {what}", "a text", name)
     if not name or "/" in name:
         raise ValueError(f"`name` {what} must be a text without a slash that is not empty, got {name!r}.")
+    return Evaluation(name=name, n_steps=int(n), fn=fn, rank=rank)
 
 
-def check_early_stopping(job: str, metric: Any, mode: Any, patience: Any, patience_steps: Any, min_delta: Any) -> None:
-    """Makes sure that these say when to stop.
+def checked_early_stopping(
+    job: str, metric: Any, *, mode: Any, patience: Any, patience_steps: Any, min_delta: Any
+) -> EarlyStopping:
+    """When these arguments of `job.stop_early` ask to stop.
 
     Raises:
         TypeError: One is of another type.
@@ -267,6 +271,8 @@ def check_early_stopping(job: str, metric: Any, mode: Any, patience: Any, patien
         raise _wrong(f"`min_delta` {what}", "a number", min_delta)
     if not 0 <= min_delta < math.inf:
         raise ValueError(f"`min_delta` {what} must be at least 0 and finite, got {min_delta}.")
+    best = Best(metric=metric, mode=mode, min_delta=float(min_delta))
+    return EarlyStopping(best=best, patience=patience, patience_steps=patience_steps)
 
 
 def _check_signature(name: str, step: Callable[..., Any]) -> None:

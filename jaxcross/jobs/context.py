@@ -13,10 +13,9 @@ from jaxcross.errors import JobError
 from jaxcross.health.abort import print_error
 from jaxcross.interleave.instrument import SpanKind
 from jaxcross.interleave.vote import JobRequest
-from jaxcross.jobs.arguments import check_batches, check_early_stopping, check_every
+from jaxcross.jobs.arguments import check_batches, checked_early_stopping, checked_evaluation
 from jaxcross.jobs.data_position import START
-from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
-from jaxcross.jobs.evaluations import Evaluation
+from jaxcross.jobs.early_stopping import Mode
 from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.latest_state import own_copy
 from jaxcross.jobs.lifecycle import JobLifecycle
@@ -251,8 +250,7 @@ class JobContext:
             JobError: In the loop, on every rank: `fn` failed on one, `job.state` was not assigned, or ranks evaluate
                 differently. Here: the loop has begun.
         """
-        check_every(self.name, n, fn, rank, name)
-        self.host.evaluations.add(Evaluation(name=name, n_steps=int(n), fn=fn, rank=rank))
+        self.host.evaluations.add(checked_evaluation(self.name, n, fn, rank, name))
 
     def stop_early(
         self,
@@ -281,9 +279,10 @@ class JobContext:
             JobError: In the loop, on every rank: no evaluation returns that metric, or ranks decide differently. Here:
                 the loop has begun.
         """
-        check_early_stopping(self.name, metric, mode, patience, patience_steps, min_delta)
-        best = Best(metric=metric, mode=mode, min_delta=float(min_delta))
-        self.host.evaluations.stop_early(EarlyStopping(best=best, patience=patience, patience_steps=patience_steps))
+        early = checked_early_stopping(
+            self.name, metric, mode=mode, patience=patience, patience_steps=patience_steps, min_delta=min_delta
+        )
+        self.host.evaluations.stop_early(early)
 
     def restore(self, state: PyTree, *, mode: Initial = "check") -> PyTree:
         """Returns the state to start from: `state`, once all ranks have agreed on it. Waits for all ranks.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jaxcross.jobs.arguments import check_early_stopping, check_every, check_loop
+from jaxcross.jobs.arguments import check_loop, checked_early_stopping, checked_evaluation
 from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
-from jaxcross.jobs.evaluations import Evaluation, Evaluations
+from jaxcross.jobs.early_stopping import Mode
+from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
 
 
@@ -64,8 +64,7 @@ class Job:
         Raises:
             TypeError, ValueError: An argument is of another type, or out of range.
         """
-        check_every(self.name, n, fn, rank, name)
-        evaluation = Evaluation(name=name, n_steps=int(n), fn=fn, rank=rank)
+        evaluation = checked_evaluation(self.name, n, fn, rank, name)
         self._settings.append(lambda evaluations: evaluations.add(evaluation))
 
     def stop_early(
@@ -82,9 +81,9 @@ class Job:
         Raises:
             TypeError, ValueError: An argument is of another type, or out of range.
         """
-        check_early_stopping(self.name, metric, mode, patience, patience_steps, min_delta)
-        best = Best(metric=metric, mode=mode, min_delta=float(min_delta))
-        early = EarlyStopping(best=best, patience=patience, patience_steps=patience_steps)
+        early = checked_early_stopping(
+            self.name, metric, mode=mode, patience=patience, patience_steps=patience_steps, min_delta=min_delta
+        )
         self._settings.append(lambda evaluations: evaluations.stop_early(early))
 
     def _run(self, job: JobContext) -> Any:
