@@ -7,15 +7,15 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxcross.commands.run_end import terminable
 from jaxcross.errors import MissingExtraError, require_extra
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """
     made = not args.output.exists()
     try:
-        with _terminable():
+        with terminable():
             return _demo(args)
     except BaseException as error:
         if made:
@@ -296,17 +296,3 @@ def _positive(text: str) -> int:
 
 def _print(text: str) -> None:
     print(text, flush=True)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Makes SIGTERM an exception, so that processes that were started are ended."""
-
-    def stop(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -32,7 +32,6 @@ RANK = "jaxcross.commands.rank"
 HOLD_S = 40
 """Seconds that a dead rank's supervisor stays: other ranks need 3 s to report it missing, 30 s from another host."""
 
-_INTERRUPTED = 130
 _BY_SIGNAL = 128
 _LOOK_S = 5.0
 
@@ -111,17 +110,22 @@ def run(args: argparse.Namespace, variables: Mapping[str, str] | None = None) ->
     # What ranks on other hosts write must be readable here: they share the working directory, if anything.
     where = Path.cwd() if hosts else None
     events = Path(folder or "jaxcross-events")
-    if folder is None and not args.dry_run:
-        events = Path(tempfile.mkdtemp(prefix="jaxcross-events-", dir=where))
 
     def run_once(hosts: Sequence[str]) -> Ended:
         return _run_once(args, program, mpirun, hosts, events, named=folder is not None, variables=variables or {})
 
-    try:
-        ended = run_until_over(args, hosts, run_once)
-    except KeyboardInterrupt:  # between two runs
-        return _INTERRUPTED
-    if folder is None and (ended.code == 0 or ended.explained) and not args.dry_run:
+    made = folder is None and not args.dry_run
+    with run_end.terminable():
+        try:
+            if made:
+                events = Path(tempfile.mkdtemp(prefix="jaxcross-events-", dir=where))
+            ended = run_until_over(args, hosts, run_once)
+        except (KeyboardInterrupt, SystemExit):  # before a run, or between two
+            if made:
+                with suppress(OSError):
+                    events.rmdir()  # unless ranks have written
+            raise
+    if made and (ended.code == 0 or ended.explained):
         shutil.rmtree(events, ignore_errors=True)
     return ended.code
 
@@ -215,11 +219,12 @@ def _run(
 
     Also returns how many signals came that stop the ranks. On several hosts it kills an `mpirun` that is stuck.
 
-    Open MPI's `mpirun` would end the ranks a second after any signal, in the middle of a checkpoint. So it gets a
-    session of its own, which the terminal's signals do not reach, and the ranks, its children, get them from here, or
-    on other hosts by the agent of `mpirun`.
+    `mpirun` gets a session of its own, which the terminal's signals do not reach: it gets them from here, once, whether
+    the terminal sends them to all or a supervisor to this process alone. Open MPI's would end the ranks a second after
+    any signal, in the middle of a checkpoint. So the ranks, its children, get it instead, on other hosts by the agent
+    of `mpirun`.
     """
-    detached = vendor == "openmpi"
+    spared = vendor == "openmpi"
     remote = files if files is not None and files.hosts else None
     processes: list[subprocess.Popen[bytes]] = []
     early: list[int] = []  # signals that arrived before the start of `mpirun`
@@ -232,14 +237,14 @@ def _run(
                 early.append(number)
         for process in processes:
             if (
-                detached and remote is not None and remote.signal(number)
+                spared and remote is not None and remote.signal(number)
             ):  # its children are the agents that hold the other hosts' ranks
                 continue
-            ranks = related(process.pid) if detached else []
+            ranks = related(process.pid) if spared else []
             for pid in ranks:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-            if not ranks and (detached or number != signal.SIGINT):  # another mpirun has that from the terminal
+            if not ranks:
                 process.send_signal(number)
 
     # Signal -> the one that the ranks get: they treat a closed terminal like SIGTERM.
@@ -252,7 +257,7 @@ def _run(
     }
     try:
         out, err = (None, None) if table is None else (table.pipe(sys.stdout), table.pipe(sys.stderr))
-        processes.append(subprocess.Popen(line, env=environ, start_new_session=detached, stdout=out, stderr=err))
+        processes.append(subprocess.Popen(line, env=environ, start_new_session=True, stdout=out, stderr=err))
         if table is not None:
             table.follow(processes[0])
         for number in early:
@@ -260,7 +265,7 @@ def _run(
         code = _wait(processes[0], remote)
         # Open MPI's own code says only that some rank's was not 0, MPICH's is 15 where SIGTERM came before the handler,
         # and 255 where a second Ctrl-C had it kill the ranks.
-        if stops and code and (detached or code == stops[0] or len(stops) > 1):
+        if stops and code and (spared or code == stops[0] or len(stops) > 1):
             code = _BY_SIGNAL + stops[0]
         return code if code >= 0 else _BY_SIGNAL - code, len(stops)
     finally:

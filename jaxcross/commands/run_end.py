@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,20 @@ _STOPPED = (130, 143)
 _BY_SIGNAL = 128
 _STOPPED_RECORDS = ("interrupted", "terminated", "told", "left")
 """Last records of ranks that were stopped; any other record together with such an exit code is a crash."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Makes SIGTERM an exception, so that what was started is ended and what was written for it removed."""
+
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(_BY_SIGNAL + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def stop_text(code: int, stops: int, records: Sequence[RankRecord]) -> str:

@@ -75,9 +75,10 @@ def test_other_signals_handler_stops_all_then_raises(mpirun):
     assert done.stdout.count("steps agree") == 2
 
 
-def test_launcher_forwards_a_stop_and_cleans_up(tmp_path):
-    """The launcher passes a stop signal on and leaves nothing behind."""
-    code = (
+@pytest.mark.parametrize(("number", "words", "code"), [("SIGTERM", "terminated", 143), ("SIGINT", "interrupted", 130)])
+def test_launcher_forwards_a_stop_and_cleans_up(tmp_path, number, words, code):
+    """The launcher passes a stop signal that it alone gets on, and leaves nothing behind."""
+    source = (
         "import time, jaxcross\nworld = jaxcross.initialize()\n"
         "def wait(job):\n    job.run_on_all_ranks('all', lambda _: None)\n    print('running', flush=True)\n    try:\n"
         "        while not job.run_on_all_ranks('turn', lambda _: None): pass\n"
@@ -85,7 +86,7 @@ def test_launcher_forwards_a_stop_and_cleans_up(tmp_path):
         "runner = jaxcross.Runner(world)\nrunner.add('a', wait)\nrunner.run()\n"
     )
     script = tmp_path / "script.py"
-    script.write_text(code)
+    script.write_text(source)
     line = [
         sys.executable,
         "-m",
@@ -101,12 +102,12 @@ def test_launcher_forwards_a_stop_and_cleans_up(tmp_path):
         assert process.stdout is not None
         while "running" not in process.stdout.readline():  # of two ranks, perhaps on one line
             assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(getattr(signal, number))
         output = process.stdout.read()
-        assert process.wait(60) == 143, output
+        assert process.wait(60) == code, output
     said = output.replace("Nothing was saved", "")  # the words of two ranks may be on one line
     assert said.count("saved") == 2, "Open MPI's own patience ends after a second"
     assert "post-mortem" not in output
     records = read(tmp_path / "events")
-    assert [record.words for record in records] == ["terminated"] * 2
+    assert [record.words for record in records] == [words] * 2
     assert not any(faults.lives(record.pid) for record in records)

@@ -2,11 +2,13 @@
 
 import argparse
 import os
+import signal
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from jaxcross import cli
 from jaxcross.commands import launch
 from jaxcross.commands.launch import Mpirun, mpirun_command, printed, python_program, supervised, vendor_of_mpirun
 from jaxcross.commands.run_end import is_explained, stop_text
@@ -207,3 +209,23 @@ sys.exit(255)
 
 def test_a_code_that_no_signal_explains_stays():
     assert launch._run([sys.executable, "-c", "raise SystemExit(15)"], dict(os.environ), "mpich") == (15, False)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_before_the_start_leaves_no_folder(tmp_path, monkeypatch, number, code):
+    made = []
+
+    def stopped(*args, **_):
+        made.extend(tmp_path.glob("jaxcross-events-*"))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
+    monkeypatch.setattr(launch, "_run_once", stopped)
+    (tmp_path / "train.py").touch()
+    ended = 0
+    try:
+        ended = cli.main(["launch", str(tmp_path / "train.py")])
+    except SystemExit as end:
+        ended = end.code
+    assert ended == code and made and list(tmp_path.iterdir()) == [tmp_path / "train.py"]
