@@ -81,10 +81,10 @@ def _synth(args: argparse.Namespace, console: Console) -> None:
 
 
 def _info(args: argparse.Namespace, console: Console) -> None:
-    import tensorflow_datasets as tfds
-
-    from jaxcross.data.cache.info import is_cache
+    from jaxcross.data.cache.info import is_cache  # first: it names the extra if that is missing
     from jaxcross.data.records import find_folder, open_records
+
+    import tensorflow_datasets as tfds  # isort: skip
 
     if is_cache(Path(args.dir).expanduser()):
         _cache_info(Path(args.dir).expanduser(), console)

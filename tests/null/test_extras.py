@@ -46,12 +46,13 @@ def test_a_missing_extra_is_named(code: str, missing: tuple[str, ...], words: st
 
 
 @pytest.mark.parametrize(("command", "extra"), [(["data", "info", "."], "data"), (["demo"], "all")])
-def test_a_command_names_its_extra_in_one_line(command: list[str], extra: str) -> None:
-    done = run(f"from jaxcross.cli import main; raise SystemExit(main({command!r}))", "grain")
+@pytest.mark.parametrize("missing", ["tensorflow_datasets", "grain"])
+def test_a_command_names_its_extra_in_one_line(command: list[str], extra: str, missing: str) -> None:
+    done = run(f"from jaxcross.cli import main; raise SystemExit(main({command!r}))", missing)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"jaxcross {command[0]}")
-    assert line.endswith(f"needs `grain`, not installed here. Remedy: `pip install 'jaxcross[{extra}]'`.")
+    assert line.endswith(f"needs `{missing}`, not installed here. Remedy: `pip install 'jaxcross[{extra}]'`.")
 
 
 def test_python_m_jaxcross_is_the_command_line() -> None:
