@@ -87,7 +87,7 @@ def _info(args: argparse.Namespace, console: Console) -> None:
     import tensorflow_datasets as tfds  # isort: skip
 
     if is_cache(Path(args.dir).expanduser()):
-        _cache_info(Path(args.dir).expanduser(), console)
+        _cache_info(Path(args.dir).expanduser())
         return
     folder = find_folder(args.dir)
     for split in sorted(tfds.builder_from_directory(folder).info.splits):
@@ -96,10 +96,12 @@ def _info(args: argparse.Namespace, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _cache_info(folder: Path, console: Console) -> None:
+def _cache_info(folder: Path) -> None:
+    from rich.console import Group
     from rich.table import Table
 
     from jaxcross.data.cache.info import cache_info
+    from jaxcross.report.table import printed
 
     table = Table("level", box=None, pad_edge=False)
     for column in ("budget MB", "used MB", "holds", "hits", "share", "read MB", "read s", "waited s"):
@@ -112,7 +114,7 @@ def _cache_info(folder: Path, console: Console) -> None:
         times = f"{given.seconds:.1f}", f"{given.waited_s:.1f}"
         hits = str(given.records), f"{given.records / every:.1%}"
         table.add_row(level.name, *sizes, *hits, _mb(given.nbytes), *times)
-    console.print(table)
+    print(printed(Group(table)))
 
 
 def _mb(nbytes: int) -> str:

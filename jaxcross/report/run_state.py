@@ -72,7 +72,9 @@ def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:
 def _end(records: Sequence[RankRecord], run: RunProgress | None, now_s: float) -> tuple[bool, str]:
     failed = [record for record in records if record.words and record.words != "left"]
     for record in sorted(failed, key=lambda record: (record.words != "failed", record.last_s)):
-        return True, f"rank {record.rank} {_ENDS.get(record.words, 'ended')}: {record.text}"
+        subject = f"rank {record.rank} "
+        says_it = record.text.startswith((f"{subject}failed", f"{subject}was "))
+        return True, record.text if says_it else f"{subject}{_ENDS.get(record.words, 'ended')}: {record.text}"
     first = records[0]
     if first.words == "left":
         return True, ""

@@ -62,6 +62,11 @@ def test_a_run_that_lasts(tmp_path):
         (True, ("left", "its script ended"), "the run ended after 13 s; the processes have ended"),
         (False, ("left", "its script ended"), "13 s; the processes have ended"),
         (False, ("failed", "ValueError: bad"), "13 s; the processes have ended; rank 1 failed: ValueError: bad"),
+        (
+            False,
+            ("failed", "rank 1 failed with ValueError"),
+            "13 s; the processes have ended; rank 1 failed with ValueError",
+        ),
         (False, ("interrupted", "Ctrl-C"), "13 s; the processes have ended; rank 1 was interrupted: Ctrl-C"),
     ],
 )
