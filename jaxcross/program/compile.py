@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
@@ -148,7 +149,8 @@ def compile_segments(
             chosen = any(s is not None for s in sources)
             results = list(call.output_shardings)[: len(segment.outputs)] if chosen else [None] * len(segment.outputs)
             results = [result if to is None else on_device(to) for result, to in zip(results, pinned, strict=True)]
-            runnables.append(Runnable(segment=segment, releases=releases, call=call))
+            memory = functools.cache(call.memory_analysis)
+            runnables.append(Runnable(segment=segment, releases=releases, call=call, memory=memory))
         else:
             call = cache.get(key, _collective_maker(program, segment, functions[segment.index], host))
             results = _return_shardings(program, segment, shardings, host)
@@ -158,6 +160,7 @@ def compile_segments(
                     segment=segment,
                     releases=releases,
                     call=call,
+                    memory=functools.cache(call.memory_analysis),
                     device=host,
                     is_single_rank=program.is_single_rank(segment),
                     through=_through(program, segment, sources, exchanged, host) if moves else None,

@@ -5,7 +5,7 @@ Knows neither MPI nor threads: `Execution` offers what a driver needs (dispatch,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -36,6 +36,8 @@ class Runnable:
             collective segment it may have more, for `nonfinite` and `branch_mismatch`.
         device: The device of a collective segment; None for compute.
         releases: Inputs that the step does not return; each is dropped with its last reader.
+        memory: Returns XLA's figures of the executable, None if it has none. It asks XLA once, which takes tens of
+            milliseconds for a segment of ResNet-50.
         is_single_rank: Whether its exchanges have no peers, so that it can be run like a compute segment.
         through: The pinned memory, if any, through which each operand goes to `device`; None if all are there.
         shardings: The shardings in which the next segments expect the outputs; None leaves them as they are.
@@ -44,6 +46,7 @@ class Runnable:
     segment: Segment
     call: Any
     releases: tuple[int, ...]
+    memory: Callable[[], Any]
     device: Any = None
     is_single_rank: bool = False
     through: tuple[Any, ...] | None = None
@@ -79,7 +82,7 @@ class Compiled:
 
     def memory_bytes(self) -> dict[str, int]:
         """Returns XLA's figures in bytes: most `temporaries` of a segment, all `outputs`, the step's `arguments`."""
-        stats = [a for r in self.runnables if (a := r.call.memory_analysis()) is not None]
+        stats = [a for r in self.runnables if (a := r.memory()) is not None]
         return {
             "temporaries": max((s.temp_size_in_bytes for s in stats), default=0),
             "outputs": sum(s.output_size_in_bytes - s.alias_size_in_bytes for s in stats),
@@ -102,7 +105,7 @@ class Compiled:
 
     def exchange_temporary_bytes(self) -> int:
         """Returns the most bytes of XLA's temporaries in one collective segment."""
-        collectives = (r.call.memory_analysis() for r in self.runnables if r.segment.kind == "collective")
+        collectives = (r.memory() for r in self.runnables if r.segment.kind == "collective")
         return max((stats.temp_size_in_bytes for stats in collectives if stats is not None), default=0)
 
     def _live_bytes(self) -> tuple[int, int]:
@@ -110,7 +113,7 @@ class Compiled:
         alive = {v: program.values[v].nbytes for v in program.inputs}
         peak = boundary = sum(alive.values())
         for runnable in self.runnables:
-            segment, stats = runnable.segment, runnable.call.memory_analysis()
+            segment, stats = runnable.segment, runnable.memory()
             made = sum(program.values[v].nbytes for v in segment.outputs) + segment.extra_nbytes
             # A segment's inputs are still alive while it runs; results that reuse a donated input add nothing.
             extra = made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes

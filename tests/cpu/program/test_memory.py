@@ -110,6 +110,14 @@ def test_dead_values_between_segments_are_overwritten() -> None:
     assert reused >= 2 * N * N * 4, "state and momentum at least"
 
 
+def test_figures_of_an_executable_are_asked_once() -> None:
+    """XLA takes tens of milliseconds for those of a large one, and each run of a job needs them."""
+    done, _ = compiled()
+    found = [runnable.memory() for runnable in done.runnables]
+    assert None not in found
+    assert all(runnable.memory() is stats for runnable, stats in zip(done.runnables, found, strict=True))
+
+
 def test_peak_is_near_that_of_the_fused_step() -> None:
     done, args = compiled()
     wire = LocalRanks()
