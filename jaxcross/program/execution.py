@@ -53,6 +53,31 @@ class Runnable:
     shardings: tuple[Any, ...] | None = None
 
 
+def live_bytes(
+    program: Program, runnables: Sequence[Runnable], passthroughs: Sequence[tuple[int, bool]]
+) -> tuple[int, int]:
+    """Returns the most bytes alive at once in one step of a program, and between its segments.
+
+    The arguments are those of `Compiled`.
+    """
+    alive = {v: program.values[v].nbytes for v in program.inputs}
+    peak = boundary = sum(alive.values())
+    for runnable in runnables:
+        segment, stats = runnable.segment, runnable.memory()
+        made = sum(program.values[v].nbytes for v in segment.outputs) + segment.extra_nbytes
+        # A segment's inputs are still alive while it runs; results that reuse a donated input add nothing.
+        extra = made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+        peak = max(peak, sum(alive.values()) + extra)
+        for v in segment.last_uses:
+            if v not in program.inputs or v in program.donated:
+                alive.pop(v, None)
+        alive.update({v: program.values[v].nbytes for v in segment.outputs})
+        boundary = max(boundary, sum(alive.values()))
+    copies = (program.values[program.outputs[place]].nbytes for place, moved in passthroughs if not moved)
+    after = sum(alive.values()) + sum(copies)
+    return max(peak, after), max(boundary, after)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
     """A program whose segments are executables. Immutable; shared by all steps of all equal jobs.
@@ -64,6 +89,7 @@ class Compiled:
             and that no earlier compute segment has waited for.
         carried: The collective segments that may begin before any computation; see `Program.carried`.
         overlaps: Whether some segment can compute while another one exchanges with other ranks.
+        live_bytes: Returns `peak_live_bytes` and `boundary_live_bytes`. Worked out once: each run of a job asks.
     """
 
     program: Program
@@ -73,6 +99,7 @@ class Compiled:
     awaited: tuple[tuple[int, ...], ...]
     carried: frozenset[int]
     overlaps: bool
+    live_bytes: Callable[[], tuple[int, int]]
     constants: tuple[Any, ...]
     out_tree: Any
 
@@ -95,37 +122,18 @@ class Compiled:
         Follows the values from segment to segment and XLA's buffer assignment of each executable. Donated buffers count
         once.
         """
-        return self._live_bytes()[0]
+        return self.live_bytes()[0]
 
     def boundary_live_bytes(self) -> int:
         """Returns the most bytes that are alive between two segments, or before or after a step: what a job keeps while
         another one's segment runs.
         """
-        return self._live_bytes()[1]
+        return self.live_bytes()[1]
 
     def exchange_temporary_bytes(self) -> int:
         """Returns the most bytes of XLA's temporaries in one collective segment."""
         collectives = (r.memory() for r in self.runnables if r.segment.kind == "collective")
         return max((stats.temp_size_in_bytes for stats in collectives if stats is not None), default=0)
-
-    def _live_bytes(self) -> tuple[int, int]:
-        program = self.program
-        alive = {v: program.values[v].nbytes for v in program.inputs}
-        peak = boundary = sum(alive.values())
-        for runnable in self.runnables:
-            segment, stats = runnable.segment, runnable.memory()
-            made = sum(program.values[v].nbytes for v in segment.outputs) + segment.extra_nbytes
-            # A segment's inputs are still alive while it runs; results that reuse a donated input add nothing.
-            extra = made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-            peak = max(peak, sum(alive.values()) + extra)
-            for v in segment.last_uses:
-                if v not in program.inputs or v in program.donated:
-                    alive.pop(v, None)
-            alive.update({v: program.values[v].nbytes for v in segment.outputs})
-            boundary = max(boundary, sum(alive.values()))
-        copies = (program.values[program.outputs[place]].nbytes for place, moved in self.passthroughs if not moved)
-        after = sum(alive.values()) + sum(copies)
-        return max(peak, after), max(boundary, after)
 
 
 @final

@@ -10,6 +10,7 @@ Each result is plain data that the next stage reads. Nothing here depends on MPI
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import final
@@ -21,7 +22,7 @@ from jaxcross.program import trace
 from jaxcross.program.assemble import assemble
 from jaxcross.program.compile import ExecutableCache, collectives_to_await, compile_segments
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut, place_equations
-from jaxcross.program.execution import Compiled
+from jaxcross.program.execution import Compiled, live_bytes
 from jaxcross.program.graph import Graph
 from jaxcross.program.hand_over import on_accelerator
 from jaxcross.program.ir import Program, Segment
@@ -97,14 +98,16 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
     # Worked out once, so that a step in flight only looks things up.
     awaited, overlaps = collectives_to_await(program)
     carried = program.carried
+    passthroughs = program.passthroughs()
     return Compiled(
         program=program,
         runnables=runnables,
-        passthroughs=program.passthroughs(),
+        passthroughs=passthroughs,
         shared={v: len(readers) for v, readers in program.readers().items() if len(readers) > 1},
         awaited=awaited,
         carried=carried,
         overlaps=overlaps or bool(carried),
+        live_bytes=functools.cache(functools.partial(live_bytes, program, runnables, passthroughs)),
         constants=program.traced.own_consts(),
         out_tree=program.traced.out_tree,
     )

@@ -116,6 +116,7 @@ def test_figures_of_an_executable_are_asked_once() -> None:
     found = [runnable.memory() for runnable in done.runnables]
     assert None not in found
     assert all(runnable.memory() is stats for runnable, stats in zip(done.runnables, found, strict=True))
+    assert done.live_bytes() is done.live_bytes()
 
 
 def test_peak_is_near_that_of_the_fused_step() -> None:
