@@ -7,7 +7,7 @@ context         what a job's function receives
 job_run         the runner's side of a job: its function, its place in the run, its end; owns context, lifecycle, host
 lifecycle       the part that a job takes in a run: its driver, record, thread and end; `thread` is the thread's class
 host            runs a job's steps and counts them; `examples` counts what they use
-prefetch        batches, prepared ahead; `data_position` says where a job is in its data
+batch_loops     loops over batches; `prefetch` prepares them ahead; `data_position` says where a job is in its data
 latest_state    the state that a job is left with, however it ends; `resumption` ties it to checkpoints
 replicas        whether all ranks hold the same state; `replica_checks` says when that is compared
 metrics         what a job logged

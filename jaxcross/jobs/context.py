@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError
 from jaxcross.health.abort import print_error
 from jaxcross.interleave.instrument import SpanKind
 from jaxcross.interleave.vote import JobRequest
-from jaxcross.jobs.arguments import check_batches, checked_early_stopping, checked_evaluation
-from jaxcross.jobs.data_position import START
+from jaxcross.jobs.arguments import checked_early_stopping, checked_evaluation
+from jaxcross.jobs.batch_loops import BatchLoops
 from jaxcross.jobs.early_stopping import Mode
 from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.latest_state import own_copy
 from jaxcross.jobs.lifecycle import JobLifecycle
 from jaxcross.jobs.metrics import MetricLog
 from jaxcross.jobs.observer import JobObserver
-from jaxcross.jobs.prefetch import Prefetcher, number_of_batches, to_device
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.thread import JobThread
-from jaxcross.report.metric_files import as_logged
 from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
-from jaxcross.world.control_plane import Control, gather
-
-_END = object()
-BeginFiles: TypeAlias = Callable[..., list[dict[str, Any]]]
-"""`MetricFiles.begin` of a job on rank 0; elsewhere there are no lines."""
+from jaxcross.world.control_plane import Control
 
 
 def current_job() -> JobContext | None:
@@ -78,18 +71,10 @@ class JobContext:
         unread: The error of reading back what it logged, on this rank. All ranks get it after the run.
     """
 
-    def __init__(
-        self,
-        life: JobLifecycle,
-        host: JobHost,
-        metrics: MetricLog,
-        world: World,
-        begin_files: BeginFiles | None = None,
-    ) -> None:
+    def __init__(self, life: JobLifecycle, host: JobHost, metrics: MetricLog, world: World) -> None:
         self.name = life.name
         self._life = life
         self._metrics = metrics
-        self._begin_files = begin_files  # lets the files of metrics end with the step that was restored
         self._world = world
         self.host = host
         self.history = metrics.history
@@ -99,8 +84,7 @@ class JobContext:
         self.error: Exception | None = None
         self.unread: Exception | None = None
         self.skipped = 0
-        self._streams = 0  # how many loops over batches there were
-        self._ending: set[int] | None = None  # those that end because the job stops early
+        self._loops = BatchLoops(life, host, world, self.finish_step)
 
     # For the job's function.
 
@@ -176,58 +160,7 @@ class JobContext:
             ValueError: `steps` is below 0.
             JobError: In the job's own thread, if another one iterated: there the loop ends at once.
         """
-        driver, record = self._life.running()
-        check_batches(self.name, data, steps)
-        if self._life.ends_stray_loop():
-            return iter(())
-        # Here and not where a loop ends: a generator that is left early may be ended by the garbage collector, in any
-        # thread.
-        loops = self.host.loops = [loop for loop in self.host.loops if not loop.closed]
-        resumption = self._life.resumption
-        # An evaluation that is owed from before a restart may come before the loop that goes on.
-        evaluates = self.host.evaluations.running
-        start = START if resumption is None or evaluates else resumption.next_position()
-        if not loops and not evaluates:  # one next to others evaluates, perhaps
-            count = number_of_batches(data, steps)
-            self.host.planned_steps = None if count is None else self.step + max(0, count - start.n_batches)
-        loop = Prefetcher(
-            driver=driver,
-            job=record,
-            stream=self._streams,
-            open_streams=[other.stream for other in loops],
-            data=data,
-            steps=steps,
-            prepare=to_device,
-            start=start,
-            resumable=resumption is not None,
-        )
-        self._streams += 1
-        loops.append(loop)
-        if resumption is not None:
-            resumption.note_loop(loop)
-        return self._measured(loop)
-
-    def _measured(self, loop: Prefetcher) -> Iterator[Any]:
-        host, used = self.host, False
-        try:
-            while not self._life.ends_stray_loop():
-                # The first batch does not show that one was used: two loops may be read side by side.
-                if used:
-                    host.replicas.next_batch(host.run_on_all_ranks)
-                self.finish_step()
-                if self._ending is not None and loop.stream in self._ending:
-                    return
-                start_ns = time.monotonic_ns()
-                batch = next(loop, _END)
-                if batch is _END:
-                    return
-                host.note_span(start_ns, "input", loop.storage)
-                host.replicas.batches += 1
-                host.examples.next_batch(batch, self._world.size)
-                yield batch
-                used = True
-        finally:
-            loop.close()
+        return self._loops.begin(data, steps)
 
     def every(self, n: int, fn: Callable[[Any], Any], *, rank: int | None = None, name: str = "eval") -> None:
         """Evaluates the job every `n` steps: calls `fn(state)`, and logs the metrics that it returns under `name`.
@@ -320,20 +253,11 @@ class JobContext:
                 label = "restore" if mode == "check" else f"restore, mode={mode!r}"  # ranks compare it
                 state = self.run_on_all_ranks(label, lambda _: self._world.broadcast_or_check(state, mode=mode))
             self.state = own_copy(state)
-        if self._begin_files is not None:
-            self._restore_history(self._begin_files, resumed=found is not None)
+        self._metrics.begin(self.step, None if found is None else self.run_on_all_ranks)
         self.host.replicas.begin(
             self.state, self.step, local=mode == "local", resumed=found is not None, together=self.run_on_all_ranks
         )
         return self.state if resumption is None else self._resume_status(resumption)
-
-    def _restore_history(self, begin_files: BeginFiles, *, resumed: bool) -> None:
-        """Takes what earlier runs logged into `history`, from rank 0's files. If resumed, waits for all ranks."""
-        lines = begin_files(self.step)
-        if resumed:
-            label = "metrics of earlier runs"
-            lines = self.run_on_all_ranks(label, lambda control: gather(control, lines))[0]
-            self._metrics.restored([as_logged(line) for line in lines])
 
     def _resume_status(self, resumption: Resumption) -> PyTree:
         """Returns the state, unless an earlier run stopped the job for good. A paused job stays paused."""
@@ -379,14 +303,12 @@ class JobContext:
         """Makes the evaluations that are due. May wait for all ranks. Returns whether the state is the best so far."""
         improved = self.host.evaluations.run(self.host, self._log_evaluation)
         # While an evaluation is made, the latest loop is its own, and does not end for what an earlier one decided.
-        evaluates = self.host.evaluations.running
-        if self.host.evaluations.stop_reason and self._ending is None and not evaluates:
-            self._ending = {loop.stream for loop in self.host.loops if not loop.closed}
+        if self.host.evaluations.stop_reason and not self.host.evaluations.running:
+            self._loops.end_early()
         return improved
 
     def _log_evaluation(self, name: str, metrics: PyTree) -> None:
-        if self.host.steps_made == 0 and self._begin_files is not None:  # a run that was killed may have logged it
-            self._begin_files(self.step, without=name)
+        if self.host.steps_made == 0:  # a run that was killed may have logged it
             self._metrics.drop(self.step, name)
         self.log({name: metrics})
 

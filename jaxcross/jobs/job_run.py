@@ -13,10 +13,10 @@ from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Listeners
 from jaxcross.jobs.admission import MemoryAdmission
-from jaxcross.jobs.context import BeginFiles, JobContext
+from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.lifecycle import JobLifecycle, forget_locals
-from jaxcross.jobs.metrics import MetricLog
+from jaxcross.jobs.metrics import BeginFiles, MetricLog
 from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.stop_text import StoppedJob
@@ -60,8 +60,8 @@ class JobRun:
         self._host = JobHost(
             self._life, listeners=listeners, world=world, checks=checks or CheckReplicas(), admission=admission
         )
-        self._metrics = MetricLog(self._note_metrics)
-        self.context = JobContext(self._life, self._host, self._metrics, world, begin_files)
+        self._metrics = MetricLog(self._note_metrics, begin_files)
+        self.context = JobContext(self._life, self._host, self._metrics, world)
 
     @property
     def name(self) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,17 @@ import numpy as np
 
 from jaxcross._jax_compat import Tracer
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.jobs.latest_state import own_copy
 from jaxcross.jobs.observer import JobObserver
-from jaxcross.report.metric_files import is_of
+from jaxcross.report.metric_files import as_logged, is_of
+from jaxcross.world.control_plane import gather
 
 Leaf: TypeAlias = jax.Array | np.ndarray | complex  # complex includes Python's other numbers
+
+
+BeginFiles: TypeAlias = Callable[..., list[dict[str, Any]]]
+"""`MetricFiles.begin` of a job on rank 0; elsewhere there are no lines."""
 
 
 class MetricLog:
@@ -24,25 +30,40 @@ class MetricLog:
 
     Args:
         listen: Called with each step and its metrics, once they are read back.
+        begin_files: Lets the files of metrics end with the step that was restored, if there are files.
 
     Attributes:
         observer: Called with what is logged, before it is read back.
     """
 
-    def __init__(self, listen: Callable[[int, PyTree], None]) -> None:
+    def __init__(self, listen: Callable[[int, PyTree], None], begin_files: BeginFiles | None = None) -> None:
         self.history: list[tuple[int, PyTree]] = []
         self.observer: JobObserver | None = None
         self._listen = listen
+        self._begin_files = begin_files
         self._pending: deque[tuple[int, PyTree]] = deque()
 
-    def restored(self, earlier: Sequence[tuple[int, PyTree]]) -> None:
-        """Puts what earlier runs logged before all that this one logs."""
-        self.history[:0] = earlier
-        if self.observer is not None:
-            self.observer.restored(len(earlier))
+    def begin(self, step: int, together: RunOnAllRanks | None) -> None:
+        """Begins the files, after this step, with what earlier runs logged; with `together`, `history` has that, too.
+
+        Args:
+            step: The last one that earlier runs made.
+            together: Given if they made any; this waits for all ranks then.
+        """
+        if self._begin_files is None:
+            return
+        lines = self._begin_files(step)
+        if together is not None:
+            lines = together("metrics of earlier runs", lambda control: gather(control, lines))[0]
+            self.history[:0] = [as_logged(line) for line in lines]
+            if self.observer is not None:
+                self.observer.restored(len(lines))
 
     def drop(self, step: int, evaluation: str) -> None:
-        """Drops what earlier runs logged of an evaluation that is made again after this step."""
+        """Drops what earlier runs logged, in files, of an evaluation that is made again after this step."""
+        if self._begin_files is None:
+            return
+        self._begin_files(step, without=evaluation)
         left = [
             (at, values)
             for at, values in self.history

@@ -1,0 +1,96 @@
+"""The loops over batches that a job's function begins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
+
+from jaxcross.jobs.arguments import check_batches
+from jaxcross.jobs.data_position import START
+from jaxcross.jobs.host import JobHost
+from jaxcross.jobs.lifecycle import JobLifecycle
+from jaxcross.jobs.prefetch import Prefetcher, number_of_batches, to_device
+from jaxcross.world import World
+
+_END = object()
+
+
+@final
+class BatchLoops:
+    """Begins loops, does what is due between two batches, and ends loops early.
+
+    Args:
+        life: The job's part in the run.
+        host: Makes its steps.
+        world: All ranks.
+        finish_step: Called before each next batch, once the loop's body is through.
+    """
+
+    __slots__ = ("_begun", "_ending", "_finish_step", "_host", "_life", "_world")
+
+    def __init__(self, life: JobLifecycle, host: JobHost, world: World, finish_step: Callable[[], None]) -> None:
+        self._life, self._host, self._world, self._finish_step = life, host, world, finish_step
+        self._begun = 0
+        self._ending: set[int] | None = None  # streams of the loops that end because the job stops early
+
+    def begin(self, data: Iterable[Any], steps: int | None) -> Iterator[Any]:
+        """Begins a loop; see `JobContext.batches`."""
+        life, host = self._life, self._host
+        driver, record = life.running()
+        check_batches(life.name, data, steps)
+        if life.ends_stray_loop():
+            return iter(())
+        # Here and not where a loop ends: a generator that is left early may be ended by the garbage collector, in any
+        # thread.
+        loops = host.loops = [loop for loop in host.loops if not loop.closed]
+        resumption = life.resumption
+        # An evaluation that is owed from before a restart may come before the loop that goes on.
+        evaluates = host.evaluations.running
+        start = START if resumption is None or evaluates else resumption.next_position()
+        if not loops and not evaluates:  # one next to others evaluates, perhaps
+            count = number_of_batches(data, steps)
+            host.planned_steps = None if count is None else host.step + max(0, count - start.n_batches)
+        loop = Prefetcher(
+            driver=driver,
+            job=record,
+            stream=self._begun,
+            open_streams=[other.stream for other in loops],
+            data=data,
+            steps=steps,
+            prepare=to_device,
+            start=start,
+            resumable=resumption is not None,
+        )
+        self._begun += 1
+        loops.append(loop)
+        if resumption is not None:
+            resumption.note_loop(loop)
+        return self._measured(loop)
+
+    def end_early(self) -> None:
+        """Ends the loops that are open now, at their next batch."""
+        if self._ending is None:
+            self._ending = {loop.stream for loop in self._host.loops if not loop.closed}
+
+    def _measured(self, loop: Prefetcher) -> Iterator[Any]:
+        host, used = self._host, False
+        try:
+            while not self._life.ends_stray_loop():
+                # The first batch does not show that one was used: two loops may be read side by side.
+                if used:
+                    host.replicas.next_batch(host.run_on_all_ranks)
+                self._finish_step()
+                if self._ending is not None and loop.stream in self._ending:
+                    return
+                start_ns = time.monotonic_ns()
+                batch = next(loop, _END)
+                if batch is _END:
+                    return
+                host.note_span(start_ns, "input", loop.storage)
+                host.replicas.batches += 1
+                host.examples.next_batch(batch, self._world.size)
+                yield batch
+                used = True
+        finally:
+            loop.close()
