@@ -15,6 +15,7 @@ cd "$(dirname "$0")/.."
 JAX="${JAX:-0.11.2}"
 MPI=(mpich==5.0.2 mpi4py==4.1.2)
 TESTERS=(pytest pytest-xdist hypothesis)
+MOST_MB=60
 BUILD_NEEDED=("setuptools>=82.0.1" wheel nanobind)
 
 usage() {
@@ -38,6 +39,10 @@ pack() {
         --no-cache-dir --no-binary mpi4jax -w "$wheels" mpi4jax==0.9.1.post2
     echo "$JAX" >"$wheels/jax.txt"
     du -sh "$wheels"
+    if [ "$(du -sm "$wheels" | cut -f 1)" -gt "$MOST_MB" ]; then
+        echo "$wheels holds more than $MOST_MB MB, which a small machine may not take: $(ls -S "$wheels" | head -3 | xargs)"
+        exit 1
+    fi
 }
 
 install() {

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,11 @@ def prepare(stand_in: bool) -> None:
     if stand_in:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 2)
+
+
+def shared_by(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which each of so many processes on one accelerator takes at most its share of the memory."""
+    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / processes:.3f}", **environ}
 
 
 def accelerator(stand_in: bool) -> Any:
@@ -83,7 +88,7 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
                 mpirun=mpirun, ranks=RANKS, program=python_program([str(Path(__file__).resolve()), *words]),
                 root=os.geteuid() == 0, cores=len(os.sched_getaffinity(0)), environ=os.environ,
             )  # fmt: skip
-            environ = {**os.environ, **extra}
+            environ = shared_by(RANKS * (args.jobs if role == "process" else 1), {**os.environ, **extra})
             return (line, environ) if lab is None else (lab.wrap(line), lab.environment(environ))
 
         def jobs(*flags: str) -> dict[str, Any]:

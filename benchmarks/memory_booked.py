@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import workloads
+from gpu_ranks import prepare, shared_by
 from rivals.serving import status_bytes
 
 RANKS = 2
@@ -50,7 +51,10 @@ def measure(
         words = ["--workload", workload, "--jobs", str(jobs), "--cut", str(cut), "--out", str(out)]
         words += ["--smoke"] * smoke + ([] if stand_in is None else ["--device", "stand-in" if stand_in else "gpu"])
         # Arrays come from the kernel and go back to it, so that the resident set is what is in use.
-        environ = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536:glibc.malloc.arena_max=1"}
+        environ = {
+            **shared_by(RANKS, os.environ),
+            "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536:glibc.malloc.arena_max=1",
+        }
         line, extra = mpirun_command(
             mpirun=mpirun, ranks=RANKS, program=python_program([str(Path(__file__).resolve()), *words]),
             root=os.geteuid() == 0, cores=len(os.sched_getaffinity(0)), environ=environ,
@@ -81,8 +85,6 @@ def rank_main() -> None:
     options.add_argument("--device", choices=("stand-in", "gpu"))
     args = options.parse_args()
     if args.device is not None:
-        from gpu_ranks import prepare
-
         prepare(args.device == "stand-in")
     import jax
 

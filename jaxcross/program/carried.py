@@ -11,11 +11,7 @@ from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.graph import Graph, nbytes, variables
-from jaxcross.program.op_cost import ARITHMETIC, HOST_OPS, is_costly
-
-MOST_TOUCHED = 8
-"""Bytes that host operations may touch for each byte exchanged; more would cost more than it hides."""
-
+from jaxcross.program.op_cost import ARITHMETIC, HOST_OPS, MOST_TOUCHED, is_costly
 
 # Their operands may be larger than their results, and have other sizes on other ranks: those of its batch.
 _SHRINKING = frozenset({"argmax", "dynamic_slice", "slice", "split"})

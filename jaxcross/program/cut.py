@@ -7,16 +7,16 @@ as in docs/explanation/cutting.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, Literal
-
-import jax
 
 from jaxcross import _jax_compat as compat
 from jaxcross._arguments import is_whole
 from jaxcross.program.carried import carried_exchanges, host_ops_before, may_repeat, work_before_commit
 from jaxcross.program.graph import Graph, Group, Placement, nbytes, variables
-from jaxcross.program.op_cost import HOST_OPS, exchanged_arrays, recompute, sized_by_exchanges
+from jaxcross.program.host_work import HostWork
+from jaxcross.program.op_cost import HOST_OPS, MOST_TOUCHED, exchanged_arrays, recompute, sized_by_exchanges
 from jaxcross.program.unit import calls_mpi4jax, unit_of, with_host_ops
 
 Cut = Literal["whole", "auto"] | int
@@ -24,23 +24,27 @@ BUCKET_BYTES = 1 << 20  # below, an exchange's latency costs more than copying i
 AUTO_BYTES = 25_000_000  # bytes of gradients per segment under cut="auto"; four segments for ResNet-50
 
 
-def place_equations(graph: Graph, cut: Cut) -> Placement:
+def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
     """Chooses the segment of every equation. The result is the same on every rank.
 
     Args:
         graph: A step whose `cond`s the host has decided.
         cut: See `stages.cut`.
+        accelerator: Whether compute segments run elsewhere than on the host.
     """
     # Calls of mpi4jax may differ by rank, so ranks could not agree on an order of parts of them: they stay together.
     unit = calls_mpi4jax(graph)
     n_segments = 1 if unit else _n_segments(cut, graph)
-    groups = [unit_of(graph)] if unit else _merge_over_host_ops(graph, _levels(graph))
+    host_work = HostWork(graph) if accelerator and not unit else None
+    groups = [unit_of(graph)] if unit else _merge_over_host_ops(graph, _levels(graph), host_work)
     if n_segments > 1:
         depth = _depths(graph)
         groups = [part for group in groups for part in _split(graph, group, n_segments, depth)]
+    if host_work is not None:
+        groups = [replace(group, before=group.before | host_work.repeated(group.between)) for group in groups]
     position = _positions(graph, groups)
     # On a CPU all segments run on the same cores, and a compute segment apart from the unit gains nothing.
-    if unit and jax.default_backend() == "cpu":
+    if unit and not accelerator:
         groups[0] = with_host_ops(graph, groups[0], position)
         position.update(dict.fromkeys(groups[0].between, 1))
     # Uncut, only operations that give the same bits anywhere: arithmetic may be contracted with its new reader.
@@ -102,11 +106,11 @@ def _levels(graph: Graph) -> list[Group]:
     return groups
 
 
-def _merge_over_host_ops(graph: Graph, groups: list[Group]) -> list[Group]:
-    """Joins neighbouring groups with only cheap host operations between them (cut rule 4)."""
+def _merge_over_host_ops(graph: Graph, groups: list[Group], host_work: HostWork | None) -> list[Group]:
+    """Joins neighbouring groups where the work between them costs least on the host (cut rule 4)."""
     merged: list[_Merged] = []
     for group in groups:
-        if not merged or not merged[-1].adds(graph, group):
+        if not merged or not merged[-1].adds(graph, group, host_work):
             merged.append(_Merged(graph, group))
     return [each.group() for each in merged]
 
@@ -130,22 +134,24 @@ class _Merged:
         self.loop = any(i in graph.opaque for i in group.exchanges)
         self.moved = _exchanged_bytes(graph, group)
 
-    def adds(self, graph: Graph, group: Group) -> bool:
-        """Adds the next group if only cheap host operations are between them; returns whether it did."""
+    def adds(self, graph: Graph, group: Group, host_work: HostWork | None) -> bool:
+        """Adds the next group if the work between them costs least on the host; returns whether it did."""
         if self.loop or any(i in graph.opaque for i in group.exchanges):
             return False
         if self.carried and not self._stays_carried(graph, group):
             return False
         between = graph.ancestors(group.exchanges, self.inside, above=self.least)
-        if any(i in graph.wires or graph.eqns[i].primitive.name not in HOST_OPS for i in between):
+        if any(i in graph.wires for i in between):
             return False
         # Updated before the decision: if the group is not added, no other will be, and `self` is not asked again.
         self.known |= exchanged_arrays(graph, group.exchanges)
         self.moved += _exchanged_bytes(graph, group)
-        # On the host, work on much more than the exchanged bytes would cost more than another pair of segments. Ranks
-        # must decide alike, so only shapes that follow from the exchanges may count.
-        touched = sum(nbytes(v) for i in between for v in graph.eqns[i].outvars)
-        if touched > 8 * self.moved or not sized_by_exchanges(graph, between, self.known):
+        cheap = _is_cheap(graph, between, self.known, self.moved)
+        if not cheap and host_work is not None:
+            cheap = host_work.costs_less(
+                between, group.exchanges, inside=self.inside, known=self.known, moved=self.moved
+            )
+        if not cheap:
             return False
         self.levels += group.levels
         self.between |= between
@@ -165,6 +171,17 @@ class _Merged:
         allowed = may_repeat(graph, needed, group.exchanges, {*self.inside, *self.before, *needed, *group.exchanges})
         self.before |= needed if allowed else set()
         return allowed
+
+
+def _is_cheap(graph: Graph, between: Collection[int], known: set[Any], moved: int) -> bool:
+    """Whether equations only pass over memory, and make few bytes for each that the exchanges move.
+
+    Ranks must decide alike, so only shapes that follow from the exchanges, `known` and those added to it, may count.
+    """
+    if any(graph.eqns[i].primitive.name not in HOST_OPS for i in between):
+        return False
+    touched = sum(nbytes(v) for i in between for v in graph.eqns[i].outvars)
+    return touched <= MOST_TOUCHED * moved and sized_by_exchanges(graph, between, known)
 
 
 def _exchanged_bytes(graph: Graph, group: Group) -> int:

@@ -22,13 +22,15 @@ HOST_OPS = frozenset({
     *EXACT, *ARITHMETIC, "axis_index", "bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice",
     "exp", "log", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "rem", "round", "split",
 })  # fmt: skip
+MOST_TOUCHED = 8
+"""Bytes that host operations may touch for each byte exchanged; more would cost more than it hides."""
 # Work under which an exchange can hide. Other operations only pass over memory.
 _COSTLY = frozenset({
     "cholesky", "conv_general_dilated", "custom_linear_solve", "dot_general", "eig", "eigh", "fft", "lu", "qr", "scan",
     "sort", "svd", "triangular_solve", "while",
 })  # fmt: skip
-_FREE = frozenset({"broadcast_in_dim", "iota"})  # their shapes follow from none of their operands
-_RESHAPED = frozenset({
+FREE = frozenset({"broadcast_in_dim", "iota"})  # their shapes follow from none of their operands
+RESHAPED = frozenset({
     "argmax", "bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice", "expand_dims", "pad",
     "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "reshape", "slice", "split", "squeeze",
     "transpose",
@@ -67,9 +69,9 @@ def sized_by_exchanges(graph: Graph, between: Collection[int], known: set[Any]) 
         before = len(known)
         for eqn in eqns:
             gets, makes, name = _arrays(eqn.invars), _arrays(eqn.outvars), eqn.primitive.name
-            if name in _RESHAPED:
+            if name in RESHAPED:
                 known.update(makes if gets <= known else ())
-            elif name not in _FREE and not known.isdisjoint(gets | makes):
+            elif name not in FREE and not known.isdisjoint(gets | makes):
                 known.update(gets, makes)
     return all(_arrays((*eqn.invars, *eqn.outvars)) <= known for eqn in eqns)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import final
+from typing import Any, final
 
 import jax
 
@@ -61,8 +61,9 @@ def cut(traced: trace.Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_
         raise CutError("the host decides a conditional at each step: cut `decide(branch)` of what was traced")
     n_segments, limit = checked_cut(cut), checked_bytes(bucket_bytes)
     graph = Graph(traced)
-    placement = place_equations(graph, n_segments)
-    return verify(assemble(graph, placement, limit, pack_on_device=on_accelerator()))
+    accelerator = on_accelerator()
+    placement = place_equations(graph, n_segments, accelerator=accelerator)
+    return verify(assemble(graph, placement, limit, pack_on_device=accelerator))
 
 
 def compile(  # noqa: A001 (the name of this stage in JAX)
@@ -88,11 +89,12 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
     """
     if program.traced is None:
         raise ValueError(f"program `{program.name}` was read from text and has no equations to compile")
+    host = host_device or jax.local_devices(backend="cpu")[0]
     runnables = compile_segments(
         program,
         program.traced.in_avals if inputs is None else inputs,
         cache=ExecutableCache() if cache is None else cache,
-        host=host_device or jax.local_devices(backend="cpu")[0],
+        host=host,
         notify=notify,
     )
     # Worked out once, so that a step in flight only looks things up.
@@ -108,6 +110,16 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
         carried=carried,
         overlaps=overlaps or bool(carried),
         live_bytes=functools.cache(functools.partial(live_bytes, program, runnables, passthroughs)),
-        constants=program.traced.own_consts(),
+        constants=_constants(program, host),
         out_tree=program.traced.out_tree,
     )
+
+
+def _constants(program: Program, host: Any) -> tuple[Any, ...]:
+    """Returns the step's constants. Those that only collective segments read are on the host from the beginning."""
+    readers, collectives = program.readers(), {s.index for s in program.collectives}
+    own = []
+    for v, x in zip(program.inputs[: program.constants], program.traced.own_consts(), strict=True):
+        there = v in readers and collectives.issuperset(readers[v]) and v not in program.outputs
+        own.append(jax.device_put(x, host) if there and x.devices() != {host} else x)
+    return tuple(own)

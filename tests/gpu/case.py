@@ -12,15 +12,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import jax
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jaxcross
 from jaxcross.exchange.select import Selection, select
-from jaxcross.program import stages
+from jaxcross.program import hand_over, stages
+from jaxcross.program.host_work import HostWork
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, vmap_oracle
 
@@ -115,6 +118,52 @@ def dependent(world: Any, device: Any, host: Any) -> None:
         close(jaxcross.crossover(step, axes="batch", cut=cut)(jax.device_put(x, device)), expected, f"cut {cut}:")
 
 
+def small_work(world: Any, device: Any, host: Any) -> None:
+    """Arrays go to the host once for Adasum and come back once: nothing is handed over between its exchanges."""
+    tx = jaxcross.exchange.adasum("batch")
+    weights = {"kernel": np.linspace(-1.0, 1.0, 64 * 32, dtype=np.float32).reshape(64, 32), "bias": np.ones(32, "f")}
+
+    def step(params: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: jax.numpy.sum(jax.numpy.tanh(x @ p["kernel"] + p["bias"])))(params)
+        return tx.update(grads, optax.EmptyState())[0]
+
+    args = jax.device_put((weights, np.linspace(0.0, 1.0, 8 * 64, dtype=np.float32).reshape(8, 64)), device)
+    leaves = jax.tree.leaves((args, {}))
+    traced = trace(step, args, axes={"batch": 4}, wire=LocalRanks(1))
+
+    def handed_over() -> tuple[list[int], Any]:
+        """Returns the bytes of each hand-over of a step, and its result."""
+        found: list[int] = []
+
+        def to_host(values: Any, where: Any, through: Any) -> Any:
+            found.append(sum(x.nbytes for x in values if isinstance(x, jax.Array) and x.devices() != {where}))
+            return hand_over.to_host(values, where, through)
+
+        def from_host(values: Any, shardings: Any) -> Any:
+            found.append(sum(x.nbytes for x, place in zip(values, shardings, strict=True) if place is not None))
+            return hand_over.from_host(values, shardings)
+
+        execution = stages.compile(stages.cut(traced), leaves, host_device=host).execution(leaves)
+        module = "jaxcross.program.execution"
+        with mock.patch(f"{module}.to_host", to_host), mock.patch(f"{module}.from_host", from_host):
+            for segment in execution._compiled.program.segments:
+                execution.wait_inputs(segment.index)
+                execution.run(segment.index)
+        updates = execution.outputs()
+        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(updates))
+        return found, updates
+
+    with mock.patch("jaxcross.program.stages.on_accelerator", return_value=True):
+        with mock.patch.object(HostWork, "costs_less", return_value=False):
+            apart, expected = handed_over()
+        kept, got = handed_over()
+    close(got, expected, "kept on the host:")
+    assert len(apart) > 6 and len(kept) == 2, (apart, kept)
+    # All gradients there and back, padded, and the rank's number; nothing else.
+    nbytes = sum(x.nbytes for x in weights.values())
+    assert sum(kept) < 2.2 * nbytes < sum(apart), (nbytes, apart, kept)
+
+
 def crossover(world: Any, device: Any, host: Any) -> None:
     """Two jobs in turn end in the same bits as each of them alone."""
     for name, work in workloads().items():
@@ -193,7 +242,7 @@ def ranks(world: Any, device: Any, host: Any) -> None:
         assert len(set(own)) == 2, "both ranks had the same batch: nothing was averaged"
 
 
-CASES = {case.__name__: case for case in (step, placement, dependent, crossover, selection, ranks)}
+CASES = {case.__name__: case for case in (step, placement, dependent, small_work, crossover, selection, ranks)}
 
 if __name__ == "__main__":
     prepare(STAND_IN)

@@ -29,7 +29,7 @@ def run(line: list[str], env: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["step", "placement", "dependent", "crossover", "selection"])
+@pytest.mark.parametrize("name", ["step", "placement", "dependent", "small_work", "crossover", "selection"])
 def test_one_rank(name: str) -> None:
     assert f"rank 0: {name} holds" in run([sys.executable, str(CASE), name], environment())
 

@@ -52,6 +52,17 @@ def test_overhead(smoke):
 
 
 @pytest.mark.integration
+def test_hand_overs(smoke):
+    rows = smoke("hand_overs.py")["models"]["mlp"]
+    assert rows["mean"]["apart"] == rows["mean"]["cut"]
+    for name in ("adasum of gradients", "adasum of gradients, hierarchical", "mean, tree"):
+        assert rows[name]["apart"]["trips"] > 0 == rows[name]["cut"]["trips"], name
+        assert rows[name]["cut"]["bytes"] < rows[name]["apart"]["bytes"], name
+    assert all(row["cut"]["trips"] <= row["apart"]["trips"] for row in rows.values())
+    assert rows["power_sgd, rank 2"]["cut"]["trips"] == 1, "products are the accelerator's"
+
+
+@pytest.mark.integration
 def test_wire_call(smoke):
     assert "question" in smoke("wire_call.py")
 

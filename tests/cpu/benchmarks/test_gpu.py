@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -199,7 +200,15 @@ def test_no_accelerator_is_said_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "name", ["step", "placement", "dependent", "selection", pytest.param("crossover", marks=pytest.mark.exhaustive)]
+    "name",
+    [
+        "step",
+        "placement",
+        "dependent",
+        "small_work",
+        "selection",
+        pytest.param("crossover", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_what_a_gpu_would_run(name: str, quick_compiler: dict[str, str]) -> None:
     assert f"rank 0: {name} holds" in run(str(CASE), name, "--stand-in", env=quick_compiler).stdout
@@ -217,6 +226,26 @@ def test_what_two_ranks_would_run(quick_compiler: dict[str, str]) -> None:
     at = line.index("-m")
     output = run(*line[at:], launcher=line[:at], env={**extra, **quick_compiler}).stdout
     assert all(f"rank {rank}: ranks holds" in output for rank in range(2))
+
+
+@pytest.mark.exhaustive
+def test_the_first_minutes_on_a_gpu(tmp_path: Path) -> None:
+    """The script for a machine with a GPU, from end to end on the stand-in: every part ends and leaves its numbers."""
+    script = BENCHMARKS / "gpu_first.sh"
+    done = subprocess.run(
+        ["bash", str(script), "rehearse", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    parts = dict(line.split(": ", 1) for line in (tmp_path / "parts.txt").read_text().splitlines())
+    assert all(ended.startswith("status 0, ") for ended in parts.values()), parts
+    assert list(parts) == re.findall(r"^    part (\w+) ", script.read_text(), re.MULTILINE)
+    for name in parts.keys() - {"doctor", "tests"}:
+        assert json.loads((tmp_path / f"gpu_{name}.json").read_text())["question"], name
 
 
 @pytest.mark.parametrize(

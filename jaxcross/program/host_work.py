@@ -1,0 +1,193 @@
+"""Decides which work between two exchanges stays on an accelerator's host, by what it costs there (cut rule 4).
+
+On the accelerator it would wait for two hand-overs and for what other jobs have queued there. On the host it takes time
+of the exchange lane, so it must not take longer than the exchanges themselves. Both costs follow from shapes:
+
+- A pass over memory costs its bytes. XLA fuses elementwise operations with what reads them, so that only reductions,
+  dot products, gathers and what leaves for an exchange cost anything. Matrix products go to the accelerator.
+- What the accelerator would have to hand over for this work alone costs its bytes, too.
+- Exchanges pay for `MOST_TOUCHED` bytes for each byte that they move. Two busy cores touched 6 GB/s in Adasum's passes
+  (two halves of 51 MB in 43 ms): the work ends before the exchanges do on networks of up to 6 Gbit/s.
+- `ROUND_TRIP_BYTES` are free: the hand-overs of one small array each way take longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.graph import Graph, nbytes, variables
+from jaxcross.program.op_cost import ARITHMETIC, EXACT, FREE, HOST_OPS, MOST_TOUCHED, RESHAPED
+
+ROUND_TRIP_BYTES = 5_000_000
+"""What the host touches in 0.8 ms, in which an H100 hands over an array of 1 MB and back (gpu_transfers.json)."""
+_SHIFTS = frozenset({"shift_left", "shift_right_arithmetic", "shift_right_logical"})
+_PASSES = frozenset({
+    "argmax", "concatenate", "cumsum", "dot_general", "dynamic_slice", "dynamic_update_slice", "gather", "reduce_and",
+    "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "split", "stack",
+})  # fmt: skip
+_ALLOWED = HOST_OPS | _SHIFTS | _PASSES
+_FORWARDS = (RESHAPED | _PASSES) - {
+    "stack"
+}  # the shapes of their operands determine that of their result, and not the reverse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Op:
+    """An equation, with the calls that it may have stood in opened."""
+
+    name: str
+    gets: Sequence[Any]
+    makes: Sequence[Any]
+    params: dict[str, Any]
+
+
+@final
+class HostWork:
+    """Weighs the work between the exchanges of one step.
+
+    Args:
+        graph: Of the step.
+    """
+
+    __slots__ = ("_constant", "_graph")
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._constant = _made_of_constants(graph)
+
+    def costs_less(
+        self,
+        between: Collection[int],
+        exchanges: Sequence[int],
+        *,
+        inside: Collection[int],
+        known: set[Any],
+        moved: int,
+    ) -> bool:
+        """Whether work between two exchanges takes the host less than the way to the accelerator and back.
+
+        The same on every rank: only shapes that follow from the exchanges count.
+
+        Args:
+            between: The equations.
+            exchanges: Those for which they compute.
+            inside: Equations whose results are on the host already.
+            known: Arrays whose shapes follow from the exchanges; those of the equations are added to it.
+            moved: Bytes of the exchanges before and after.
+        """
+        eqns = [self._graph.eqns[i] for i in sorted(between)]
+        ops = list(_opened(eqns))
+        if any(map(_has_effects, eqns)) or any(op.name not in _ALLOWED or _reuses(op) for op in ops):
+            return False
+        known |= {v for op in ops if op.name == "gather" for v in variables(op.gets[1:])} & self._constant
+        if not _sized(ops, known, self._constant):
+            return False
+        made = {v for op in ops for v in op.makes}
+        sent = {v for i in exchanges for v in variables(self._graph.eqns[i].invars)}
+        # The accelerator hands over the rest, for this work alone.
+        brought = {v for op in ops for v in variables(op.gets)} - made - self._constant
+        brought = {v for v in brought if self._graph.maker.get(v) not in inside}
+        touched = sum(map(_touched, ops)) + sum(map(nbytes, (made & sent) | brought))
+        return touched <= max(MOST_TOUCHED * moved, ROUND_TRIP_BYTES)
+
+    def repeated(self, between: Collection[int]) -> frozenset[int]:
+        """Returns the operations on constants alone that this work reads: indices, masks, the rank's number.
+
+        The host makes them, too, so that the accelerator need not hand them over in each step.
+        """
+        found: set[int] = set()
+        stack = [p for i in between for p in self._graph.makers(i)]
+        while stack:
+            i = stack.pop()
+            if i not in found and i not in between and not self._constant.isdisjoint(self._graph.eqns[i].outvars):
+                found.add(i)
+                stack.extend(self._graph.makers(i))
+        return frozenset(found)
+
+
+def _made_of_constants(graph: Graph) -> set[Any]:
+    """Returns the constants of the step, and what operations make of them that give the same bits anywhere.
+
+    A step could make a constant from the shape of its batch, which may differ between ranks. If it indexes with that
+    between two exchanges, ranks may decide differently, and find out before their first step.
+    """
+    inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
+    found = set(inner.invars[: len(graph.traced.consts)])
+    for eqn in graph.eqns:
+        if found.issuperset(variables(eqn.invars)) and not _has_effects(eqn) and all(map(_exact, _opened([eqn]))):
+            found.update(eqn.outvars)
+    return found
+
+
+def _has_effects(eqn: compat.Equation) -> bool:
+    return any(not compat.is_named_axis_effect(e) for e in eqn.effects)
+
+
+def _exact(op: _Op) -> bool:
+    whole = all(jnp.issubdtype(v.aval.dtype, np.integer) or v.aval.dtype == bool for v in op.makes)
+    return op.name in EXACT or op.name == "axis_index" or (whole and op.name in ARITHMETIC | _SHIFTS | {"rem"})
+
+
+def _opened(eqns: Sequence[Any]) -> Iterator[_Op]:
+    """Yields equations, with those of a call in its place."""
+    for eqn in eqns:
+        name = eqn.primitive.name
+        body = next(compat.sub_jaxprs(eqn), None) if name in compat.INLINED else None
+        if body is None:
+            yield _Op(name=name, gets=eqn.invars, makes=eqn.outvars, params=eqn.params)
+            continue
+        inner, _ = compat.open_jaxpr(body)
+        # Another call may have the same body, so that the variables inside are renamed.
+        names = dict(zip(inner.invars, eqn.invars, strict=True))
+        for op in _opened(inner.eqns):
+            names.update((v, compat.new_var(v.aval)) for v in op.makes)
+            yield _Op(
+                name=op.name, gets=[_renamed(a, names) for a in op.gets], makes=[names[v] for v in op.makes],
+                params=op.params,
+            )  # fmt: skip
+        for made, result in zip(inner.outvars, eqn.outvars, strict=True):
+            yield _Op(name="copy", gets=[_renamed(made, names)], makes=[result], params={})
+
+
+def _renamed(atom: Any, names: dict[Any, Any]) -> Any:
+    return atom if isinstance(atom, compat.Literal) else names.get(atom, atom)
+
+
+def _sized(ops: Sequence[_Op], known: set[Any], constant: Collection[Any]) -> bool:
+    """Whether all shapes but those of constants follow from those in `known`, to which they are added."""
+    arrays = [([a for a in variables(op.gets) if a.aval.shape], [v for v in op.makes if v.aval.shape]) for op in ops]
+    before = -1
+    while len(known) != before:
+        before = len(known)
+        for op, (gets, makes) in zip(ops, arrays, strict=True):
+            enlarges = op.name in FREE and sum(map(nbytes, makes)) != sum(map(nbytes, gets))
+            if op.name in _FORWARDS or (op.name in FREE and not enlarges):
+                known.update(makes if known.issuperset(gets) else ())
+            elif not enlarges and not known.isdisjoint([*gets, *makes]):
+                known.update(gets, makes)
+    return all(v in known or v in constant for gets, makes in arrays for v in (*gets, *makes))
+
+
+def _touched(op: _Op) -> int:
+    """Returns the bytes that an operation touches which is not fused with its reader."""
+    if op.name not in _PASSES:
+        return 0
+    if op.name == "gather":  # reads no more of its operand than it makes
+        return 2 * sum(map(nbytes, op.makes)) + sum(map(nbytes, variables(op.gets[1:])))
+    return sum(map(nbytes, (*variables(op.gets), *op.makes)))
+
+
+def _reuses(op: _Op) -> bool:
+    """Whether an operation multiplies each element so often that its bytes do not tell its cost: a matrix product."""
+    if op.name != "dot_general":
+        return False
+    (contracted, _), _ = op.params["dimension_numbers"]
+    length = math.prod(op.gets[0].aval.shape[d] for d in contracted)
+    return length * sum(math.prod(v.aval.shape) for v in op.makes) > sum(math.prod(a.aval.shape) for a in op.gets)
