@@ -100,7 +100,7 @@ def _first(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def _agreed(params: Any, state: Any) -> Any:
+def agreed(params: Any, state: Any) -> Any:
     """The anchor that all ranks hold."""
     return exchange.finish(*_first((params, state)))
 
@@ -122,9 +122,9 @@ STRATEGIES = (
     Strategy(name="shared norms", make=lambda s: optax.chain(exchange.mean(AXIS), s.norms)),
     Strategy(name=f"local_sgd, every {EVERY}", cycle=EVERY,
              make=lambda s: exchange.local_sgd(s.optimizer, AXIS, every=EVERY)),
-    Strategy(name=f"diloco, every {EVERY}", cycle=EVERY, model=_agreed,
+    Strategy(name=f"diloco, every {EVERY}", cycle=EVERY, model=agreed,
              make=lambda s: exchange.diloco(s.optimizer, OUTER, AXIS, every=EVERY)),
-    Strategy(name=f"streaming_diloco, every {EVERY}, 4 bits", cycle=EVERY, model=_agreed,
+    Strategy(name=f"streaming_diloco, every {EVERY}, 4 bits", cycle=EVERY, model=agreed,
              begins=lambda s: (0, EVERY // 2), make=lambda s: exchange.streaming_diloco(
                  s.optimizer, OUTER, AXIS, every=EVERY, fragments=2, delay=EVERY // 2, bits=4)),
     Strategy(name=f"federated_average, half, every {EVERY}", cycle=EVERY,
@@ -134,7 +134,7 @@ STRATEGIES = (
              model=lambda params, state: _first(state.centre)),
     Strategy(name="gossip, ring", make=lambda s: exchange.gossip(s.optimizer, AXIS, "ring")),
     Strategy(name="gossip, exponential", make=lambda s: exchange.gossip(s.optimizer, AXIS, "exponential")),
-    Strategy(name=f"sparse_loco 1/64, every {EVERY}", cycle=EVERY, model=_agreed,
+    Strategy(name=f"sparse_loco 1/64, every {EVERY}", cycle=EVERY, model=agreed,
              make=lambda s: exchange.sparse_loco(s.optimizer, optax.sgd(1.0), AXIS, every=EVERY)),
     Strategy(name=f"no_loco, every {EVERY}", cycle=EVERY,
              make=lambda s: exchange.no_loco(s.optimizer, AXIS, every=EVERY)),
@@ -194,7 +194,7 @@ GENTLER = (
 
 def _diloco(every: int, name: str = "", outer: optax.GradientTransformation = OUTER) -> Strategy:
     return Strategy(
-        name=f"diloco, every {every}{name}", cycle=every, model=_agreed,
+        name=f"diloco, every {every}{name}", cycle=every, model=agreed,
         make=lambda s: exchange.diloco(s.optimizer, outer, AXIS, every=every),
     )  # fmt: skip
 
@@ -209,7 +209,7 @@ ROUNDS = (
     Strategy(
         name="sparse_loco 1/64, every 16",
         cycle=16,
-        model=_agreed,
+        model=agreed,
         make=lambda s: exchange.sparse_loco(s.optimizer, optax.sgd(1.0), AXIS, every=16),
     ),
     Strategy(name="no_loco, every 16", cycle=16, make=lambda s: exchange.no_loco(s.optimizer, AXIS, every=16)),
