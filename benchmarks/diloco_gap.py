@@ -1,12 +1,10 @@
-"""Which parts of published practice close DiLoCo's gap to the mean on the language task of `convergence.py`?
+"""Does a warm-up close DiLoCo's gap to the mean on the language task of `convergence.py`?
 
     python benchmarks/diloco_gap.py [--json FILE] [--resume] [--only CASE]... [--smoke]
 
 The mean and `diloco` with H = 16, each on 4 ranks under `vmap`, with 3 seeds. The cases:
   as it is      400 steps from the start, a batch of 4 on each rank
   warm-up       the first quarter of the steps with the mean; Adam's state and the rate's cosine go on
-  large batch   a batch of 16 on each rank
-  long          1,200 steps
 The gap of a seed is its test loss less that of the mean with the same seed, at the last step. The results do not depend
 on the machine's speed. `--resume` adds what FILE does not hold yet; it is written after each row.
 """
@@ -35,20 +33,8 @@ OUTERS = {
 }
 
 
-class Case(NamedTuple):
-    """Attributes: `times`, the steps over 400; `batch`, of a rank; `warm_up`, the part of the steps with the mean."""
-
-    times: int = 1
-    batch: int = 4
-    warm_up: float = 0.0
-
-
-CASES = {
-    "as it is": Case(),
-    "warm-up": Case(warm_up=0.25),
-    "large batch": Case(batch=16),
-    "long": Case(times=3),
-}
+CASES = {"as it is": 0.0, "warm-up": 0.25}
+"""The part of the steps with the mean."""
 
 
 class WarmUpState(NamedTuple):
@@ -82,31 +68,27 @@ def row(case: str, way: str, *, smoke: bool) -> dict[str, Any]:
     """Trains one way in one case."""
     begin = time.perf_counter()
     ranks, seeds = (2, 1) if smoke else (RANKS, SEEDS)
-    times, batch, warm_up = CASES[case]
-    made = plan("text", ranks, seeds, smoke=smoke, times=1 if smoke else times)._replace(batch=batch)
+    made = plan("text", ranks, seeds, smoke=smoke)
+    warm_up = round(made.steps * CASES[case])
     inner = made.setting.optimizer
     if way == "mean":
         tx, model = optax.chain(exchange.mean(AXIS), inner), lambda params, _: jax.tree.map(lambda x: x.mean(0), params)
     else:
-        tx = after_warm_up(inner, OUTERS[way], steps=round(made.steps * warm_up))
+        tx = after_warm_up(inner, OUTERS[way], steps=warm_up)
         model = lambda params, state: agreed(params, state.diloco)  # noqa: E731
     curves = train(made, tx, model, axes=one_axis(ranks), steps=made.steps, every=made.every)
     ends = [curve[-1] for curve in curves["test_loss"]]
     return {
-        "case": case, "way": way, "steps": made.steps, "every": made.every, "batch": batch,
-        "warm_up_steps": 0 if way == "mean" else round(made.steps * warm_up), **curves,
+        "case": case, "way": way, "steps": made.steps, "every": made.every, "batch": made.batch,
+        "warm_up_steps": 0 if way == "mean" else warm_up, **curves,
         "final_test_loss": statistics.fmean(ends), "wall_s": round(time.perf_counter() - begin, 1),
     }  # fmt: skip
 
 
 def gaps(rows: Mapping[tuple[str, str], Mapping[str, Any]], case: str, way: str) -> list[float]:
-    """Returns each seed's test loss at the end less the mean's. A warm-up is measured against the plain mean."""
-    mean = rows[_reference(case), "mean"]["test_loss"]
+    """Returns each seed's test loss at the end less the plain mean's."""
+    mean = rows["as it is", "mean"]["test_loss"]
     return [own[-1] - other[-1] for own, other in zip(rows[case, way]["test_loss"], mean, strict=True)]
-
-
-def _reference(case: str) -> str:
-    return "as it is" if case == "warm-up" else case
 
 
 def main() -> int:
@@ -118,14 +100,14 @@ def main() -> int:
     known = {(kept["case"], kept["way"]) for kept in rows}
     for case in args.only or CASES:
         for way in ("mean", *OUTERS):
-            if (case, way) in known or (way == "mean" and case != _reference(case)):
+            if (case, way) in known or (way == "mean" and case != "as it is"):
                 continue
             rows.append(row(case, way, smoke=args.smoke))
             print(f"{case}, {way}: test loss {rows[-1]['final_test_loss']:.3f}, {rows[-1]['wall_s']} s", flush=True)
             write_json(args.json, __doc__, {"ranks": RANKS, "seeds": SEEDS, "every": EVERY, "rows": rows})
     by = {(kept["case"], kept["way"]): kept for kept in rows}
     for case, way in by:
-        if way != "mean" and (_reference(case), "mean") in by:
+        if way != "mean" and ("as it is", "mean") in by:
             each = ", ".join(f"{gap:+.3f}" for gap in gaps(by, case, way))
             print(f"{case}, {way}: {each} to the mean, by seed")
     return 0
