@@ -246,4 +246,4 @@ def _checked(profiles: Sequence[Profile], policy: Policy | None, steps: int | Se
 def _equally_long(profiles: Sequence[Profile], steps: int) -> Iterator[int]:
     alone_s = [profile.compute_s + profile.exchange_s + profile.host_s for profile in profiles]
     for seconds in alone_s:
-        yield math.ceil(steps * max(alone_s) / seconds) if seconds else steps
+        yield math.ceil(steps * (max(alone_s) / seconds)) if seconds else steps

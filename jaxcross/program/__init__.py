@@ -10,6 +10,7 @@ ir               the program: segments, exchanges, values; `text` prints and rea
 compile          a program -> XLA executables, shared by segments of equal `digest`
 execution        one step in flight
 hand_over        arrays from the accelerator to the host's CPU device, and back
+host_work        which work between two exchanges stays on the host of an accelerator
 
 conditional      conditionals that exchange, split or decided by the host; `decision` counts ranks per branch
 lockstep         loops that exchange with a different number of iterations on each rank; `equality` proves numbers equal

@@ -14,6 +14,7 @@ timed_trial      one step on copies of its arguments, as a whole or by segment
 estimate         `jaxcross.estimate`; `script_estimate` does it for the first step that a script calls
 fuse             `jaxcross.fuse`: which tiny jobs become one program; `fused_cost` measures both ways
 measured_together  a measurement that all ranks begin together, or none
+profiled         profiles in place of numbers
 solo_cost        the seconds and bytes of one step alone
 skip_nonfinite   `nonfinite="skip"`: a step that leaves its state as it was
 nnx              steps that change Flax NNX objects in place

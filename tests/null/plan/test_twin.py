@@ -53,6 +53,13 @@ def test_equal_jobs_reach_their_bound() -> None:
     assert rounds.bound_s == pytest.approx(0.2, rel=1e-6)
 
 
+def test_the_slowest_job_makes_the_steps_asked_for() -> None:
+    """No step more by rounding: 6 * 0.1 / 0.1 is above 6."""
+    jobs = [Profile.whole(name, compute_s=seconds, exchange_s=seconds) for name, seconds in (("a", 0.05), ("b", 0.02))]
+    assert predict(jobs[:1], steps=6).steps == (6,)
+    assert predict(jobs, steps=6).steps == (6, 15)
+
+
 def test_one_after_the_other_takes_the_sum() -> None:
     jobs = [Profile.whole(name, compute_s=0.1, exchange_s=0.05) for name in "ab"]
     rounds = predict(jobs, policy=jaxcross.Sequential(), vote_s=0.0).rounds
