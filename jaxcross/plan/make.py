@@ -35,8 +35,9 @@ def of(
     """Plans which jobs share ranks, in how many pieces and at which shares, so that no job of a group starves.
 
     Grouping takes well below a second for 1,000 jobs. Pieces and shares come on top, some tenths of a second for each
-    group whose profiles differ from those of the others, and more the more unlike the lengths of its steps are: tens of
-    seconds for steps of 1.5 ms next to one of 0.6 s. Decides from its arguments alone: needs no ranks, no device,
+    group whose profiles differ from those of the others (for 1,000 jobs of 8 kinds 3 s in all, for 1,000 unlike ones
+    80 s), and more the more unlike the lengths of its steps are: tens of seconds for steps of 1.5 ms next to one of
+    0.6 s. Decides from its arguments alone: needs no ranks, no device,
     and does not communicate.
 
     Args:
