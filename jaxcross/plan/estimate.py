@@ -199,7 +199,8 @@ def _lines(estimate: Estimate) -> Iterator[str]:
         yield "  one job with a cut: its exchanges were not cut further"
     else:
         gain = f"at most {estimate.cut_alone:.2f} times as fast as uncut"
-        yield f'  one job cut in four: {gain}; `cut="auto"` finds the best number'
+        pieces = "four" if cost.steps or cost.cut is None else len(cost.cut.graph.collectives)
+        yield f'  one job cut in {pieces}: {gain}; `cut="auto"` finds the best number'
     yield '  "At most" is a bound: data loading, votes and dispatch come on top, and batches kept ahead need memory.'
 
 

@@ -42,6 +42,7 @@ def estimate(
         memory_bytes: Bytes of arrays that a rank may hold. By default what the device has, on CPUs the rank's share
             of the machine's memory.
         profiles: A `plan.Profile` of the step, or several of it in several cuts: no step is timed then.
+            One without its memory has the step compiled for that.
 
     Returns:
         The estimate, whose `print` has ten lines.

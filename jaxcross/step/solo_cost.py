@@ -147,15 +147,14 @@ class SoloCost:
             ExchangeError: On every rank: the ranks have different steps, or the step fails on some rank.
         """
         program = self._variant.default
-        memory, given = None, self._settings.profiles
+        given = self._settings.profiles
         if given:
+            agree_once(self._variant, self._host, program, candidate=True)
             whole, *finer = sorted(given, key=lambda profile: len(profile.graph.collectives))
             whole, cut = replace(whole, name=program.name), finer[0] if finer else None
-            memory = whole.memory
+            memory = whole.memory or memory_of(self._built(program))
         else:
-            compiled = self._build(program)
-            if isinstance(compiled, str):
-                raise ExchangeError(f"`{program.name}` cannot be measured, as it cannot be compiled: {compiled}")
+            compiled = self._built(program)
             found = self._profile(compiled)
             if isinstance(found, str):
                 raise ExchangeError(
@@ -164,7 +163,7 @@ class SoloCost:
             whole, cut, memory = found, self._cut_profile(program, found), memory_of(compiled)
         wide, narrow = self._wire_bytes(program.exchanges)
         limit = self._settings.memory_bytes or device_limit_bytes(jax.local_devices()[0], self._world.local_size)
-        own = [asdict(memory or JobMemory()), limit]
+        own = [asdict(memory), limit]
         ranks = self._together(lambda control: gather(control, own))
         limits = [limit for _, limit in ranks if limit is not None]
         return StepCost(
@@ -181,6 +180,12 @@ class SoloCost:
 
     def _together(self, work: Callable[[Control], T]) -> T:
         return run_watched(self._host, self._world, self._variant.default.name, work)
+
+    def _built(self, program: Program) -> Compiled:
+        compiled = self._build(program)
+        if isinstance(compiled, str):
+            raise ExchangeError(f"`{program.name}` cannot be measured, as it cannot be compiled: {compiled}")
+        return compiled
 
     def _build(self, program: Program) -> Compiled | str:
         """Returns the executables, or on all ranks a text about what failed on some. Waits for all ranks."""

@@ -77,7 +77,9 @@ def a_profile_in_place_of_a_measurement():
     found = jaxcross.estimate(make_step(), fresh(), X, profiles=profiles)
     assert (found.cost.compute_s, found.cost.exchange_s) == (first.compute_s, first.exchange_s)
     assert found.cost.steps == 0 and "as its profile says" in str(found).splitlines()[0]
-    assert found.cut_alone == estimate_of(first).cut_alone
+    assert found.cut_alone == estimate_of(first).cut_alone and "one job cut in 2: at most" in str(found)
+    unknown = [replace(profile, memory=None) for profile in profiles]
+    assert jaxcross.estimate(make_step(), fresh(), X, profiles=unknown).cost.whole.memory == first.whole.memory
     other = Profile.whole("a", compute_s=1.0, exchange_s=1.0, nbytes=10**6, ranks=P)
     for refused, words in (
         (other, "of another step"),
