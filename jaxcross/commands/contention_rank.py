@@ -74,7 +74,7 @@ class Measurement:
         exchange_s = self._start_exchanges().result()
         self._meet()
         exchanging = self._start_exchanges()
-        took: list[float] = []
+        took = [self._compute(1)]
         while not exchanging.done():
             took.append(self._compute(1))
         kept = took[:-1] or took
@@ -103,12 +103,16 @@ class Measurement:
         return self._world.exchanger.submit(make)
 
     def _exchange_of(self, megabytes: int) -> None:
-        """Chooses the bytes of an exchange, and makes one, which gets its memory from the kernel."""
+        """Chooses the bytes of an exchange, and makes one, which gets its memory from the kernel.
+
+        It is on the host's CPU device, as in a step: next to an accelerator, too, exchanges go through host memory.
+        """
         import jax
         from jax import lax
 
         axes = {"batch": self._world.size}
-        operand = jax.block_until_ready(jax.numpy.ones(megabytes * _MB // 4, np.float32))
+        host = jax.local_devices(backend="cpu")[0]
+        operand = jax.block_until_ready(jax.device_put(np.ones(megabytes * _MB // 4, np.float32), host))
         jaxpr = jax.make_jaxpr(lambda x: [lax.psum(x, "batch")], axis_env=list(axes.items()))(operand)
         compiled = jax.jit(self._world.wire().lower(jaxpr, axes)).lower(operand).compile()
 
