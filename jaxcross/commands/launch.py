@@ -247,9 +247,9 @@ def _run(
             if not ranks:
                 process.send_signal(number)
 
-    # Signal -> the one that the ranks get: they treat a closed terminal like SIGTERM.
+    # Signal -> the one that the ranks get: they treat a closed terminal and Ctrl-\ like SIGTERM.
     forwarded = {n: n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
-    forwarded[signal.SIGHUP] = signal.SIGTERM
+    forwarded[signal.SIGHUP] = forwarded[signal.SIGQUIT] = signal.SIGTERM
     before = {
         number: signal.signal(number, lambda *_, passed=passed: forward(passed))
         for number, passed in forwarded.items()

@@ -207,6 +207,18 @@ sys.exit(255)
     assert launch._run([sys.executable, "-c", mpirun], dict(os.environ), "mpich") == (143, 2)
 
 
+def test_quitting_the_launcher_stops_the_ranks():
+    """Else it would end alone, and leave ranks that no terminal reaches."""
+    mpirun = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+os.kill(os.getppid(), signal.SIGQUIT)
+signal.sigwait([signal.SIGTERM])
+sys.exit(15)
+"""
+    assert launch._run([sys.executable, "-c", mpirun], dict(os.environ), "mpich") == (143, 1)
+
+
 def test_a_code_that_no_signal_explains_stays():
     assert launch._run([sys.executable, "-c", "raise SystemExit(15)"], dict(os.environ), "mpich") == (15, False)
 
