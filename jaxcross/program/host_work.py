@@ -149,9 +149,11 @@ def _opened(eqns: Sequence[Any]) -> Iterator[_Op]:
         for op in _opened(inner.eqns):
             names.update((v, compat.new_var(v.aval)) for v in op.makes)
             yield _Op(
-                name=op.name, gets=[_renamed(a, names) for a in op.gets], makes=[names[v] for v in op.makes],
+                name=op.name,
+                gets=[_renamed(a, names) for a in op.gets],
+                makes=[names[v] for v in op.makes],
                 params=op.params,
-            )  # fmt: skip
+            )
         for made, result in zip(inner.outvars, eqn.outvars, strict=True):
             yield _Op(name="copy", gets=[_renamed(made, names)], makes=[result], params={})
 
