@@ -310,7 +310,6 @@ class Runner:
             if self.checkpoints is not None:
                 names = [run.name for run in runs]
                 self._session = open_session(self.checkpoints, self.world, names, self.policy)
-            if self._session is not None:
                 for name, fn, given in taken_over(self._session, self._functions, self._check_name, self.world.rank):
                     self._runs.append(self._job_run(name, fn, {**given}))
                 runs = tuple(self._runs)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+from jaxcross.errors import clause
+
+T = TypeVar("T")
 
 
 def read_text(path: Path, most: int) -> str:
@@ -15,3 +21,16 @@ def read_text(path: Path, most: int) -> str:
     if path.stat().st_size > most:
         raise ValueError(f"it has more than {most} bytes")
     return path.read_text()
+
+
+def load(path: Path, what: str, parse: Callable[[str], T], *, most: int) -> T:
+    """Returns what `parse` makes of the text of a file.
+
+    Raises:
+        ValueError: The file is not `what`: `parse` raised, or it has more than `most` bytes.
+        OSError: It cannot be read.
+    """
+    try:
+        return parse(read_text(path, most))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"`{path}` is not {what}: {clause(str(error))}.") from error

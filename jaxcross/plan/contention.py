@@ -9,9 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-from jaxcross.errors import clause
 from jaxcross.interleave.contention import Contention
-from jaxcross.plan.bounded import read_text
+from jaxcross.plan import bounded
 
 MAX_FILE_BYTES = 1_000_000
 _SAME = 0.02
@@ -62,11 +61,8 @@ class MachineContention:
             ValueError: The file holds something else, or is larger than it can be.
             OSError: The file cannot be read.
         """
-        path = Path(path)
-        try:
-            return cls.from_json(json.loads(read_text(path, MAX_FILE_BYTES)))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"`{path}` is not the contention of a machine: {clause(str(error))}.") from error
+        what = "the contention of a machine"
+        return bounded.load(Path(path), what, lambda text: cls.from_json(json.loads(text)), most=MAX_FILE_BYTES)
 
     def to_json(self) -> list[dict[str, float]]:
         """Returns plain data; `from_json` reads it back."""

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from jaxcross.errors import clause
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
-from jaxcross.plan.bounded import read_text
+from jaxcross.plan import bounded
 from jaxcross.report.summary import LOST_TIME
 
 if TYPE_CHECKING:
@@ -181,11 +180,8 @@ class Plan:
             OSError: The file cannot be read.
         """
         path = Path(path)
-        try:
-            text = read_text(path, MAX_FILE_BYTES)
-            return cls.from_data(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"`{path}` is not a plan of jaxcross: {clause(str(error))}.") from error
+        data = tomllib.loads if path.suffix == ".toml" else json.loads
+        return bounded.load(path, "a plan of jaxcross", lambda text: cls.from_data(data(text)), most=MAX_FILE_BYTES)
 
     @classmethod
     def from_data(cls, data: Any) -> Self:

@@ -12,10 +12,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, Self
 
-from jaxcross.errors import clause
 from jaxcross.interleave.instrument import Span
 from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.plan.bounded import read_text
+from jaxcross.plan import bounded
 from jaxcross.plan.memory import JobMemory
 from jaxcross.report.summary import RunData
 from jaxcross.report.timeline import in_lane_order, shortest_exchanges
@@ -193,11 +192,8 @@ class Profile:
             ValueError: The file holds something else, or is larger than a profile can be.
             OSError: The file cannot be read.
         """
-        path = Path(path)
-        try:
-            return cls.from_data(json.loads(read_text(path, MAX_FILE_BYTES)))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"`{path}` is not a profile of jaxcross: {clause(str(error))}.") from error
+        what = "a profile of jaxcross"
+        return bounded.load(Path(path), what, lambda text: cls.from_data(json.loads(text)), most=MAX_FILE_BYTES)
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
