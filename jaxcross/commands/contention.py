@@ -136,8 +136,8 @@ def _table(found: Mapping[str, Any], reached: float) -> list[str]:
         f"  {'':22}{'alone':>10}{'next to the other':>20}{'times as long':>16}",
     ]
     for what, name in _WHAT.items():
-        alone, beside = (median(row[f"{what}{end}_s"] for row in rounds) for end in ("", "_beside"))
+        alone, together = (median(row[f"{what}{end}_s"] for row in rounds) for end in ("", "_beside"))
         ratios = sorted(row[f"{what}_beside_s"] / row[f"{what}_s"] for row in rounds)
         spread = f"   {ratios[0]:.2f} to {ratios[-1]:.2f} by round"
-        lines.append(f"  {name:22}{seconds(alone):>10}{seconds(beside):>20}{median(ratios):>16.2f}{spread}")
+        lines.append(f"  {name:22}{seconds(alone):>10}{seconds(together):>20}{median(ratios):>16.2f}{spread}")
     return [*lines, f"  A rank receives {float(f'{reached:.3g}'):g} Mbit/s in an exchange alone."]
