@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import quick_compiler as quick_compiler_options
+from tests.support.file_times import FileTimes
 
 TESTS = Path(__file__).parent
 
@@ -27,53 +27,13 @@ settings.register_profile("jaxcross", deadline=None, suppress_health_check=[Heal
 settings.load_profile("jaxcross")
 
 
-ALL_TESTS_S = 820.0
-"""Time of all tests of a plain `pytest`, added up over its workers, on the machine of the table in tests/README.md."""
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--longest-file",
         type=float,
         metavar="SECONDS",
-        help="fail if the plain tests of one file take longer, or on a slower machine more than that share of them all",
+        help="fail if the plain or the integration tests of one file take longer; a slower machine has a larger limit",
     )
-
-
-class FileTimes:
-    """The time that the tests of each file took, its fixtures included."""
-
-    def __init__(self, longest_s: float | None) -> None:
-        self._longest_s = longest_s
-        self._seconds: Counter[str] = Counter()
-        self._plain: Counter[str] = Counter()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = report.nodeid.partition("::")[0]
-        self._seconds[name] += report.duration  # type: ignore[assignment]
-        if "integration" not in report.keywords:
-            self._plain[name] += report.duration  # type: ignore[assignment]
-
-    def too_long(self) -> list[str]:
-        """The files whose plain tests are over the limit, with their seconds."""
-        if self._longest_s is None:
-            return []
-        limit_s = self._longest_s * max(1.0, self._plain.total() / ALL_TESTS_S)
-        return [f"{name} took {took:.0f} s, more than {limit_s:.0f} s"
-                for name, took in self._plain.items() if took > limit_s]  # fmt: skip
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._seconds.total() < 60:
-            return
-        terminalreporter.section(f"slowest files, of {self._seconds.total():.0f} s")
-        for name, took in self._seconds.most_common(10):
-            terminalreporter.line(f"{took:6.1f} s  {name}")
-        for line in self.too_long():
-            terminalreporter.line(f"TOO LONG  {line}: split it, speed it up, or mark it `integration`", red=True)
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.too_long() and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_configure(config: pytest.Config) -> None:
