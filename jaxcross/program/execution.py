@@ -89,6 +89,8 @@ class Compiled:
             and that no earlier compute segment has waited for.
         carried: The collective segments that may begin before any computation; see `Program.carried`.
         overlaps: Whether some segment can compute while another one exchanges with other ranks.
+        constants: What the step closed over, where compute segments read it.
+        on_host: Copies of constants that collective segments read, by value.
         live_bytes: Returns `peak_live_bytes` and `boundary_live_bytes`. Worked out once: each run of a job asks.
     """
 
@@ -101,6 +103,7 @@ class Compiled:
     overlaps: bool
     live_bytes: Callable[[], tuple[int, int]]
     constants: tuple[Any, ...]
+    on_host: Mapping[int, Any]
     out_tree: Any
 
     def execution(self, inputs: Sequence[Any]) -> Execution:
@@ -159,19 +162,22 @@ class Execution:
 
     def run(self, index: int) -> None:
         """Dispatches a segment from this thread. A compute segment returns at once, a collective one may wait."""
-        runnable = self._compiled.runnables[index]
-        segment, env = runnable.segment, self._env
+        compiled, env = self._compiled, self._env
+        runnable = compiled.runnables[index]
+        segment = runnable.segment
         zeros = self._zeros.pop(index, None)
         if (alone := self._alone.pop(index, None)) is not None:
             outs = alone()
         else:
             args = [env[v] for v in segment.inputs] if zeros is None else zeros
+            if runnable.device is not None and zeros is None and compiled.on_host:
+                args = [compiled.on_host.get(v, x) for v, x in zip(segment.inputs, args, strict=True)]
             if runnable.through is not None:
                 args = to_host(args, runnable.device, runnable.through)
             try:
                 outs = runnable.call(*args)
             except compat.InternalFloatingPointError as error:  # internal to JAX, and says nothing of the step
-                raise FloatingPointError(_invalid_value(self._compiled.program, segment, error)) from None
+                raise FloatingPointError(_invalid_value(compiled.program, segment, error)) from None
             except jax.errors.JaxRuntimeError as error:
                 if "donate" in str(error) and (words := self._shared_words(segment)):
                     raise ValueError(words) from None

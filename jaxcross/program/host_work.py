@@ -6,8 +6,9 @@ of the exchange lane, so it must not take longer than the exchanges themselves. 
 - A pass over memory costs its bytes. XLA fuses elementwise operations with what reads them, so that only reductions,
   dot products, gathers and what leaves for an exchange cost anything. Matrix products go to the accelerator.
 - What the accelerator would have to hand over for this work alone costs its bytes, too.
-- Exchanges pay for `MOST_TOUCHED` bytes for each byte that they move. Two busy cores touched 6 GB/s in Adasum's passes
-  (two halves of 51 MB in 43 ms): the work ends before the exchanges do on networks of up to 6 Gbit/s.
+- Constants are free: the host has a copy of each that it reads, made once (`stages.compile`).
+- Exchanges pay for `MOST_TOUCHED` bytes for each byte that they move. A host is assumed to touch 6 GB/s, which no
+  result file holds: the work then ends before the exchanges do on networks of up to 6 Gbit/s.
 - `ROUND_TRIP_BYTES` are free: the hand-overs of one small array each way take longer.
 """
 
@@ -26,7 +27,7 @@ from jaxcross.program.graph import Graph, nbytes, variables
 from jaxcross.program.op_cost import ARITHMETIC, EXACT, FREE, HOST_OPS, MOST_TOUCHED, RESHAPED
 
 ROUND_TRIP_BYTES = 5_000_000
-"""What the host touches in 0.8 ms, in which an H100 hands over an array of 1 MB and back (gpu_transfers.json)."""
+"""What a host of 6 GB/s touches in 0.8 ms. In that an H100 hands over 1 MB and back (gpu_transfers.json)."""
 _SHIFTS = frozenset({"shift_left", "shift_right_arithmetic", "shift_right_logical"})
 _PASSES = frozenset({
     "argmax", "concatenate", "cumsum", "dot_general", "dynamic_slice", "dynamic_update_slice", "gather", "reduce_and",

@@ -110,16 +110,17 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
         carried=carried,
         overlaps=overlaps or bool(carried),
         live_bytes=functools.cache(functools.partial(live_bytes, program, runnables, passthroughs)),
-        constants=_constants(program, host),
+        constants=program.traced.own_consts(),
+        on_host=_constants_on_host(program, host),
         out_tree=program.traced.out_tree,
     )
 
 
-def _constants(program: Program, host: Any) -> tuple[Any, ...]:
-    """Returns the step's constants. Those that only collective segments read are on the host from the beginning."""
-    readers, collectives = program.readers(), {s.index for s in program.collectives}
-    own = []
-    for v, x in zip(program.inputs[: program.constants], program.traced.own_consts(), strict=True):
-        there = v in readers and collectives.issuperset(readers[v]) and v not in program.outputs
-        own.append(jax.device_put(x, host) if there and x.devices() != {host} else x)
-    return tuple(own)
+def _constants_on_host(program: Program, host: Any) -> dict[int, Any]:
+    """Returns copies on the host, made once, of those constants that collective segments read and that are elsewhere.
+
+    Compute segments may read a constant, too. Without a copy of its own it would go to the host in every step.
+    """
+    read = {v for segment in program.collectives for v in segment.inputs}
+    constants = zip(program.inputs[: program.constants], program.traced.own_consts(), strict=True)
+    return {v: jax.device_put(x, host) for v, x in constants if v in read and x.devices() != {host}}

@@ -118,6 +118,27 @@ def dependent(world: Any, device: Any, host: Any) -> None:
         close(jaxcross.crossover(step, axes="batch", cut=cut)(jax.device_put(x, device)), expected, f"cut {cut}:")
 
 
+def handed_over(traced: Any, leaves: list[Any], host: Any) -> tuple[list[int], Any]:
+    """Returns the bytes of each hand-over of a step, and its result."""
+    found: list[int] = []
+
+    def to_host(values: Any, where: Any, through: Any) -> Any:
+        found.append(sum(x.nbytes for x in values if isinstance(x, jax.Array) and x.devices() != {where}))
+        return hand_over.to_host(values, where, through)
+
+    def from_host(values: Any, shardings: Any) -> Any:
+        found.append(sum(x.nbytes for x, place in zip(values, shardings, strict=True) if place is not None))
+        return hand_over.from_host(values, shardings)
+
+    execution = stages.compile(stages.cut(traced), leaves, host_device=host).execution(leaves)
+    module = "jaxcross.program.execution"
+    with mock.patch(f"{module}.to_host", to_host), mock.patch(f"{module}.from_host", from_host):
+        for segment in execution._compiled.program.segments:
+            execution.wait_inputs(segment.index)
+            execution.run(segment.index)
+    return found, execution.outputs()
+
+
 def small_work(world: Any, device: Any, host: Any) -> None:
     """Arrays go to the host once for Adasum and come back once: nothing is handed over between its exchanges."""
     tx = jaxcross.exchange.adasum("batch")
@@ -131,37 +152,37 @@ def small_work(world: Any, device: Any, host: Any) -> None:
     leaves = jax.tree.leaves((args, {}))
     traced = trace(step, args, axes={"batch": 4}, wire=LocalRanks(1))
 
-    def handed_over() -> tuple[list[int], Any]:
-        """Returns the bytes of each hand-over of a step, and its result."""
-        found: list[int] = []
-
-        def to_host(values: Any, where: Any, through: Any) -> Any:
-            found.append(sum(x.nbytes for x in values if isinstance(x, jax.Array) and x.devices() != {where}))
-            return hand_over.to_host(values, where, through)
-
-        def from_host(values: Any, shardings: Any) -> Any:
-            found.append(sum(x.nbytes for x, place in zip(values, shardings, strict=True) if place is not None))
-            return hand_over.from_host(values, shardings)
-
-        execution = stages.compile(stages.cut(traced), leaves, host_device=host).execution(leaves)
-        module = "jaxcross.program.execution"
-        with mock.patch(f"{module}.to_host", to_host), mock.patch(f"{module}.from_host", from_host):
-            for segment in execution._compiled.program.segments:
-                execution.wait_inputs(segment.index)
-                execution.run(segment.index)
-        updates = execution.outputs()
-        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(updates))
-        return found, updates
-
     with mock.patch("jaxcross.program.stages.on_accelerator", return_value=True):
         with mock.patch.object(HostWork, "costs_less", return_value=False):
-            apart, expected = handed_over()
-        kept, got = handed_over()
+            apart, expected = handed_over(traced, leaves, host)
+        kept, got = handed_over(traced, leaves, host)
+    assert all(leaf.devices() == {device} for leaf in jax.tree.leaves((expected, got)))
     close(got, expected, "kept on the host:")
     assert len(apart) > 6 and len(kept) == 2, (apart, kept)
     # All gradients there and back, padded, and the rank's number; nothing else.
     nbytes = sum(x.nbytes for x in weights.values())
     assert sum(kept) < 2.2 * nbytes < sum(apart), (nbytes, apart, kept)
+
+
+def constants(world: Any, device: Any, host: Any) -> None:
+    """A constant that a computation and work between two exchanges read goes to the host once, not in each step."""
+    table = jax.device_put(np.linspace(0.5, 1.5, 5000, dtype=np.float32), device)
+
+    def step(x: Any) -> Any:
+        mean = lax.pmean(jax.numpy.sin(x * table), "batch")
+        return lax.pmax(mean * table, "batch") + table
+
+    args = (jax.device_put(np.linspace(0.0, 1.0, 5000, dtype=np.float32), device),)
+    leaves = jax.tree.leaves((args, {}))
+    traced = trace(step, args, axes={"batch": 2}, wire=LocalRanks(1))
+    with mock.patch("jaxcross.program.stages.on_accelerator", return_value=True):
+        program = stages.cut(traced)
+        (there, back), got = handed_over(traced, leaves, host)
+    (constant,) = program.inputs[: program.constants]
+    assert {program.segments[n].kind for n in program.readers()[constant]} == {"compute", "collective"}
+    assert there == back == table.nbytes, (there, back)  # what is exchanged, and what comes of it
+    mean = np.sin(np.asarray(args[0]) * np.asarray(table))
+    close(got, mean * np.asarray(table) + np.asarray(table), "constants:")
 
 
 def crossover(world: Any, device: Any, host: Any) -> None:
@@ -242,7 +263,9 @@ def ranks(world: Any, device: Any, host: Any) -> None:
         assert len(set(own)) == 2, "both ranks had the same batch: nothing was averaged"
 
 
-CASES = {case.__name__: case for case in (step, placement, dependent, small_work, crossover, selection, ranks)}
+CASES = {
+    case.__name__: case for case in (step, placement, dependent, small_work, constants, crossover, selection, ranks)
+}
 
 if __name__ == "__main__":
     prepare(STAND_IN)

@@ -29,7 +29,9 @@ def run(line: list[str], env: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["step", "placement", "dependent", "small_work", "crossover", "selection"])
+@pytest.mark.parametrize(
+    "name", ["step", "placement", "dependent", "small_work", "constants", "crossover", "selection"]
+)
 def test_one_rank(name: str) -> None:
     assert f"rank 0: {name} holds" in run([sys.executable, str(CASE), name], environment())
 

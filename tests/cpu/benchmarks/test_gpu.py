@@ -206,6 +206,7 @@ def test_no_accelerator_is_said_at_once(tmp_path: Path) -> None:
         "placement",
         "dependent",
         "small_work",
+        "constants",
         "selection",
         pytest.param("crossover", marks=pytest.mark.exhaustive),
     ],
