@@ -27,13 +27,14 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
     first, second = ([line for line in signatures[r].splitlines() if not line.startswith(LAYOUT)] for r in (0, other))
     lines = zip_longest(first, second, fillvalue="(no further exchange)")
     number, (mine, theirs) = next(((n, pair) for n, pair in enumerate(lines) if pair[0] != pair[1]), (0, ("", "")))
+    layouts = [next((x for x in signatures[r].splitlines() if x.startswith(LAYOUT)), LAYOUT) for r in (0, other)]
+    divided = (
+        f" into segments differently, by number in each:\n    rank 0: {layouts[0].removeprefix(LAYOUT)}"
+        f"\n    rank {other}: {layouts[1].removeprefix(LAYOUT)}\nAll ranks must give `crossover` the same `cut` and"
+        " `bucket_bytes`, and must all have an accelerator or all have none."
+    )
     if mine == theirs:
-        layouts = [signatures[r].splitlines()[-1].removeprefix(LAYOUT) for r in (0, other)]
-        return (
-            f"ranks 0 and {other} divide the exchanges of `{name}` into segments differently, by number in each:"
-            f"\n    rank 0: {layouts[0]}\n    rank {other}: {layouts[1]}\n"
-            "All ranks must give `crossover` the same `cut` and `bucket_bytes`."
-        )
+        return f"ranks 0 and {other} divide the exchanges of `{name}`{divided}"
     if _UNTIL.sub("", mine) == _UNTIL.sub("", theirs):
         return (
             f"ranks 0 and {other} make different numbers of iterations of a loop in `{name}`, or decide a conditional"
@@ -45,6 +46,7 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
         f"ranks 0 and {other} exchange different things in `{name}`: exchange {number} is"
         f"\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
         "All ranks must trace the same step with the same shapes; look for a branch on the rank, or unequal batches."
+        f"{'' if layouts[0] == layouts[1] else f' They divide their exchanges{divided}'}"
     )
 
 

@@ -7,8 +7,8 @@ from typing import Self, final
 
 import numpy as np
 
-from jaxcross.errors import ExchangeError
-from jaxcross.program.ir import Program
+from jaxcross.errors import CutError, ExchangeError
+from jaxcross.program.ir import Program, hash_62
 from jaxcross.program.mismatch import branch_call_mismatch, signature_mismatch
 from jaxcross.runtime.standalone import Standalone
 from jaxcross.runtime.step_host import StepHost
@@ -30,9 +30,12 @@ def agree_once(variant: Variant, host: StepHost, program: Program, *, candidate:
 
     Raises:
         ExchangeError: The ranks differ; on every rank.
+        CutError: The profiles of all ranks are of another step or of another number of ranks.
     """
     if program.exchanges and host.first_use(program, variant.record, candidate=candidate):
-        host.agree(ExchangeAgreement.on(program, variant.world))
+        host.agree(ExchangeAgreement.on(variant, program))
+    if variant.refusal is not None:
+        raise CutError(variant.refusal)
 
 
 def agree_standalone(variant: Variant, host: Standalone) -> None:
@@ -47,7 +50,7 @@ def agree_standalone(variant: Variant, host: Standalone) -> None:
     elif program.exchanges:
         # Where the host takes branches, ranks may be at different calls of the step with equal exchanges.
         by_call = bool(variant.traced.choices)
-        host.agree(ExchangeAgreement.on(program, world, call=host.calls, by_call=by_call))
+        host.agree(ExchangeAgreement.on(variant, program, call=host.calls, by_call=by_call))
 
 
 def is_current(variant: Variant) -> bool:
@@ -67,6 +70,7 @@ class ExchangeAgreement:
         order: Hash of its exchanges' labels. It takes time to compute, hence not while the exchange lane waits.
         call: Number of the step's call.
         by_call: Whether it must be the same call on all ranks.
+        cut_note: See `Variant.cut_note`.
     """
 
     program: Program
@@ -74,17 +78,24 @@ class ExchangeAgreement:
     order: int
     call: int = 0
     by_call: bool = False
+    cut_note: str = ""
 
     @classmethod
-    def on(cls, program: Program, world: World, *, call: int = 0, by_call: bool = False) -> Self:
-        """Returns the agreement on a program."""
+    def on(cls, variant: Variant, program: Program, *, call: int = 0, by_call: bool = False) -> Self:
+        """Returns the agreement on a program of a variant."""
+        world, note = variant.world, variant.cut_note
         order = order_hash(program) if world.size > 1 else 0
-        return cls(program=program, world=world, order=order, call=call, by_call=by_call)
+        return cls(program=program, world=world, order=order, call=call, by_call=by_call, cut_note=note)
 
     @property
     def label(self) -> str:
         # The lines after the first one hold all that the ranks must have in common.
-        return f"first call of `{self.program.name}`\n{self.program.exchange_signature()}"
+        return f"first call of `{self.program.name}`\n{self._signature}"
+
+    @property
+    def _signature(self) -> str:
+        # The note ends the line of the segments, which is compared last.
+        return self.program.exchange_signature() + self.cut_note
 
     def in_run(self, control: Control) -> None:
         program = self.program
@@ -99,7 +110,7 @@ class ExchangeAgreement:
             ExchangeError: The ranks differ; on every rank.
         """
         program, control = self.program, self.world.control
-        exchanges = (program.exchange_hash() + self.call * self.by_call) % 2**62
+        exchanges = (hash_62(self._signature) + self.call * self.by_call) % 2**62
         hashes = np.array([exchanges, -exchanges, self.order, -self.order], np.int64)
         with self.world.monitor(job=program.name, step=self.call, segment=-1, what="agreement"):
             low, high, first, last = control.allreduce_min(hashes)  # a minimum, and a maximum with its sign changed
@@ -110,7 +121,7 @@ class ExchangeAgreement:
 
     def _raise_difference(self) -> None:
         name = self.program.name
-        mine = f"{self.call}\n{self.program.exchange_signature()}"
+        mine = f"{self.call}\n{self._signature}"
         calls, _, texts = zip(*(text.partition("\n") for text in self.world.control.allgather_text(mine)), strict=True)
         if others := [rank for rank, text in enumerate(texts) if not text]:
             # Lists of mpi4jax calls have no call number in front of them.

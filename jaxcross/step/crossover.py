@@ -106,7 +106,8 @@ def crossover(
             hide the exchange anyway, one segment per 25 MB, 8 at most. A job keeps what it began with. The cut
             decides the last bits of results: to repeat a run, write the number that was found. What is kept over runs
             (`jax_compilation_cache_dir`) is timed again, and dropped if it is slower. A `plan.Profile` of this step,
-            or several of it in several cuts: the number in which it is fastest alone by them, without a trial.
+            or several of it in several cuts: the number in which it is fastest alone by them, without a trial. If there
+            is one alone, of the uncut step, times in more pieces are estimated from it.
         bucket_bytes: Exchanges smaller than this share buffers up to this size; at 0 none do.
         donate_argnums: Positional arguments whose arrays the step may overwrite; they cannot be used again. Negative
             numbers count from the last positional argument of a call, here as below; arguments with numbers from 0

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
+from jaxcross.errors import CutError
 from jaxcross.program import stages
 from jaxcross.program.compile import SingleFlightCache
 from jaxcross.program.conditional import Predicate
@@ -47,6 +48,8 @@ class Variant:
         arg_types: Types to compile for.
         is_unit: Whether `default` calls mpi4jax.
         tunes_cut: Whether there is a cut to choose.
+        refusal: The reason why a profile given as `cut` does not fit this step, which is an error once the ranks have
+            compared it; None if there is none.
         compiled: Executables by number of segments; 0 for `default`.
         of_host: Executables of each job or standalone step, where these may differ.
     """
@@ -64,6 +67,7 @@ class Variant:
     arg_types: tuple[jax.ShapeDtypeStruct, ...] = field(init=False, default=())
     is_unit: bool = field(init=False, default=False)
     tunes_cut: bool = field(init=False, default=False)
+    refusal: str | None = field(init=False, default=None)
     compiled: dict[int, Compiled] = field(init=False, default_factory=dict)
     of_host: WeakKeyDictionary[StepHost, Compiled] = field(init=False, default_factory=WeakKeyDictionary)
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)
@@ -78,7 +82,13 @@ class Variant:
             return
         program = stages.cut(self.traced, self.record.cut, bucket_bytes=self.record.bucket_bytes)
         if program.has_exchanges:
-            check_profiles(self.record.profiles, program, self.world.size)
+            try:
+                check_profiles(self.record.profiles, program, self.world.size)
+            except CutError as error:
+                if program.is_unit:
+                    raise
+                # It may be this rank's profile alone. The others would wait for this rank in their agreement.
+                self.refusal = str(error)
         self.program = self.default = program
         # Kept, because it is asked at every call.
         self.is_unit = program.is_unit
@@ -90,6 +100,11 @@ class Variant:
         if self.tunes_cut:
             self.trial_args = leaves
         advise(self.traced, program, self.record.warned)
+
+    @property
+    def cut_note(self) -> str:
+        """Text about the cut in which ranks with equal exchanges must not differ; empty for a number that fits."""
+        return f" ({self.refusal})" if self.refusal else ' (`cut="auto"`)' if self.tunes_cut else ""
 
     def choose(self, leaves: Sequence[object]) -> Variant:
         """Returns the variant whose program these arguments run: itself, or that of the branch they take."""
