@@ -9,7 +9,7 @@ Cases:
              25 MB of gradients: one rank exchanges with nobody, and has nothing to try cuts for), and `copied`, the
              whole cut without pinned memory. A cut step hands its gradients to the host and back, as with several ranks
   depth      one rank, two jobs with 1, 2 and 3 segments queued on the device: does a hand-over wait for what was
-             queued before it?
+             queued before it? The best belongs in `depth_of` (jaxcross/interleave/compute_queue.py)
   transfers  which public calls hand arrays over fastest, to the host's CPU device and back, from 1 kB to 100 MB, and
              the model's leaves one by one, in one call, or put together into one array
   memory     two ranks: what k jobs book before their first steps, over what they need (see memory.py)
@@ -107,13 +107,13 @@ def depths(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str
     step = crossed(work)
     batch = jax.device_put(work.batch(0), device)
     initial = [jax.tree.map(np.asarray, work.state(seed)) for seed in range(2)]
+    timed = range(2, steps) if steps > 2 else range(1, steps + 1)  # a run begins and ends with work of its own
 
     def run(depth: int) -> float:
         states = jax.block_until_ready(jax.device_put(initial, device))
         jobs = [jaxcross.Job(f"job{n}", step, state, itertools.repeat(batch, steps)) for n, state in enumerate(states)]
-        spans = jaxcross.run(jobs, depth=depth).spans
-        # Of the steps alone: a run begins and ends with work of its own.
-        return (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e9 / (2 * steps)
+        spans = [s for s in jaxcross.run(jobs, depth=depth).spans if s.step in timed]
+        return (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e9 / (2 * len(timed))
 
     raw: dict[int, list[float]] = {depth: [] for depth in (1, 2, 3)}
     for repeat in range(-1, repeats):
@@ -121,7 +121,8 @@ def depths(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str
             seconds = run(depth)
             if repeat >= 0:
                 values.append(seconds)
-    return {"s_per_step": {str(depth): spread(values) for depth, values in raw.items()}}
+    rows = {str(depth): spread(values) for depth, values in raw.items()}
+    return {"s_per_step": rows, "best": min(rows, key=lambda depth: rows[depth]["median"])}
 
 
 @jax.jit
@@ -332,7 +333,8 @@ def show(name: str, result: dict[str, Any]) -> None:
             show(name, result["without_link"] | {"link": "no link"})
         rows = result["s_per_job_step" if name == "ranks" else "s_per_step"]
         shown = {rival: None if row is None else round(row["median"], 5) for rival, row in rows.items()}
-        print(name, "seconds a step", shown, result.get("link", ""), flush=True)
+        best = f"best is {result['best']}, see `depth_of`" if "best" in result else ""
+        print(name, "seconds a step", shown, result.get("link", ""), best, flush=True)
 
 
 def main() -> None:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from jaxcross.interleave.policy import Policy, Turns
 
 Key = tuple[int, int, int]  # job, its call, segment
+DEPTH = 2
+"""Compute segments on a device at once where none was measured to be better: one runs, and the next one is queued."""
+_OF_BACKEND: Mapping[str, int] = {"cpu": DEPTH}  # others once `benchmarks/gpu.py --cases depth` has measured them
+
+
+def depth_of(backend: str) -> int:
+    """Returns the number of compute segments to have at once on a device of this backend of JAX."""
+    return _OF_BACKEND.get(backend, DEPTH)
 
 
 class ComputeQueue:

@@ -43,7 +43,7 @@ from __future__ import annotations
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.ballot_writer import BallotWriter
-from jaxcross.interleave.compute_queue import ComputeQueue
+from jaxcross.interleave.compute_queue import DEPTH, ComputeQueue
 from jaxcross.interleave.invariants import check_lanes
 from jaxcross.interleave.local_state import LocalJob, Point, Wait
 from jaxcross.interleave.policy import Policy
@@ -62,7 +62,7 @@ class Interleaver:
         depth: Number of compute segments that may be on the device at once.
     """
 
-    def __init__(self, jobs: int, policy: Policy, depth: int = 2) -> None:
+    def __init__(self, jobs: int, policy: Policy, depth: int = DEPTH) -> None:
         if jobs < 1 or depth < 1:
             raise ValueError(f"`jobs` and `depth` of an interleaver must be at least 1, got {jobs} and {depth}")
         self.shared = SharedState(jobs, policy)

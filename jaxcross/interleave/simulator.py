@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
+from jaxcross.interleave.compute_queue import DEPTH
 from jaxcross.interleave.contention import Contention, Work
 from jaxcross.interleave.instrument import Span, SpanKind
 from jaxcross.interleave.interleaver import Interleaver
@@ -97,7 +98,7 @@ class Simulation:
         scripts: Sequence[Sequence[Script]],
         *,
         policy: Policy,
-        depth: int = 2,
+        depth: int = DEPTH,
         exchange_s: Callable[[int, int, int], float] = lambda job, step, segment: 1.0,
         vote_s: float = 0.0,
         contention: Contention | None = None,

@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
+import jax
+
 from jaxcross._arguments import is_whole
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import clause, shortened
+from jaxcross.interleave.compute_queue import depth_of
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import Policy, Weighted
 from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
@@ -84,6 +87,19 @@ def check_count(what: str, value: Any, *, least: float) -> None:
         raise _wrong(what, "a whole number", value)
     if value < least:
         raise ValueError(f"{what} must be at least {least}, got {value}.")
+
+
+def checked_depth(depth: int | None) -> int:
+    """Returns `depth`, by default that of the backend.
+
+    Raises:
+        TypeError: It is not a whole number.
+        ValueError: It is below 1.
+    """
+    if depth is None:
+        return depth_of(jax.default_backend())
+    check_count("`depth`", depth, least=1)
+    return depth
 
 
 def check_link(link: Any) -> None:

@@ -27,7 +27,7 @@ def run(
     policy: Policy | None = None,
     world: World | None = None,
     instruments: Iterable[Instrument] = (),
-    depth: int = 2,
+    depth: int | None = None,
     link: Link | str | None = None,
     memory: int | str | None = None,
     start: Start = "together",

@@ -49,7 +49,7 @@ class Runner:
         policy: `RoundRobin()` crosses the jobs over, `Weighted(shares)` too, by shares of device and link,
             `Sequential()` runs one after the other. Same on every rank.
         instruments: Told of spans and notes while it runs.
-        depth: Compute segments on the device at once; 2 keep it busy between segments.
+        depth: Compute segments on the device at once; if None, as many as suit JAX's backend, so far 2 on each.
         link: Hold exchanges as a slow network would. A string describes a real link for the report.
         memory: Bytes of arrays that this rank may hold, as a number or a text such as `80GB`. A job whose step does not
             fit next to the others fails, alone and on every rank, before its first step. If None: what the device
@@ -91,7 +91,7 @@ class Runner:
         policy: Policy | None = None,
         *,
         instruments: Iterable[Instrument] = (),
-        depth: int = 2,
+        depth: int | None = None,
         link: Link | str | None = None,
         memory: int | str | None = None,
         start: Start = "together",
@@ -105,7 +105,6 @@ class Runner:
         listening = arguments.checked_instruments(instruments)
         arguments.check_world(world)
         arguments.check_policy(policy)
-        arguments.check_count("`depth`", depth, least=1)
         arguments.check_link(link)
         limit = arguments.checked_memory(memory)
         check_choice(start, Start, "`start`")
@@ -120,7 +119,7 @@ class Runner:
             listening, policy, events, checkpoints, metrics, check_replicas = (), None, None, None, None, None
         self.policy = policy if policy is not None else RoundRobin()
         self.chaos = chaos_of(os.environ, self.world.rank) if chaos is None else Chaos(chaos, self.world.rank)
-        self.depth, self.link, self.checkpoints = depth, link, checkpoints
+        self.depth, self.link, self.checkpoints = arguments.checked_depth(depth), link, checkpoints
         self.start: Start = start
         self._admission = MemoryAdmission.of(self.world, limit)
         self.check_replicas = as_checks(check_replicas)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jaxcross.interleave.compute_queue import DEPTH
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.instrument import Span
 from jaxcross.interleave.policy import Policy, RoundRobin, Sequential, Weighted
@@ -101,7 +102,7 @@ def predict(
     policy: Policy | None = None,
     contention: Contention | None = None,
     steps: int | Sequence[int] = 20,
-    depth: int = 2,
+    depth: int = DEPTH,
     vote_s: float = VOTE_S,
 ) -> Prediction:
     """Predicts a run of these jobs together. Uses no device and no ranks; all ranks are taken to be equally fast.
@@ -146,7 +147,7 @@ def step_rates(
     policy: Policy,
     until_s: float,
     contention: Contention | None = None,
-    depth: int = 2,
+    depth: int = DEPTH,
     vote_s: float = VOTE_S,
 ) -> tuple[float, ...]:
     """Predicts the steps a second of each job while all of them go on; 0 for a job that makes none in steady state.

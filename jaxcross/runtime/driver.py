@@ -70,7 +70,7 @@ class Driver:
         world: World,
         jobs: Sequence[tuple[str, Callable[[], threading.Thread]]],
         policy: Policy,
-        depth: int = 2,
+        depth: int,
         listeners: Listeners | None = None,
         link: Link | None = None,
         chaos: Chaos | None = None,

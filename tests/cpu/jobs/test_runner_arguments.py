@@ -3,12 +3,15 @@
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxcross
+from jaxcross.interleave import compute_queue
 from jaxcross.interleave.instrument import SpanLog
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
@@ -67,6 +70,18 @@ def test_chaos_and_the_world_of_a_runner() -> None:
         ):
             Runner(jaxcross.RoundRobin())  # type: ignore[arg-type]
         Runner(world, None, instruments=iter([SpanLog()]), link="a cable", chaos=-1, depth=3)
+
+    run_ranks(1, work)
+
+
+def test_depth_is_that_of_the_backend() -> None:
+    """Unless it is given: 2, or what was measured to be better."""
+
+    def work(world: Any) -> None:
+        with mock.patch.object(compute_queue, "_OF_BACKEND", {"other": 5}):
+            assert (Runner(world).depth, Runner(world, depth=1).depth) == (2, 1)
+        with mock.patch.object(compute_queue, "_OF_BACKEND", {jax.default_backend(): 3}):
+            assert (Runner(world).depth, Runner(world, depth=1).depth) == (3, 1)
 
     run_ranks(1, work)
 

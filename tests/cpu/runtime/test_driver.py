@@ -263,6 +263,7 @@ def test_an_internal_error_reaches_the_caller():
             world=world,
             jobs=[("a", lambda: LaneThread("a", lambda: driver.post(None), set()))],  # pyright: ignore[reportArgumentType]
             policy=RoundRobin(),
+            depth=2,
         )
         with pytest.raises(InternalError, match="the interleaver does not know the event None"):
             driver.run(deque())
