@@ -144,11 +144,14 @@ def _plan(args: argparse.Namespace) -> int:
         jobs.profiles, memory=args.memory, most=args.most, steps=jobs.steps, contention=contention, floor=args.floor
     )
     plan = replace(plan, notes=(*plan.notes, *jobs.notes))
+    number = args.group or 0
+    if number >= len(plan.groups):  # before anything is written
+        raise ValueError(f"`--group` must be 0 to {len(plan.groups) - 1}, got {number}.")
     print(plan)
     if args.json is not None:
         print(f"The plan is in {plan.to_json(args.json)}.")
     if args.picture is not None:
-        _draw(plan, jobs, contention, args.group or 0, args.picture)
+        _draw(plan, jobs, contention, number, args.picture)
     if args.launch is not None:
         kind, folder = args.launch
         for path in write_launch_files(plan, kind, Path(folder), script=jobs.script, queue=args.queue):
@@ -168,8 +171,6 @@ def _contention(name: str | None) -> MachineContention | None:
 def _draw(plan: Plan, jobs: JobsFile, contention: MachineContention | None, number: int, path: Path) -> None:
     from jaxcross.plan import predict_group
 
-    if not 0 <= number < len(plan.groups):
-        raise ValueError(f"`--group` must be 0 to {len(plan.groups) - 1}, got {number}.")
     planned = plan.groups[number]
     prediction = predict_group(planned, jobs.profiles, contention=contention)
     headline = f"Predicted: group {number} makes {planned.progress:.2f} times the steps of one job after the other"

@@ -16,14 +16,14 @@ MOST_GROUPS = 50
 
 
 def render(plan: Any) -> Group:
-    """Title, one row a job with its group's facts on the first, and what to know about the numbers."""
+    """Title, one row a job with its group's facts on the first, and what to know about the numbers.
+
+    Group and job come first: a table that is too wide becomes several, each of which begins with them.
+    """
     table = Table()
-    table.add_column("group", justify="right")
-    table.add_column("ranks", justify="right")
-    table.add_column("memory", justify="right")
-    table.add_column("turns")
+    table.add_column("group")
     table.add_column("job", overflow="fold")
-    for name in ("pieces", "share", "step alone", "step here", "speed"):
+    for name in ("ranks", "memory", "turns", "pieces", "speed", "gain", "step alone", "here"):
         table.add_column(name, justify="right")
     for number, group in enumerate(plan.groups[:MOST_GROUPS]):
         for row in _rows(number, group):
@@ -35,15 +35,16 @@ def render(plan: Any) -> Group:
 def _rows(number: int, group: Any) -> list[list[Text]]:
     several = len(group.jobs) > 1
     memory = "-" if group.memory_bytes is None else human_bytes(group.memory_bytes)
-    turns = {"round-robin": "in turn", "weighted": "by shares"}[group.turns] if several else "alone"
-    facts = [str(number), str(group.ranks), memory, turns]
+    facts = [str(group.ranks), memory]
+    gain = f"{group.progress:.2f}" if several else "-"
     rows = []
     for job in group.jobs:
         pieces = "whole" if job.pieces == 1 else f"{'~' * job.estimated}{job.pieces}"
-        share = f"{job.share:.2f}" if group.turns == "weighted" else "-"
-        row = [*facts, job.name, pieces, share, seconds(job.alone_s), seconds(job.step_s), f"{job.speed:.2f}"]
+        turns = f"share {job.share:.2f}" if group.turns == "weighted" else "in turn" if several else "alone"
+        times = [seconds(job.alone_s), seconds(job.step_s)]
+        row = [str(number), job.name, *facts, turns, pieces, f"{job.speed:.2f}", gain, *times]
         rows.append([Text(cell) for cell in row])
-        facts = [""] * len(facts)
+        facts, gain = [""] * len(facts), ""
     return rows
 
 
@@ -56,7 +57,8 @@ def _title(plan: Any) -> str:
 def _footnotes(plan: Any) -> list[str]:
     lines = [
         f"On the same ranks the groups make {plan.progress:.2f} times as many steps as one job after the other.",
-        "Speed: share of the job's own speed alone. Memory: of a rank, at its fullest.",
+        "Step alone, here: time of a step alone, and as predicted in the group. Speed: that alone over that here.",
+        "Gain: the group's steps over those of its jobs one after the other. Memory: of a rank, at its fullest.",
     ]
     if any(job.estimated for group in plan.groups for job in group.jobs):
         lines.append("~: pieces estimated from the whole step; a profile of the cut step makes the prediction better.")

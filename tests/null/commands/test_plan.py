@@ -91,6 +91,15 @@ def test_ranks_and_steps_are_the_jobs_own(folder: Path) -> None:
     assert jobs.steps == {"large": 10.0, "small": 2.5}
 
 
+def test_a_group_too_high_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two jobs may be two groups, so that only the plan tells; nothing is printed or written then."""
+    words = ("--json", folder / "plan.json", "--picture", folder / "group.png", "--group", "1")
+    assert _run(folder / "jobs.toml", *words) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "jaxcross plan: `--group` must be 0 to 0, got 1.\n")
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".json", ".toml"]
+
+
 def test_a_picture_of_a_group_is_drawn(folder: Path) -> None:
     pytest.importorskip("matplotlib")
     assert _run(folder / "jobs.toml", "--picture", folder / "group.png", "--contention", "two-cores") == 0

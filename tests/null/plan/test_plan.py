@@ -61,9 +61,22 @@ def test_the_table_shows_each_job() -> None:
     text = str(PLAN)
     assert "3 jobs in 2 groups on 6 ranks, 80.0 GB of memory on each" in text
     (row,) = (line for line in text.splitlines() if " b " in line)
-    assert [cell.strip() for cell in row.split("│")[5:11]] == ["b", "~4", "1.00", "100 ms", "125 ms", "0.80"]
+    facts = ["0", "b", "", "", "share 1.00", "~4", "0.80", "", "100 ms", "125 ms"]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == facts
+    assert "│ 1.60 │" in text, "the gain stands once a group"
     assert "1.40 times as many steps as one job after the other" in text
     assert "Group 0: because." in text and "Be careful." in text and "~: pieces estimated" in text
+
+
+@pytest.mark.parametrize("columns", ["40", "60", "80"])
+def test_each_row_of_a_narrow_table_has_its_group(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = str(PLAN).splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    heads = [n for n, line in enumerate(lines) if line.startswith("group job")]
+    assert heads
+    for head in heads:
+        assert [line.split()[:2] for line in lines[head + 1 : head + 4]] == [["0", "a"], ["0", "b"], ["1", "c"]]
 
 
 @pytest.mark.parametrize(
