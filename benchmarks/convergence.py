@@ -16,7 +16,6 @@ adds what the file does not hold yet.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import statistics
 import time
@@ -30,6 +29,7 @@ import optax
 import tasks
 from convergence_show import draw
 from strategies import AXIS, CONTROLS, GENTLER, ROUNDS, ROUTES, STRATEGIES, Setting, Strategy, one_axis, received_bytes
+from tables import kept_result
 from workloads import parser, write_json
 
 from jaxcross import exchange
@@ -135,7 +135,7 @@ def strategy_row(name: str, strategy: Strategy, made: Plan) -> dict[str, Any]:
     curves = train(made, tx, strategy.model, axes=axes, steps=made.steps, every=made.every)
     params = jax.tree.map(lambda x: x[0], made.params)
     kinds = [strategy.like(step, made.setting) for step in range(made.steps)]
-    each = {kind: received_bytes(tx, params, axes, kind) for kind in set(kinds)}
+    each = received_bytes(tx, params, axes, kinds)
     received = [sum(each[kind] for kind in kinds[: n + made.every]) for n in range(0, made.steps, made.every)]
     return {
         "task": name, "strategy": strategy.name, **curves, "received_bytes": received,
@@ -216,7 +216,7 @@ def main() -> int:
     ranks, seeds = (2, 1) if args.smoke else (RANKS, SEEDS)
     result: dict[str, Any] = {"ranks": ranks, "seeds": seeds, "tasks": {}, "rows": []}
     if args.resume and args.json and args.json.exists():
-        kept = json.loads(args.json.read_text())
+        kept = kept_result(args.json)
         result.update({key: kept[key] for key in ("rows", "growth", "longer") if key in kept})
     whole = not (args.only or args.task)
     if whole and "growth" not in result:

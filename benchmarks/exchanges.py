@@ -148,10 +148,9 @@ def worker(args: Any) -> int:
         for s in rivals:
             try:
                 if s.name in made:
-                    nbytes[s.name] = statistics.fmean(
-                        received_bytes(made[s.name], params, s.axes(world.size), n)
-                        for n in s.begins(setting) or range(s.cycle)
-                    )
+                    kinds = s.begins(setting) or range(s.cycle)
+                    each = received_bytes(made[s.name], params, s.axes(world.size), kinds)
+                    nbytes[s.name] = statistics.fmean(each.values())
             except ValueError as error:  # it cannot serve so many ranks
                 if world.rank == 0:
                     print(f"{s.name} is left out: {error}", flush=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -222,15 +223,57 @@ CONTROLS = (
 )  # fmt: skip
 
 
-def received_bytes(tx: optax.GradientTransformation, params: Any, axes: dict[str, int], step: int = 0) -> int:
-    """Bytes that one rank receives in step number `step`, cut as by default, by its exchanges' formulas.
+def received_bytes(
+    tx: optax.GradientTransformation, params: Any, axes: dict[str, int], steps: Iterable[int] = (0,)
+) -> dict[int, int]:
+    """Bytes that one rank receives in each of some steps, cut as by default, by its exchanges' formulas.
 
     Args:
         tx: With its exchanges over `axes`.
         params: Arrays, or their types.
         axes: Each with its ranks.
-        step: Counted from 0; what all counters of the state are set to, so that it must lie in the first round of each.
+        steps: Counted from 0.
     """
-    traced = trace_update(tx, params, axes)
-    leaves = [jnp.int32(step) if x.shape == () and x.dtype == jnp.int32 else x for x in traced.in_avals]
-    return sum(wire_bytes(x, axes) for x in cut(decide(traced, leaves)).exchanges)
+    traced, wanted = trace_update(tx, params, axes), set(steps)
+    found: dict[int, int] = {}
+    for step, counters in enumerate(itertools.islice(_counters(tx, params, axes), max(wanted) + 1)):
+        if step in wanted:
+            own = iter(counters)
+            leaves = [next(own) if _is_counter(x) else x for x in traced.in_avals]
+            found[step] = sum(wire_bytes(x, axes) for x in cut(decide(traced, leaves)).exchanges)
+    return found
+
+
+def _counters(tx: optax.GradientTransformation, params: Any, axes: dict[str, int]) -> Iterator[list[jax.Array]]:
+    """Yields the whole numbers of a rank's state before each step, which decide what it sends.
+
+    They do not depend on values, so updates of zeros give them, and XLA removes all other work from these.
+    """
+
+    def zeros(of_rank: jax.Array) -> Any:
+        return jax.tree.map(lambda x: jnp.full(x.shape, of_rank.astype(x.dtype)), params)
+
+    def start(zero: jax.Array) -> list[jax.Array]:
+        return [x for x in jax.tree.leaves(tx.init(zeros(zero))) if _is_counter(x)]
+
+    def advance(zero: jax.Array, counters: list[jax.Array]) -> list[jax.Array]:
+        own = iter(counters)
+        state = jax.tree.map(lambda x: next(own) if _is_counter(x) else x, tx.init(zeros(zero)))
+        return [x for x in jax.tree.leaves(tx.update(zeros(zero), state, zeros(zero))[1]) if _is_counter(x)]
+
+    sizes = tuple(axes.values())
+
+    @partial(jax.jit, static_argnums=0)
+    def first(function: Callable[..., list[jax.Array]], *args: Any) -> list[jax.Array]:
+        for name in reversed(axes):
+            function = jax.vmap(function, in_axes=(0, *(None for _ in args)), axis_name=name)
+        return [x.reshape(-1)[0] for x in function(jnp.zeros(sizes), *args)]
+
+    counters = first(start)
+    while True:
+        yield counters
+        counters = first(advance, counters)
+
+
+def _is_counter(x: Any) -> bool:
+    return x.shape == () and x.dtype == jnp.int32

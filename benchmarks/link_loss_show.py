@@ -1,0 +1,70 @@
+"""Rows of `link_loss.py` as lines, and the picture: test loss against seconds of training. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+NAMED = {
+    "mean": "#0072b2",
+    "mean, bfloat16": "#56b4e9",
+    "top_k 1%, threshold": "#d55e00",
+    "delayed_mean": "#009e73",
+    "streaming_diloco, every 8, 4 bits": "#cc79a7",
+    "diloco, every 16, outer momentum 0.5": "#e69f00",
+}
+"""Colours of what is labelled in the picture; the rest is grey."""
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Returns a row as a line."""
+    loss = row["final_test_loss"]
+    end = "diverged" if loss is None else f"test loss {loss:.3f}"
+    seconds = statistics.median(curve[-1] for curve in row["seconds"])
+    return f"{row['task']:7} {row['strategy']:40} {1e3 * row['s_per_step']:7.1f} ms a step, {seconds:6.1f} s, {end}"
+
+
+def first_at(row: Mapping[str, Any], loss: float) -> float | None:
+    """Returns the median over seeds of the seconds to a test loss, None where not every seed got there."""
+    found = []
+    for seconds, losses in zip(row["seconds"], row["test_loss"], strict=True):
+        reached = [s for s, value in zip(seconds, losses, strict=True) if value is not None and value <= loss]
+        if not reached:
+            return None
+        found.append(reached[0])
+    return statistics.median(found)
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Writes the picture: a panel a task, a line a strategy, the mean over seeds."""
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(row["task"] for row in result["rows"]))
+    figure = Figure(figsize=(5.4 * max(1, len(tasks)), 4.2), dpi=140, layout="constrained")
+    for number, task in enumerate(tasks):
+        axes = figure.add_subplot(1, len(tasks), number + 1)
+        rows = [row for row in result["rows"] if row["task"] == task]
+        for row in rows:
+            color = NAMED.get(row["strategy"])
+            seconds, losses = _mean(row["seconds"]), _mean(row["test_loss"])
+            axes.plot(seconds, losses, color=color or "#c0c0c0", lw=1.8 if color else 1.2, zorder=3 if color else 2,
+                      label=row["strategy"] if color else None)  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        rate = ", ".join(dict.fromkeys(row["rate"].removesuffix("mbit") + " Mbit/s" for row in rows))
+        axes.set(xlabel="seconds of training", ylabel="test loss", title=f"{task}, {rate}")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(_answer(result), x=0.01, ha="left", fontsize=11.5, weight="bold")
+    figure.savefig(path)
+
+
+def _mean(curves: Sequence[Sequence[float | None]]) -> list[float]:
+    return [statistics.fmean(float("nan") if value is None else value for value in values)
+            for values in zip(*curves, strict=True)]  # fmt: skip
+
+
+def _answer(result: Mapping[str, Any]) -> str:
+    return "How soon does a model learn over a slow link?"
