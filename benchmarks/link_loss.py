@@ -1,12 +1,12 @@
 """Over a slow link, which exchange has trained a model to a given test loss first?
 
-    python benchmarks/link_loss.py [--rates 25mbit] [--task TASK]... [--only NAME]... [--resume] [--json FILE]
+    python benchmarks/link_loss.py [--rate 25mbit] [--task TASK]... [--only NAME]... [--resume] [--json FILE]
         [--png FILE] [--draw] [--smoke]
 
 The tasks of `convergence.py` with their batches and learning rates, on two hosts with one core each that a real link
 joins, with 3 seeds. Each strategy's steps run in a plain loop under `crossover`. `seconds` are those of training, summed
-up to each evaluation; compiling, which a rehearsal of two evaluations' steps does, and evaluating are not in them. The
-link passes 64 kB at full speed after a rest (`burst_kb`), which is a quarter of the model on text and all of that on images.
+up to each evaluation; compiling, which a rehearsal of two evaluations' steps does, and evaluating are not in them. A
+link that has rested passes 64 kB at full speed (`burst_kb`): a quarter of the model of `text`, all of that of `images`.
 `--resume` adds what FILE does not hold yet; it is written after each strategy. `--draw` only draws FILE's rows.
 """
 
