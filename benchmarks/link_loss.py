@@ -4,8 +4,8 @@
         [--png FILE] [--draw] [--smoke]
 
 The tasks of `convergence.py` with their batches and learning rates, on two hosts with one core each that a real link
-joins, with 3 seeds. Each strategy's steps run in a plain loop under `crossover`. `seconds` are those of training, summed
-up to each evaluation; compiling, which a rehearsal of two evaluations' steps does, and evaluating are not in them. A
+joins, with 3 seeds. Steps run in a plain loop under `crossover`. `seconds` are those of training, summed up to
+each evaluation; compiling, which a rehearsal of two evaluations' steps does, and evaluating are not in them. A
 link that has rested passes 64 kB at full speed (`burst_kb`): a quarter of the model of `text`, all of that of `images`.
 `--resume` adds what FILE does not hold yet; it is written after each strategy. `--draw` only draws FILE's rows.
 """
