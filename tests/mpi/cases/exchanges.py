@@ -1,6 +1,6 @@
 """Every exchange of the table, or those that are named, on the ranks of this run, through `crossover`: against `vmap`,
 its formulas, and the mean where it loses nothing; with no gradient, a spoiled one and no parameters; two jobs in
-crossover, of one row or of two, against each alone; and all rows' states on disk and back.
+crossover, of one row or of two, against each alone; all rows' states on disk and back. What three ranks refuse.
 
 Prints `rank R: exchanges done` if all rows hold. Each row's oracle, which holds all ranks, is computed by one of them.
 """
@@ -17,6 +17,7 @@ import optax
 from mpi4py import MPI
 
 import jaxcross
+from jaxcross import exchange
 from jaxcross.program import stages
 from jaxcross.testing import decide, over_ranks
 from jaxcross.wire.bytes import wire_bytes
@@ -171,12 +172,39 @@ def kept(rows):
     ]
 
 
+def refused():
+    """What a world of three ranks cannot serve is refused on every rank, and the world works on."""
+    params = {"w": jnp.full((4, 4), float(rank))}
+    found, told = [], 0
+    for tx, words in (
+        (exchange.gtop_k(0.5, "batch"), "`gtop_k` over axis `batch` of 3 ranks: its tree needs a power of two"),
+        (exchange.gossip(optax.sgd(0.1), "batch", "torus"), "`torus`, but 3 ranks make no grid"),
+        (exchange.top_k(0.5, "rows"), "uses an axis that is not bound"),
+        (exchange.elastic_average(optax.sgd(0.1), "batch", every=1, alpha=1, beta=1 / 3), "change places at every"),
+        (exchange.sharded_optimizer(optax.sgd(0.1), "batch", ranks=2), "`sharded_optimizer` is 2, but the axis has 3"),
+        (exchange.federated_average(optax.sgd(0.1), "batch", every=1, weights=[1, 1]), "are 2, but the axis has 3"),
+        (exchange.asynchronous(optax.sgd(0.1), "batch", delays=[[0, 1]]), "are for 2 ranks, but the axis has 3"),
+        (exchange.one_bit_adam(2, "batch", ranks=2), "`ranks` of `one_bit_adam` is 2, but axis `batch` has 3"),
+        (optax.chain(exchange.top_k(0.5, "batch"), exchange.mean("batch")), "`mean` is given the leaf `['w']`, which"),
+    ):
+        try:
+            jaxcross.crossover(tx.update, axes="batch")(params, tx.init(params), params)
+        except (ValueError, jaxcross.CutError) as error:
+            told += 1
+            if words not in str(error):
+                found.append(f"`{words}` is not in: {error}")
+    print(f"rank {rank}: {told} refused", flush=True)
+    mean = exchange.mean("batch")
+    (w,) = jaxcross.crossover(mean.update, axes="batch")(params, mean.init(params))[0].values()
+    return found if (w == 1).all() else [*found, f"after errors the mean of 0, 1 and 2 is {w}"]
+
+
 # Every policy on one world; steps that exchange one thing after another beside steps of which some exchange nothing.
 POLICIES = [jaxcross.RoundRobin()]
 if size == 3:
     POLICIES += [jaxcross.Sequential(), jaxcross.Weighted((1.0, 3.0))]
 UNLIKE = ("power_sgd", "local_sgd")
-failures = []
+failures = refused() if size == 3 else []
 chosen = [row for row in TABLE if row.worlds(size) and (len(sys.argv) == 1 or row.name in sys.argv)]
 told, members = oracles(chosen), {}
 for row in chosen:
