@@ -13,18 +13,25 @@ def passed(finished: Any) -> int:
     return finished.stdout.count("passed ")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "x64"), [(2, "0"), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((2, "1"), (4, "0")))]
-)
-def test_loops_equal_vmap(mpirun: Any, ranks: int, x64: str, quick_compiler: dict[str, str]) -> None:
+# Of each kind of loop one row; tests/cpu/program/test_loops.py has all of them. Two axes and groups are in
+# tests/mpi/program/test_four_ranks.py.
+ROWS = ["frozen carry", "nested", "predicate exchanges", "gathers"]
+ALONE = [
+    "callbacks", "each_rank_makes_its_own_number_of_iterations", "own_numbers_in_the_code", "with_calls_of_mpi4jax",
+    "a_branch_that_no_rank_takes",
+]  # fmt: skip
+
+
+def test_loops_equal_vmap(mpirun: Any, quick_compiler: dict[str, str]) -> None:
+    done = mpirun(2, "loops_table.py", *ROWS, *ALONE, timeout=900, env=quick_compiler).check()
+    assert passed(done) == 1 + len(ALONE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("ranks", "x64"), [(2, "0"), (2, "1"), (4, "0")])
+def test_all_loops_equal_vmap(mpirun: Any, ranks: int, x64: str, quick_compiler: dict[str, str]) -> None:
     env = {"JAX_ENABLE_X64": x64, **quick_compiler}
     assert passed(mpirun(ranks, "loops_table.py", timeout=900, env=env).check()) == 9
-
-
-def test_loops_over_axes_and_groups_of_four_ranks(mpirun: Any, quick_compiler: dict[str, str]) -> None:
-    """What two ranks do not have: two axes of two, groups of two, and an inner loop of three lengths."""
-    names = ["two axes", "one of two axes", "groups", "nested"]
-    assert passed(mpirun(4, "loops_table.py", *names, timeout=900, env=quick_compiler).check()) == 1
 
 
 def test_loops_next_to_a_job_whose_threads_are_late(mpirun: Any, quick_compiler: dict[str, str]) -> None:
