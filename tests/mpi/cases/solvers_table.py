@@ -1,4 +1,8 @@
-"""Solvers whose operator exchanges, over MPI: what `vmap` gives, alone and in two jobs of one run."""
+"""Solvers whose operator exchanges, over MPI, all or those that are named: what `vmap` gives, alone and in two jobs of
+one run.
+"""
+
+import sys
 
 import jax
 import numpy as np
@@ -9,6 +13,8 @@ from jaxcross.testing import vmap_oracle
 from tests.support.solvers import RTOL, STEPS, rows, weights
 
 world = jaxcross.initialize()
+chosen = {name: step for name, step in STEPS.items() if name in (sys.argv[1:] or STEPS)}
+assert {*sys.argv[1:]} <= chosen.keys(), "no such rows"
 args = [(weights(), rows(rank)) for rank in range(world.size)]
 
 
@@ -29,12 +35,12 @@ mine = {
     name: [
         jax.tree.map(np.asarray, jax.tree.leaves(result)) for result in vmap_oracle(step, {"batch": world.size}, args)
     ]
-    for step_number, (name, step) in enumerate(STEPS.items())
+    for step_number, (name, step) in enumerate(chosen.items())
     if step_number % world.size == world.rank
 }
 wanted = {name: results[world.rank] for part in MPI.COMM_WORLD.allgather(mine) for name, results in part.items()}
 alone = {}
-for name, step in STEPS.items():
+for name, step in chosen.items():
     alone[name] = jaxcross.crossover(step, axes="batch")(*args[world.rank])
     for a, b in zip(jax.tree.leaves(alone[name]), wanted[name], strict=True):
         np.testing.assert_allclose(a, b, rtol=RTOL, atol=RTOL * np.max(np.abs(b)), err_msg=name)

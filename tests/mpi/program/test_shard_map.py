@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 
 
 ROOT = Path(__file__).parents[3]
-QUICK = ("inserted", "local loop")
+QUICK = ("inserted",)
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(ROWS), marks=pytest.mark.exhaustive)], ids=["few", "all"])
