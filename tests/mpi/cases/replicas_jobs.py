@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import contextmanager
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,16 @@ def sgd():
 def crossed(tx, **options):
     step, state = make(tx, **options)
     return jaxcross.crossover(step, axes="batch", donate_argnums=0), state
+
+
+@cache
+def _average(rate):
+    return jaxcross.crossover(make(sgd(), average=True, rate=rate)[0], axes="batch", donate_argnums=0)
+
+
+def averaged(*, rate=1.0, seed=0):
+    """A step of averaged gradients, compiled once by each process, and its first state."""
+    return _average(rate), make(sgd(), seed=seed)[1]
 
 
 def alike(a, b):
