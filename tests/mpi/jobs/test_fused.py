@@ -6,7 +6,7 @@ CASES = [
     "one_ends_first", "one_stops_early", "data_of_one_raise_on_one_rank", "one_is_not_finite",
     "an_error_after_a_step", "unlike_jobs", "conditionals",
 ]  # fmt: skip
-SLOW = ["some_networks_and_exchanges_keep_their_bits", "it_is_measured"]
+SLOW = ["a_network_keeps_its_bits", "it_is_measured"]
 LONG = ["every_network_and_exchange_keeps_its_bits"]
 
 
