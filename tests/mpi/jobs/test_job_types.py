@@ -74,8 +74,8 @@ print("end", flush=True)
 
 
 @pytest.mark.integration
-def test_a_job_keeps_64_bits_and_fails_alone(mpirun) -> None:
-    finished = mpirun(2, SCRIPT)
+def test_a_job_keeps_64_bits_and_fails_alone(mpirun, quick_compiler) -> None:
+    finished = mpirun(2, SCRIPT, env=quick_compiler)
     assert finished.check().stdout.count("end") == 2, finished.stdout + finished.stderr
 
 
@@ -126,6 +126,6 @@ print("end", flush=True)
 
 
 @pytest.mark.integration
-def test_plain_loop_keeps_each_ranks_own_dropout_key(mpirun):
+def test_plain_loop_keeps_each_ranks_own_dropout_key(mpirun, quick_compiler):
     """As `vmap` over the ranks has it; without `initial` the error says what to write."""
-    assert mpirun(2, INITIAL).check().stdout.splitlines() == ["end"] * 2
+    assert mpirun(2, INITIAL, env=quick_compiler).check().stdout.splitlines() == ["end"] * 2
