@@ -58,9 +58,12 @@ def test_a_stop_says_what_was_saved_and_a_restart_goes_on(mpirun, tmp_path, name
     assert again.stdout.splitlines()[-1] == f"[{steps}, {steps}]"
 
 
-def test_without_checkpoints_a_stop_says_so(mpirun):
-    done = mpirun(2, SCRIPT, "SIGINT")
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGINT", 130), pytest.param("SIGTERM", 143, marks=pytest.mark.exhaustive)]
+)
+def test_without_checkpoints_a_stop_says_so(mpirun, name, code):
+    done = mpirun(2, SCRIPT, name)
     a, b = eval(done.stdout.splitlines()[-1])
     said = f"jaxcross: the run has stopped: job `a` after step {a}, job `b` after step {b}. Nothing was saved, because"
     assert done.stderr.count(said) == 1
-    assert done.returncode == 130
+    assert done.returncode == code
