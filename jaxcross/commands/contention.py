@@ -95,13 +95,13 @@ def _finish(args: argparse.Namespace, known: MachineContention | None, found: Ma
     from jaxcross.plan import MachineContention
 
     rounds = found["rounds"]
-    compute, exchange = ([row[f"{what}_beside_s"] / row[f"{what}_s"] for row in rounds] for what in _WHAT)
+    ratios = {what: sorted(row[f"{what}_beside_s"] / row[f"{what}_s"] for row in rounds) for what in _WHAT}
     ranks = found["ranks"]
     received_mbit = 8 * found["megabytes"] * 2**20 / 1e6 * 2 * (ranks - 1) / ranks  # of an all-reduce
     reached = received_mbit / median(row["exchange_s"] for row in rounds)
     rate = args.link_mbps or float(f"{reached:.3g}")
-    there = Contention(compute=_factor(compute), exchange=_factor(exchange))
-    print("\n".join(_table(found, reached)), flush=True)
+    there = Contention(compute=_factor(ratios["compute"]), exchange=_factor(ratios["exchange"]))
+    print("\n".join(_table(found, ratios, reached)), flush=True)
     machine = MachineContention(measured=((rate, there),)) if known is None else known.with_point(rate, there)
     try:
         write_whole(args.file, json.dumps(machine.to_json(), indent=1) + "\n")
@@ -124,7 +124,7 @@ def _factor(ratios: Sequence[float]) -> float:
     return float(f"{max(1.0, median(ratios)):.4g}")
 
 
-def _table(found: Mapping[str, Any], reached: float) -> list[str]:
+def _table(found: Mapping[str, Any], ratios: Mapping[str, Sequence[float]], reached: float) -> list[str]:
     """Returns the lines that say what was measured."""
     from jaxcross.report.units import seconds
 
@@ -137,7 +137,6 @@ def _table(found: Mapping[str, Any], reached: float) -> list[str]:
     ]
     for what, name in _WHAT.items():
         alone, together = (median(row[f"{what}{end}_s"] for row in rounds) for end in ("", "_beside"))
-        ratios = sorted(row[f"{what}_beside_s"] / row[f"{what}_s"] for row in rounds)
-        spread = f"   {ratios[0]:.2f} to {ratios[-1]:.2f} by round"
-        lines.append(f"  {name:22}{seconds(alone):>10}{seconds(together):>20}{median(ratios):>16.2f}{spread}")
+        spread = f"   {ratios[what][0]:.2f} to {ratios[what][-1]:.2f} by round"
+        lines.append(f"  {name:22}{seconds(alone):>10}{seconds(together):>20}{median(ratios[what]):>16.2f}{spread}")
     return [*lines, f"  A rank receives {float(f'{reached:.3g}'):g} Mbit/s in an exchange alone."]
