@@ -56,6 +56,7 @@ def test_slurm_accepts_the_recipe(tmp_path):
     assert code == 0 and "to start at" in output, output
 
 
+@pytest.mark.exhaustive
 def test_job_is_requeued_until_it_is_done(tmp_path):
     """A killed rank, and SIGTERM as before a time limit: the job ends in the bits of one that was left alone."""
     mpirun = find_mpirun()
