@@ -1,8 +1,13 @@
-"""Each example as a user runs it on one rank, at toy size. `tests/mpi` runs them on two, with every `pytest`."""
+"""Each example as a user runs it on one rank, at toy size.
+
+CI has those whose ranks do the same; `tests/mpi/examples` runs the others, on several ranks.
+"""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,37 +17,41 @@ from jaxcross.data import synthesise
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def run(*words: object, timeout: float = 240) -> str:
+def run(env: Mapping[str, str], *words: object, timeout: float = 240) -> str:
     """Runs an example to its end and returns what it printed; fails with all of it if the example fails."""
     command = [sys.executable, str(EXAMPLES / str(words[0])), *map(str, words[1:])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=timeout, env={**os.environ, **env}
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
-@pytest.mark.exhaustive
-def test_mnist_sweep(tmp_path: Path) -> None:
+@pytest.mark.integration
+def test_mnist_sweep(tmp_path: Path, quick_compiler: dict[str, str]) -> None:
     pytest.importorskip("sklearn")
-    out = run("mnist_sweep.py", "--steps", 50, "--trials", 8, "--folder", tmp_path)
-    assert "Sweep of 8 trials by accuracy (max)" in out and "Best: lr" in out
+    pytest.importorskip("optuna")
+    out = run(quick_compiler, "mnist_sweep.py", "--steps", 50, "--trials", 6, "--folder", tmp_path)
+    assert "Sweep of 6 trials by accuracy (max)" in out and "Best: lr" in out
+
+
+@pytest.mark.integration
+def test_nnx_mlp(quick_compiler: dict[str, str]) -> None:
+    assert "in both idioms" in run(quick_compiler, "nnx_mlp.py", "--steps", 50, "--hidden", 16)
 
 
 @pytest.mark.exhaustive
-def test_nnx_mlp() -> None:
-    assert "in both idioms" in run("nnx_mlp.py", "--steps", 50, "--hidden", 16)
-
-
-@pytest.mark.exhaustive
-def test_gpt() -> None:
+def test_gpt(quick_compiler: dict[str, str]) -> None:
     words = ("--steps", 40, "--features", 24, "--layers", 1, "--length", 16, "--lr", 0.003, 0.01, "--letters", 20)
-    out = run("gpt.py", "--mesh", "serial", *words, "--loss", 3.5)
+    out = run(quick_compiler, "gpt.py", "--mesh", "serial", *words, "--loss", 3.5)
     assert out.count("in crossover and alone the same bits") == 2 and out.count("\nThe ") >= 2
 
 
-@pytest.mark.exhaustive
-def test_imagenet_resnet(tmp_path: Path) -> None:
+@pytest.mark.integration
+def test_imagenet_resnet(tmp_path: Path, quick_compiler: dict[str, str]) -> None:
     synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
     out = run(
+        quick_compiler,
         *("imagenet_resnet.py", "--data-dir", tmp_path / "data", "--model", "resnet8", "--image-size", 24),
         *("--batch-size", 16, "--steps", 20, "--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"),
         *("--policy", "compare", "--output", tmp_path / "out", "--json", tmp_path / "result.json"),

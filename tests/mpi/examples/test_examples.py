@@ -1,4 +1,7 @@
-"""Each example as a user runs it on two ranks or four, at toy size."""
+"""Each example as a user runs it on two ranks or four, at toy size.
+
+CI has those that show what ranks do to each other; `tests/cpu/examples` runs the others, on one rank.
+"""
 
 import json
 from collections.abc import Callable
@@ -15,6 +18,7 @@ pytestmark = pytest.mark.integration
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
+@pytest.mark.exhaustive
 def test_mnist_sweep(mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_path: Path) -> None:
     """A second start has nothing left to do, and says the same."""
     pytest.importorskip("sklearn")
@@ -27,6 +31,7 @@ def test_mnist_sweep(mpirun: Callable[..., Any], quick_compiler: dict[str, str],
     assert second.stdout == first.stdout
 
 
+@pytest.mark.exhaustive
 def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> None:
     words = ("--steps", "50", "--hidden", "16")
     done = mpirun(2, str(EXAMPLES / "nnx_mlp.py"), *words, env=quick_compiler).check()
@@ -56,13 +61,14 @@ def test_parameter_servers(
 def test_gpt(mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_path: Path, ranks: int, mesh: str) -> None:
     (tmp_path / "own.txt").write_text("The network waits while one job computes. " * 50)
     words = ["--data", str(tmp_path / "own.txt")] if ranks == 4 else []  # else the documentation
-    words += ["--steps", "40", "--features", "24", "--layers", "1", "--length", "16", "--lr", "0.003", "0.01"]
-    words += ["--letters", "20", "--loss", "3.5"]
+    words += ["--steps", "20", "--features", "24", "--layers", "1", "--length", "16", "--lr", "0.003", "0.01"]
+    words += ["--letters", "5", "--loss", "3.9"]
     script = str(EXAMPLES / "gpt.py")
     done = mpirun(ranks, script, "--mesh", mesh, *words, timeout=900, env=quick_compiler).check()
     assert done.stdout.count("in crossover and alone the same bits") == 2
 
 
+@pytest.mark.exhaustive
 def test_imagenet_resnet(mpirun: Callable[..., Any], tmp_path: Path, quick_compiler: dict[str, str]) -> None:
     synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
     options = {
