@@ -14,10 +14,9 @@ from jaxcross.report.event_files import read
 from jaxcross.report.post_mortem import verdict
 from tests.support.fault_scripts import HURT, START, WAIT
 
-USUAL = (
-    ("raise", "compile", 2), ("raise", "exchange", 2), ("kill", "exchange", 3), ("stop", "compute", 2),
-    ("term", "vote", 2), ("kill", "carried", 2),
-)  # fmt: skip
+# One of each outcome: a job leaves, all ranks end, all ranks stop.
+USUAL = (("raise", "compile", 2), ("kill", "carried", 3), ("term", "vote", 2))
+THREE = faults.Case(fault="kill", point="exchange", ranks=3)
 
 
 @pytest.mark.integration
@@ -34,7 +33,7 @@ def test_faults_at_points(monkeypatch, quick_compiler):
 
 @pytest.mark.integration
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", faults.table(2), ids=lambda case: f"{case.fault}-{case.point}")
+@pytest.mark.parametrize("case", [*faults.table(2), THREE], ids=lambda case: f"{case.fault}-{case.point}-{case.ranks}")
 def test_every_fault_at_every_point(case):
     result = faults.run_case(case)
     assert result.problems == (), result.output
