@@ -63,9 +63,9 @@ def worker(args: Any) -> int:
 
     from jaxcross.plan import JobCost, choose_compression
 
-    name, size = "resnet50", dict(batch_size=4, image_size=224)
+    name, size = "resnet50", dict[str, Any](batch_size=4, image_size=224)
     if args.smoke:
-        name, size = "resnet8", dict(batch_size=2, image_size=32, classes=8)
+        name, size = "resnet8", dict[str, Any](batch_size=2, image_size=32, classes=8, stage_sizes=[1])
     steps, repeats = (2, 1) if args.smoke else (args.steps, args.repeats)
     plain = workloads.resnet(name, **size)
     assert plain.gradients is not None

@@ -57,11 +57,15 @@ def resnet(
     image_size: int,
     classes: int = 1000,
     tx: optax.GradientTransformation | None = None,
+    **options: Any,
 ) -> Workload:
-    """ResNet with momentum SGD and weight decay, or another optimizer, BatchNorm local, metrics averaged."""
+    """ResNet with momentum SGD and weight decay, or another optimizer, BatchNorm local, metrics averaged.
+
+    Other options are the model's, such as `stage_sizes`.
+    """
     from resnet import MODELS
 
-    model = MODELS[name](num_classes=classes)
+    model = MODELS[name](num_classes=classes, **options)
     tx = momentum() if tx is None else tx
 
     def gradients(params: Any, stats: Any, batch: Any) -> Any:

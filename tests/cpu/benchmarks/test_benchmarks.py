@@ -1,4 +1,4 @@
-"""Every benchmark runs at toy size and writes its numbers with the question, the command and the versions."""
+"""Benchmarks of one process run at toy size, and write numbers with the question, the command and the versions."""
 
 import json
 import os
@@ -16,9 +16,7 @@ import exchanges
 import strategies
 from convergence_show import NAMED
 
-from jaxcross.commands.launch import find_mpirun
 from jaxcross.exchange import mean
-from jaxcross.lab import available
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -91,25 +89,6 @@ def test_model_check(smoke):
 
 
 @pytest.mark.integration
-def test_endurance(smoke, tmp_path):
-    """Counts, not times: jobs that come and go leave nothing behind but their results."""
-    if find_mpirun() is None:
-        pytest.skip("no mpirun")
-    result = smoke("endurance.py", "--png", str(tmp_path / "counts.png"))
-    assert (tmp_path / "counts.png").stat().st_size > 10_000
-    for rank in result["raw"]:
-        for part, least in (("joins", 32), ("steps", 200)):
-            first, *_, last = rank["parts"][part]["rows"]
-            done = last["done"] - first["done"]
-            assert done >= least * 0.7
-            assert last["files"] <= first["files"] + 1  # the watchdog looks into /proc now and then
-            assert last["communicators"] == first["communicators"] == 1
-            assert last["threads"] <= first["threads"] + 8  # of those that joined last, some may be about to end
-            objects = last["objects"] - first["objects"]
-            assert objects <= (64 * done if part == "joins" else 300)
-
-
-@pytest.mark.integration
 def test_selection(smoke):
     result = smoke("selection.py")
     kinds = [(4, "normal"), (41, "normal"), (410, "normal"), (41, "layers"), (41, "misleading")]
@@ -166,89 +145,6 @@ def test_backend(smoke):
     assert all(row["s"]["median"] > 0 for row in result["rows"].values())
 
 
-@pytest.mark.exhaustive
-def test_exchange_cost(smoke):
-    if (reason := available()) is not None:
-        pytest.skip(f"no lab on this machine: {reason}")
-    result = smoke("exchange_cost.py", "--ways", "--limits", "none,64k")
-    assert result["exchanges"] > 0
-    for name in (
-        "alone",
-        "at once",
-        "beside",
-        "beside, niceness 5",
-        "alone, sums up to none",
-        "beside, sums up to 64k",
-    ):
-        row = result["exchange"][name]
-        assert row["s"]["median"] >= 0 < row["fill"]
-    assert result["tax_s"] > 0 and set(result["computation_s"]) >= {"alone"}
-
-
-@pytest.mark.exhaustive
-def test_tensor(smoke, tmp_path):
-    if (reason := available()) is not None:
-        pytest.skip(f"no lab on this machine: {reason}")
-    result = smoke("tensor.py", "--png", str(tmp_path / "tensor.png"))
-    assert (tmp_path / "tensor.png").stat().st_size > 0
-    assert result["crossover"]["equal_to_the_bit"] is True
-    meshes = {ranks: {row["mesh"] for row in part["rows"]} for ranks, part in result["scaling"].items()}
-    assert meshes == {"4": {"1-D", "2-D"}}
-    for part in result["scaling"].values():
-        assert all(row["received_bytes"] > 0 < row["model_s"] for row in part["rows"])
-        assert part["machine"]["bytes_per_s"] > 0 < part["machine"]["operations_per_s"]
-
-
-@pytest.mark.exhaustive
-def test_unequal(smoke):
-    if (reason := available()) is not None:
-        pytest.skip(f"no lab on this machine: {reason}")
-    result = smoke("unequal.py")
-    for row in result["ways"].values():
-        assert set(row["relative"]) == {"large", "small"}
-        assert row["progress"] == pytest.approx(sum(row["relative"].values()))
-        over = row["over_pieces"]
-        assert over["relative"]["small"] == row["relative"]["small"]
-        assert over["progress"] == pytest.approx(sum(over["relative"].values()))
-
-
-@pytest.mark.integration
-def test_crossover(smoke):
-    if (reason := available()) is not None:
-        pytest.skip(f"no lab on this machine: {reason}")
-    result = smoke("crossover.py")
-    assert result["equal_to_the_bit"] is True
-    assert [row["exchange"] for row in result["rows"]] == [
-        "mean",
-        "sharded_optimizer",
-        "ParameterServer",
-        "choose_compression",
-    ]
-    assert all(row["bound_s"] >= max(row["c_s"], row["m_s"]) > 0 for row in result["rows"])
-    assert result["why"][0].startswith("Exchanges take ")
-    assert result["link"].startswith("real link 500mbit")
-    # At least what the all-reduces of all rivals' steps must send: 2 ranks send each gradient byte once.
-    assert result["bytes_crossed"] > 1e6
-
-
-@pytest.mark.integration
-def test_exchanges(smoke):
-    if (reason := available()) is not None:
-        pytest.skip(f"no lab on this machine: {reason}")
-    result = smoke("exchanges.py", "--only", "mean, b", "--only", "top_k 1%, t", "--only", "local_sgd")
-    (rows,) = result["models"].values()
-    strategies = rows["strategies"]
-    assert list(strategies) == ["mean", "mean, bfloat16", "top_k 1%, threshold", "local_sgd, every 8"]
-    for row in strategies.values():
-        assert 0 < row["wire"]["median"] < row["total"]["median"]
-    assert strategies["mean"]["bytes"] == 4 * rows["elements"]
-    assert strategies["local_sgd, every 8"]["bytes_over_mean"] == pytest.approx(1 / 8)
-    assert strategies["top_k 1%, threshold"]["bytes_over_mean"] < 0.1
-    assert [found["what"] for found in result["targets"]] == [
-        "top-k at 1%, wire", "top-k at 1%, selection and wire", "bfloat16, wire",
-    ]  # fmt: skip
-
-
 def test_a_target_is_judged_by_every_repeat():
     """Against the mean of the same repeat: a machine that is slower for a while is slower for both."""
 
@@ -274,19 +170,3 @@ def test_bytes_are_those_of_a_step_as_it_is_cut():
         for wire in (None, jnp.float16)
     )
     assert wide == 6 * 4096 * 8 == 2 * half
-
-
-@pytest.mark.integration
-def test_joint_start(smoke):
-    result = smoke("joint_start.py")
-    assert result["together"]["early"] == 0
-    assert all(row["wall_s"] > 0 for start in ("together", "as ready") for row in result[start]["raw"])
-
-
-@pytest.mark.integration
-def test_fuse(smoke):
-    if (reason := available()) is not None:
-        pytest.skip(f"no lab on this machine: {reason}")
-    (row,) = smoke("fuse.py")["rows"]
-    assert all(row[way]["median"] > 0 for way in ("one by one", "crossover", "fused"))
-    assert "`train_step`" in row["chosen"]

@@ -202,13 +202,11 @@ def test_no_accelerator_is_said_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "step",
         "placement",
         "dependent",
         "small_work",
         "constants",
-        "selection",
-        pytest.param("crossover", marks=pytest.mark.exhaustive),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("step", "selection", "crossover")),
     ],
 )
 def test_what_a_gpu_would_run(name: str, quick_compiler: dict[str, str]) -> None:

@@ -1,0 +1,143 @@
+"""Every benchmark that starts ranks, on hosts that a real link joins or on this one, runs at toy size."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxcross.commands.launch import find_mpirun
+from jaxcross.lab import available
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def smoke(tmp_path, quick_compiler):
+    def run(name: str, *options: str) -> dict:
+        out = tmp_path / "out.json"
+        line = [sys.executable, str(BENCHMARKS / name), "--smoke", "--json", str(out), *options]
+        subprocess.run(line, check=True, timeout=300, env={**os.environ, **quick_compiler})
+        return json.loads(out.read_text())
+
+    return run
+
+
+@pytest.mark.integration
+def test_endurance(smoke, tmp_path):
+    """Counts, not times: jobs that come and go leave nothing behind but their results."""
+    if find_mpirun() is None:
+        pytest.skip("no mpirun")
+    result = smoke("endurance.py", "--png", str(tmp_path / "counts.png"))
+    assert (tmp_path / "counts.png").stat().st_size > 10_000
+    for rank in result["raw"]:
+        for part, least in (("joins", 32), ("steps", 200)):
+            first, *_, last = rank["parts"][part]["rows"]
+            done = last["done"] - first["done"]
+            assert done >= least * 0.7
+            assert last["files"] <= first["files"] + 1  # the watchdog looks into /proc now and then
+            assert last["communicators"] == first["communicators"] == 1
+            assert last["threads"] <= first["threads"] + 8  # of those that joined last, some may be about to end
+            objects = last["objects"] - first["objects"]
+            assert objects <= (64 * done if part == "joins" else 300)
+
+
+@pytest.mark.exhaustive
+def test_exchange_cost(smoke):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("exchange_cost.py", "--ways", "--limits", "none,64k")
+    assert result["exchanges"] > 0
+    for name in (
+        "alone",
+        "at once",
+        "beside",
+        "beside, niceness 5",
+        "alone, sums up to none",
+        "beside, sums up to 64k",
+    ):
+        row = result["exchange"][name]
+        assert row["s"]["median"] >= 0 < row["fill"]
+    assert result["tax_s"] > 0 and set(result["computation_s"]) >= {"alone"}
+
+
+@pytest.mark.exhaustive
+def test_tensor(smoke, tmp_path):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("tensor.py", "--png", str(tmp_path / "tensor.png"))
+    assert (tmp_path / "tensor.png").stat().st_size > 0
+    assert result["crossover"]["equal_to_the_bit"] is True
+    meshes = {ranks: {row["mesh"] for row in part["rows"]} for ranks, part in result["scaling"].items()}
+    assert meshes == {"4": {"1-D", "2-D"}}
+    for part in result["scaling"].values():
+        assert all(row["received_bytes"] > 0 < row["model_s"] for row in part["rows"])
+        assert part["machine"]["bytes_per_s"] > 0 < part["machine"]["operations_per_s"]
+
+
+@pytest.mark.exhaustive
+def test_unequal(smoke):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("unequal.py")
+    for row in result["ways"].values():
+        assert set(row["relative"]) == {"large", "small"}
+        assert row["progress"] == pytest.approx(sum(row["relative"].values()))
+        over = row["over_pieces"]
+        assert over["relative"]["small"] == row["relative"]["small"]
+        assert over["progress"] == pytest.approx(sum(over["relative"].values()))
+
+
+@pytest.mark.integration
+def test_crossover(smoke):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("crossover.py")
+    assert result["equal_to_the_bit"] is True
+    assert [row["exchange"] for row in result["rows"]] == [
+        "mean",
+        "sharded_optimizer",
+        "ParameterServer",
+        "choose_compression",
+    ]
+    assert all(row["bound_s"] >= max(row["c_s"], row["m_s"]) > 0 for row in result["rows"])
+    assert result["why"][0].startswith("Exchanges take ")
+    assert result["link"].startswith("real link 500mbit")
+    # At least what the all-reduces of all rivals' steps must send: 2 ranks send each gradient byte once.
+    assert result["bytes_crossed"] > 1e6
+
+
+@pytest.mark.integration
+def test_exchanges(smoke):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("exchanges.py", "--only", "mean, b", "--only", "top_k 1%, t", "--only", "local_sgd")
+    (rows,) = result["models"].values()
+    strategies = rows["strategies"]
+    assert list(strategies) == ["mean", "mean, bfloat16", "top_k 1%, threshold", "local_sgd, every 8"]
+    for row in strategies.values():
+        assert 0 < row["wire"]["median"] < row["total"]["median"]
+    assert strategies["mean"]["bytes"] == 4 * rows["elements"]
+    assert strategies["local_sgd, every 8"]["bytes_over_mean"] == pytest.approx(1 / 8)
+    assert strategies["top_k 1%, threshold"]["bytes_over_mean"] < 0.1
+    assert [found["what"] for found in result["targets"]] == [
+        "top-k at 1%, wire", "top-k at 1%, selection and wire", "bfloat16, wire",
+    ]  # fmt: skip
+
+
+@pytest.mark.integration
+def test_joint_start(smoke):
+    result = smoke("joint_start.py")
+    assert result["together"]["early"] == 0
+    assert all(row["wall_s"] > 0 for start in ("together", "as ready") for row in result[start]["raw"])
+
+
+@pytest.mark.integration
+def test_fuse(smoke):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    (row,) = smoke("fuse.py")["rows"]
+    assert all(row[way]["median"] > 0 for way in ("one by one", "crossover", "fused"))
+    assert "`train_step`" in row["chosen"]
