@@ -43,6 +43,11 @@ COUNTS = ("rss_bytes", "threads", "files", "communicators", "objects", "spans")
 def counted(world: Any, runner: Any) -> dict[str, int]:
     """What this process holds."""
     gc.collect()
+    # Counted without a reference to any: `gc.get_objects` would hold tuples that other threads still fill, which fails
+    # there with a SystemError.
+    gc.freeze()
+    objects = gc.get_freeze_count()
+    gc.unfreeze()
     spans = len(runner._recorder.spans())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
@@ -50,7 +55,7 @@ def counted(world: Any, runner: Any) -> dict[str, int]:
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "files": len(list(Path("/proc/self/fd").iterdir())),
         "communicators": sum(slot.comm is not None for slot in world._slots.values()),
-        "objects": len(gc.get_objects()) - spans,
+        "objects": objects - spans,
         "spans": spans,
     }
 

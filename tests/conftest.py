@@ -52,9 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
     if not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__ or 2)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # Started in the background of a script: children would inherit it and be deaf to Ctrl-C, which tests send.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Started in the background of a script: children would inherit it and be deaf to what tests send.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def keep_bytecode(config: pytest.Config) -> None:

@@ -1,10 +1,10 @@
 """Classes are abstract or final, and modules hold no state: what both rules can be counted by."""
 
 import ast
+import functools
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "jaxcross"
-TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 # State of a process that no object of the package could own.
 STATE = {
@@ -16,8 +16,14 @@ CHANGING = ("ContextVar", "local", "Lock", "RLock", "Event", "deque", "defaultdi
             "WeakValueDictionary", "SingleFlightCache")  # fmt: skip
 
 
+@functools.cache
+def trees():
+    """Parsed when a test asks for them: every worker collects this file."""
+    return {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
 def module_state():
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in tree.body:
             target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
             value = getattr(node, "value", None)
@@ -44,7 +50,7 @@ def test_no_module_holds_state_but_what_is_named_here():
 
 
 def test_no_class_overrides_concrete_code():
-    every = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    every = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     found = {
         f"{node.name}.{method}"
         for node in every

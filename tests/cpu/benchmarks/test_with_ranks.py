@@ -41,7 +41,8 @@ def test_endurance(smoke, tmp_path):
             assert last["communicators"] == first["communicators"] == 1
             assert last["threads"] <= first["threads"] + 8  # of those that joined last, some may be about to end
             objects = last["objects"] - first["objects"]
-            assert objects <= (64 * done if part == "joins" else 300)
+            # What is kept of a job that has ended is 61 to 65 objects, counted with 8 to 40 of them.
+            assert objects <= (72 * done if part == "joins" else 300)
 
 
 @pytest.mark.exhaustive
