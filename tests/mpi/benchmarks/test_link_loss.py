@@ -20,6 +20,7 @@ SCRIPT = Path(convergence.__file__).with_name("link_loss.py")
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("compiled_quickly")
 def test_losses_over_a_link_are_those_under_vmap(mpirun, tmp_path, quick_compiler):
     if (reason := available()) is not None:
         pytest.skip(reason)
