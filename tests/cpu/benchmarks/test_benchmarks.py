@@ -1,8 +1,5 @@
 """Benchmarks of one process run at toy size, and write numbers with the question, the command and the versions."""
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,17 +16,6 @@ from convergence_show import NAMED
 from jaxcross.exchange import mean
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture
-def smoke(tmp_path, quick_compiler):
-    def run(name: str, *options: str) -> dict:
-        out = tmp_path / "out.json"
-        line = [sys.executable, str(BENCHMARKS / name), "--smoke", "--json", str(out), *options]
-        subprocess.run(line, check=True, timeout=300, env={**os.environ, **quick_compiler})
-        return json.loads(out.read_text())
-
-    return run
 
 
 @pytest.mark.exhaustive

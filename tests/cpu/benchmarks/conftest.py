@@ -1,0 +1,22 @@
+"""Runs a benchmark at toy size."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def smoke(tmp_path, quick_compiler):
+    def run(name: str, *options: str) -> dict:
+        out = tmp_path / "out.json"
+        line = [sys.executable, str(BENCHMARKS / name), "--smoke", "--json", str(out), *options]
+        subprocess.run(line, check=True, timeout=300, env={**os.environ, **quick_compiler})
+        return json.loads(out.read_text())
+
+    return run
