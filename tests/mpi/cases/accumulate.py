@@ -100,8 +100,10 @@ for name in TXS:
 together, _ = run(*TXS)
 assert all(same(together[name], alone[name]) for name in TXS), "crossover is solo"
 
-# Each step is compiled once, and says so: one notice, of `MultiSteps` alone.
+# Each step was compiled once. Compiled again, it says so again: two notices, of `MultiSteps` alone.
+STEPS_OF["MultiSteps"] = jaxcross.crossover(make(TXS["MultiSteps"]), axes="batch")
+run("MultiSteps")
 notices = [text for text in told if "`jaxcross.exchange.accumulate(optimizer, every=k)`" in text]
-assert len(notices) == 1, told
+assert len(notices) == 2 and len(set(notices)) == 1, told
 assert "in every mini-step of `optax.MultiSteps`, at " in notices[0] and "(make.<locals>.train_step)" in notices[0]
 print(f"rank {world.rank}: accumulated", flush=True)

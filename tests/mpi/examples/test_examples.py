@@ -61,8 +61,8 @@ def test_parameter_servers(
 def test_gpt(mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_path: Path, ranks: int, mesh: str) -> None:
     (tmp_path / "own.txt").write_text("The network waits while one job computes. " * 50)
     words = ["--data", str(tmp_path / "own.txt")] if ranks == 4 else []  # else the documentation
-    words += ["--steps", "20", "--features", "24", "--layers", "1", "--length", "16", "--lr", "0.003", "0.01"]
-    words += ["--letters", "5", "--loss", "3.9"]
+    words += ["--steps", "40", "--features", "24", "--layers", "1", "--length", "16", "--lr", "0.003", "0.01"]
+    words += ["--letters", "20", "--loss", "3.5"]
     script = str(EXAMPLES / "gpt.py")
     done = mpirun(ranks, script, "--mesh", mesh, *words, timeout=900, env=quick_compiler).check()
     assert done.stdout.count("in crossover and alone the same bits") == 2
