@@ -1,4 +1,4 @@
-"""Runs a benchmark at toy size."""
+"""What tests of benchmarks share: a run at toy size, and the need of a lab."""
 
 import json
 import os
@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from jaxcross.lab import available
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture(scope="session")
+def lab():
+    """For tests that need hosts that a real link joins."""
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
 
 
 @pytest.fixture

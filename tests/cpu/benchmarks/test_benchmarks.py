@@ -15,8 +15,6 @@ from convergence_show import NAMED
 
 from jaxcross.exchange import mean
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
 
 @pytest.mark.exhaustive
 def test_overhead(smoke):

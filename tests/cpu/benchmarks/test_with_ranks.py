@@ -1,13 +1,8 @@
 """Every benchmark that starts ranks, on hosts that a real link joins or on this one, runs at toy size."""
 
-from pathlib import Path
-
 import pytest
 
 from jaxcross.commands.launch import find_mpirun
-from jaxcross.lab import available
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.mark.integration
@@ -31,9 +26,8 @@ def test_endurance(smoke, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("lab")
 def test_exchange_cost(smoke):
-    if (reason := available()) is not None:
-        pytest.skip(f"no lab on this machine: {reason}")
     result = smoke("exchange_cost.py", "--ways", "--limits", "none,64k")
     assert result["exchanges"] > 0
     for name in (
@@ -50,9 +44,8 @@ def test_exchange_cost(smoke):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("lab")
 def test_tensor(smoke, tmp_path):
-    if (reason := available()) is not None:
-        pytest.skip(f"no lab on this machine: {reason}")
     result = smoke("tensor.py", "--png", str(tmp_path / "tensor.png"))
     assert (tmp_path / "tensor.png").stat().st_size > 0
     assert result["crossover"]["equal_to_the_bit"] is True
@@ -64,9 +57,8 @@ def test_tensor(smoke, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("lab")
 def test_unequal(smoke):
-    if (reason := available()) is not None:
-        pytest.skip(f"no lab on this machine: {reason}")
     result = smoke("unequal.py")
     for row in result["ways"].values():
         assert set(row["relative"]) == {"large", "small"}
@@ -77,9 +69,8 @@ def test_unequal(smoke):
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("lab")
 def test_crossover(smoke):
-    if (reason := available()) is not None:
-        pytest.skip(f"no lab on this machine: {reason}")
     result = smoke("crossover.py")
     assert result["equal_to_the_bit"] is True
     assert [row["exchange"] for row in result["rows"]] == [
@@ -96,9 +87,8 @@ def test_crossover(smoke):
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("lab")
 def test_exchanges(smoke):
-    if (reason := available()) is not None:
-        pytest.skip(f"no lab on this machine: {reason}")
     result = smoke("exchanges.py", "--only", "mean, b", "--only", "top_k 1%, t", "--only", "local_sgd")
     (rows,) = result["models"].values()
     strategies = rows["strategies"]
@@ -121,9 +111,8 @@ def test_joint_start(smoke):
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("lab")
 def test_fuse(smoke):
-    if (reason := available()) is not None:
-        pytest.skip(f"no lab on this machine: {reason}")
     (row,) = smoke("fuse.py")["rows"]
     assert all(row[way]["median"] > 0 for way in ("one by one", "crossover", "fused"))
     assert "`train_step`" in row["chosen"]
