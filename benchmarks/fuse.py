@@ -139,7 +139,11 @@ def worker(args: Any) -> int:
     wanted = args.cases.split(",") if args.cases else list(every)
     if unknown := set(wanted) - set(every):
         raise SystemExit(f"no such cases: {', '.join(sorted(unknown))}; there are {', '.join(every)}")
-    rows = [measure(case, every[case][0], every[case][1]()) for case in wanted]
+    rows = []
+    for number, case in enumerate(wanted, 1):
+        if world.rank == 0:
+            print(f"{number} of {len(wanted)}: {case}", flush=True)
+        rows.append(measure(case, every[case][0], every[case][1]()))
     if world.rank == 0:
         Path(args.worker).write_text(json.dumps({"rows": rows}))
     return 0
