@@ -13,7 +13,7 @@ world = jaxcross.initialize(stall_timeout_s=300)
 
 HOW = sys.argv[-1]
 MAIN = __name__ == "__main__" or "--unguarded" in sys.argv
-SIZE = 16
+SIZE, WORKERS = 16, 2 if "--unguarded" in sys.argv else 1
 
 
 @jaxcross.crossover(axes="batch")
@@ -46,7 +46,7 @@ if HOW == "grain":  # every worker imports this script, and Grain alone takes a 
             sampler=grain.samplers.SequentialSampler(SIZE),
             shard_options=grain.sharding.ShardOptions(world.rank, world.size),
             operations=[Scaled(), grain.transforms.Batch(2)],
-            worker_count=2,
+            worker_count=WORKERS,
         )
 
 
@@ -56,7 +56,7 @@ def train(job):
         for batch in job.batches(loader()):
             state, _ = step(state, batch)
         return state
-    with multiprocessing.get_context(HOW).Pool(2) as pool:
+    with multiprocessing.get_context(HOW).Pool(WORKERS) as pool:
         for batch in job.batches(pool.imap(scaled, range(world.rank, SIZE, world.size))):
             state, _ = step(state, batch)
     return state

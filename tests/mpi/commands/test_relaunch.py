@@ -1,5 +1,6 @@
 """A run that is started again after a lost rank or host ends in the bits of one that never lost any."""
 
+import os
 import re
 import subprocess
 import sys
@@ -17,11 +18,15 @@ def line(folder, *options, strategy="top_k"):
     return [*launch, *options, str(CASE), str(folder), strategy]
 
 
-def finish(folder, *options, fates=()):
-    command = line(folder, *options)
-    for fate in fates:
-        (folder / fate).touch()
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+@pytest.fixture(scope="module")
+def finish(quick_compiler):
+    def call(folder, *options, fates=()):
+        command, env = line(folder, *options), {**os.environ, **quick_compiler}
+        for fate in fates:
+            (folder / fate).touch()
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=env)
+
+    return call
 
 
 def reports(stderr):
@@ -33,13 +38,13 @@ def finals(folder):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed(tmp_path_factory, finish):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     finish(folder).check_returncode()
     return finals(folder)
 
 
-def test_killed_ranks_end_in_the_same_bits(tmp_path, undisturbed):
+def test_killed_ranks_end_in_the_same_bits(tmp_path, finish, undisturbed):
     """Two kills in two runs: each had made a checkpoint before, so that a budget of one is enough."""
     ended = finish(tmp_path / "run", "--max-restarts", "1", fates=["kill-1-12", "kill-0-27"])
     assert ended.returncode == 0, ended.stderr
@@ -49,7 +54,7 @@ def test_killed_ranks_end_in_the_same_bits(tmp_path, undisturbed):
     assert all(re.search(r"goes on from the checkpoints of job 'a' after step \d+ \(0 of 1", x) for x in (lost, again))
 
 
-def test_budget_ends_a_run_that_saves_nothing(tmp_path):
+def test_budget_ends_a_run_that_saves_nothing(tmp_path, finish):
     """A run that never comes to a checkpoint is started again as often as allowed, then ends as it ended."""
     ended = finish(tmp_path / "run", "--max-restarts", "1", fates=["kill-1-2", "kill-1-3"])
     assert ended.returncode != 0
@@ -57,7 +62,7 @@ def test_budget_ends_a_run_that_saves_nothing(tmp_path):
     assert last.endswith("; not started again: 2 runs in a row ended without a new checkpoint."), ended.stderr
 
 
-def test_exception_of_the_user_is_not_repeated(tmp_path):
+def test_exception_of_the_user_is_not_repeated(tmp_path, finish):
     ended = finish(tmp_path / "run", "--max-restarts", "3", fates=["raise-7"])
     assert ended.returncode == 1
     (report,) = reports(ended.stderr)
