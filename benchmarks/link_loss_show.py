@@ -80,5 +80,5 @@ def _answer(result: Mapping[str, Any]) -> str:
     mean, rare = (by.get(("text", name)) for name in ("mean", "streaming_diloco, every 8, 4 bits"))
     times = [first_at(row, LOSS) for row in (mean, rare) if row is not None]
     both = len(times) == 2 and all(times)
-    answer = f" To {LOSS:g}: mean {times[0]:.0f} s, streaming DiLoCo {times[1]:.1f} s" if both else ""
+    answer = f"\nTo a test loss of {LOSS:g}: mean {times[0]:.0f} s, streaming DiLoCo {times[1]:.1f} s" if both else ""
     return f"How soon does a model learn over a slow link?{answer}"
