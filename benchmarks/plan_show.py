@@ -187,14 +187,15 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axes.set_yticks(range(len(rows)), [f"{row['case']}, {row['rate']} Mbit/s" for row in rows], fontsize=8.5)
     axes.invert_yaxis()
     axes.set_xlabel(
-        "measured over predicted time of a job-step. Thick: predicted interval. Thin: all repeats; hollow: they differ"
+        "measured over predicted time of a job-step\n"
+        f"thick: predicted interval; thin: all repeats; hollow: they are over {100 * AGREE:g}% apart"
     )
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    within = verdict(result)
-    answer = f"{within['within']} of {within['count']} within 5%"
+    counts, near = verdict(result), sum(abs(row["ratio"] - 1) <= WITHIN for row in rows)
+    steady = f"{counts['within']} of {counts['count']} whose repeats agree"
     figure.suptitle(
-        f"Can the time of several jobs be predicted from each alone?  {answer}",
+        f"Can the time of several jobs be predicted from each alone?\n{near} of {len(rows)} within 5%, {steady}",
         x=0.01, ha="left", fontsize=12.5, weight="bold",
     )  # fmt: skip
     figure.savefig(path)
