@@ -115,7 +115,7 @@ run:3)
 rehearse:2)
     OUT=$2
     mkdir -p "$OUT"
-    STAND_IN=(--stand-in --smoke) SMOKE=(--smoke) TESTS=(tests/cpu/benchmarks/test_gpu.py -k would_run -m "")
+    STAND_IN=(--stand-in --smoke) SMOKE=(--smoke) TESTS=(tests/cpu/benchmarks/test_gpu.py -k "would_run and placement" -m "")
     parts
     ;;
 *) usage ;;
