@@ -22,7 +22,7 @@ def killed(tmp_path, *options, timeout, env=()):
 
 
 def test_runs_killed_at_three_moments_go_on(mpirun, tmp_path, quick_compiler):
-    """Killed in a step, in a write and while a file goes to disk; a fragment of `streaming_diloco` is mostly pending."""
+    """In a step, a deletion and a write, mostly while a fragment of `streaming_diloco` is pending."""
     result = killed(tmp_path, "--trials", "3", "--ranks", "2", "--seed", "125", timeout=900, env=quick_compiler)
     assert result["survived"] == 3
     assert {"step", "write"} <= {kill["at"] for trial in result["rows"] for kill in trial["kills"]}
