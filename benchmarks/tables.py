@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def table(read: Read, name: str, argument: str) -> str:
         return ""
 
 
+@cache
 def kept_result(path: Path) -> dict[str, Any]:
     """Returns a kept result with the present names of exchanges."""
     return present_names(json.loads(path.read_text()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,17 +65,22 @@ def modules() -> list[str]:
     return [".".join(path.parts).removesuffix(".__init__") for path in paths]
 
 
-def imports(source: str) -> Iterator[tuple[int, str]]:
+@cache
+def imports(source: str) -> tuple[tuple[int, str], ...]:
     """Line and full name of everything that is imported; `from a import b` counts as `a.b`."""
+    return tuple(_imports(source))
+
+
+def _imports(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: relative import"
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
-            name = node.args[0]
-            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+        elif isinstance(node, ast.Call) and node.args:
+            called, name = getattr(node.func, "attr", getattr(node.func, "id", "")), node.args[0]
+            if called == "import_module" and isinstance(name, ast.Constant) and isinstance(name.value, str):
                 yield node.lineno, name.value
 
 
