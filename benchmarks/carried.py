@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
 import tempfile
 import time
@@ -33,9 +32,10 @@ from typing import Any
 
 import carried_show
 from ended import ends_when_told
+from parts import in_order, is_over, parse_options
 from rivals.cases import EVERY
 from rivals.teams import Stage, Team, TeamError, lab_or_exit
-from workloads import parser, write_json
+from workloads import kept, parser, write_json
 
 PARTS = ("alone", "delayed", "rivals", "pairs")
 RATES = (500, 25, 100)
@@ -50,7 +50,7 @@ SHORT = 4
 
 def main() -> int:
     args = options()
-    result = earlier(args.json)
+    result = kept(args.json, {"rows": [], "memory": {}})
     if args.draw:
         carried_show.draw(result, args.png)
         return 0
@@ -64,8 +64,7 @@ def main() -> int:
         bench = Bench(args=args, stage=stage, team=stage.start("carried", "one", job=None, **sizes), sizes=sizes)
         for part in args.only:
             for rate in args.rates if part == "alone" else args.rates[:1]:
-                if time.monotonic() - bench.begin > 60 * args.minutes:
-                    print(f"{part} at {rate} Mbit/s is left out: {args.minutes:g} minutes are over", flush=True)
+                if is_over(part, rate, begin=bench.begin, minutes=args.minutes):
                     continue
                 made = bench.measure(part, rate)
                 print("\n".join(carried_show.lines(made)), flush=True)
@@ -199,10 +198,8 @@ class Bench:
     def _in_turn(self, ways: Mapping[str, Callable[[], float]]) -> dict[str, Any]:
         """Measures all ways in each repeat. Returns medians, raw seconds, and seconds of `compute` over them."""
         raw: dict[str, list[float]] = {way: [] for way in ways}
-        names = list(ways)
         for repeat in range(self.args.repeats):
-            turn = repeat % len(names)
-            for way in names[turn:] + names[:turn]:
+            for way in in_order(list(ways), repeat):
                 raw[way].append(ways[way]())
                 print(f"  {way}: {raw[way][-1]:.3f} s", flush=True)
         found: dict[str, Any] = {"raw": raw, "s": {way: statistics.median(each) for way, each in raw.items()}}
@@ -228,30 +225,14 @@ class Bench:
         return self.stage.ask(self.team, do, **facts)[0]
 
 
-def earlier(path: Path | None) -> dict[str, Any]:
-    """Returns the rows that a file has."""
-    result: dict[str, Any] = {"rows": [], "memory": {}}
-    if path is not None and path.is_file():
-        result |= {key: value for key, value in json.loads(path.read_text()).items() if key in result}
-    return result
-
-
 def options() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS), metavar="PART,...", help="of "
-                      f"{', '.join(PARTS)}, in this order")  # fmt: skip
-    made.add_argument("--rates", type=lambda t: [int(r) for r in t.split(",")], default=list(RATES), metavar="MBIT,...",
-                      help="the first one is that of the parts with one rate")  # fmt: skip
-    made.add_argument("--repeats", type=int, default=3, help="default %(default)s")
     made.add_argument("--image-size", type=int, default=160, help="default %(default)s")
-    made.add_argument("--minutes", type=float, default=20.0, help="no part begins later (default %(default)s)")
-    made.add_argument("--png", type=Path, metavar="FILE", help="draw what is left of the speed of computation alone")
-    made.add_argument("--draw", action="store_true", help="draw what --json has, and end")
-    args = made.parse_args()
-    if args.draw and not (args.png and args.json):
-        made.error("`--draw` needs `--json` and `--png`.")
-    if unknown := set(args.only) - set(PARTS):
-        made.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}.")
+    args = parse_options(
+        made, PARTS, RATES, minutes=20.0, only_help=f"of {', '.join(PARTS)}, in this order",
+        rates_help="the first one is that of the parts with one rate",
+        png_help="draw what is left of the speed of computation alone",
+    )  # fmt: skip
     if args.smoke:
         args.repeats, args.image_size = 1, 32
     return args

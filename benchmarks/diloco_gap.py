@@ -11,7 +11,6 @@ on the machine's speed. `--resume` adds what FILE does not hold yet; it is writt
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from convergence import RANKS, SEEDS, plan, train
 from strategies import AXIS, OUTER, agreed, one_axis
-from workloads import parser, write_json
+from workloads import kept, parser, write_json
 
 from jaxcross import exchange
 
@@ -96,8 +95,8 @@ def main() -> int:
     options.add_argument("--resume", action="store_true", help="add what the file of --json does not hold yet")
     options.add_argument("--only", metavar="CASE", action="append", choices=CASES, help="may be repeated")
     args = options.parse_args()
-    rows = json.loads(args.json.read_text())["rows"] if args.resume and args.json and args.json.exists() else []
-    known = {(kept["case"], kept["way"]) for kept in rows}
+    rows = kept(args.json if args.resume else None, {"rows": []})["rows"]
+    known = {(made["case"], made["way"]) for made in rows}
     for case in args.only or CASES:
         for way in ("mean", *OUTERS):
             if (case, way) in known or (way == "mean" and case != "as it is"):
@@ -105,7 +104,7 @@ def main() -> int:
             rows.append(row(case, way, smoke=args.smoke))
             print(f"{case}, {way}: test loss {rows[-1]['final_test_loss']:.3f}, {rows[-1]['wall_s']} s", flush=True)
             write_json(args.json, __doc__, {"ranks": RANKS, "seeds": SEEDS, "every": EVERY, "rows": rows})
-    by = {(kept["case"], kept["way"]): kept for kept in rows}
+    by = {(made["case"], made["way"]): made for made in rows}
     for case, way in by:
         if way != "mean" and ("as it is", "mean") in by:
             each = ", ".join(f"{gap:+.3f}" for gap in gaps(by, case, way))

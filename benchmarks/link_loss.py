@@ -22,7 +22,7 @@ from typing import Any
 import link_loss_show
 from convergence import SEEDS, TASKS
 from hosts import on_hosts, parser_of_hosts
-from workloads import write_json
+from workloads import kept, write_json
 
 WAYS = (
     "mean", "mean, bfloat16", "top_k 1%, threshold", "delayed_mean", "diloco, every 16, outer momentum 0.5",
@@ -46,8 +46,8 @@ def main() -> int:
     if args.draw and not (args.png and args.json):
         options.error("`--draw` needs `--json` and `--png`.")
     result: dict[str, Any] = {"ranks": RANKS, "burst_kb": BURST_KB, "rows": []}
-    if (args.resume or args.draw) and args.json and args.json.exists():
-        result["rows"] = json.loads(args.json.read_text())["rows"]
+    if args.resume or args.draw:
+        result |= kept(args.json, {"rows": []})
     if args.draw:
         link_loss_show.draw(result, args.png)
         return 0

@@ -34,9 +34,10 @@ from typing import Any
 
 import plan_show
 from ended import ends_when_told
+from parts import in_order, is_over, parse_options, words
 from plan_cases import CASES, ESTIMATED, PARTS, PIECES, RATES
 from rivals.teams import Stage, Team, lab_or_exit
-from workloads import parser, write_json
+from workloads import kept, parser, write_json
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
@@ -94,10 +95,7 @@ class Bench:
     def is_over(self, part: str, rate: int) -> bool:
         """Whether there is nothing to do for a part at a rate, or no time left."""
         wanted = rate == PAIR_RATE if part == "pair" else bool(self._cases(part, rate))
-        late = time.monotonic() - self.begin > 60 * self.args.minutes
-        if wanted and late:
-            print(f"{part} at {rate} Mbit/s is left out: {self.args.minutes:g} minutes are over", flush=True)
-        return late or not wanted
+        return not wanted or is_over(part, rate, begin=self.begin, minutes=self.args.minutes)
 
     def _cases(self, part: str, rate: int) -> list[str]:
         every = [name for name, case in CASES.items() if case.part == part and rate in case.rates]
@@ -115,8 +113,7 @@ class Bench:
         for repeat in range(self.args.repeats):
             for kind in kinds:
                 solo[kind].append(self._solo(kind, self._steps(first[kind])))
-            turn = repeat % len(names)
-            for name in names[turn:] + names[:turn]:
+            for name in in_order(names, repeat):
                 raw[name].append(self._run(CASES[name].kinds, plans[name], CASES[name].shares))
         rows = [self._row(name, solo, plans[name], raw[name]) for name in names]
         for row in rows:
@@ -251,39 +248,22 @@ class Bench:
         return found
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",")]
-
-
 def _policy(shares: Sequence[float]) -> Policy:
     return Weighted(tuple(shares)) if shares else RoundRobin()
 
 
 def earlier(path: Path | None) -> dict[str, Any]:
     """Returns what the file has, and the kept rows of the race, predicted."""
-    result: dict[str, Any] = {key: [] for key in ("rows", "solo", "estimates", "pair")}
-    if path is not None and path.is_file():
-        result |= {key: value for key, value in json.loads(path.read_text()).items() if key in result}
+    result = kept(path, {"rows": [], "solo": [], "estimates": [], "pair": []})
     result["race"] = plan_show.race_rows(json.loads(RACE.read_text()))
     return result
 
 
 def options() -> argparse.Namespace:
     made = parser(__doc__)
-
-    made.add_argument("--only", type=_words, default=list(PARTS), metavar="PART,...", help="in this order")
-    made.add_argument("--cases", type=_words, default=[], metavar="CASE,...", help="of these parts")
-    made.add_argument("--rates", type=lambda t: [int(r) for r in t.split(",")], default=list(RATES), metavar="MBIT,...")
-    made.add_argument("--repeats", type=int, default=3, help="default %(default)s")
+    made.add_argument("--cases", type=words, default=[], metavar="CASE,...", help="of these parts")
     made.add_argument("--seconds", type=float, default=10.0, help="of a run, or so (default %(default)s)")
-    made.add_argument("--minutes", type=float, default=18.0, help="no part begins later (default %(default)s)")
-    made.add_argument("--png", type=Path, metavar="FILE", help="draw predicted and measured times")
-    made.add_argument("--draw", action="store_true", help="draw what --json has, and end")
-    args = made.parse_args()
-    if args.draw and not (args.png and args.json):
-        made.error("`--draw` needs `--json` and `--png`.")
-    if unknown := set(args.only) - set(PARTS):
-        made.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}.")
+    args = parse_options(made, PARTS, RATES, minutes=18.0, png_help="draw predicted and measured times")
     if args.smoke:
         args.repeats, args.seconds = 2, 0.3
     return args

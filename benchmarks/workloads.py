@@ -288,6 +288,13 @@ def write_json(path: Path | None, question: str | None, result: dict[str, Any]) 
     write_whole(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
 
 
+def kept(path: Path | None, empty: dict[str, Any]) -> dict[str, Any]:
+    """An empty result with what the file of earlier runs has under the same keys."""
+    if path is None or not path.is_file():
+        return empty
+    return empty | {key: value for key, value in json.loads(path.read_text()).items() if key in empty}
+
+
 def _finite(value: Any) -> Any:
     """`value` with null for what JSON has no number for: the loss of a run that diverged."""
     if isinstance(value, dict):
