@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Read = Callable[[str], dict[str, Any]]
@@ -10,3 +11,11 @@ Read = Callable[[str], dict[str, Any]]
 
 Table = Callable[[Read, str], Iterator[tuple[str, ...]]]
 """A table's rows, the first of which is its head, from kept results and the mark's argument."""
+
+
+def with_spread(values: Sequence[float], digits: int = 2) -> str:
+    """Median, and the smallest and largest of values that differ; empty without any."""
+    if not values:
+        return ""
+    middle, low, high = (f"{of(values):.{digits}f}" for of in (statistics.median, min, max))
+    return middle if low == high else f"{middle} ({low} to {high})"

@@ -7,7 +7,7 @@ from typing import Any
 
 from carried_show import TARGETS
 
-from pages import Read, Table
+from pages import Read, Table, with_spread
 
 
 def carried(read: Read, _: str) -> Iterator[tuple[str, ...]]:
@@ -16,7 +16,7 @@ def carried(read: Read, _: str) -> Iterator[tuple[str, ...]]:
            "blocking, of computation alone", "carried, of computation alone", "target")  # fmt: skip
     for row in sorted(_part(read, "alone"), key=lambda row: -row["rate"]):
         seconds = (f"{row['s'][way]:.3f}" for way in ("jit", "compute", "blocking", "carried"))
-        shares = (_with_spread(row, way) for way in ("blocking", "carried"))
+        shares = (_shares(row, way) for way in ("blocking", "carried"))
         yield (f"{row['rate']}", *seconds, *shares, f"{TARGETS.get(row['rate'], '')}")
 
 
@@ -62,9 +62,8 @@ def _part(read: Read, part: str) -> list[dict[str, Any]]:
     return [row for row in read("carried")["rows"] if row["part"] == part]
 
 
-def _with_spread(row: dict[str, Any], way: str) -> str:
-    shares = [c / took for c, took in zip(row["raw"]["compute"], row["raw"][way], strict=True)]
-    return f"{row['of_compute'][way]:.3f} ({min(shares):.3f} to {max(shares):.3f})"
+def _shares(row: dict[str, Any], way: str) -> str:
+    return with_spread([c / took for c, took in zip(row["raw"]["compute"], row["raw"][way], strict=True)], 3)
 
 
 TABLES: dict[str, Table] = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from pages import Read, Table
+from pages import Read, Table, with_spread
 from pages.family import FAMILY
 
 
@@ -97,16 +97,11 @@ def exchanges(read: Read, name: str) -> Iterator[tuple[str, ...]]:
     heads = [f"{model}: {what}" for model in models for what in ("s", "over the mean's", "wire", "bytes")]
     yield "exchange", *heads
 
-    def over(rows: dict[str, Any], strategy: str, key: str, digits: int) -> str:
-        found = ratios(rows, strategy, key)
-        low, high = (f"{end(found):.{digits}f}" for end in (min, max))
-        return f"{statistics.median(found):.{digits}f}" + ("" if low == high else f" ({low} to {high})")
-
     def cells(rows: dict[str, Any], strategy: str) -> tuple[str, ...]:
         if strategy not in rows:
             return "", "", "", ""
         row = rows[strategy]
-        times = over(rows, strategy, "total", 2), over(rows, strategy, "wire", 3)
+        times = (with_spread(ratios(rows, strategy, key), digits) for key, digits in (("total", 2), ("wire", 3)))
         return f"{row['total']['median']:.3f}", *times, f"{row['bytes_over_mean']:.3f}"
 
     every = [model["strategies"] for model in models.values()]

@@ -10,7 +10,7 @@ from typing import Any
 from race_show import over_reference
 from rivals.cases import RIVALS, rivals_of
 
-from pages import Read, Table
+from pages import Read, Table, with_spread
 
 RATES = ("network", "balanced", "compute")
 ALIKE = ("case", "rate", "run")
@@ -57,9 +57,9 @@ def race_verdicts(read: Read, arguments: str) -> Iterator[tuple[str, ...]]:
             jax, torch = ({r.name for r in alike if r.framework == each} for each in ("jax", "torch"))
             yield (
                 case, rate, name, str(sum(len(row["raw"]) for row in own)),
-                *(_middle([row[key] for row in own]) for key in ("efficiency", "efficiency_with_tax")),
-                *(_middle(_over(at_rate, name, others)) for others in ({"fused"} & jax, jax, torch)),
-                _middle(_over(at_rate, name, torch, own_c=True)),
+                *(with_spread([row[key] for row in own]) for key in ("efficiency", "efficiency_with_tax")),
+                *(with_spread(_over(at_rate, name, others)) for others in ({"fused"} & jax, jax, torch)),
+                with_spread(_over(at_rate, name, torch, own_c=True)),
             )  # fmt: skip
 
 
@@ -97,14 +97,6 @@ def _over(rows: list[dict[str, Any]], name: str, others: set[str], *, own_c: boo
             # who failed in a later repeat has fewer
             found += [theirs / ours for theirs, ours in zip(best, seconds[name], strict=False)]
     return found
-
-
-def _middle(values: list[float]) -> str:
-    """Median, and the smallest and largest of several."""
-    if not values:
-        return ""
-    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
-    return f"{statistics.median(values):.2f}" + (f" ({low} to {high})" if low < high else "")
 
 
 def race_links(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
