@@ -11,23 +11,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rivals.crossed import AXIS, exchange, world  # first: it starts the world, before the first JAX array
+
+import jax  # isort: skip
+from plan_cases import kind_of
+
 import jaxcross
 from jaxcross.plan.profile import Profile
-
-# before the imports that make JAX arrays
-world = jaxcross.initialize(stall_timeout_s=900)
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
-from jax import lax  # noqa: E402
-from plan_cases import kind_of  # noqa: E402
-
-from rivals import jax_work  # noqa: E402
-from rivals.cases import Spec  # noqa: E402
-from rivals.serving import arguments, serve  # noqa: E402
-
-AXIS = "batch"
+from rivals import jax_work
+from rivals.cases import Spec
+from rivals.serving import arguments, serve
 
 
 class Jobs:
@@ -94,12 +87,7 @@ class Jobs:
     def _step(self, name: str) -> Any:
         if name not in self._steps:
             kind = kind_of(name, smoke=self._smoke)
-            mean = jaxcross.exchange.mean(AXIS, wire_dtype=None if kind.wire == "float32" else jnp.dtype(kind.wire))
-
-            def exchange(tree: Any) -> Any:
-                return mean.update(tree[0], optax.EmptyState())[0], lax.pmean(tree[1], AXIS)
-
-            step = self._work(kind.spec).make(exchange)
+            step = self._work(kind.spec).make(exchange(kind.wire))
             self._steps[name] = jaxcross.crossover(step, axes=AXIS, cut=kind.cut, donate_argnums=0)
         return self._steps[name]
 
