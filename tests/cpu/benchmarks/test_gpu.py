@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -141,11 +141,8 @@ def run(
 
 
 @pytest.mark.integration
-def test_one_rank_on_a_stand_in(tmp_path: Path, quick_compiler: dict[str, str]) -> None:
-    out = tmp_path / "gpu.json"
-    words = ("--smoke", "--stand-in", "--cases", "split,transfers,profile", "--json", str(out))
-    run(str(BENCHMARKS / "gpu.py"), *words, env=quick_compiler)
-    result = json.loads(out.read_text())
+def test_one_rank_on_a_stand_in(smoke: Callable[..., Any]) -> None:
+    result = smoke("gpu.py", "--stand-in", "--cases", "split,transfers,profile")
     assert result["question"].startswith("What do cut steps, hand-overs and crossover cost")
     assert result["device"]["stand_in"] is True
     assert set(result["split"]["s_per_step"]) == {"jit", "whole", "auto", "copied"}
@@ -162,22 +159,16 @@ def test_one_rank_on_a_stand_in(tmp_path: Path, quick_compiler: dict[str, str]) 
 
 
 @pytest.mark.exhaustive
-def test_memory_on_a_stand_in(tmp_path: Path, quick_compiler: dict[str, str]) -> None:
-    out = tmp_path / "gpu.json"
-    words = ("--smoke", "--stand-in", "--cases", "memory", "--json", str(out))
-    run(str(BENCHMARKS / "gpu.py"), *words, env=quick_compiler)
-    rows = json.loads(out.read_text())["memory"]
+def test_memory_on_a_stand_in(smoke: Callable[..., Any]) -> None:
+    rows = smoke("gpu.py", "--stand-in", "--cases", "memory")["memory"]
     assert [row["jobs"] for row in rows] == [1, 2]
     assert 0 < rows[0]["booked_bytes"] < rows[1]["booked_bytes"]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("flags", [(), ("--no-lab",)], ids=["lab", "no lab"])
-def test_two_ranks_on_a_stand_in(tmp_path: Path, quick_compiler: dict[str, str], flags: tuple[str, ...]) -> None:
-    out = tmp_path / "gpu.json"
-    words = ("--smoke", "--stand-in", "--cases", "ranks", "--json", str(out), *flags)
-    run(str(BENCHMARKS / "gpu.py"), *words, env=quick_compiler)
-    ranks = json.loads(out.read_text())["ranks"]
+def test_two_ranks_on_a_stand_in(smoke: Callable[..., Any], flags: tuple[str, ...]) -> None:
+    ranks = smoke("gpu.py", "--stand-in", "--cases", "ranks", *flags)["ranks"]
     assert ranks["equal_to_the_bit"] is True
     assert ranks["ranks"] == ranks["jobs"] == 2
     assert not [key for key in ranks if "speedup" in key]

@@ -1,31 +1,8 @@
 """Predictions and carried exchanges are measured at toy size, on hosts that a real link joins."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from jaxcross.lab import available
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-REASON = available()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
-
-
-@pytest.fixture
-def smoke(quick_compiler, tmp_path):
-    def run(name: str, *options: str) -> dict:
-        out = tmp_path / "out.json"
-        line = [sys.executable, str(BENCHMARKS / name), "--smoke", "--json", str(out), *options]
-        env = {**os.environ, **quick_compiler}
-        done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=900, env=env)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return json.loads(out.read_text())
-
-    return run
+pytestmark = pytest.mark.usefixtures("lab")
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,33 @@
+"""What tests of benchmarks share: a run at toy size, and the need of a lab."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxcross.lab import available
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="session")
+def lab():
+    """For tests that need hosts that a real link joins."""
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+
+
+@pytest.fixture
+def smoke(tmp_path, quick_compiler):
+    """Runs a benchmark, and returns what it wrote; a later run finds that file."""
+
+    def run(name: str, *options: str) -> dict:
+        out = tmp_path / "out.json"
+        line = [sys.executable, str(BENCHMARKS / name), "--smoke", "--json", str(out), *options]
+        subprocess.run(line, check=True, timeout=900, env={**os.environ, **quick_compiler})
+        return json.loads(out.read_text())
+
+    return run
