@@ -21,6 +21,7 @@ from typing import Any
 
 import workloads
 from hosts import on_hosts, parser_of_hosts
+from plan_show import rates
 from workloads import write_json
 
 PIECES = 16
@@ -94,13 +95,6 @@ def worker(args: Any) -> int:
                 runner.add(name, loop)
             runner.run()
         return ends
-
-    def rates(ends: dict[str, list[float]]) -> dict[str, float]:
-        last = min(each[-1] for each in ends.values())
-        inside = {name: [t for t in each if last / 10 < t <= last] for name, each in ends.items()}
-        return {  # of a single step only as a guess of how many to make
-            name: (len(each) - 1) / (each[-1] - each[0]) if len(each) > 1 else 1 / last for name, each in inside.items()
-        }
 
     def agreed(value: float) -> float:
         return float(world.control.allgather_text(str(value))[0])
