@@ -27,6 +27,8 @@ import jax.numpy as jnp  # noqa: E402
 import workloads  # noqa: E402
 from exchange_cost import options  # noqa: E402
 from jax import lax  # noqa: E402
+from rivals import jax_work  # noqa: E402
+from rivals.cases import jobs_of  # noqa: E402
 from rivals.serving import softirq_s  # noqa: E402
 from workloads import spread  # noqa: E402
 
@@ -187,12 +189,8 @@ def ran_s(but: Sequence[threading.Thread]) -> dict[int, float]:
 def main() -> int:
     args = options().parse_args()
     repeats = 2 if args.smoke else args.repeats
-    work = (
-        workloads.resnet("resnet8", batch_size=2, image_size=32, classes=8)
-        if args.smoke
-        else workloads.resnet("resnet50", batch_size=4, image_size=224)
-    )
-    ways = Ways(work)
+    (spec,) = jobs_of("one", args.smoke)
+    ways = Ways(jax_work.workload(spec))
     limited = {f", sums up to {word}": ways.compiled(0, limit) for word, limit in args.limits.items()}
     threads: dict[str, Callable[[], Any]] = {
         ", as it comes": lambda: None,
