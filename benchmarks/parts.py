@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def parse_options(
@@ -43,7 +44,7 @@ def is_over(part: str, rate: int, *, begin: float, minutes: float) -> bool:
     return late
 
 
-def in_order(names: Sequence[str], repeat: int) -> list[str]:
-    """Returns the names in the order of a repeat: each begins with another one."""
-    first = repeat % len(names)
-    return [*names[first:], *names[:first]]
+def in_order(ways: Sequence[Any], repeat: int) -> list[Any]:
+    """Returns the ways in the order of a repeat: each repeat begins with another one."""
+    first = repeat % len(ways)
+    return [*ways[first:], *ways[:first]]

@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from parts import in_order
 from race_bounds import RATES, Cost, bits_a_second, bound_s, hidden_share, taxed_bound_s
 from race_file import earlier, out_file, out_folder, write
 from race_measure import Calibration, Entrants, pooled_c
@@ -158,8 +159,7 @@ def alternate(
         if not entrants.rivals:
             break
         measured.append(entrants.measure(times=args.times))
-        turn = repeat % len(entrants.rivals)  # nobody always comes after the same one, nor first
-        order, turns = entrants.rivals[turn:] + entrants.rivals[:turn], []
+        order, turns = in_order(entrants.rivals, repeat), []  # nobody always comes after the same one, nor first
         for rival in order if repeat % 2 == 0 else order[::-1]:
             if rival not in entrants.rivals or not stands(entrants, rival.team, result):
                 continue
