@@ -17,14 +17,14 @@ from __future__ import annotations
 import gc
 import json
 import os
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ended import ends_when_told, run
+from ended import ends_when_told
+from ranks import answer
 from workloads import parser, write_json
 
 PLACES = 20
@@ -201,22 +201,10 @@ def draw(ranks: list[dict[str, Any]], path: Path) -> None:
 
 def launch(args: Any) -> list[dict[str, Any]]:
     """Starts the ranks; what each counted."""
-    from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
-    from jaxcross.world import xla_pool
-
-    mpirun = find_mpirun()
-    if mpirun is None:
-        raise SystemExit("no `mpirun` was found: `pip install mpich`")
-    with ends_when_told(), tempfile.TemporaryDirectory(prefix="endurance-") as folder:
-        out = Path(folder) / "result.json"
-        sizes = [f"--joins={args.joins}", f"--jobs={args.jobs}", f"--steps={args.steps}"]
-        sizes += [] if args.only is None else [f"--only={args.only}"]
-        line, extra = mpirun_command(
-            mpirun=mpirun, ranks=args.ranks, program=python_program([__file__, *sizes, "--worker", str(out)]),
-            root=os.geteuid() == 0, cores=xla_pool.cores(), environ=os.environ,
-        )  # fmt: skip
-        run(line, {**os.environ, **extra})
-        return json.loads(out.read_text())
+    sizes = [f"--joins={args.joins}", f"--jobs={args.jobs}", f"--steps={args.steps}"]
+    sizes += [] if args.only is None else [f"--only={args.only}"]
+    with ends_when_told():
+        return answer(__file__, [*sizes, "--worker"], args.ranks)
 
 
 def main() -> int:

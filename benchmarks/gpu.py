@@ -27,9 +27,7 @@ import argparse
 import ctypes
 import importlib.metadata
 import itertools
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -46,11 +44,11 @@ from gpu_profile import NO_STREAMS, Recording, idleness, overlap, record
 from gpu_ranks import accelerator, measure, prepare, workload
 from jax import lax
 from jax.sharding import SingleDeviceSharding
+from ranks import as_rank
 from workloads import Workload, in_turn, parser, spread, write_json
 
 import jaxcross
 from jaxcross.program import hand_over
-from jaxcross.world import malloc
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Move = Callable[[Any], Any]
@@ -357,8 +355,7 @@ def main() -> None:
             options.error(f"no such {what}: {', '.join(unknown)}; there are {', '.join(known)}")
     if "jit" not in rivals:
         options.error("`--rivals` must have `jit`, which the others are compared with")
-    if environment := malloc.settings(os.environ):  # as `jaxcross launch` starts a rank
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
+    as_rank()
     if args.smoke:
         args.steps, args.repeats = 2, 2
     if not args.stand_in and not some_accelerator():

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import ranks
 import workloads
 from ended import ends_when_told, run, started
 from hosts import bytes_crossed
@@ -71,12 +72,9 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
         args: The command line's.
         save: Keeps what there is so far: a machine that is lent may be taken away.
     """
-    from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
     from jaxcross.lab import Lab, available
 
-    mpirun = find_mpirun()
-    if mpirun is None:
-        raise SystemExit("no `mpirun` was found: `pip install mpich`")
+    mpirun = ranks.mpirun_or_exit()
     reason = "as was asked for" if args.no_lab else available()
     with ends_when_told(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         lab = stack.enter_context(Lab(hosts=RANKS, rate=args.rate)) if reason is None else None
@@ -84,11 +82,8 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
 
         def command(role: str, *flags: str) -> tuple[list[str], dict[str, str]]:
             words = ["--role", role, "--out", str(out), *_words(args), *flags]
-            line, extra = mpirun_command(
-                mpirun=mpirun, ranks=RANKS, program=python_program([str(Path(__file__).resolve()), *words]),
-                root=os.geteuid() == 0, cores=len(os.sched_getaffinity(0)), environ=os.environ,
-            )  # fmt: skip
-            environ = shared_by(RANKS * (args.jobs if role == "process" else 1), {**os.environ, **extra})
+            plain = shared_by(RANKS * (args.jobs if role == "process" else 1), os.environ)
+            line, environ = ranks.command(mpirun, RANKS, __file__, words, environ=plain)
             return (line, environ) if lab is None else (lab.wrap(line), lab.environment(environ))
 
         def jobs(*flags: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ended import ends_when_told, run
+from ranks import command, mpirun_or_exit
 from rivals.teams import lab_or_exit
 from workloads import parser
 
-from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
 from jaxcross.lab import Lab
 
 
@@ -54,23 +53,18 @@ def on_hosts(
     Raises:
         RuntimeError: Next to nothing crossed the link.
     """
-    mpirun = find_mpirun()
-    if mpirun is None:
-        raise SystemExit("no `mpirun` was found: `pip install mpich`")
+    mpirun = mpirun_or_exit()
     with (
         ends_when_told(),
         tempfile.TemporaryDirectory() as folder,
         lab_or_exit(hosts=hosts, rate=rate, burst_kb=burst_kb) as lab,
     ):
         out = Path(folder) / "result.json"
-        program = python_program([str(Path(script).resolve()), *sys.argv[1:], *words, "--worker", str(out)])
-        line, extra = mpirun_command(
-            mpirun=mpirun, ranks=hosts * local, program=program, root=os.geteuid() == 0, cores=1, environ=os.environ
-        )
+        words = [*sys.argv[1:], *words, "--worker", str(out)]
+        line, environ = command(mpirun, hosts * local, script, words, cores=1)
         if local > 1:
             line[1:1] = ["--map-by", f"ppr:{local}:node"] if mpirun.vendor == "openmpi" else ["-ppn", str(local)]
-        told = {**lab.environment({**os.environ, **extra}), **(environment or {})}
-        run(lab.wrap(line), told)
+        run(lab.wrap(line), {**lab.environment(environ), **(environment or {})})
         facts = {"link": lab.description, "bytes_crossed": bytes_crossed(lab), "mpi": mpirun.vendor,
                  "tcp_bits_per_s": lab.measure_rate()}  # fmt: skip
         return {**json.loads(out.read_text()), **facts}

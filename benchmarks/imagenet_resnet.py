@@ -38,6 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import page_cache
+import ranks
 from ended import ends_when_told, run
 from hosts import bytes_crossed
 from imagenet_table import CACHES, POLICIES, show, speedups, throughput_of
@@ -101,12 +102,9 @@ def main() -> None:
 
 def launch(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str, Any]:
     """Starts the ranks, which print the table, and returns their numbers."""
-    from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
     from jaxcross.lab import Lab, available
 
-    mpirun = find_mpirun()
-    if mpirun is None:
-        raise SystemExit("no `mpirun` was found: `pip install mpich`")
+    mpirun = ranks.mpirun_or_exit()
     out = folder / "result.json"
     words = ["--data-dir", args.data_dir or f"{folder}/data", "--json", str(out), "--accuracy", str(args.accuracy)]
     words += ["--repeats", str(args.repeats), *(["--smoke"] if args.smoke else []), *rest]
@@ -115,13 +113,10 @@ def launch(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str,
         words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
 
     def line(link: str) -> tuple[list[str], dict[str, str]]:
-        program = python_program([str(Path(__file__).resolve()), *words, *(["--link", link] if link else [])])
-        command, extra = mpirun_command(
-            mpirun=mpirun, ranks=args.ranks, program=program, root=os.geteuid() == 0,
-            cores=len(os.sched_getaffinity(0)), environ=os.environ,
-        )  # fmt: skip
         # Ranks may share an accelerator: none takes most of its memory for itself.
-        return command, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, **extra}
+        environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
+        own = [*words, *(["--link", link] if link else [])]
+        return ranks.command(mpirun, args.ranks, __file__, own, environ=environ)
 
     linkless = "--rate none" if args.rate == "none" else "one rank has nobody to speak to" if args.ranks == 1 else None
     reason = linkless or available()

@@ -17,7 +17,10 @@ import sys
 from itertools import pairwise, repeat
 from typing import Any
 
+from ranks import mpirun_or_exit
 from workloads import parser, write_json
+
+from jaxcross.commands.launch import python_program
 
 STARTS = ("together", "as ready")
 
@@ -30,11 +33,7 @@ def main() -> int:
     args = options.parse_args()
     if args.worker:
         return worker(args)
-    from jaxcross.commands.launch import find_mpirun, python_program
-
-    mpirun = find_mpirun()
-    assert mpirun is not None, "there is no mpirun"
-    line = [mpirun.path, "-n", str(args.ranks), *python_program([*sys.argv, "--worker"])]
+    line = [mpirun_or_exit().path, "-n", str(args.ranks), *python_program([*sys.argv, "--worker"])]
     return subprocess.run(line, check=True).returncode
 
 

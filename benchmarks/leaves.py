@@ -15,12 +15,11 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from ended import run
+from ranks import answer
 from workloads import parser, spread, write_json
 
 SIZES = (375, 750, 1500, 3000)
@@ -65,32 +64,14 @@ def measured(how: str, leaves: int) -> dict[str, float]:
     return {"first_s": took[0], "later_ms": 1e3 * statistics.median(took[1:])}
 
 
-def launched(how: str, leaves: int, ranks: int) -> dict[str, float]:
-    """Rank 0's times, in ranks that are started for it."""
-    from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
-    from jaxcross.world import xla_pool
-
-    mpirun = find_mpirun()
-    if mpirun is None:
-        raise SystemExit("no `mpirun` was found: `pip install mpich`")
-    with tempfile.TemporaryDirectory(prefix="leaves-") as folder:
-        out = Path(folder) / "result.json"
-        line, extra = mpirun_command(
-            mpirun=mpirun, ranks=ranks, program=python_program([__file__, "--worker", f"{how},{leaves},{out}"]),
-            root=os.geteuid() == 0, cores=xla_pool.cores(), environ=os.environ,
-        )  # fmt: skip
-        run(line, {**os.environ, **extra})
-        return json.loads(out.read_text())
-
-
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, default=2, help="default %(default)s")
     options.add_argument("--repeats", type=int, default=3, help="of each size (default %(default)s)")
-    options.add_argument("--worker", help="(internal) one rank")
+    options.add_argument("--worker", nargs=3, metavar=("HOW", "LEAVES", "FILE"), help="(internal) one rank")
     args = options.parse_args()
     if args.worker:
-        how, leaves, out = args.worker.split(",", 2)
+        how, leaves, out = args.worker
         times = measured(how, int(leaves))
         if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) in ("0", None):
             Path(out).write_text(json.dumps(times))
@@ -98,7 +79,8 @@ def main() -> None:
     sizes, repeats = ((4, 8), 1) if args.smoke else (SIZES, args.repeats)
     rows = []
     for leaves in sizes:
-        raw = [{how: launched(how, leaves, args.ranks) for how in ("jit", "jaxcross")} for _ in range(repeats)]
+        words = {how: ["--worker", how, str(leaves)] for how in ("jit", "jaxcross")}
+        raw = [{how: answer(__file__, each, args.ranks) for how, each in words.items()} for _ in range(repeats)]
         row: dict[str, Any] = {"leaves": leaves}
         for how in ("jit", "jaxcross"):
             row[how] = {name: spread([one[how][name] for one in raw]) for name in ("first_s", "later_ms")}

@@ -12,14 +12,13 @@ import gc
 import itertools
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+import gpu_ranks
 import workloads
-from gpu_ranks import prepare, shared_by
+from ranks import answer
 from rivals.serving import status_bytes
 
 RANKS = 2
@@ -41,26 +40,12 @@ def measure(
         smoke: Toy sizes, where what MPI and threads need is more than the arrays.
         stand_in: Whether a second CPU device stands for an accelerator; None for no accelerator.
     """
-    from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
-
-    mpirun = find_mpirun()
-    if mpirun is None:
-        raise SystemExit("no `mpirun` was found: `pip install mpich`")
-    with tempfile.TemporaryDirectory(prefix="memory-") as folder:
-        out = Path(folder, "booked.json")
-        words = ["--workload", workload, "--jobs", str(jobs), "--cut", str(cut), "--out", str(out)]
-        words += ["--smoke"] * smoke + ([] if stand_in is None else ["--device", "stand-in" if stand_in else "gpu"])
-        # Arrays come from the kernel and go back to it, so that the resident set is what is in use.
-        environ = {
-            **shared_by(RANKS, os.environ),
-            "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536:glibc.malloc.arena_max=1",
-        }
-        line, extra = mpirun_command(
-            mpirun=mpirun, ranks=RANKS, program=python_program([str(Path(__file__).resolve()), *words]),
-            root=os.geteuid() == 0, cores=len(os.sched_getaffinity(0)), environ=environ,
-        )  # fmt: skip
-        subprocess.run(line, env={**environ, **extra}, check=True)
-        ranks = json.loads(out.read_text())
+    words = ["--workload", workload, "--jobs", str(jobs), "--cut", str(cut)]
+    words += ["--smoke"] * smoke + ([] if stand_in is None else ["--device", "stand-in" if stand_in else "gpu"])
+    # Arrays come from the kernel and go back to it, so that the resident set is what is in use.
+    tunables = "glibc.malloc.mmap_threshold=65536:glibc.malloc.arena_max=1"
+    environ = {**gpu_ranks.shared_by(RANKS, os.environ), "GLIBC_TUNABLES": tunables}
+    ranks = answer(__file__, [*words, "--out"], RANKS, environ=environ)
     worst = max(ranks, key=lambda rank: rank["needed_bytes"])
     row = {"workload": workload, "jobs": jobs, "cut": cut, **worst}
     over = worst["booked_bytes"] / worst["needed_bytes"] if worst["needed_bytes"] > 0 else None
@@ -85,7 +70,7 @@ def rank_main() -> None:
     options.add_argument("--device", choices=("stand-in", "gpu"))
     args = options.parse_args()
     if args.device is not None:
-        prepare(args.device == "stand-in")
+        gpu_ranks.prepare(args.device == "stand-in")
     import jax
 
     import jaxcross
@@ -130,9 +115,7 @@ def _workload(name: str, smoke: bool) -> workloads.Workload:
         return workloads.mlp(width=256, batch_size=8)
     if name in WIDTHS:
         return workloads.mlp(width=WIDTHS[name], batch_size=64)
-    if name == "gpt":
-        return workloads.transformer(layers=12, width=1024, length=512, batch_size=16, vocabulary=32768)
-    return workloads.resnet(name, batch_size=8, image_size=224)
+    return gpu_ranks.workload(name, smoke, 16 if name == "gpt" else 8)
 
 
 class _Meter:

@@ -13,7 +13,6 @@ A rank has one core, as where ranks share a host; `--cores 0` takes all.
 from __future__ import annotations
 
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -23,11 +22,11 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from ranks import as_rank
 from workloads import Workload, in_turn, mlp, parser, resnet, spread, transformer, write_json
 
 import jaxcross
 from jaxcross.program import stages
-from jaxcross.world import malloc
 
 AXIS = "batch"
 
@@ -114,10 +113,7 @@ def main() -> None:
     options.add_argument("--cases", default="", metavar="A,B", help="only these, of those it prints (default: all)")
     options.add_argument("--cores", type=int, default=1, metavar="N", help="cores of the rank, 0: all (default: 1)")
     args = options.parse_args()
-    if environment := malloc.settings(os.environ):  # as `jaxcross launch` starts a rank
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
-    if args.cores:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.cores :])
+    as_rank(args.cores)
     warnings.filterwarnings("ignore", message="Some donated buffers")  # by hand, more is given than can be used
     jaxcross.initialize()
     if args.smoke:

@@ -23,11 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ranks import as_rank
 from workloads import in_turn, parser, spread, write_json
 
 from jaxcross.exchange import sparse
 from jaxcross.exchange.select import faster_selection, sample_stride, select
-from jaxcross.world import malloc
 
 WAYS = ("exact", "threshold")
 LONGEST = 25_600_000
@@ -95,10 +95,7 @@ def main() -> int:
     options.add_argument("--repeats", type=int, default=11, help="default %(default)s")
     options.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="D", help="lengths (default: 8)")
     args = options.parse_args()
-    if environment := malloc.settings(os.environ):  # as `jaxcross launch` starts a rank
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
-    if args.cores:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.cores :])
+    as_rank(args.cores)
     sizes, repeats = ((1 << 12,), 1) if args.smoke else (args.sizes, args.repeats)
     result: dict[str, Any] = {"backend": jax.default_backend(), "cores": len(os.sched_getaffinity(0)), "rows": []}
     cases = [(size, density, "normal") for size in sizes for density in DENSITIES]

@@ -22,6 +22,8 @@ import workloads
 from rivals import cases
 from rivals.teams import Stage, lab_or_exit
 
+from jaxcross.commands import launch
+
 
 @pytest.mark.parametrize(
     ("line", "message"),
@@ -101,7 +103,7 @@ def test_only_the_named_file_is_written(tmp_path, write):
 )
 def test_no_lab_ends_with_its_reason(monkeypatch, start):
     monkeypatch.setattr(sys, "argv", ["race.py", "--smoke"])
-    monkeypatch.setattr(hosts, "find_mpirun", lambda: "mpirun")
+    monkeypatch.setattr(launch, "find_mpirun", lambda: "mpirun")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SystemExit, match="no lab on this machine: .*`ip`|`500Mbit` is not a rate"):
         start()
