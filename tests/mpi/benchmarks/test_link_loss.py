@@ -1,8 +1,5 @@
 """Loss against seconds over a real link, at toy size: the losses are those of the same training under `vmap`."""
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,20 +11,11 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import convergence
 from strategies import STRATEGIES, one_axis
 
-from jaxcross.lab import available
-
-SCRIPT = Path(convergence.__file__).with_name("link_loss.py")
-
 
 @pytest.mark.integration
-@pytest.mark.usefixtures("compiled_quickly")
-def test_losses_over_a_link_are_those_under_vmap(mpirun, tmp_path, quick_compiler):
-    if (reason := available()) is not None:
-        pytest.skip(reason)
-    out = tmp_path / "out.json"
-    line = [sys.executable, str(SCRIPT), "--smoke", "--json", str(out), "--task", "images"]
-    subprocess.run([*line, "--only", "mean"], check=True, timeout=300, env={**os.environ, **quick_compiler})
-    (row,) = json.loads(out.read_text())["rows"]
+@pytest.mark.usefixtures("compiled_quickly", "lab")
+def test_losses_over_a_link_are_those_under_vmap(smoke):
+    (row,) = smoke("link_loss.py", "--task", "images", "--only", "mean")["rows"]
     made = convergence.plan("images", 2, 1, smoke=True)
     mean = next(s for s in STRATEGIES if s.name == "mean")
     expected = convergence.train(

@@ -1,15 +1,13 @@
 """The race runs at toy size, every byte over a real link; teams that fail say why and leave nothing behind."""
 
 import importlib.util
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from jaxcross.lab import Lab, available
+from jaxcross.lab import Lab
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
@@ -17,26 +15,12 @@ from rivals.teams import Stage, TeamError
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 ENDS = ("", ", memory as it comes")
-REASON = available()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
-
-
-@pytest.fixture
-def smoke(quick_compiler):
-    def run(name: str, out: Path, *options: str) -> dict:
-        line = [sys.executable, str(BENCHMARKS / name), "--smoke", "--json", str(out), *options]
-        env = {**os.environ, **quick_compiler}
-        done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=900, env=env)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return json.loads(out.read_text())
-
-    return run
+pytestmark = pytest.mark.usefixtures("lab")
 
 
 @pytest.mark.exhaustive
 def test_race(smoke, tmp_path):
-    out = tmp_path / "race.json"
-    result = smoke("race.py", out, "--png", str(tmp_path), "--patience", "600")
+    result = smoke("race.py", "--png", str(tmp_path), "--patience", "600")
     assert result["question"].startswith("Who is fastest")
     left_out = {} if importlib.util.find_spec("torch") else {"two/ddp": "PyTorch is not installed"}
     assert result["left_out"] == left_out
@@ -54,14 +38,13 @@ def test_race(smoke, tmp_path):
     # two processes hold more than the larger of two that take turns
     assert rows["fused-k"]["peak_rss_bytes"] > 1.5 * rows["fused"]["peak_rss_bytes"]
     assert (tmp_path / "race-two.png").stat().st_size > 10_000
-    again = smoke("race.py", out, "--resume")
+    again = smoke("race.py", "--resume")
     assert again["rows"] == result["rows"]
 
 
 @pytest.mark.exhaustive
-def test_race_of_one_job(smoke, tmp_path):
-    out = tmp_path / "race.json"
-    result = smoke("race.py", out, "--cases", "one", "--rivals", "fused,uncut,wait-free", "--patience", "600")
+def test_race_of_one_job(smoke):
+    result = smoke("race.py", "--cases", "one", "--rivals", "fused,uncut,wait-free", "--patience", "600")
     rows = {row["rival"]: row for row in result["rows"]}
     assert set(rows) == {"fused", "uncut", "wait-free"}
     (link,) = result["links"]
@@ -74,10 +57,10 @@ def test_race_of_one_job(smoke, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_race_of_unlike_jobs(smoke, tmp_path):
+def test_race_of_unlike_jobs(smoke):
     names = ["crossover", "crossover-cut", "crossover-shares", "crossover-shares-bf16"]
     words = ("--cases", "mixed", "--rivals", ",".join(names), "--patience", "600")
-    result = smoke("race.py", tmp_path / "race.json", *words)
+    result = smoke("race.py", *words)
     assert [row["rival"] for row in result["rows"]] == names
     for row in result["rows"]:
         (raw,) = row["raw"]
@@ -89,8 +72,8 @@ def test_race_of_unlike_jobs(smoke, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_memory(smoke, tmp_path):
-    rows = smoke("memory.py", tmp_path / "memory.json")["rows"]
+def test_memory(smoke):
+    rows = smoke("memory.py")["rows"]
     by = {(row["jobs"], row["way"]): row for row in rows}
     assert by[2, "one process"]["peak_rss_bytes"] < by[2, "k processes"]["peak_rss_bytes"]
     assert set(by) == {(k, way) for k in (1, 2) for way in ("one process", *(f"k processes{end}" for end in ENDS))}
