@@ -1,4 +1,4 @@
-"""What tests of benchmarks share: a run at toy size, and the need of a lab."""
+"""Runs benchmarks at toy size for tests, and skips tests where no lab can be made."""
 
 import json
 import os
@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="session")
 def lab():
-    """For tests that need hosts that a real link joins."""
+    """Skips the test on a machine that cannot make a lab."""
     if (reason := available()) is not None:
         pytest.skip(f"no lab on this machine: {reason}")
 

@@ -13,7 +13,8 @@ world = jaxcross.initialize(stall_timeout_s=300)
 
 HOW = sys.argv[-1]
 MAIN = __name__ == "__main__" or "--unguarded" in sys.argv
-SIZE, WORKERS = 16, 2 if "--unguarded" in sys.argv else 1
+SIZE = 16
+WORKERS = 1 if HOW in ("fork", "forkserver") else 2
 
 
 @jaxcross.crossover(axes="batch")
