@@ -8,7 +8,7 @@ from typing import Any
 NAMED = {
     "mean": ("#0072b2", (6, -13)),
     "mean, bfloat16": ("#56b4e9", (-40, 8)),
-    "top_k 1%, exact": ("#d55e00", (-20, -15)),
+    "top_k 1%, exact": ("#d55e00", (-80, -4)),
     "power_sgd, rank 2": ("#009e73", (-10, -15)),
     "local_sgd, every 8": ("#cc79a7", (-20, 11)),
     "adasum of deltas": ("#e69f00", (-95, 5)),
@@ -63,5 +63,5 @@ def _answer(result: dict[str, Any]) -> str:
         for task in result["tasks"]
         if (task, sparse) in ends and (task, "mean") in ends
     ]
-    answer = f"  {sparse}: {', '.join(over)}, against the mean" if over else ""
+    answer = f"\n{sparse}: {', '.join(over)}, against the mean" if over else ""
     return f"What do fewer bytes cost?{answer}"

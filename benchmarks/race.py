@@ -159,7 +159,7 @@ def alternate(
         if not entrants.rivals:
             break
         measured.append(entrants.measure(times=args.times))
-        order, turns = in_order(entrants.rivals, repeat), []  # nobody always comes after the same one, nor first
+        order, turns = in_order(entrants.rivals, repeat), []  # no rival always comes first, or after the same one
         for rival in order if repeat % 2 == 0 else order[::-1]:
             if rival not in entrants.rivals or not stands(entrants, rival.team, result):
                 continue

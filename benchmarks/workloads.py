@@ -101,7 +101,7 @@ def resnet(
 
 
 def _maker(loss_fn: Callable[[Any, Any], Any], tx: optax.GradientTransformation) -> Callable[[Exchange], Any]:
-    """The `make` of a workload whose state is its parameters and its optimizer's state."""
+    """Returns the `make` of a workload whose state is its parameters and its optimizer's state."""
 
     def make(exchange: Exchange) -> Any:
         def train_step(state: Any, batch: Any) -> Any:
@@ -272,7 +272,7 @@ def write_json(path: Path | None, question: str | None, result: dict[str, Any]) 
 
 
 def kept(path: Path | None, empty: dict[str, Any]) -> dict[str, Any]:
-    """An empty result with what the file of earlier runs has under the same keys."""
+    """Returns `empty`, with what the file of earlier runs has under the same keys."""
     if path is None or not path.is_file():
         return empty
     return empty | {key: value for key, value in json.loads(path.read_text()).items() if key in empty}

@@ -14,7 +14,7 @@ Table = Callable[[Read, str], Iterator[tuple[str, ...]]]
 
 
 def with_spread(values: Sequence[float], digits: int = 2) -> str:
-    """Median, and the smallest and largest of values that differ; empty without any."""
+    """Returns the median, and the smallest and largest of values that differ; empty without values."""
     if not values:
         return ""
     middle, low, high = (f"{of(values):.{digits}f}" for of in (statistics.median, min, max))
