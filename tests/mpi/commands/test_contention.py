@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jaxcross.commands.contention import RANK
 from jaxcross.plan import MachineContention
 
@@ -16,6 +18,7 @@ def _run(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=240, env={**os.environ, **env}, check=False)
 
 
+@pytest.mark.integration
 def test_contention_is_measured(mpirun: object, quick_compiler: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "contention.json"
     done = _run("jaxcross.cli", "contention", str(file), "--seconds", "0.5", env=quick_compiler)
