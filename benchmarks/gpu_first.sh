@@ -97,6 +97,9 @@ parts() {
     [ -z "$FAILED" ] || { echo "failed:$FAILED"; exit 1; }
 }
 
+for name in ${PARTS:-}; do
+    grep -q "^    part $name " benchmarks/gpu_first.sh || { echo "PARTS: there is no part $name in benchmarks/gpu_first.sh"; exit 2; }
+done
 STAND_IN=() SMOKE=() FAILED='' TESTS=(tests/gpu)
 LIMIT=${LIMIT:-520}
 case "${1:-}:$#" in
