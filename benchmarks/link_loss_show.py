@@ -17,8 +17,8 @@ NAMED = {
     "sparse_loco 1/64, every 8": "#666666",
 }
 """Colours of what is labelled in the picture; the rest is grey."""
-LOSS = 2.5
-"""Test loss on `text` that the title compares at."""
+LOSSES = {"text": 2.5, "images": 0.2}
+"""The test loss of each task that the title compares at."""
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -45,15 +45,18 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(row["task"] for row in result["rows"]))
-    figure = Figure(figsize=(7.6 if len(tasks) < 2 else 5.4 * len(tasks), 4.2), dpi=140, layout="constrained")
+    figure = Figure(figsize=(7.6 if len(tasks) < 2 else 5.4 * len(tasks), 4.6), dpi=140, layout="constrained")
+    named: dict[str, Any] = {}  # a line of each, for the legend
     for number, task in enumerate(tasks):
         axes = figure.add_subplot(1, len(tasks), number + 1)
         rows = [row for row in result["rows"] if row["task"] == task]
         for row in rows:
             color = NAMED.get(row["strategy"])
             seconds, losses = _mean(row["seconds"]), _mean(row["test_loss"])
-            axes.plot(seconds, losses, color=color or "#c0c0c0", lw=1.8 if color else 1.2, zorder=3 if color else 2,
-                      label=row["strategy"] if color else None)  # fmt: skip
+            (drawn,) = axes.plot(seconds, losses, color=color or "#c0c0c0", lw=1.8 if color else 1.2,
+                                 zorder=3 if color else 2)  # fmt: skip
+            if color:
+                named[row["strategy"]] = drawn
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
         rate = ", ".join(dict.fromkeys(row["rate"].removesuffix("mbit") + " Mbit/s" for row in rows))
@@ -64,8 +67,10 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
             ylim=(None, 3.6) if task == "text" else (None, None),
         )
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
-    figure.suptitle(_answer(result), x=0.01, ha="left", fontsize=11.5, weight="bold")
+    order = [name for name in NAMED if name in named]
+    figure.legend([named[name] for name in order], order, loc="outside lower center", ncols=3 if len(tasks) > 1 else 2,
+                  frameon=False, fontsize=9)  # fmt: skip
+    figure.suptitle(_answer(result, tasks), x=0.01, ha="left", fontsize=11.5, weight="bold")
     figure.savefig(path)
 
 
@@ -74,11 +79,16 @@ def _mean(curves: Sequence[Sequence[float | None]]) -> list[float]:
             for values in zip(*curves, strict=True)]  # fmt: skip
 
 
-def _answer(result: Mapping[str, Any]) -> str:
-    """Returns the picture's question, with its answer where both rows are there."""
+def _answer(result: Mapping[str, Any], tasks: Sequence[str]) -> str:
+    """Returns the picture's question, with its answer for each task that has both rows."""
     by = {(row["task"], row["strategy"]): row for row in result["rows"]}
-    mean, rare = (by.get(("text", name)) for name in ("mean", "streaming_diloco, every 8, 4 bits"))
-    times = [first_at(row, LOSS) for row in (mean, rare) if row is not None]
-    both = len(times) == 2 and all(times)
-    answer = f"\nTo a test loss of {LOSS:g}: mean {times[0]:.0f} s, streaming DiLoCo {times[1]:.1f} s" if both else ""
-    return f"How soon does a model learn over a slow link?{answer}"
+    lines = ["How soon does a model learn over a slow link?"]
+    for task in tasks:
+        rows = [by.get((task, name)) for name in ("mean", "streaming_diloco, every 8, 4 bits")]
+        times = [first_at(row, LOSSES[task]) for row in rows if row is not None]
+        if len(times) == 2 and all(times):
+            mean, rare = times
+            lines.append(
+                f"{task}, to a test loss of {LOSSES[task]:g}: mean {mean:.2g} s, streaming DiLoCo {rare:.2g} s"
+            )
+    return "\n".join(lines)
