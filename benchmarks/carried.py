@@ -1,6 +1,6 @@
 """What does an exchange still cost when it is carried to the next step and runs while that computes?
 
-    uv run --group torch python benchmarks/carried.py [--only alone,delayed,rivals,pairs] [--rates 500,25,100]
+    uv run --group torch python benchmarks/carried.py [--only alone,work,delayed,rivals,pairs] [--rates 500,25,100]
         [--repeats 3] [--minutes 20] [--json FILE] [--png FILE] [--draw] [--smoke]
 
 ResNet-50, two hosts with one core each and a real link. Ways take turns in one run, in another order in each repeat.
@@ -8,6 +8,8 @@ Numbers are seconds a step, over whole rounds of 16 steps where a way has rounds
   alone    one job at each rate. `jit`: the step without exchange in one `jax.jit`; `compute`: the same under
            `crossover`; `blocking` and `carried`: streaming DiLoCo with 4 fragments on a wire of 8 bits, whose exchange
            runs in the step that needs it, or is carried, spread over the four steps until the next fragment's turn
+  work     the first rate: `compute`, `carried`, and `work`, which is `carried` on an axis of one rank: it does all that
+           streaming DiLoCo computes, and sends nothing
   delayed  the first rate: `mean`, and `delayed_mean`, which applies the mean of the step before; m, the exchange of all
            gradients, alone and next to a computation
   rivals   the first rate: the mean in one `jax.jit` by mpi4jax (`fused`), PyTorch's DDP, and its post-local SGD, which
@@ -37,7 +39,7 @@ from rivals.cases import EVERY
 from rivals.teams import Stage, Team, TeamError, lab_or_exit
 from workloads import kept, parser, write_json
 
-PARTS = ("alone", "delayed", "rivals", "pairs")
+PARTS = ("alone", "work", "delayed", "rivals", "pairs")
 RATES = (500, 25, 100)
 WAYS = ("jit", "compute", "blocking", "carried")
 RIVALS = {"fused": ("fused", "plain"), "DDP": ("ddp", "plain"), "post-local SGD": ("ddp", "post-local")}
@@ -93,7 +95,13 @@ class Bench:
     def measure(self, part: str, rate: int) -> dict[str, Any]:
         """Returns a part's row at a rate."""
         self.stage.lab.set_rate(f"{rate}mbit")
-        parts = {"alone": self._alone, "delayed": self._delayed, "rivals": self._rivals, "pairs": self._pairs}
+        parts = {
+            "alone": self._alone,
+            "work": self._work,
+            "delayed": self._delayed,
+            "rivals": self._rivals,
+            "pairs": self._pairs,
+        }
         return {"part": part, "rate": rate, "tcp_bits_per_s": self._tcp(), **parts[part]()}
 
     def _tcp(self) -> list[float]:
@@ -103,6 +111,12 @@ class Bench:
         for way in WAYS:
             self._prepare(way, ROUND_AND_TURN)
         return self._in_turn({way: self._way(way) for way in WAYS})
+
+    def _work(self) -> dict[str, Any]:
+        ways = ("compute", "work", "carried")
+        for way in ways:
+            self._prepare(way, ROUND_AND_TURN)
+        return self._in_turn({way: self._way(way) for way in ways})
 
     def _delayed(self) -> dict[str, Any]:
         for way in ("jit", "compute", "mean", "delayed"):

@@ -27,6 +27,8 @@ from rivals import jax_work
 from rivals.cases import EVERY, Spec
 from rivals.serving import arguments, own_jobs, serve
 
+ALONE = "alone"
+"""An axis of one rank."""
 FRAGMENTS, BITS = 4, 8
 DELAY = EVERY // FRAGMENTS
 """Steps over which a fragment's exchange is spread: all until the next one's turn, so that the link never rests."""
@@ -34,11 +36,12 @@ DELAY = EVERY // FRAGMENTS
 
 def optimizer_of(variant: str) -> optax.GradientTransformation:
     """The optimizer of a variant, with its exchange in it."""
-    if variant in ("blocking", "carried"):
+    if variant in ("blocking", "carried", "work"):
         # The outer optimizer of the paper. Without a delay the exchange is in the step that needs it.
-        outer, delay = optax.sgd(0.7, momentum=0.9, nesterov=True), DELAY if variant == "carried" else 0
+        outer, delay = optax.sgd(0.7, momentum=0.9, nesterov=True), 0 if variant == "blocking" else DELAY
+        axis = ALONE if variant == "work" else AXIS
         return exchange.streaming_diloco(
-            workloads.momentum(), outer, AXIS, every=EVERY, fragments=FRAGMENTS, delay=delay, bits=BITS
+            workloads.momentum(), outer, axis, every=EVERY, fragments=FRAGMENTS, delay=delay, bits=BITS
         )
     if variant == "delayed":
         return exchange.delayed_mean(workloads.momentum(), AXIS)
@@ -191,7 +194,7 @@ class Jobs:
             self._steps[variant] = (
                 jax.jit(step, donate_argnums=0)
                 if variant == "jit"
-                else jaxcross.crossover(step, axes=AXIS, donate_argnums=0)
+                else jaxcross.crossover(step, axes={AXIS: world.size, ALONE: 1}, donate_argnums=0)
             )
         return self._steps[variant]
 

@@ -28,11 +28,12 @@ def test_plan(smoke, tmp_path):
 @pytest.mark.exhaustive
 def test_carried(smoke, tmp_path):
     picture = tmp_path / "carried.png"
-    result = smoke("carried.py", "--only", "alone", "--rates", "100", "--png", str(picture))
+    result = smoke("carried.py", "--only", "alone,work", "--rates", "100", "--png", str(picture))
     assert picture.stat().st_size > 10_000
-    (row,) = result["rows"]
-    assert (row["part"], row["rate"]) == ("alone", 100)
-    assert set(row["s"]) == set(row["of_compute"]) == {"jit", "compute", "blocking", "carried"}
+    alone, work = result["rows"]
+    assert [(row["part"], row["rate"]) for row in (alone, work)] == [("alone", 100), ("work", 100)]
+    assert set(alone["s"]) == set(alone["of_compute"]) == {"jit", "compute", "blocking", "carried"}
+    assert set(work["s"]) == set(work["of_compute"]) == {"compute", "work", "carried"}
     memory = result["memory"]
     # The fragment on its way, of four: eight bits an element and a unit for each 128, of which some fill up the last.
     blocking, carried = memory["blocking 0"], memory["carried 0"]
