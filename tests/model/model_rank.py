@@ -18,7 +18,7 @@ from jaxcross.interleave.script import Add, Await, Batch, Fail, Prepare, Step, S
 from jaxcross.interleave.vote import JobRequest, Verdict
 from tests.model.model_case import Arrival, Case, Script
 from tests.model.model_spec import Spec
-from tests.model.model_state import clone, name
+from tests.model.model_state import clone, name, values_of
 
 Move = tuple[Any, ...]
 
@@ -69,19 +69,13 @@ class RankModel:
 
     def copy(self) -> RankModel:
         """The same state, to be moved apart."""
-        new = object.__new__(RankModel)
-        for slot in self.__slots__:
-            setattr(new, slot, clone(getattr(self, slot)))
-        return new
+        return clone(self)
 
     def name(self) -> bytes:
         """Equal for equal states; see `model_state.name`."""
-        held = tuple(
-            getattr(self, slot) for slot in self.__slots__ if slot not in ("case", "scripts", "joining", "outside")
-        )
-        scripts = tuple((job, id(script)) for job, script in self.scripts.items())
-        joining = tuple((job, id(script)) for job, script in self.joining.items())
-        return name((scripts, joining, tuple(map(id, self.outside)), *held))
+        scripts = [(job, id(script)) for job, script in self.scripts.items()]
+        joining = [(job, id(script)) for job, script in self.joining.items()]
+        return name((scripts, joining, list(map(id, self.outside)), *_HELD(self)))
 
     @property
     def through(self) -> bool:
@@ -340,6 +334,9 @@ class RankModel:
         if self.arrival is not None or self.gathers:
             raise InternalError(f"the exchange lane was given {slot} while it is at {self.arrival or 'a gathering'}")
         self.arrival = Arrival(slot, said, self.spec.shared)
+
+
+_HELD = values_of([slot for slot in RankModel.__slots__ if slot not in ("case", "scripts", "joining", "outside")])
 
 
 def _same(done: m.Event, dispatched: m.Event) -> bool:

@@ -10,10 +10,10 @@ import hashlib
 import marshal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,17 @@ import numpy as np
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import Ballot, Verdict
 
-_ATOMS = frozenset((type(None), bool, int, float, str, bytes))
+
+class _Ways(dict[type, Any]):
+    """What is done with a value of each type, made when the type is first met; None: it stays as it is."""
+
+    def __init__(self, make: Callable[[type], Callable[[Any], Any] | None]) -> None:
+        super().__init__(dict.fromkeys((type(None), bool, int, float, str, bytes)))
+        self.make = make
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any] | None:
+        self[kind] = way = self.make(kind)
+        return way
 
 
 def clone(value: Any) -> Any:
@@ -30,32 +40,30 @@ def clone(value: Any) -> Any:
     Raises:
         TypeError: It holds something of which that cannot be said.
     """
-    kind = type(value)
-    return value if kind in _ATOMS or (copy := _cloner(kind)) is None else copy(value)
+    return way(value) if (way := _CLONERS[type(value)]) else value
 
 
 def name(value: Any) -> bytes:
     """16 bytes that are equal for equal states: a digest of what is in them, in an order of its own."""
+    plain = way(value) if (way := _DESCRIBERS[type(value)]) else value
     # Version 2 knows no references: equal values have equal bytes, whoever shares them.
-    return hashlib.blake2b(marshal.dumps(_plain(value), 2), digest_size=16).digest()
+    return hashlib.blake2b(marshal.dumps(plain, 2), digest_size=16).digest()
 
 
-def _plain(value: Any) -> Any:
-    kind = type(value)
-    return value if kind in _ATOMS else _describer(kind)(value)
-
-
-@cache
 def _cloner(kind: type) -> Callable[[Any], Any] | None:
     """How a mutable value is copied; None for what no one changes."""
-    if kind in _ATOMS or kind in (tuple, frozenset, Verdict) or _frozen(kind) or issubclass(kind, Enum):
+    if kind in (tuple, frozenset, Verdict) or _frozen(kind) or issubclass(kind, Enum):
         return None
+    ways = _CLONERS
     if kind is list:
-        return lambda value: [item if type(item) in _ATOMS else clone(item) for item in value]
+        return lambda value: [way(item) if (way := ways[type(item)]) else item for item in value]
     if kind is deque:
-        return lambda value: deque(map(clone, value))
+        return lambda value: deque([way(item) if (way := ways[type(item)]) else item for item in value])
     if kind is dict:
-        return lambda value: {k: item if type(item) in _ATOMS else clone(item) for k, item in value.items()}
+        # Most are empty.
+        return lambda value: (
+            {key: way(item) if (way := ways[type(item)]) else item for key, item in value.items()} if value else {}
+        )
     if kind is set:
         return set.copy
     if kind is Ballot:
@@ -63,13 +71,14 @@ def _cloner(kind: type) -> Callable[[Any], Any] | None:
     if kind.__module__.partition(".")[0] in (*sys.stdlib_module_names, "numpy"):
         raise TypeError(f"`{kind.__module__}.{kind.__qualname__}` has no place in a state that is copied and compared")
     slots = _slots(kind)
-    whole = _cloner(dict) if kind.__dictoffset__ else None
+    members = [(getattr(kind, slot).__get__, getattr(kind, slot).__set__) for slot in slots]
+    whole = ways[dict] if kind.__dictoffset__ else None
 
     def copy(value: Any) -> Any:
         new = object.__new__(kind)
-        for slot in slots:
-            item = getattr(value, slot)
-            setattr(new, slot, item if type(item) in _ATOMS else clone(item))
+        for get, put in members:
+            item = get(value)
+            put(new, way(item) if (way := ways[type(item)]) else item)
         if whole is not None:
             new.__dict__ = whole(value.__dict__)
         return new
@@ -84,17 +93,23 @@ def _clone_ballot(ballot: Ballot) -> Ballot:
     return new
 
 
-@cache
 def _describer(kind: type) -> Callable[[Any], Any]:
     """What makes plain data of a value."""
+    ways = _DESCRIBERS
     if kind in (tuple, list, deque):
-        return lambda value: tuple([item if type(item) in _ATOMS else _plain(item) for item in value])
+        return lambda value: (
+            tuple([way(item) if (way := ways[type(item)]) else item for item in value]) if value else ()
+        )
     if kind is dict:
-        return lambda value: tuple([(key, _plain(value[key])) for key in _in_order(value)])
+        return lambda value: (
+            tuple([(key, way(item) if (way := ways[type(item := value[key])]) else item) for key in _in_order(value)])
+            if value
+            else ()
+        )
     if issubclass(kind, Enum):
         return lambda value: value.value
     if kind in (set, frozenset):
-        return lambda value: tuple(sorted(value))
+        return lambda value: tuple(sorted(value)) if value else ()
     if kind is Ballot:
         return lambda value: value._vector.tobytes()
     if kind is Verdict:
@@ -103,20 +118,19 @@ def _describer(kind: type) -> Callable[[Any], Any]:
         return id
     slots = tuple(f.name for f in fields(kind)) if is_dataclass(kind) else _slots(kind)
     label = kind.__name__
+    held = values_of(slots) if slots else lambda value: [item for _, item in sorted(value.__dict__.items())]
+    return lambda value: (label, *[way(item) if (way := ways[type(item)]) else item for item in held(value)])
 
-    def describe(value: Any) -> Any:
-        items = [getattr(value, slot) for slot in slots]
-        if not slots:
-            attributes = value.__dict__
-            items = [attributes[key] for key in sorted(attributes)]
-        return label, *[item if type(item) in _ATOMS else _plain(item) for item in items]
 
-    return describe
+def values_of(attributes: Sequence[str]) -> Callable[[Any], Sequence[Any]]:
+    """What looks up these attributes of a value."""
+    look = attrgetter(*attributes)
+    return look if len(attributes) > 1 else lambda value: (look(value),)
 
 
 def _in_order(value: dict[Any, Any]) -> Iterable[Any]:
     """Numbers are looked up, in whatever order they came; names are told to other ranks in the order that they have."""
-    return value if any(isinstance(key, str) for key in value) else sorted(value)
+    return value if isinstance(next(iter(value)), str) else sorted(value)
 
 
 def _frozen(kind: type) -> bool:
@@ -125,3 +139,6 @@ def _frozen(kind: type) -> bool:
 
 def _slots(kind: type) -> tuple[str, ...]:
     return tuple(slot for base in kind.__mro__ for slot in base.__dict__.get("__slots__", ()))
+
+
+_CLONERS, _DESCRIBERS = _Ways(_cloner), _Ways(_describer)
