@@ -5,6 +5,7 @@ The simulator raises if ranks meet in different slots or hang; the interleavers 
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
 
 SEEDS = st.integers(0, 2**32 - 1)
+# Every part draws cases of its own; the usual run makes one.
+PARTS = pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 6))])
 END_S = 60.0  # when all that is paused goes on
 
 
@@ -116,9 +119,10 @@ def check_equal(results):
             assert getattr(result, what) == getattr(results[0], what)
 
 
-@settings(max_examples=100, deadline=None)
+@PARTS
+@settings(max_examples=50, deadline=None)
 @given(seed=SEEDS)
-def test_jobs_join_once_every_rank_has_added_them(seed):
+def test_jobs_join_once_every_rank_has_added_them(part, seed):
     case = Case(seed)
     results = case.run(case.policy())
     check_equal(results)
@@ -133,9 +137,10 @@ def test_jobs_join_once_every_rank_has_added_them(seed):
         assert set(each.left_out) <= set(case.pending) - set(names.values())
 
 
-@settings(max_examples=150, deadline=None)
+@PARTS
+@settings(max_examples=75, deadline=None)
 @given(seed=SEEDS)
-def test_requests_and_failures_take_effect_uniformly(seed):
+def test_requests_and_failures_take_effect_uniformly(part, seed):
     """Requests and failures take effect between the same two steps on every rank."""
     case = Case(seed)
     rng = case.rng

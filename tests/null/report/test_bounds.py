@@ -21,6 +21,8 @@ from jaxcross.report.time_breakdown import break_down
 
 S = 1_000_000_000
 SEEDS = st.integers(0, 2**32 - 1)
+# Every part draws runs of its own; the usual run makes one.
+PARTS = pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 4))])
 POLICIES = ("round-robin", "weighted", "sequential")
 
 
@@ -131,17 +133,19 @@ def check_sums(result, *, served=False):
         assert sum(rates) * result.period_s == pytest.approx(len(result.crossed)) or not all(rates)
 
 
-@settings(max_examples=200, deadline=None)
+@PARTS
+@settings(max_examples=100, deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
 @example(seed=5495493, kind="round-robin")  # computes until after its last exchange
-def test_no_round_is_shorter_than_its_bound(seed, kind):
+def test_no_round_is_shorter_than_its_bound(part, seed, kind):
     spans, facts, wall_ns = simulated(seed, kind)
     check_sums(break_down(spans, facts, wall_ns, in_turn=kind == "sequential"))
 
 
-@settings(max_examples=100, deadline=None)
+@PARTS
+@settings(max_examples=50, deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
-def test_exchanges_on_lanes_of_their_own_may_overlap(seed, kind):
+def test_exchanges_on_lanes_of_their_own_may_overlap(part, seed, kind):
     """Parameter servers: each job has its own lane, and a rank's n-th step is not that of another one."""
     rng = random.Random(seed)
     spans, facts, wall_ns = simulated(seed, kind)
@@ -204,9 +208,10 @@ def test_in_turn_policy_is_recognised_by_its_name():
     assert RoundRobin().name != IN_TURN != Weighted((1.0,)).name
 
 
-@settings(max_examples=60, deadline=None)
+@PARTS
+@settings(max_examples=30, deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
-def test_every_table_can_be_printed(seed, kind):
+def test_every_table_can_be_printed(part, seed, kind):
     report = as_report(seed, kind)
     text = str(report)
     if report.rounds.period_s is None and len(report.jobs) > 1:
@@ -242,9 +247,10 @@ def check_trace(events):
             assert any(low <= at <= high for low, high in tracks[flow["pid"], flow["tid"]])
 
 
-@settings(max_examples=80, deadline=None)
+@PARTS
+@settings(max_examples=40, deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
-def test_traces_of_all_runs_are_well_formed(tmp_path_factory, seed, kind):
+def test_traces_of_all_runs_are_well_formed(tmp_path_factory, part, seed, kind):
     report, rng = as_report(seed, kind), random.Random(seed)
     waits = []
     for span in report.spans:  # what the jobs' threads do begins and ends anywhere
