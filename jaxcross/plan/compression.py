@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
 import jax
@@ -161,13 +161,19 @@ def choose_compression(
     for job in jobs:
         job.check(ranks)
     exchanges = [candidate.make(axis) for candidate in candidates]
+
+    @cache  # trials of one model are traced once
+    def received(n: int, treedef: Any, types: tuple[Any, ...]) -> int:
+        return received_bytes(exchanges[n], jax.tree.unflatten(treedef, types), axis, ranks)
+
     refused: list[str] = []
     seconds = []
     for job in jobs:
+        types, treedef = jax.tree.flatten(_types(job.params))
         nbytes: list[float] = []
-        for tx, candidate in zip(exchanges, candidates, strict=True):
+        for n, candidate in enumerate(candidates):
             try:
-                nbytes.append(received_bytes(tx, job.params, axis, ranks))
+                nbytes.append(received(n, treedef, tuple(types)))
             except ValueError as error:
                 if not nbytes:  # the first candidate, which all others are compared with
                     raise
@@ -199,9 +205,13 @@ def trace_update(tx: optax.GradientTransformation, params: PyTree, axes: Mapping
         params: Arrays, or their types.
         axes: Number of ranks along each axis.
     """
-    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+    types = _types(params)
     _, state = jax.make_jaxpr(tx.init, axis_env=list(axes.items()), return_shape=True)(types)
     return trace(lambda g, s, p: tx.update(g, s, p), (types, state, types), axes=axes, wire=_NoWire())
+
+
+def _types(params: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
 
 
 class _NoWire:
