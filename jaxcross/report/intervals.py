@@ -30,10 +30,12 @@ def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
     shared: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):
-        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        (a, b), (c, d) = left[i], right[j]
+        # Not `max` and `min`: a run has hundreds of thousands of pieces.
+        start, end = a if a > c else c, b if b < d else d
         if start < end:
             shared.append((start, end))
-        if left[i][1] < right[j][1]:
+        if b < d:
             i += 1
         else:
             j += 1
@@ -50,5 +52,6 @@ def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:
         if start > cursor:
             outside.append((cursor, start))
         cursor = max(cursor, end)
-    outside.append((cursor, max(cursor, left[-1][1])))
-    return intersect(left, union(outside))
+    if cursor < left[-1][1]:
+        outside.append((cursor, left[-1][1]))
+    return intersect(left, outside)

@@ -25,7 +25,8 @@ def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
         if span.kind == "compute":
             lane = (span.rank, span.lane)
             start = min(max(span.start_ns, last_end.get(lane, span.start_ns)), span.end_ns)
-            span = replace(span, start_ns=start)
+            if start != span.start_ns:
+                span = replace(span, start_ns=start)
             last_end[lane] = max(span.end_ns, last_end.get(lane, span.end_ns))
         clipped.append(span)
     return tuple(clipped)

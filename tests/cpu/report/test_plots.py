@@ -148,19 +148,20 @@ def test_a_window_is_drawn_as_asked(tmp_path):
 
 @pytest.mark.parametrize("share", [0.01, 0.5])
 def test_what_is_thinner_than_a_pixel_is_a_tint(tmp_path, share):
-    """100,000 steps of 10 us in a second, so that no bar is as wide as a pixel."""
+    """17,000 steps in a second: ten in each of the 1,700 columns of the picture."""
     import matplotlib.image
     import numpy as np
 
-    every = 10_000
+    steps = 17_000
+    every = S // steps
     spans = [
         Span(
             rank=0, job="a", step=n + 1, segment=0, kind="compute", lane=0, start_ns=n * every,
             end_ns=n * every + round(every * share), ready_ns=n * every,
         )
-        for n in range(100_000)
+        for n in range(steps)
     ]  # fmt: skip
-    report = Report(spans=tuple(spans), jobs=(JobSummary(name="a", steps=100_000),), wall_ns={0: (0, S)})
+    report = Report(spans=tuple(spans), jobs=(JobSummary(name="a", steps=steps),), wall_ns={0: (0, S)})
     picture = matplotlib.image.imread(report.to_gantt(tmp_path / "x.png", window=(0.0, 1.0)))[..., :3]
     blue = np.array([0x00, 0x72, 0xB2]) / 255
     tinted = np.abs(picture - (1 - max(share, 0.15) * (1 - blue))).max(axis=-1) < 0.02
