@@ -27,9 +27,8 @@ class Work:
 def work(spec: Spec, *, seed: int) -> Work:
     """The model from torch's own generator; the data from `seed`."""
     sizes, data = spec.sizes(), torch.Generator().manual_seed(seed)
-    batch = sizes["batch_size"]
+    batch, model = sizes["batch_size"], module(spec)
     if spec.model == "transformer":
-        model: nn.Module = Transformer(sizes["layers"], sizes["width"], sizes["length"], sizes["vocabulary"])
         tokens = torch.randint(sizes["vocabulary"], (batch, sizes["length"]), generator=data)
 
         def next_token(model: Any) -> torch.Tensor:
@@ -38,12 +37,20 @@ def work(spec: Spec, *, seed: int) -> Work:
         return Work(model=model, loss=next_token,
                     optimizer=torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=1e-4, fused=True))  # fmt: skip
     # channels last is the faster order of oneDNN's convolutions, and the one that JAX's model has
-    model = ResNet(spec.model, sizes["classes"]).to(memory_format=torch.channels_last)
+    model = model.to(memory_format=torch.channels_last)
     images = torch.randn(batch, 3, sizes["image_size"], sizes["image_size"], generator=data)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(sizes["classes"], (batch,), generator=data)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True)
     return Work(model=model, optimizer=optimizer, loss=lambda model: F.cross_entropy(model(images), labels))
+
+
+def module(spec: Spec) -> nn.Module:
+    """The model alone."""
+    sizes = spec.sizes()
+    if spec.model == "transformer":
+        return Transformer(sizes["layers"], sizes["width"], sizes["length"], sizes["vocabulary"])
+    return ResNet(spec.model, sizes["classes"])
 
 
 def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
