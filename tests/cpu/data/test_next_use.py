@@ -52,7 +52,7 @@ def test_hits_of_large_levels_are_near_the_optimum(seed, records, share, streams
     budgets, sizes = [capacity * PAGE_BYTES], np.full(records, PAGE_BYTES)
     found = simulate(orders, sizes, budgets, length=records, epochs=3)
     lru = simulate(orders, sizes, budgets, length=records, epochs=3, policy="lru")
-    turns = [int(order(e)[i]) for e in range(3) for i in range(records) for order in orders]
+    turns = np.array([[order(e) for order in orders] for e in range(3)]).transpose(0, 2, 1).ravel().tolist()
     hits = sum(sum(tally.hits) for tally in found)
     assert 0 <= optimal_hits(turns, capacity) - hits <= 0.05 * len(turns)
     assert hits >= sum(sum(tally.hits) for tally in lru)
