@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -184,10 +185,15 @@ class Session:
 def _environment(world: World) -> dict[str, str]:
     """Returns everything but program and data that decides the last bits of results."""
     device = jax.local_devices()[0]
-    packages = {name: version(name) for name in ("jaxcross", "jax", "jaxlib")}
     return {
-        **packages,
+        **_packages(),
         "device": f"{device.platform} {device.device_kind}",
         "mpi": world.vendor,
         "threads": str(world.pool_size),
     }
+
+
+@cache
+def _packages() -> Mapping[str, str]:
+    """Returns versions of packages, each read from its file once in a process: parsing one takes milliseconds."""
+    return {name: version(name) for name in ("jaxcross", "jax", "jaxlib")}
