@@ -29,8 +29,8 @@ NAMES = [
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 4))])
-def test_wire(mpirun, ranks):
-    done = mpirun(ranks, "wire_checks.py", timeout=900).check()
+def test_wire(mpirun, ranks, quick_compiler):
+    done = mpirun(ranks, "wire_checks.py", timeout=900, env=quick_compiler).check()
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert {name: outcome for name, outcome in found.items() if outcome != "ok"} == {}
     assert sorted(found) == NAMES
