@@ -27,12 +27,12 @@ def trainer(wrap):
         updates, opt_state = tx.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    params = jnp.zeros((4, 3))
+    params = jnp.asarray(np.zeros((4, 3), np.float32))
     return train_step, (params, tx.init(params))
 
 
 def gradient(value, bad=()):
-    return jnp.full((4, 3), jnp.nan if RANK in bad else value)
+    return np.full((4, 3), np.nan if RANK in bad else value, np.float32)
 
 
 def in_a_job(step, *args):

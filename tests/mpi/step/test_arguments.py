@@ -62,6 +62,6 @@ print("end")
 )
 
 
-def test_arguments_as_jit_takes_them(mpirun) -> None:
-    finished = mpirun(2, SCRIPT)
+def test_arguments_as_jit_takes_them(mpirun, quick_compiler) -> None:
+    finished = mpirun(2, SCRIPT, env=quick_compiler)
     assert finished.check().stdout.count("end") == 2, finished.stdout + finished.stderr

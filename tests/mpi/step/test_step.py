@@ -137,9 +137,9 @@ for n in range(3):
 """
 
 
-def test_rank_exchanges_no_more_after_half_failed_step(mpirun) -> None:
+def test_rank_exchanges_no_more_after_half_failed_step(mpirun, quick_compiler) -> None:
     """After a step that failed halfway, its rank exchanges no more."""
-    done = mpirun(2, HALFWAY)
+    done = mpirun(2, HALFWAY, env=quick_compiler)
     assert done.returncode != 0
     assert done.stdout.count("sum") == 2 == done.stdout.count("sum 0.0"), done.stdout
     assert "`step` cannot exchange: `step` failed halfway on this rank. Other ranks may be in the rest" in done.stderr
@@ -188,17 +188,17 @@ print("mixed", flush=True)
 """
 
 
-def test_ranks_agree_anew_after_an_early_failed_step(mpirun) -> None:
+def test_ranks_agree_anew_after_an_early_failed_step(mpirun, quick_compiler) -> None:
     """After a step that failed before its exchanges, the ranks agree again."""
-    done = mpirun(2, AGAIN)
+    done = mpirun(2, AGAIN, env=quick_compiler)
     assert done.returncode != 0
     told = [line for line in done.stdout.splitlines() if line.startswith(("sum", "mixed"))]
     assert sorted(told) == ["sum 32"] * 2 + ["sum 64"] * 4, done.stdout + done.stderr
     assert "(agreement)" in done.stderr and "job 'on_one'" in done.stderr, done.stderr
 
 
-def test_threads_and_agreements(mpirun) -> None:
-    finished = mpirun(2, SCRIPT)
+def test_threads_and_agreements(mpirun, quick_compiler) -> None:
+    finished = mpirun(2, SCRIPT, env=quick_compiler)
     assert finished.check().stdout.count("end") == 2, finished.stdout + finished.stderr
     assert finished.stdout.count("apart") == 2, finished.stdout + finished.stderr
 
