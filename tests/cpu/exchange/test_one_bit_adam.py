@@ -13,6 +13,8 @@ from jaxcross.exchange import bits
 from jaxcross.exchange.one_bit_adam import _counts, _encode, one_bit_adam
 from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 STEPS = 15  # of signs, after one of Adam
 
 

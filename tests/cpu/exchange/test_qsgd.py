@@ -12,6 +12,8 @@ import pytest
 from jaxcross.exchange.qsgd import qsgd
 from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 NORMS = jnp.asarray([1.0, 10.0, 100.0, 1000.0])
 GRADS = {"a": normal(RANKS, 7, 5) * NORMS[:, None, None], "b": normal(RANKS, 40, seed=1) * NORMS[::-1, None]}
 

@@ -15,6 +15,8 @@ from tests.support.exchange_table import SHAPES, TABLE, start
 from tests.support.label_ranks import ORDERS, TREE, X, both, program_of, verdict
 from tests.support.zoo import ZOO
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 def averaged(order: Any, tree: Any) -> Any:
     return {k: lax.pmean(tree[k], "x") for k in order}

@@ -19,6 +19,8 @@ from jaxcross.testing import LocalRanks, over_ranks
 from jaxcross.wire.rank_grid import make_rank_grid
 from tests.support.tensor_case import BATCH, LENGTH, MESHES, Training, batch, on_ranks, transformer
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_ranks_stand_where_crossover_puts_them(mesh: Mesh) -> None:
