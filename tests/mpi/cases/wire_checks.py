@@ -1,7 +1,4 @@
-"""What the table of collectives does not show. Each function is a check that all ranks run; JSON says how it went.
-
-What goes in and comes out is NumPy's: JAX compiles a program for each operation on arrays of its own.
-"""
+"""What the table of collectives does not show, on NumPy's arrays. All ranks run each check; JSON says how it went."""
 
 import json
 import os
@@ -141,16 +138,14 @@ def loops_run_their_exchanges():
 
 
 def compiled_many_times_and_called_again():
-    x = np.zeros(2, np.float32)
-    _, function = lowered(lambda x: lax.psum(x, "r"), x)
+    _, function = lowered(lambda x: lax.psum(x, "r"), x := np.zeros(2, np.float32))
     compiled = jax.jit(function).lower(x).compile()
     for i in range(3):
         assert (np.asarray(compiled(np.full(2, i, np.float32))[0]) == i * P).all()
 
 
 def nothing_to_return():
-    x = np.ones(3, np.float32)
-    _, function = lowered(lambda x: [lax.psum(x, "r"), ()][1], x)
+    _, function = lowered(lambda x: [lax.psum(x, "r"), ()][1], x := np.ones(3, np.float32))
     assert jax.jit(function)(x) == []
     assert "mpi_allreduce_ffi" in jax.jit(function).lower(x).as_text()
 
