@@ -87,9 +87,10 @@ def network(tx: optax.GradientTransformation, dropout: float) -> tuple[Callable[
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, key), {"loss": jax.lax.pmean(loss, "batch")}
 
-    keys = jax.random.split(jax.random.key(1), 3)
-    params = {"w1": jax.random.normal(keys[0], (8, 16)), "w2": jax.random.normal(keys[1], (16, 1))}
-    return step, (params, tx.init(params), keys[2])
+    rng = np.random.default_rng(1)  # eager operations of JAX are compiled one by one, in every start
+    params = {"w1": rng.normal(size=(8, 16)), "w2": rng.normal(size=(16, 1))}
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    return step, (params, jax.jit(tx.init)(params), jax.random.key(1))
 
 
 def batch_of(seed: Any) -> dict[str, np.ndarray]:
