@@ -8,8 +8,8 @@ Numbers are seconds a step, over whole rounds of 16 steps where a way has rounds
   alone    one job at each rate. `jit`: the step without exchange in one `jax.jit`; `compute`: the same under
            `crossover`; `blocking` and `carried`: streaming DiLoCo with 4 fragments on a wire of 8 bits, whose exchange
            runs in the step that needs it, or is carried, spread over the four steps until the next fragment's turn
-  work     the first rate: `compute`, `carried`, and `work`, which is `carried` on an axis of one rank: it does all that
-           streaming DiLoCo computes, and sends nothing
+  work     the first rate: `compute`, `carried`, and `work`, which is `carried` on an axis of one rank: it does what
+           streaming DiLoCo computes, but for decoding the other rank's part, and sends nothing
   delayed  the first rate: `mean`, and `delayed_mean`, which applies the mean of the step before; m, the exchange of all
            gradients, alone and next to a computation
   rivals   the first rate: the mean in one `jax.jit` by mpi4jax (`fused`), PyTorch's DDP, and its post-local SGD, which

@@ -70,7 +70,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     order = [name for name in NAMED if name in named]
     figure.legend([named[name] for name in order], order, loc="outside lower center", ncols=3 if len(tasks) > 1 else 2,
                   frameon=False, fontsize=9)  # fmt: skip
-    figure.suptitle(_answer(result, tasks), x=0.01, ha="left", fontsize=11.5, weight="bold")
+    figure.suptitle(title(result, tasks), x=0.01, ha="left", fontsize=11.5, weight="bold")
     figure.savefig(path)
 
 
@@ -79,7 +79,7 @@ def _mean(curves: Sequence[Sequence[float | None]]) -> list[float]:
             for values in zip(*curves, strict=True)]  # fmt: skip
 
 
-def _answer(result: Mapping[str, Any], tasks: Sequence[str]) -> str:
+def title(result: Mapping[str, Any], tasks: Sequence[str]) -> str:
     """Returns the picture's question, with its answer for each task that has both rows."""
     by = {(row["task"], row["strategy"]): row for row in result["rows"]}
     lines = ["How soon does a model learn over a slow link?"]
@@ -88,7 +88,9 @@ def _answer(result: Mapping[str, Any], tasks: Sequence[str]) -> str:
         times = [first_at(row, LOSSES[task]) for row in rows if row is not None]
         if len(times) == 2 and all(times):
             mean, rare = times
-            lines.append(
-                f"{task}, to a test loss of {LOSSES[task]:g}: mean {mean:.2g} s, streaming DiLoCo {rare:.2g} s"
-            )
+            lines.append(f"{task}, to a test loss of {LOSSES[task]:g}: mean {_s(mean)}, streaming DiLoCo {_s(rare)}")
     return "\n".join(lines)
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

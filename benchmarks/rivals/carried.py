@@ -28,7 +28,7 @@ from rivals.cases import EVERY, Spec
 from rivals.serving import arguments, own_jobs, serve
 
 ALONE = "alone"
-"""An axis of one rank."""
+"""An axis of one rank, on which nothing is sent."""
 FRAGMENTS, BITS = 4, 8
 DELAY = EVERY // FRAGMENTS
 """Steps over which a fragment's exchange is spread: all until the next one's turn, so that the link never rests."""
@@ -191,10 +191,11 @@ class Jobs:
         if variant not in self._steps:
             work = workloads.resnet(self._spec.model, **self._spec.sizes(), tx=optimizer_of(variant))
             step = work.make(lambda tree: tree)  # the optimizer exchanges
+            axes = {AXIS: world.size, ALONE: 1} if variant == "work" else AXIS
             self._steps[variant] = (
                 jax.jit(step, donate_argnums=0)
                 if variant == "jit"
-                else jaxcross.crossover(step, axes={AXIS: world.size, ALONE: 1}, donate_argnums=0)
+                else jaxcross.crossover(step, axes=axes, donate_argnums=0)
             )
         return self._steps[variant]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -162,28 +162,36 @@ def choose_compression(
         job.check(ranks)
     exchanges = [candidate.make(axis) for candidate in candidates]
 
-    @cache  # trials of one model are traced once
-    def received(n: int, treedef: Any, types: tuple[Any, ...]) -> int:
-        return received_bytes(exchanges[n], jax.tree.unflatten(treedef, types), axis, ranks)
-
     refused: list[str] = []
     seconds = []
+    known: dict[Hashable, list[int | ValueError]] = {}  # trials of one model are traced once
     for job in jobs:
         types, treedef = jax.tree.flatten(_types(job.params))
-        nbytes: list[float] = []
-        for n, candidate in enumerate(candidates):
-            try:
-                nbytes.append(received(n, treedef, tuple(types)))
-            except ValueError as error:
-                if not nbytes:  # the first candidate, which all others are compared with
-                    raise
-                nbytes.append(math.inf)
-                refused.append(f"  {job.name} cannot have {candidate.name}: {str(error).partition(chr(10))[0]}")
+        model = treedef, tuple(types)
+        if model not in known:
+            known[model] = list(_received(exchanges, job.params, axis, ranks))
+        for candidate, found in zip(candidates, known[model], strict=True):
+            if isinstance(found, ValueError):
+                refused.append(f"  {job.name} cannot have {candidate.name}: {str(found).partition(chr(10))[0]}")
+        nbytes = [math.inf if isinstance(found, ValueError) else found for found in known[model]]
         seconds.append(_predicted_seconds(job, nbytes))
     budget_s = target * sum(job.compute_s for job in jobs)
     chosen = _least_compression(seconds, budget_s)
     log("\n".join([_explanation(jobs, candidates, seconds, chosen, budget_s), *refused]))
     return tuple(exchanges[n] for n in chosen)
+
+
+def _received(
+    exchanges: Sequence[optax.GradientTransformation], params: PyTree, axis: Hashable, ranks: int
+) -> Iterator[int | ValueError]:
+    """Yields the bytes of each exchange, or why it refuses the parameters."""
+    for n, tx in enumerate(exchanges):
+        try:
+            yield received_bytes(tx, params, axis, ranks)
+        except ValueError as error:
+            if n == 0:  # all others are compared with the first one
+                raise
+            yield error
 
 
 def received_bytes(tx: optax.GradientTransformation, params: PyTree, axis_name: Hashable, ranks: int) -> int:

@@ -1,7 +1,8 @@
 """Copies and names of the states of pure objects, for a search that must meet each state once.
 
 Both go through a state by the types of what it holds: one function a type, made when the type is first met. Half of a
-search's time is spent here, which is why what nobody changes is asked for before a function is called.
+search's time is spent here, which is why what nobody changes is asked for before a function is called, and why that
+question is written out wherever it is asked: a call for each item is a fifth of the time.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _cloner(kind: type) -> Callable[[Any], Any] | None:
     if kind is deque:
         return lambda value: deque([way(item) if (way := ways[type(item)]) else item for item in value])
     if kind is dict:
-        # Most are empty.
+        # Most are empty, so that is asked first.
         return lambda value: (
             {key: way(item) if (way := ways[type(item)]) else item for key, item in value.items()} if value else {}
         )

@@ -7,3 +7,10 @@ _WITHOUT_MLIR = {"xla_cpu_use_fusion_emitters": False} if version("jaxlib").star
 
 OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, **_WITHOUT_MLIR}
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
+
+# XLA's defaults, for single executables of a process that compiles quickly: those whose bits or text are looked at.
+AS_USERS_HAVE_IT = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+    **dict.fromkeys(_WITHOUT_MLIR, True),
+}

@@ -36,6 +36,15 @@ def test_a_row_is_a_line_and_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
+def test_the_title_has_the_answer_of_each_task():
+    rare = {**ROW, "strategy": "streaming_diloco, every 8, 4 bits"}
+    slow = {**ROW, "seconds": [[120.0, 240.0]] * 3}
+    images = {**rare, "task": "images"}  # without the mean there is nothing to compare
+    question, *answers = link_loss_show.title({"rows": [slow, rare, images]}, ["text", "images"]).split("\n")
+    assert question == "How soon does a model learn over a slow link?"
+    assert answers == ["text, to a test loss of 2.5: mean 120 s, streaming DiLoCo 1.0 s"]
+
+
 @pytest.mark.parametrize(("delay", "sends"), [(0, {3, 7, 11}), (4, {4, 5, 6, 7, 8, 9, 10, 11})])
 def test_bytes_of_a_step_follow_the_turns_of_fragments(delay, sends):
     """Two fragments in turn every 4 steps: none, or all of the steps after the first turn, carry a part of one."""

@@ -52,7 +52,7 @@ def free_pages(store):
 def test_any_records_in_any_order(tmp_path_factory, offers, seed):
     """What is there is what was put, and neither pages nor files ever exceed the budget."""
     folder = tmp_path_factory.mktemp("store")
-    random = Random(seed)  # not `st.randoms()`: these are more bytes than Hypothesis allows an example
+    random = Random(seed)  # each draw of `st.randoms()` is a part of the example, which may not be so large
     distance = [random.randrange(100) for _ in range(RECORDS)]
     store = open_store(folder, distances=lambda numbers: np.array([distance[number] for number in numbers], np.int64))
     put = {}

@@ -44,7 +44,7 @@ def test_nothing_is_compressed_that_hides():
         (1.3, ["mean", "mean, bfloat16"]),
         (1.9, ["mean, bfloat16", "mean, bfloat16"]),
         (2.5, ["mean, bfloat16", "qsgd, 127 levels"]),
-        (57.0, ["top_k, 0.1%", "top_k, 0.1%"]),
+        (57.0, ["top_k, 0.1%", "top_k, 0.1%"]),  # more than any other hides
     ],
 )
 def test_two_jobs_compress_as_far_as_they_must(exchange_s, expected):

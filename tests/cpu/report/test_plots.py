@@ -148,7 +148,7 @@ def test_a_window_is_drawn_as_asked(tmp_path):
 
 @pytest.mark.parametrize("share", [0.01, 0.5])
 def test_what_is_thinner_than_a_pixel_is_a_tint(tmp_path, share):
-    """17,000 steps in a second: ten in each of the 1,700 columns of the picture."""
+    """17,000 steps in a second: ten in each of the 1,700 columns of its axis."""
     import matplotlib.image
     import numpy as np
 

@@ -1,7 +1,6 @@
 """What the table of collectives does not show, on NumPy's arrays. All ranks run each check; JSON says how it went."""
 
 import json
-import os
 import traceback
 
 import jax
@@ -18,13 +17,11 @@ from jaxcross.wire import MpiWire, issued_bytes, wire_bytes
 from jaxcross.wire.messages import split_counts
 from jaxcross.wire.recognise import recognise
 from jaxcross.world import initialize
+from tests.support.quick_compiler import AS_USERS_HAVE_IT
 
 world = initialize(stall_timeout_s=60)
 P, RANK = world.size, world.rank
 AXES = {"r": P}
-AS_USERS_HAVE_IT = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
-    AS_USERS_HAVE_IT["xla_cpu_use_fusion_emitters"] = True
 WIRE = world.wire()
 
 
@@ -33,12 +30,12 @@ def lowered(function, *args, wire=WIRE, axes=AXES):
     return jaxpr, wire.lower(jaxpr, axes)
 
 
-def call(function, *args):
-    return jax.tree.map(np.asarray, jax.jit(function)(*args))
+def call(function, *args, options=None):
+    return jax.tree.map(np.asarray, jax.jit(function, compiler_options=options)(*args))
 
 
-def run(function, *args, **kwargs):
-    return call(lowered(function, *args, **kwargs)[1], *args)
+def run(function, *args, options=None, **kwargs):
+    return call(lowered(function, *args, **kwargs)[1], *args, options=options)
 
 
 def messages(function, *args):
@@ -224,8 +221,8 @@ def sixteen_bit_sums_travel_together():
     assert [e.primitive.name for e in messages(function, *xs)] == ["alltoall_mpi", "allgather_mpi"]
     exchanges = [x for eqn in compat.open_jaxpr(jaxpr)[0].eqns for x in recognise(eqn, AXES)]
     assert issued_bytes(jax.make_jaxpr(function)(*xs), P) == sum(wire_bytes(x, AXES) for x in exchanges)
-    alone = [run(lambda x: lax.psum(x, "r"), x)[0] for x in xs]
-    for got, expected, x in zip(call(function, *xs), alone, xs, strict=True):
+    alone = [run(lambda x: lax.psum(x, "r"), x, options=AS_USERS_HAVE_IT)[0] for x in xs]
+    for got, expected, x in zip(call(function, *xs, options=AS_USERS_HAVE_IT), alone, xs, strict=True):
         assert (got == expected).all() and (got.shape, got.dtype) == (x.shape, x.dtype)
 
 
