@@ -20,14 +20,6 @@ def carried(read: Read, _: str) -> Iterator[tuple[str, ...]]:
         yield (f"{row['rate']}", *seconds, *shares, f"{TARGETS.get(row['rate'], '')}")
 
 
-def carried_work(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """What streaming DiLoCo computes, apart from what it sends."""
-    yield "Mbit/s", "computation alone, s a step", "way", "s a step", "of computation alone"
-    for row in _part(read, "work"):
-        for way in ("work", "carried"):
-            yield (f"{row['rate']}", f"{row['s']['compute']:.3f}", way, f"{row['s'][way]:.3f}", _shares(row, way))
-
-
 def carried_delayed(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """The mean of the step before."""
     yield ("Mbit/s", "c", "m alone", "m next to c", "`mean`, s a step", "`delayed_mean`, s a step",
@@ -76,7 +68,6 @@ def _shares(row: dict[str, Any], way: str) -> str:
 
 TABLES: dict[str, Table] = {
     "carried": carried,
-    "carried-work": carried_work,
     "carried-delayed": carried_delayed,
     "carried-rivals": carried_rivals,
     "carried-pairs": carried_pairs,
