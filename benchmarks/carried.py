@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ from workloads import kept, parser, write_json
 
 PARTS = ("alone", "work", "delayed", "rivals", "pairs")
 RATES = (500, 25, 100)
-WAYS = ("jit", "compute", "blocking", "carried")
 RIVALS = {"fused": ("fused", "plain"), "DDP": ("ddp", "plain"), "post-local SGD": ("ddp", "post-local")}
 """Rival -> its team and variant."""
 ROUND_AND_TURN = EVERY + EVERY // 4
@@ -96,8 +96,8 @@ class Bench:
         """Returns a part's row at a rate."""
         self.stage.lab.set_rate(f"{rate}mbit")
         parts = {
-            "alone": self._alone,
-            "work": self._work,
+            "alone": partial(self._one_job, ("jit", "compute", "blocking", "carried")),
+            "work": partial(self._one_job, ("compute", "work", "carried")),
             "delayed": self._delayed,
             "rivals": self._rivals,
             "pairs": self._pairs,
@@ -107,13 +107,7 @@ class Bench:
     def _tcp(self) -> list[float]:
         return list(self.stage.lab.measure_rate(0.3 if self.args.smoke else 1.0))
 
-    def _alone(self) -> dict[str, Any]:
-        for way in WAYS:
-            self._prepare(way, ROUND_AND_TURN)
-        return self._in_turn({way: self._way(way) for way in WAYS})
-
-    def _work(self) -> dict[str, Any]:
-        ways = ("compute", "work", "carried")
+    def _one_job(self, ways: Sequence[str]) -> dict[str, Any]:
         for way in ways:
             self._prepare(way, ROUND_AND_TURN)
         return self._in_turn({way: self._way(way) for way in ways})

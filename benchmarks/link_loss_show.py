@@ -46,17 +46,14 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
     tasks = list(dict.fromkeys(row["task"] for row in result["rows"]))
     figure = Figure(figsize=(7.6 if len(tasks) < 2 else 5.4 * len(tasks), 4.6), dpi=140, layout="constrained")
-    named: dict[str, Any] = {}  # a line of each, for the legend
     for number, task in enumerate(tasks):
         axes = figure.add_subplot(1, len(tasks), number + 1)
         rows = [row for row in result["rows"] if row["task"] == task]
         for row in rows:
             color = NAMED.get(row["strategy"])
             seconds, losses = _mean(row["seconds"]), _mean(row["test_loss"])
-            (drawn,) = axes.plot(seconds, losses, color=color or "#c0c0c0", lw=1.8 if color else 1.2,
-                                 zorder=3 if color else 2)  # fmt: skip
-            if color:
-                named[row["strategy"]] = drawn
+            axes.plot(seconds, losses, color=color or "#c0c0c0", lw=1.8 if color else 1.2, zorder=3 if color else 2,
+                      label=row["strategy"] if color else None)  # fmt: skip
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
         rate = ", ".join(dict.fromkeys(row["rate"].removesuffix("mbit") + " Mbit/s" for row in rows))
@@ -67,8 +64,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
             ylim=(None, 3.6) if task == "text" else (None, None),
         )
         axes.spines[["top", "right"]].set_visible(False)
-    order = [name for name in NAMED if name in named]
-    figure.legend([named[name] for name in order], order, loc="outside lower center", ncols=3 if len(tasks) > 1 else 2,
+    drawn = {line.get_label(): line for axes in figure.axes for line in axes.lines}
+    order = [name for name in NAMED if name in drawn]
+    figure.legend([drawn[name] for name in order], order, loc="outside lower center", ncols=3 if len(tasks) > 1 else 2,
                   frameon=False, fontsize=9)  # fmt: skip
     figure.suptitle(title(result, tasks), x=0.01, ha="left", fontsize=11.5, weight="bold")
     figure.savefig(path)

@@ -1,7 +1,7 @@
 """Copies and names of the states of pure objects, for a search that must meet each state once.
 
 Both go through a state by the types of what it holds: one function a type, made when the type is first met. Half of a
-search's time is spent here, which is why what nobody changes is asked for before a function is called, and why that
+search's time is spent here, which is why what no one changes is asked for before a function is called, and why that
 question is written out wherever it is asked: a call for each item is a fifth of the time.
 """
 
@@ -36,7 +36,7 @@ class _Ways(dict[type, Any]):
 
 
 def clone(value: Any) -> Any:
-    """A copy that shares only what nobody changes: tuples, frozen dataclasses, verdicts.
+    """A copy that shares only what no one changes: tuples, frozen dataclasses, verdicts.
 
     Raises:
         TypeError: It holds something of which that cannot be said.

@@ -5,7 +5,6 @@ The simulator raises if ranks meet in different slots or hang; the interleavers 
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,10 +13,10 @@ from jaxcross.interleave.script import Add, Batch, Fail, Prepare, Step, Think
 from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
+from tests.support.parts import in_parts
 
 SEEDS = st.integers(0, 2**32 - 1)
-# Every part draws cases of its own; the usual run makes one.
-PARTS = pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 6))])
+PARTS = in_parts(6)
 END_S = 60.0  # when all that is paused goes on
 
 

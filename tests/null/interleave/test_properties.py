@@ -6,7 +6,6 @@ themselves after every event (needs met, nothing before its commit, the compute 
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,10 +13,10 @@ from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.script import Batch, Fail, Prepare, Step, Sync, Think
 from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
+from tests.support.parts import in_parts
 
 SEEDS = st.integers(0, 2**32 - 1)
-# Every part draws cases of its own; the usual run makes one.
-PARTS = pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 6))])
+PARTS = in_parts(6)
 
 
 def random_graph(rng: random.Random, signature: int) -> StepGraph:

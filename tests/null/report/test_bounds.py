@@ -18,11 +18,11 @@ from jaxcross.report.chrome import trace_events
 from jaxcross.report.report import IN_TURN, Report
 from jaxcross.report.summary import LOST_TIME, JobSummary
 from jaxcross.report.time_breakdown import break_down
+from tests.support.parts import in_parts
 
 S = 1_000_000_000
 SEEDS = st.integers(0, 2**32 - 1)
-# Every part draws runs of its own; the usual run makes one.
-PARTS = pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 4))])
+PARTS = in_parts(4)
 POLICIES = ("round-robin", "weighted", "sequential")
 
 
