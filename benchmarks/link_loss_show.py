@@ -83,9 +83,8 @@ def title(result: Mapping[str, Any], tasks: Sequence[str]) -> str:
     lines = ["How soon does a model learn over a slow link?"]
     for task in tasks:
         rows = [by.get((task, name)) for name in ("mean", "streaming_diloco, every 8, 4 bits")]
-        times = [first_at(row, LOSSES[task]) for row in rows if row is not None]
-        if len(times) == 2 and all(times):
-            mean, rare = times
+        mean, rare = (None if row is None else first_at(row, LOSSES[task]) for row in rows)
+        if mean is not None and rare is not None:
             lines.append(f"{task}, to a test loss of {LOSSES[task]:g}: mean {_s(mean)}, streaming DiLoCo {_s(rare)}")
     return "\n".join(lines)
 
