@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int, *, pack_on_d
     """
     traced = graph.traced
     inner, _ = compat.open_jaxpr(traced.jaxpr)
-    results = set(variables(inner.outvars))
+    results = dict.fromkeys(variables(inner.outvars))
     owner = {v: placement.position[i] for v, i in graph.maker.items()}
     shared = _SharedBuffers()
     bodies = _bodies(graph, placement, bucket_bytes, shared)
@@ -62,18 +62,21 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int, *, pack_on_d
         outs = [v for v in dict.fromkeys(made) if owner.get(v) == at and (last_read.get(v, -1) > at or v in results)]
         ids.update({v: new_value(v) for v in outs})
         literal_ids += [new_value(a) for a in literals]
-        collective = at % 2 == 1
+        collective, read = at % 2 == 1, reads[at]
+        if not collective:
+            # XLA writes a result into the first donated input of its shape: the new state in the old one's order.
+            read, outs = _in_order_of(inner.invars, read), _in_order_of(results, outs)
         masked = masked_by(graph, placement.groups[at // 2], body, outs) if collective else []
         # Results for checks follow the segment's own; `Execution` splits them off again in this order.
         counts = [v for v in made if v in traced.decisions]
-        jaxpr = compat.make_jaxpr_of(reads[at], [*outs, *literals, *masked, *counts], body, traced.jaxpr)
+        jaxpr = compat.make_jaxpr_of(read, [*outs, *literals, *masked, *counts], body, traced.jaxpr)
         segments.append(
             Segment(
                 index=len(segments),
                 kind="collective" if collective else "compute",
-                inputs=tuple(ids[v] for v in reads[at]),
+                inputs=tuple(ids[v] for v in read),
                 outputs=(*(ids[v] for v in outs), *literal_ids),
-                last_uses=tuple(ids[v] for v in reads[at] if last_read[v] == at and v not in results),
+                last_uses=tuple(ids[v] for v in read if last_read[v] == at and v not in results),
                 exchanges=_exchanges(body, graph, shared.parts) if collective else (),
                 decisions=tuple(traced.decisions[v] for v in counts),
                 jaxpr=jaxpr,
@@ -200,6 +203,12 @@ def _reads(body: Sequence[Any]) -> list[Any]:
                 reads[a] = None
         made.update(eqn.outvars)
     return list(reads)
+
+
+def _in_order_of(first: Iterable[Any], variables_here: Collection[Any]) -> list[Any]:
+    """Returns the variables in the order that they have in `first`; behind them, as they are, those not there."""
+    place = {v: n for n, v in enumerate(first)}
+    return sorted(variables_here, key=lambda v: place.get(v, len(place)))
 
 
 def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> tuple[Exchange, ...]:

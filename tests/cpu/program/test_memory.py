@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -108,6 +109,33 @@ def test_dead_values_between_segments_are_overwritten() -> None:
         if runnable.segment.kind == "compute" and stats is not None:
             reused += stats.alias_size_in_bytes
     assert reused >= 2 * N * N * 4, "state and momentum at least"
+
+
+def places(tree: Any) -> list[int]:
+    """Addresses of a tree's arrays; Adam's count of steps may be a new one."""
+    return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_each_array_of_a_state_stays_where_it_is(exchanges: bool) -> None:
+    """Arrays of one shape that changed places would be copied in each step."""
+    tx = optax.adam(0.1)
+    params = {name: jnp.full((N, N), float(n)) for n, name in enumerate("abc")}
+
+    def step(state: Any, batch: Any) -> Any:
+        params, moments = state
+        grads = jax.grad(lambda p: sum(jnp.mean(jnp.tanh(batch @ w) ** 2) for w in p.values()))(params)
+        grads = lax.pmean(grads, "batch") if exchanges else grads
+        updates, moments = tx.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    state = jax.tree.map(jnp.copy, (params, tx.init(params)))
+    done, _ = compiled(step, args=(state, jnp.ones((4, N))))
+    before = places(state)
+    execution = done.execution(jax.tree.leaves((state, jnp.ones((4, N)))))
+    for segment in done.program.segments:
+        execution.run(segment.index)
+    assert places(execution.outputs()) == before
 
 
 def test_figures_of_an_executable_are_asked_once() -> None:
