@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,11 +20,19 @@ from jaxcross.exchange.validation import is_float
 
 
 class Piece(NamedTuple):
-    """Attributes: `leaf`, position of a leaf of the tree; `start` and `stop`, of its elements, row after row."""
+    """Attributes: `leaf`, position of a leaf of the tree; `start` and `stop`, of its elements, row after row;
+    `shape`, the leaf's where the piece is all of it, else `[stop - start]`.
+    """
 
     leaf: int
     start: int
     stop: int
+    shape: tuple[int, ...]
+
+    def of(self, leaf: jax.typing.ArrayLike) -> jax.Array:
+        """Returns the piece of its leaf."""
+        x = jnp.asarray(leaf)
+        return x if x.shape == self.shape else x.reshape(-1)[self.start : self.stop]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +51,33 @@ class Fragments:
 
     def take(self, tree: PyTree, fragment: int) -> jax.Array:
         """Returns a fragment of a tree as a vector. Copies."""
-        leaves = jax.tree.leaves(tree)
-        parts = [_flat(leaves[p.leaf])[p.start : p.stop].astype(self.dtype) for p in self.pieces[fragment]]
-        missing = self.width - sum(p.stop - p.start for p in self.pieces[fragment])
-        return jnp.concatenate([*parts, jnp.zeros(missing, self.dtype)])
+        parts = self.parts(tree, fragment)
+        missing = self.width - sum(part.size for part in parts)
+        return jnp.concatenate([*(part.reshape(-1) for part in parts), jnp.zeros(missing, self.dtype)])
 
-    def put(self, tree: PyTree, fragment: int, vector: jax.Array) -> PyTree:
-        """Returns the tree with a fragment taken from a vector, in the leaves' own types."""
+    def parts(self, tree: PyTree, fragment: int) -> list[jax.Array]:
+        """Returns the pieces of a fragment of a tree, each in its shape, all in the vectors' type.
+
+        What is done piece by piece needs no vector; making one reads and writes all its memory once more. XLA writes a
+        leaf in place only if its shape does not change on the way.
+        """
+        leaves = jax.tree.leaves(tree)
+        return [p.of(leaves[p.leaf]).astype(self.dtype) for p in self.pieces[fragment]]
+
+    def split(self, vector: jax.Array, fragment: int) -> list[jax.Array]:
+        """Returns the pieces of a fragment's vector, each in its shape."""
+        pieces = self.pieces[fragment]
+        bounds = itertools.pairwise(itertools.accumulate((p.stop - p.start for p in pieces), initial=0))
+        return [vector[start:stop].reshape(p.shape) for p, (start, stop) in zip(pieces, bounds, strict=True)]
+
+    def put(self, tree: PyTree, fragment: int, parts: Sequence[jax.Array]) -> PyTree:
+        """Returns the tree with the pieces of a fragment replaced, in the leaves' own types."""
         leaves, treedef = jax.tree.flatten(tree)
-        at = 0
-        for leaf, start, stop in self.pieces[fragment]:
-            old = leaves[leaf]
-            part = vector[at : at + stop - start].astype(old.dtype)
-            at += stop - start
-            whole = stop - start == old.size
-            flat = part if whole else jax.lax.dynamic_update_slice(_flat(old), part, (start,))
-            leaves[leaf] = flat.reshape(old.shape)
+        for piece, part in zip(self.pieces[fragment], parts, strict=True):
+            old, new = leaves[piece.leaf], part.astype(leaves[piece.leaf].dtype)
+            if piece.shape != old.shape:
+                new = jax.lax.dynamic_update_slice(old.reshape(-1), new, (piece.start,)).reshape(old.shape)
+            leaves[piece.leaf] = new
         return jax.tree.unflatten(treedef, leaves)
 
 
@@ -72,22 +91,19 @@ def cut(tree: PyTree, fragments: int, *, multiple: int = 1) -> Fragments:
     """
     leaves: list[Any] = jax.tree.leaves(tree)
     moving = [i for i, x in enumerate(leaves) if is_float(x)]
-    sizes = [math.prod(jnp.shape(leaves[i])) for i in moving]
-    bounds = [*itertools.accumulate(sizes, initial=0)]
+    shapes = {i: jnp.shape(leaves[i]) for i in moving}
+    bounds = [*itertools.accumulate(map(math.prod, shapes.values()), initial=0)]
     share = -(-bounds[-1] // fragments)
-    pieces = tuple(_pieces(moving, bounds, n * share, (n + 1) * share) for n in range(fragments))
+    pieces = tuple(_pieces(shapes, bounds, n * share, (n + 1) * share) for n in range(fragments))
     dtype = jnp.result_type(jnp.float32, *(jnp.result_type(leaves[i]) for i in moving))
     return Fragments(pieces=pieces, width=-(-share // multiple) * multiple, dtype=jnp.dtype(dtype))
 
 
-def _pieces(leaves: Sequence[int], bounds: Sequence[int], start: int, stop: int) -> tuple[Piece, ...]:
+def _pieces(shapes: Mapping[int, tuple[int, ...]], bounds: Sequence[int], start: int, stop: int) -> tuple[Piece, ...]:
     """Returns what lies between two places of the vector of all leaves."""
-    found = (
-        Piece(leaf, max(start, low) - low, min(stop, high) - low)
-        for leaf, (low, high) in zip(leaves, itertools.pairwise(bounds), strict=True)
-    )
-    return tuple(p for p in found if p.start < p.stop)
-
-
-def _flat(leaf: jax.typing.ArrayLike) -> jax.Array:
-    return jnp.asarray(leaf).reshape(-1)
+    found = []
+    for (leaf, shape), (low, high) in zip(shapes.items(), itertools.pairwise(bounds), strict=True):
+        begin, end = max(start, low), min(stop, high)
+        if begin < end:
+            found.append(Piece(leaf, begin - low, end - low, shape if (begin, end) == (low, high) else (end - begin,)))
+    return tuple(found)

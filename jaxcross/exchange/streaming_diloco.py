@@ -40,7 +40,7 @@ class StreamingDiLoCoState(NamedTuple):
         outer: Of each fragment the state of the outer optimizer, likewise.
         pending: This rank's pseudo-gradient of one fragment, in as many slices as steps that exchange it. At 32 bits a
             slice that was exchanged has become the mean.
-        arrived: The means of slices that travel as integers.
+        arrived: The means of slices that travel as integers, a fragment's vector; None at 32 bits and without a delay.
         inner: State of this rank's own optimizer.
     """
 
@@ -48,14 +48,14 @@ class StreamingDiLoCoState(NamedTuple):
     anchor: tuple[jax.Array, ...]
     outer: tuple[optax.OptState, ...]
     pending: tuple[PyTree, ...]
-    arrived: tuple[jax.Array, ...]
+    arrived: jax.Array | None
     inner: optax.OptState
 
     def model(self, params: optax.Params) -> optax.Params:
         """Returns the anchor as a tree like `params`: the model to evaluate."""
         cut = cuts.cut(params, len(self.anchor))
         for fragment, vector in enumerate(self.anchor):
-            params = cut.put(params, fragment, vector)
+            params = cut.put(params, fragment, cut.split(vector, fragment))
         return params
 
 
@@ -134,9 +134,10 @@ def streaming_diloco(
     def init(params: optax.Params) -> StreamingDiLoCoState:
         cut = work.cut(params)
         anchor = tuple(cut.take(params, n) for n in range(turns.fragments))
-        pending = work.sent(jnp.zeros(cut.width, cut.dtype)) if turns.delay else ()
-        slices = turns.delay if bits < 32 else 0
-        arrived = tuple(jnp.zeros(cut.width // turns.delay, cut.dtype) for _ in range(slices))
+        # By its types: XLA takes long to round constant zeros.
+        sent = jax.eval_shape(work.sent, jax.ShapeDtypeStruct((cut.width,), cut.dtype)) if turns.delay else ()
+        pending = jax.tree.map(jnp.zeros_like, sent)
+        arrived = jnp.zeros(cut.width, cut.dtype) if turns.delay and bits < 32 else None
         outer_state = tuple(beyond.init(x) for x in anchor)
         return StreamingDiLoCoState(Clock.begin(), anchor, outer_state, pending, arrived, local.init(params))
 
@@ -163,7 +164,7 @@ class _Moving(NamedTuple):
     anchor: tuple[jax.Array, ...]
     outer: tuple[optax.OptState, ...]
     pending: tuple[PyTree, ...]
-    arrived: tuple[jax.Array, ...]
+    arrived: jax.Array | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,17 +199,31 @@ class _Work:
         """Returns the mean of a slice over ranks."""
         return jax.lax.pmean(part, self.names) if self.bits == 32 else integers.mean(part, self.bits, self.names)
 
+    def arrive(self, n: int, moving: _Moving) -> _Moving:
+        """Exchanges a slice, and keeps its mean."""
+        mean = self.exchange(moving.pending[n])
+        if moving.arrived is None:
+            parts = [*moving.pending]
+            parts[n] = varying_like(mean, parts[n])
+            return moving._replace(pending=tuple(parts))
+        mean = varying_like(mean, moving.arrived)
+        # In place, where joining slices would copy them all.
+        return moving._replace(arrived=jax.lax.dynamic_update_slice(moving.arrived, mean, (n * mean.size,)))
+
+    def gradient(self, moving: _Moving) -> jax.Array:
+        """Returns the mean of a fragment's pseudo-gradients, whose slices have all been exchanged."""
+        return jnp.concatenate(moving.pending) if moving.arrived is None else moving.arrived
+
     def apply(self, fragment: int, gradient: jax.Array, params: optax.Params, moving: _Moving) -> _Moving:
         """Takes the outer step on a fragment, and leads the parameters there."""
         cut, anchor, outer = self.cut(params), [*moving.anchor], [*moving.outer]
         stepped, outer[fragment] = outer_step(self.outer, gradient, anchor[fragment], outer[fragment])
         anchor[fragment] = jnp.asarray(stepped)
-        began = cut.take(params, fragment)
-        target = anchor[fragment]
+        began, targets = cut.parts(params, fragment), cut.split(anchor[fragment], fragment)
         if self.own_part:  # a part of 0 is none, also of what is not finite
-            own = cut.take(optax.apply_updates(params, moving.updates), fragment)
-            target = own + (1 - self.own_part) * (target - own)
-        updates = cut.put(moving.updates, fragment, target - began)
+            own = cut.parts(optax.apply_updates(params, moving.updates), fragment)
+            targets = [mine + (1 - self.own_part) * (x - mine) for mine, x in zip(own, targets, strict=True)]
+        updates = cut.put(moving.updates, fragment, [x - before for x, before in zip(targets, began, strict=True)])
         return moving._replace(updates=updates, anchor=tuple(anchor), outer=tuple(outer))
 
     def capture(self, fragment: int, params: optax.Params, moving: _Moving) -> jax.Array:
@@ -220,13 +235,9 @@ def _branch(work: _Work, turn: Turn, params: optax.Params, given: _Moving) -> Ca
     def run() -> _Moving:
         moving = given
         if turn.slice is not None:
-            mean = work.exchange(moving.pending[turn.slice])
-            held = "pending" if work.bits == 32 else "arrived"
-            parts = [*getattr(moving, held)]
-            parts[turn.slice] = varying_like(mean, parts[turn.slice])
-            moving = moving._replace(**{held: tuple(parts)})
+            moving = work.arrive(turn.slice, moving)
             if turn.applied is not None:
-                moving = work.apply(turn.applied, jnp.concatenate(parts), params, moving)
+                moving = work.apply(turn.applied, work.gradient(moving), params, moving)
         if turn.captured is not None:
             gradient = work.capture(turn.captured, params, moving)
             if work.turns.delay:

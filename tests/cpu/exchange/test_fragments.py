@@ -24,17 +24,19 @@ def test_fragments_are_even_and_cover_each_element_once(count, multiple):
     whole = np.concatenate([x[:n] for x, n in zip(taken, sizes, strict=True)])
     np.testing.assert_array_equal(whole, [*range(5), *range(10, 22), 50])
     for n, x in enumerate(taken):
-        changed = cut.put(tree, n, jnp.asarray(x) + 1)
+        changed = cut.put(tree, n, cut.split(jnp.asarray(x) + 1, n))
+        back = cut.put(tree, n, cut.parts(changed, n))
         moved = np.concatenate([np.ravel(changed[k] - tree[k]) for k in "abs"])
         assert moved.sum() == sizes[n] and set(moved.tolist()) <= {0.0, 1.0}
         assert (changed["n"] == tree["n"]).all()
+        assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), back, changed))
 
 
 def test_narrow_types_are_kept_wide_in_vectors():
     tree = {"h": jnp.ones(3, jnp.bfloat16), "f": jnp.ones(3, jnp.float16)}
     cut = fragments.cut(tree, 2)
     assert cut.dtype == jnp.float32
-    back = cut.put(tree, 0, cut.take(tree, 0) * 3)
+    back = cut.put(tree, 0, cut.split(cut.take(tree, 0) * 3, 0))
     assert jax.tree.map(lambda x: (x.dtype, x.tolist()), back) == {
         "f": (jnp.float16, [3.0] * 3), "h": (jnp.bfloat16, [1.0] * 3),
     }  # fmt: skip
