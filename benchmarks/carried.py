@@ -8,8 +8,9 @@ Numbers are seconds a step, over whole rounds of 16 steps where a way has rounds
   alone    one job at each rate. `jit`: the step without exchange in one `jax.jit`; `compute`: the same under
            `crossover`; `blocking` and `carried`: streaming DiLoCo with 4 fragments on a wire of 8 bits, whose exchange
            runs in the step that needs it, or is carried, spread over the four steps until the next fragment's turn
-  work     the first rate: `compute`, `carried`, and `work`, which is `carried` on an axis of one rank: it does what
-           streaming DiLoCo computes, but for decoding the other rank's part, and sends nothing
+  work     the first rate: `jit`, `compute`, `carried`, and `work`, which is `carried` on an axis of one rank: it does
+           what streaming DiLoCo computes, but for decoding the other rank's part, and sends nothing. Also of each the
+           seconds of the first rank's core, to see whether anything waits
   delayed  the first rate: `mean`, and `delayed_mean`, which applies the mean of the step before; m, the exchange of all
            gradients, alone and next to a computation
   rivals   the first rate: the mean in one `jax.jit` by mpi4jax (`fused`), PyTorch's DDP, and its post-local SGD, which
@@ -91,13 +92,14 @@ class Bench:
     memory: dict[str, Any] = field(default_factory=dict)
     teams: dict[str, Team] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    processor_s: dict[str, list[float]] = field(default_factory=dict)
 
     def measure(self, part: str, rate: int) -> dict[str, Any]:
         """Returns a part's row at a rate."""
         self.stage.lab.set_rate(f"{rate}mbit")
         parts = {
             "alone": partial(self._one_job, ("jit", "compute", "blocking", "carried")),
-            "work": partial(self._one_job, ("compute", "work", "carried")),
+            "work": self._work,
             "delayed": self._delayed,
             "rivals": self._rivals,
             "pairs": self._pairs,
@@ -111,6 +113,11 @@ class Bench:
         for way in ways:
             self._prepare(way, ROUND_AND_TURN)
         return self._in_turn({way: self._way(way) for way in ways})
+
+    def _work(self) -> dict[str, Any]:
+        self.processor_s.clear()
+        found = self._one_job(("jit", "compute", "work", "carried"))
+        return {**found, "processor_s": dict(self.processor_s)}
 
     def _delayed(self) -> dict[str, Any]:
         for way in ("jit", "compute", "mean", "delayed"):
@@ -199,7 +206,9 @@ class Bench:
 
     def _way(self, way: str, steps: int = EVERY) -> Callable[[], float]:
         def seconds() -> float:
-            return self._ask("run", variants=[way], steps=[steps], policy="crossover")["wall_s"] / steps
+            found = self._ask("run", variants=[way], steps=[steps], policy="crossover")
+            self.processor_s.setdefault(way, []).append(found["cpu_s"] / steps)
+            return found["wall_s"] / steps
 
         return seconds
 

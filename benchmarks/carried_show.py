@@ -31,7 +31,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axes = figure.add_subplot()
     for at, row in enumerate(rows):
         for shift, way in ((-0.19, "blocking"), (0.19, "carried")):
-            shares = [c / took for c, took in zip(row["raw"]["compute"], row["raw"][way], strict=True)]
+            shares = _shares(row, way)
             middle = row["of_compute"][way]
             error = [[middle - min(shares)], [max(shares) - middle]]
             axes.barh(
@@ -42,7 +42,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axes.axvline(1, color="#333333", lw=1, ls="--")
     axes.set_yticks(range(len(rows)), [f"{row['rate']} Mbit/s" for row in rows])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.08)
+    axes.set_xlim(0, 1.02 * max(1.06, *(share for row in rows for way in COLOURS for share in _shares(row, way))))
     axes.set_xlabel("speed over that of computation alone (ResNet-50, streaming DiLoCo, a round of 16 steps)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.45, 1.16), ncols=2)
@@ -51,6 +51,10 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         fontsize=12.5, weight="bold",
     )  # fmt: skip
     figure.savefig(path)
+
+
+def _shares(row: Mapping[str, Any], way: str) -> list[float]:
+    return [c / took for c, took in zip(row["raw"]["compute"], row["raw"][way], strict=True)]
 
 
 LABELS = {

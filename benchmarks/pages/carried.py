@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 from carried_show import TARGETS
@@ -18,6 +19,16 @@ def carried(read: Read, _: str) -> Iterator[tuple[str, ...]]:
         seconds = (f"{row['s'][way]:.3f}" for way in ("jit", "compute", "blocking", "carried"))
         shares = (_shares(row, way) for way in ("blocking", "carried"))
         yield (f"{row['rate']}", *seconds, *shares, f"{TARGETS.get(row['rate'], '')}")
+
+
+def carried_work(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """The same strategy on an axis of one rank: what it computes, without what it sends."""
+    yield "way", "s a step", "of computation alone", "processor, s a step", "over computation alone"
+    for row in _part(read, "work"):
+        for way, seconds in row["s"].items():
+            used, alone = row["processor_s"][way], row["processor_s"]["compute"]
+            more = with_spread([a / b for a, b in zip(used, alone, strict=True)], 3)
+            yield way, f"{seconds:.3f}", _shares(row, way), f"{median(used):.3f}", more
 
 
 def carried_delayed(read: Read, _: str) -> Iterator[tuple[str, ...]]:
@@ -68,6 +79,7 @@ def _shares(row: dict[str, Any], way: str) -> str:
 
 TABLES: dict[str, Table] = {
     "carried": carried,
+    "carried-work": carried_work,
     "carried-delayed": carried_delayed,
     "carried-rivals": carried_rivals,
     "carried-pairs": carried_pairs,
