@@ -10,7 +10,7 @@ Numbers are seconds a step, over whole rounds of 16 steps where a way has rounds
            runs in the step that needs it, or is carried, spread over the four steps until the next fragment's turn
   work     the first rate: `jit`, `compute`, `carried`, and `work`, which is `carried` on an axis of one rank: it does
            what streaming DiLoCo computes, but for decoding the other rank's part, and sends nothing. Also of each the
-           seconds of the first rank's core, to see whether anything waits
+           seconds of the first rank's processor, which the other rank's pauses change less
   delayed  the first rate: `mean`, and `delayed_mean`, which applies the mean of the step before; m, the exchange of all
            gradients, alone and next to a computation
   rivals   the first rate: the mean in one `jax.jit` by mpi4jax (`fused`), PyTorch's DDP, and its post-local SGD, which
@@ -117,7 +117,7 @@ class Bench:
     def _work(self) -> dict[str, Any]:
         self.processor_s.clear()
         found = self._one_job(("jit", "compute", "work", "carried"))
-        return {**found, "processor_s": dict(self.processor_s)}
+        return {**found, "processor_s": {way: [*each] for way, each in self.processor_s.items()}}
 
     def _delayed(self) -> dict[str, Any]:
         for way in ("jit", "compute", "mean", "delayed"):

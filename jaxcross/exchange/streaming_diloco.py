@@ -134,7 +134,7 @@ def streaming_diloco(
     def init(params: optax.Params) -> StreamingDiLoCoState:
         cut = work.cut(params)
         anchor = tuple(cut.take(params, n) for n in range(turns.fragments))
-        # By its types: XLA takes long to round constant zeros.
+        # Packed zeros are zeros, and XLA would take seconds to find that out.
         sent = jax.eval_shape(work.sent, jax.ShapeDtypeStruct((cut.width,), cut.dtype)) if turns.delay else ()
         pending = jax.tree.map(jnp.zeros_like, sent)
         arrived = jnp.zeros(cut.width, cut.dtype) if turns.delay and bits < 32 else None

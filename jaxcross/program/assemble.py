@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,8 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int, *, pack_on_d
     """
     traced = graph.traced
     inner, _ = compat.open_jaxpr(traced.jaxpr)
-    results = dict.fromkeys(variables(inner.outvars))
+    results = set(variables(inner.outvars))
+    place_of_input, place_of_result = _places(inner.invars), _places(variables(inner.outvars))
     owner = {v: placement.position[i] for v, i in graph.maker.items()}
     shared = _SharedBuffers()
     bodies = _bodies(graph, placement, bucket_bytes, shared)
@@ -64,8 +65,9 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int, *, pack_on_d
         literal_ids += [new_value(a) for a in literals]
         collective, read = at % 2 == 1, reads[at]
         if not collective:
-            # XLA writes a result into the first donated input of its shape: the new state in the old one's order.
-            read, outs = _in_order_of(inner.invars, read), _in_order_of(results, outs)
+            # XLA writes the n-th result of a shape into the n-th donated input of it. In the step's own order, as in
+            # `jax.jit`, a state's arrays stay where they are if the segment may overwrite them all.
+            read, outs = sorted(read, key=place_of_input), sorted(outs, key=place_of_result)
         masked = masked_by(graph, placement.groups[at // 2], body, outs) if collective else []
         # Results for checks follow the segment's own; `Execution` splits them off again in this order.
         counts = [v for v in made if v in traced.decisions]
@@ -205,10 +207,10 @@ def _reads(body: Sequence[Any]) -> list[Any]:
     return list(reads)
 
 
-def _in_order_of(first: Iterable[Any], variables_here: Collection[Any]) -> list[Any]:
-    """Returns the variables in the order that they have in `first`; behind them, as they are, those not there."""
-    place = {v: n for n, v in enumerate(first)}
-    return sorted(variables_here, key=lambda v: place.get(v, len(place)))
+def _places(ordered: Sequence[Any]) -> Callable[[Any], int]:
+    """Returns the place of a variable among these; all others come behind them."""
+    places = {v: n for n, v in enumerate(ordered)}
+    return lambda v: places.get(v, len(places))
 
 
 def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> tuple[Exchange, ...]:

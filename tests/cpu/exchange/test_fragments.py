@@ -42,6 +42,21 @@ def test_narrow_types_are_kept_wide_in_vectors():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 20])
+def test_pieces_of_odd_shapes_and_narrow_types_come_back(count):
+    shapes = {"a": (), "b": (0, 3), "c": (1,), "d": (1, 1), "e": (2, 3, 5)}
+    tree = {name: jnp.ones(shape) for name, shape in shapes.items()} | {"h": jnp.ones((7, 3), jnp.bfloat16)}
+    cut = fragments.cut(tree, count)
+
+    def twice(tree):
+        for n in range(count):
+            tree = cut.put(tree, n, [2 * part for part in cut.parts(tree, n)])
+        return tree
+
+    doubled = jax.jit(twice)(tree)
+    assert jax.tree.all(jax.tree.map(lambda x, y: x.dtype == y.dtype and (y == 2 * x).all(), tree, doubled))
+
+
 @pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7)])
 def test_an_element_is_off_by_half_a_unit_at_most(bits, levels):
     rng = np.random.default_rng(0)
