@@ -1,12 +1,12 @@
 """Does training that is killed at any moment, and started again, end in the bits of training that was never killed?
 
-    python benchmarks/kill_resume.py [--trials N] [--ranks N ...] [--seed N] [--json FILE] [--smoke]
+    python benchmarks/kill_resume.py [--trials N] [--ranks N ...] [--seed N] [--json FILE] [--resume] [--smoke]
 
 Each trial kills one rank a few times (SIGKILL: at a random step, file forced to disk or deletion, or at a random moment
 of a write) or interrupts it at a step (SIGINT, which is counted apart: all ranks stop by themselves), lets the launcher
 end the others, and starts all again, until the run is through.
 States, steps, losses, best states and files of metrics are compared with those of a run that keeps no checkpoints, and
-that nobody ends.
+that nobody ends. FILE is written after each trial; with `--resume` those that it holds are not run again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from workloads import parser, write_json
+from workloads import kept, parser, write_json
 
 from jaxcross.commands.launch import find_mpirun, mpirun_command
 from jaxcross.world import xla_pool
@@ -102,31 +102,45 @@ def main() -> None:
     options.add_argument("--trials", type=int, default=25, help="for each number of ranks")
     options.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     options.add_argument("--seed", type=int, default=0, help="of the first trial")
+    options.add_argument("--resume", action="store_true", help="add the trials that FILE does not hold yet")
     args = options.parse_args()
-    trials = 1 if args.smoke else args.trials
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = kept(args.json if args.resume else None, {"rows": []})["rows"]
+    done = {(row["ranks"], row["seed"]) for row in rows}
+    result = counted(rows)
     with tempfile.TemporaryDirectory() as text:
         work = Path(text)
         for ranks in args.ranks:
-            never = work / f"never-{ranks}"
-            never.mkdir()
-            if start(never, ranks, {"rank": -1, "at": "reference"}):
-                raise SystemExit((never / "log.txt").read_text())
-            expected = finals(never, ranks)
-            for seed in range(args.seed, args.seed + trials):
+            seeds = range(args.seed, args.seed + (1 if args.smoke else args.trials))
+            wanted = [seed for seed in seeds if (ranks, seed) not in done]
+            expected = never_killed(work / f"never-{ranks}", ranks) if wanted else []
+            for seed in wanted:
                 rows.append(trial(work / f"{ranks}-{seed}", ranks, seed, expected))
                 print(json.dumps(rows[-1]), flush=True)
-    survived = sum(row["equal"] for row in rows)
+                result = counted(rows)
+                write_json(args.json, __doc__, result)
+    print("{survived} of {trials} trials, killed {kills} times and interrupted {interrupts} times in all, ended in the "
+          "same bits".format(**result))  # fmt: skip
+    if result["survived"] < result["trials"]:
+        raise SystemExit(1)
+
+
+def never_killed(folder: Path, ranks: int) -> list[Any]:
+    """What each rank of a run ends with that nobody kills."""
+    folder.mkdir()
+    if start(folder, ranks, {"rank": -1, "at": "reference"}):
+        raise SystemExit((folder / "log.txt").read_text())
+    return finals(folder, ranks)
+
+
+def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows, with how many trials, kills and interrupts they are."""
     ways = [kill["at"] for row in rows for kill in row["kills"]]
     interrupts = ways.count("interrupt")
-    kills = len(ways) - interrupts
-    print(f"{survived} of {len(rows)} trials, killed {kills} times and interrupted {interrupts} times in all, "
-          "ended in the same bits")  # fmt: skip
-    write_json(args.json, __doc__, {
-        "trials": len(rows), "survived": survived, "kills": kills, "interrupts": interrupts, "rows": rows,
-    })  # fmt: skip
-    if survived < len(rows):
-        raise SystemExit(1)
+    survived = sum(row["equal"] for row in rows)
+    return {
+        "trials": len(rows), "survived": survived, "kills": len(ways) - interrupts, "interrupts": interrupts,
+        "rows": rows,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
