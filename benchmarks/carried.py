@@ -92,14 +92,13 @@ class Bench:
     memory: dict[str, Any] = field(default_factory=dict)
     teams: dict[str, Team] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
-    processor_s: dict[str, list[float]] = field(default_factory=dict)
 
     def measure(self, part: str, rate: int) -> dict[str, Any]:
         """Returns a part's row at a rate."""
         self.stage.lab.set_rate(f"{rate}mbit")
         parts = {
             "alone": partial(self._one_job, ("jit", "compute", "blocking", "carried")),
-            "work": self._work,
+            "work": partial(self._one_job, ("jit", "compute", "work", "carried")),
             "delayed": self._delayed,
             "rivals": self._rivals,
             "pairs": self._pairs,
@@ -112,12 +111,9 @@ class Bench:
     def _one_job(self, ways: Sequence[str]) -> dict[str, Any]:
         for way in ways:
             self._prepare(way, ROUND_AND_TURN)
-        return self._in_turn({way: self._way(way) for way in ways})
-
-    def _work(self) -> dict[str, Any]:
-        self.processor_s.clear()
-        found = self._one_job(("jit", "compute", "work", "carried"))
-        return {**found, "processor_s": {way: [*each] for way, each in self.processor_s.items()}}
+        used: dict[str, list[float]] = {way: [] for way in ways}
+        found = self._in_turn({way: self._way(way, used=used[way]) for way in ways})
+        return {**found, "processor_s": used}
 
     def _delayed(self) -> dict[str, Any]:
         for way in ("jit", "compute", "mean", "delayed"):
@@ -204,10 +200,13 @@ class Bench:
         mean, carried = (self._way(way, SHORT)() for way in ("mean", "carried"))
         return mean / carried
 
-    def _way(self, way: str, steps: int = EVERY) -> Callable[[], float]:
+    def _way(self, way: str, steps: int = EVERY, *, used: list[float] | None = None) -> Callable[[], float]:
+        """Returns what measures seconds a step; `used` grows by those of the first rank's processor."""
+
         def seconds() -> float:
             found = self._ask("run", variants=[way], steps=[steps], policy="crossover")
-            self.processor_s.setdefault(way, []).append(found["cpu_s"] / steps)
+            if used is not None:
+                used.append(found["cpu_s"] / steps)
             return found["wall_s"] / steps
 
         return seconds

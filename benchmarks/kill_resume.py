@@ -6,7 +6,7 @@ Each trial kills one rank a few times (SIGKILL: at a random step, file forced to
 of a write) or interrupts it at a step (SIGINT, which is counted apart: all ranks stop by themselves), lets the launcher
 end the others, and starts all again, until the run is through.
 States, steps, losses, best states and files of metrics are compared with those of a run that keeps no checkpoints, and
-that nobody ends. FILE is written after each trial; with `--resume` those that it holds are not run again.
+that is never killed. FILE is written after each trial; with `--resume` those that it holds are not run again.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ def main() -> None:
     args = options.parse_args()
     rows: list[dict[str, Any]] = kept(args.json if args.resume else None, {"rows": []})["rows"]
     done = {(row["ranks"], row["seed"]) for row in rows}
-    result = counted(rows)
     with tempfile.TemporaryDirectory() as text:
         work = Path(text)
         for ranks in args.ranks:
@@ -116,8 +115,8 @@ def main() -> None:
             for seed in wanted:
                 rows.append(trial(work / f"{ranks}-{seed}", ranks, seed, expected))
                 print(json.dumps(rows[-1]), flush=True)
-                result = counted(rows)
-                write_json(args.json, __doc__, result)
+                write_json(args.json, __doc__, counted(rows))
+    result = counted(rows)
     print("{survived} of {trials} trials, killed {kills} times and interrupted {interrupts} times in all, ended in the "
           "same bits".format(**result))  # fmt: skip
     if result["survived"] < result["trials"]:
@@ -125,7 +124,7 @@ def main() -> None:
 
 
 def never_killed(folder: Path, ranks: int) -> list[Any]:
-    """What each rank of a run ends with that nobody kills."""
+    """What each rank of a run ends with that is never killed."""
     folder.mkdir()
     if start(folder, ranks, {"rank": -1, "at": "reference"}):
         raise SystemExit((folder / "log.txt").read_text())
