@@ -36,7 +36,7 @@ for call in (train_step, jaxcross.crossover(train_step.step, axes="batch", donat
 # buffers are not compared at every step, but an error names the leaves
 what = raised(lambda: train_step({**state, "ema": again(state["params"])}, batch))
 assert what.startswith(
-    "ValueError: `args[0]['params']` and `args[0]['ema']` of `train_step` share one buffer, which the step would"
+    "ValueError: `args[0]['ema']` and `args[0]['params']` of `train_step` share one buffer, which the step would"
 ), what
 assert not state["params"].is_deleted()
 
