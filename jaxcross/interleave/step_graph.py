@@ -17,7 +17,7 @@ class StepGraph:
 
     Attributes:
         kinds: Kind of each segment.
-        needs: For each segment, the segments whose outputs it reads.
+        needs: For each segment, those that must run before it: it reads their results, or may overwrite what they read.
         after_commit: Compute segments that may run only once the step is committed on every rank, because they
             donate or overwrite the step's input state.
         nbytes: Bytes that each segment hands to the wire; empty means none.

@@ -244,9 +244,12 @@ class Program:
         return max((s.index for s in self.collectives), default=-1)
 
     def needs(self) -> tuple[tuple[int, ...], ...]:
-        """Returns, for each segment, the indices of the segments whose results it reads."""
-        maker = {v: s.index for s in self.segments for v in s.outputs}
-        return tuple(tuple(sorted({maker[v] for v in s.inputs if v in maker})) for s in self.segments)
+        """Returns, for each segment, the indices of those whose results it reads, or whose arguments it may overwrite.
+
+        An update overwrites the step's donated arguments. Computation that reads them and that no exchange waits for
+        comes first: nothing is lost, as one device runs both.
+        """
+        return self._order()[0]
 
     @property
     def after_commit(self) -> frozenset[int]:
@@ -264,16 +267,28 @@ class Program:
         return readers
 
     def after(self) -> tuple[int, ...]:
-        """Returns, for each segment, those that must have run before it, as bits: by dependence or by the commit."""
-        collectives = tuple(s.index for s in self.collectives)
-        commit, sets = self.after_commit, []
-        for segment, needs in zip(self.segments, self.needs(), strict=True):
-            # Transitive: a segment's set includes the sets of those that it depends on, which come earlier in the list.
-            bits = 0
-            for n in (*needs, *collectives) if segment.index in commit else needs:
-                bits |= sets[n] | 1 << n
-            sets.append(bits)
-        return tuple(sets)
+        """Returns, for each segment, those that must have run before it, as bits: by `needs` or by the commit."""
+        return self._order()[1]
+
+    def _order(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        maker = {v: s.index for s in self.segments for v in s.outputs}
+        collectives, commit, readers = {s.index for s in self.collectives}, self.after_commit, self.readers()
+        found: list[tuple[int, ...]] = []
+        sets: dict[int, int] = {}
+        for segment in self.segments:
+            late = segment.index in commit
+            needs, bits = {maker[v] for v in segment.inputs if v in maker}, 0
+            # Transitive: a segment's set includes the sets of those that it depends on, which come earlier in the list
+            # (unless the program is not well formed, and printed to show that).
+            for n in needs | collectives if late else needs:
+                bits |= sets.get(n, 0) | 1 << n
+            for n in (n for v in self.donated.intersection(segment.last_uses) for n in readers[v] if late):
+                if n < segment.index and not bits >> n & 1:
+                    needs.add(n)
+                    bits |= sets.get(n, 0) | 1 << n
+            found.append(tuple(sorted(needs)))
+            sets[segment.index] = bits
+        return tuple(found), tuple(sets.values())
 
     def donates(self) -> tuple[frozenset[int], ...]:
         """Returns, for each segment, the values that it may overwrite because nothing can read them once it runs.

@@ -48,5 +48,5 @@ def test_its_exchange_is_carried():
     args = ((params, tx.init(params)), jnp.ones((4, 16)))
     program = stages.cut(trace(step, args, axes={"batch": 2}, wire=LocalRanks(), donate_argnums=(0,)))
     assert str(program).splitlines()[1:] == [
-        "0 compute <- inputs", "1 collective psum [1.0 kB], carried <- inputs", "2 compute <- 1",
+        "0 compute <- inputs", "1 collective psum [1.0 kB], carried <- inputs", "2 compute <- 0,1",
     ]  # fmt: skip

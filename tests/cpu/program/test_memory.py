@@ -116,26 +116,32 @@ def places(tree: Any) -> list[int]:
     return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim]
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_each_array_of_a_state_stays_where_it_is(exchanges: bool) -> None:
+@pytest.mark.parametrize("exchanges", ["now", "delayed", "none"])
+def test_each_array_of_a_state_stays_where_it_is(exchanges: str) -> None:
     """Arrays of one shape that changed places would be copied in each step."""
     tx = optax.adam(0.1)
     params = {name: jnp.full((N, N), float(n)) for n, name in enumerate("abc")}
 
     def step(state: Any, batch: Any) -> Any:
-        params, moments = state
+        params, moments, pending = state
         grads = jax.grad(lambda p: sum(jnp.mean(jnp.tanh(batch @ w) ** 2) for w in p.values()))(params)
-        grads = lax.pmean(grads, "batch") if exchanges else grads
+        if exchanges == "delayed":
+            grads, pending = lax.pmean(pending, "batch"), grads
+        elif exchanges == "now":
+            grads = lax.pmean(grads, "batch")
         updates, moments = tx.update(grads, moments, params)
-        return optax.apply_updates(params, updates), moments
+        return optax.apply_updates(params, updates), moments, pending
 
-    state = jax.tree.map(jnp.copy, (params, tx.init(params)))
+    pending = params if exchanges == "delayed" else {}
+    state = jax.tree.map(jnp.copy, (params, tx.init(params), pending))
     done, _ = compiled(step, args=(state, jnp.ones((4, N))))
-    before = places(state)
+    before = places(state[:2])
     execution = done.execution(jax.tree.leaves((state, jnp.ones((4, N)))))
     for segment in done.program.segments:
         execution.run(segment.index)
-    assert places(execution.outputs()) == before
+    after = places(execution.outputs())
+    assert after[: len(before)] == before
+    assert len(after) == len(before) + len(pending)  # what is pending was made anew
 
 
 def test_figures_of_an_executable_are_asked_once() -> None:

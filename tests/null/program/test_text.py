@@ -118,7 +118,7 @@ def test_verify_marks_the_invalid_segment_in_context() -> None:
     with pytest.raises(InternalError) as error:
         verify(with_segment(1, inputs=(4,)))
     assert str(error.value).splitlines()[1:] == [
-        "    0 compute <- inputs", "--> 1 collective psum [32 B] <- 2", "    2 compute <- 1",
+        "    0 compute <- inputs", "--> 1 collective psum [32 B] <- 2", "    2 compute <- 0,1",
     ]  # fmt: skip
 
 
