@@ -147,7 +147,10 @@ def search(asked: list[int], times: dict[int, float]) -> Search:
     return run
 
 
-def test_cuts_are_doubled_while_that_pays(search: Search, caplog: pytest.LogCaptureFixture) -> None:
+def test_cuts_are_doubled_while_that_pays(
+    search: Search, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut_tuner, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     asked: list[int] = []
     with caplog.at_level(logging.WARNING, "jaxcross"):
         assert search({1: 3.0, 2: 2.5, 4: 2.0, 8: 2.2, 16: 2.4}, asked) == 4
