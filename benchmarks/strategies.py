@@ -203,6 +203,7 @@ def _diloco(every: int, name: str = "", outer: optax.GradientTransformation = OU
 # Rounds of other lengths, and other outer optimizers: how much of the gap is theirs.
 ROUNDS = (
     _diloco(4),
+    _diloco(4, ", outer momentum 0.5", optax.sgd(0.7, momentum=0.5, nesterov=True)),
     _diloco(16),
     _diloco(16, ", outer SGD 1.0", optax.sgd(1.0)),
     _diloco(16, ", outer momentum 0.5", optax.sgd(0.7, momentum=0.5, nesterov=True)),

@@ -44,6 +44,28 @@ def test_rounds_are_those_of_the_algorithm():
     assert distance(history[0], jax.tree.map(lambda v: v[:1], history[0])) > 0.1
 
 
+@pytest.mark.parametrize(
+    ("every", "momentum", "outer_momentum", "converges"),
+    [(4, 0.9, 0.9, False), (5, 0.9, 0.9, False), (7, 0.9, 0.9, True), (4, 0.0, 0.9, True), (4, 0.9, 0.5, True)],
+)
+def test_two_momenta_diverge_in_short_rounds(every, momentum, outer_momentum, converges):
+    """On a parabola, from which a round is linear, short rounds overshoot by more each time."""
+    outer = optax.sgd(0.7, momentum=outer_momentum, nesterov=True)
+    tx = diloco(optax.sgd(0.02, momentum=momentum), outer, "batch", every=every)
+
+    def steps(x):
+        def one(carry, _):
+            x, state = carry
+            updates, state = tx.update(x, state, x)  # the gradient of x**2 / 2
+            return (optax.apply_updates(x, updates), state), None
+
+        (_, state), _ = jax.lax.scan(one, (x, tx.init(x)), length=every * 400)
+        return state.anchor
+
+    ends = jax.jit(jax.vmap(steps, axis_name="batch"))(jnp.ones(RANKS))
+    assert (abs(ends) < 1e-3).all() if converges else (abs(ends) > 1e3).all()
+
+
 def test_finish_drops_the_steps_of_an_open_round():
     """Within a round ranks differ, and their model is the anchor, also inside a chain; others' are the parameters."""
     tx = optax.chain(optax.clip(10.0), diloco(optax.sgd(0.05), NESTEROV, "batch", every=2))
