@@ -83,7 +83,7 @@ class Compiled:
     """A program whose segments are executables. Immutable; shared by all steps of all equal jobs.
 
     Attributes:
-        passthroughs: The results that are not a segment's own output; see `Program.passthroughs`.
+        passthroughs: Positions of the results that are not a segment's own output, and whether each may be moved.
         shared: The number of readers of each value that more than one segment reads.
         awaited: For each segment, the collective segments that must have run before it, by dependence or by the commit,
             and that no earlier compute segment has waited for.

@@ -278,8 +278,7 @@ class Program:
         for segment in self.segments:
             late = segment.index in commit
             needs, bits = {maker[v] for v in segment.inputs if v in maker}, 0
-            # Transitive: a segment's set includes the sets of those that it depends on, which come earlier in the list
-            # (unless the program is not well formed, and printed to show that).
+            # Transitive: a set includes those of earlier segments; a missing one is for `verify` to report.
             for n in needs | collectives if late else needs:
                 bits |= sets.get(n, 0) | 1 << n
             for n in (n for v in self.donated.intersection(segment.last_uses) for n in readers[v] if late):
@@ -310,20 +309,6 @@ class Program:
                 )
             )
         return tuple(donated)
-
-    def passthroughs(self) -> tuple[tuple[int, bool], ...]:
-        """Returns the positions of the results that are not a segment's own output, and whether each may be moved.
-
-        They are constants, inputs that come back, and values that are an earlier result already. A donated input may be
-        moved, once. The others must be copied: the caller may donate every result that it gets.
-        """
-        inputs, taken, found = frozenset(self.inputs), set(self.inputs) - self.donated, []
-        # `taken` holds the values that belong to the user or to an earlier result already.
-        for place, v in enumerate(self.outputs):
-            if v in inputs or v in taken:
-                found.append((place, v not in taken))
-            taken.add(v)
-        return tuple(found)
 
     def _lines(self) -> list[str]:
         lines, carried = [], self.carried

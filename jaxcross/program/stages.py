@@ -100,7 +100,7 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
     # Worked out once, so that a step in flight only looks things up.
     awaited, overlaps = collectives_to_await(program)
     carried = program.carried
-    passthroughs = program.passthroughs()
+    passthroughs = _passthroughs(program)
     return Compiled(
         program=program,
         runnables=runnables,
@@ -114,6 +114,21 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
         on_host=_constants_on_host(program, host),
         out_tree=program.traced.out_tree,
     )
+
+
+def _passthroughs(program: Program) -> tuple[tuple[int, bool], ...]:
+    """Returns the positions of the results that are not a segment's own output, and whether each may be moved.
+
+    They are constants, inputs that come back, and values that are an earlier result already. A donated input may be
+    moved, once. The others must be copied: the caller may donate every result that it gets.
+    """
+    inputs, taken, found = frozenset(program.inputs), set(program.inputs) - program.donated, []
+    # `taken` holds the values that belong to the user or to an earlier result already.
+    for place, v in enumerate(program.outputs):
+        if v in inputs or v in taken:
+            found.append((place, v not in taken))
+        taken.add(v)
+    return tuple(found)
 
 
 def _constants_on_host(program: Program, host: Any) -> dict[int, Any]:

@@ -98,8 +98,7 @@ def test_plan_is_drawn_from_its_rows(tmp_path):
 
 def test_carried_is_drawn_from_its_rows(tmp_path):
     raw = {"jit": [0.6], "compute": [0.6], "blocking": [0.9], "carried": [0.64]}
-    row = {"part": "alone", "rate": 25, "raw": raw, "s": {way: each[0] for way, each in raw.items()},
-           "of_compute": {way: 0.6 / each[0] for way, each in raw.items()}}  # fmt: skip
+    row = {"part": "alone", "rate": 25, "raw": raw, "s": {way: each[0] for way, each in raw.items()}}
     carried_show.draw({"rows": [row]}, tmp_path / "carried.png")
     assert (tmp_path / "carried.png").stat().st_size > 10_000
     assert "   0.667 of computation alone" in "\n".join(carried_show.lines(row))

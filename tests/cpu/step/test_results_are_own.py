@@ -126,7 +126,7 @@ def test_donated_inputs_that_come_back_are_moved_once() -> None:
     assert place(state["a"]) == before != place(state["b"])
     assert run(done, (state, jnp.ones(())))["n"] == 4
     frozen = compiled(lambda s, x: {**s, "n": s["n"] + lax.psum(x, "batch")}, (state, jnp.ones(())), (0,))
-    assert frozen.program.passthroughs() == ((0, True), (1, True)), "a frozen part of the state costs nothing"
+    assert frozen.passthroughs == ((0, True), (1, True)), "a frozen part of the state costs nothing"
     assert frozen.peak_live_bytes() <= peak
 
 
