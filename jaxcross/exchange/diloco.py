@@ -57,7 +57,8 @@ def diloco(
         inner: Steps on this rank's gradients.
         outer: Steps on the pseudo-gradient, once a round; a schedule in it counts rounds.
         axis_name: One axis or several.
-        every: Steps of a round; the first exchange is in step `every`.
+        every: Steps of a round; the first exchange is in step `every`. If `inner` is SGD with momentum 0.9, rounds of
+            less than 7 steps diverge at many rates with the outer optimizer above: take more, or momentum 0.5 in it.
 
     Raises:
         ValueError: `every` is not a positive whole number, or `inner` or `outer` is not an optimizer; `update` got no

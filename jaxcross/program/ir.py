@@ -223,12 +223,9 @@ class Program:
         They exchange what the step before has left, and can do so while this one computes. None comes behind another
         exchange: the order of exchanges is the program's on each rank, also where ranks compute different things.
         """
-        if any(
-            s.index != n or max(needs, default=-1) >= n
-            for n, (s, needs) in enumerate(zip(self.segments, self.needs(), strict=True))
-        ):
-            return frozenset()  # not well formed, and printed to show that
         after, commit = self.after(), self.after_commit
+        if len(after) < len(self.segments):
+            return frozenset()
         computes = [s.index for s in self.segments if s.kind == "compute"]
         free = [after[n] for n in computes if n not in commit]
         found: set[int] = set()
@@ -246,8 +243,8 @@ class Program:
     def needs(self) -> tuple[tuple[int, ...], ...]:
         """Returns, for each segment, the indices of those whose results it reads, or whose arguments it may overwrite.
 
-        An update overwrites the step's donated arguments. Computation that reads them and that no exchange waits for
-        comes first: nothing is lost, as one device runs both.
+        An update overwrites the step's donated arguments. Segments that read those run first, even if nothing else
+        orders them. This costs no time: one device runs both anyway.
         """
         return self._order()[0]
 
@@ -267,27 +264,30 @@ class Program:
         return readers
 
     def after(self) -> tuple[int, ...]:
-        """Returns, for each segment, those that must have run before it, as bits: by `needs` or by the commit."""
+        """Returns, for each segment, those that must have run before it, as bits: by `needs` or by the commit.
+
+        Empty if segments are not listed in an order in which they can run: a program that is printed to show that.
+        """
         return self._order()[1]
 
     def _order(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         maker = {v: s.index for s in self.segments for v in s.outputs}
+        reads = [{maker[v] for v in s.inputs if v in maker} for s in self.segments]
+        if any(s.index != n or max(reads[n], default=-1) >= n for n, s in enumerate(self.segments)):
+            return tuple(tuple(sorted(needs)) for needs in reads), ()
         collectives, commit, readers = {s.index for s in self.collectives}, self.after_commit, self.readers()
-        found: list[tuple[int, ...]] = []
-        sets: dict[int, int] = {}
-        for segment in self.segments:
-            late = segment.index in commit
-            needs, bits = {maker[v] for v in segment.inputs if v in maker}, 0
-            # Transitive: a set includes those of earlier segments; a missing one is for `verify` to report.
+        sets: list[int] = []
+        for segment, needs in zip(self.segments, reads, strict=True):
+            late, bits = segment.index in commit, 0
+            # Transitive: a segment's set includes the sets of those that it depends on, which come earlier in the list.
             for n in needs | collectives if late else needs:
-                bits |= sets.get(n, 0) | 1 << n
-            for n in (n for v in self.donated.intersection(segment.last_uses) for n in readers[v] if late):
+                bits |= sets[n] | 1 << n
+            for n in (n for v in self.donated.intersection(segment.last_uses) for n in readers.get(v, ()) if late):
                 if n < segment.index and not bits >> n & 1:
                     needs.add(n)
-                    bits |= sets.get(n, 0) | 1 << n
-            found.append(tuple(sorted(needs)))
-            sets[segment.index] = bits
-        return tuple(found), tuple(sets.values())
+                    bits |= sets[n] | 1 << n
+            sets.append(bits)
+        return tuple(tuple(sorted(needs)) for needs in reads), tuple(sets)
 
     def donates(self) -> tuple[frozenset[int], ...]:
         """Returns, for each segment, the values that it may overwrite because nothing can read them once it runs.

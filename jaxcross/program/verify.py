@@ -38,6 +38,8 @@ def verify(program: Program) -> Program:
                 fail(f"value {v} is freed twice, or before it is defined")
             if v in returned:
                 fail(f"value {v} is freed, but the step returns it")
+            if v not in segment.inputs:
+                fail(f"value {v} is freed where it is not read")
         dead.update(segment.last_uses)
         if segment.kind == "compute" and (segment.exchanges or _holds_exchange(program, segment)):
             fail("a compute segment holds an exchange")

@@ -116,8 +116,10 @@ def places(tree: Any) -> list[int]:
     return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim]
 
 
-@pytest.mark.parametrize("exchanges", ["now", "delayed", "none"])
-def test_each_array_of_a_state_stays_where_it_is(exchanges: str) -> None:
+@pytest.mark.parametrize(
+    ("exchanges", "orders"), [("now", [(0, 1, 2)]), ("delayed", [(0, 1, 2), (1, 0, 2)]), ("none", [(0,)])]
+)
+def test_each_array_of_a_state_stays_where_it_is(exchanges: str, orders: list[tuple[int, ...]]) -> None:
     """Arrays of one shape that changed places would be copied in each step."""
     tx = optax.adam(0.1)
     params = {name: jnp.full((N, N), float(n)) for n, name in enumerate("abc")}
@@ -133,15 +135,20 @@ def test_each_array_of_a_state_stays_where_it_is(exchanges: str) -> None:
         return optax.apply_updates(params, updates), moments, pending
 
     pending = params if exchanges == "delayed" else {}
-    state = jax.tree.map(jnp.copy, (params, tx.init(params), pending))
-    done, _ = compiled(step, args=(state, jnp.ones((4, N))))
-    before = places(state[:2])
-    execution = done.execution(jax.tree.leaves((state, jnp.ones((4, N)))))
-    for segment in done.program.segments:
-        execution.run(segment.index)
-    after = places(execution.outputs())
-    assert after[: len(before)] == before
-    assert len(after) == len(before) + len(pending)  # what is pending was made anew
+    given = params, tx.init(params), pending
+    done, _ = compiled(step, args=(given, jnp.ones((4, N))))
+    assert sorted(s.index for s in done.program.segments) == sorted(orders[0])
+    results = []
+    for order in orders:
+        state = jax.tree.map(jnp.copy, given)
+        before = places(state[:2])
+        execution = done.execution(jax.tree.leaves((state, jnp.ones((4, N)))))
+        for index in order:
+            execution.run(index)
+        results.append(jax.tree.map(np.asarray, execution.outputs()))
+        assert places(execution.outputs())[: len(before)] == before
+    for other in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, results[0], other)
 
 
 def test_figures_of_an_executable_are_asked_once() -> None:

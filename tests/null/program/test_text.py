@@ -95,12 +95,18 @@ def test_parse_names_the_line_it_does_not_understand(line: int, wrong: str, mess
     ("broken", "message"),
     [
         (with_segment(0, index=1), "segment 1 stands at place 0"),
+        (with_segment(0, index=10**11), "segment 100000000000 stands at place 0"),
         (with_segment(0, inputs=(0, 3)), "value 3 is read before it is defined"),
         (with_segment(2, inputs=(1, 3)), "value 1 is read after its last use"),
         (with_segment(2, outputs=(3,)), "value 3 is defined twice"),
         (with_segment(2, outputs=(9,)), "value 9 has no type"),
         (with_segment(2, last_uses=(0, 3, 1)), "value 1 is freed twice, or before it is defined"),
         (with_segment(2, last_uses=(0, 3, 4)), "value 4 is freed, but the step returns it"),
+        (
+            replace(with_segment(2, last_uses=(0, 3, 4)), donated=frozenset({4})),
+            "value 4 is freed, but the step returns it",
+        ),
+        (with_segment(1, last_uses=(2, 0)), "value 0 is freed where it is not read"),
         (with_segment(0, exchanges=(SUM,)), "a compute segment holds an exchange"),
         (with_segment(1, exchanges=()), "a collective segment holds no exchange"),
         (program(outputs=(7,)), "result 7 is never defined"),
@@ -118,7 +124,7 @@ def test_verify_marks_the_invalid_segment_in_context() -> None:
     with pytest.raises(InternalError) as error:
         verify(with_segment(1, inputs=(4,)))
     assert str(error.value).splitlines()[1:] == [
-        "    0 compute <- inputs", "--> 1 collective psum [32 B] <- 2", "    2 compute <- 0,1",
+        "    0 compute <- inputs", "--> 1 collective psum [32 B] <- 2", "    2 compute <- 1",
     ]  # fmt: skip
 
 
