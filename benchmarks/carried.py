@@ -1,13 +1,14 @@
 """What does an exchange still cost when it is carried to the next step and runs while that computes?
 
-    uv run --group torch python benchmarks/carried.py [--only alone,work,delayed,rivals,pairs] [--rates 500,25,100]
-        [--repeats 3] [--minutes 20] [--json FILE] [--png FILE] [--draw] [--smoke]
+    uv run --group torch python benchmarks/carried.py [--only alone,close,work,delayed,rivals,pairs]
+        [--rates 500,25,100] [--repeats 3] [--minutes 20] [--json FILE] [--png FILE] [--draw] [--smoke]
 
 ResNet-50, two hosts with one core each and a real link. Ways take turns in one run, in another order in each repeat.
 Numbers are seconds a step, over whole rounds of 16 steps where a way has rounds. Parts:
   alone    one job at each rate. `jit`: the step without exchange in one `jax.jit`; `compute`: the same under
            `crossover`; `blocking` and `carried`: streaming DiLoCo with 4 fragments on a wire of 8 bits, whose exchange
            runs in the step that needs it, or is carried, spread over the four steps until the next fragment's turn
+  close    the first rate: `compute` and `carried` only, so that little time lies between the two that are compared
   work     the first rate: `jit`, `compute`, `carried`, and `work`, which is `carried` on an axis of one rank: it does
            what streaming DiLoCo computes, but for decoding the other rank's part, and sends nothing. Also of each the
            seconds of the first rank's processor, which the other rank's pauses change less
@@ -16,9 +17,9 @@ Numbers are seconds a step, over whole rounds of 16 steps where a way has rounds
   rivals   the first rate: the mean in one `jax.jit` by mpi4jax (`fused`), PyTorch's DDP, and its post-local SGD, which
            averages all parameters every 16 steps; `carried` takes turns with them
   pairs    the first rate: two `carried` jobs, one after the other and in crossover; one of `mean` and one of `carried`
-of_compute: seconds of `compute` over those of a way, of the same repeat; the median. Peak bytes are exact: arrays and
-XLA's temporaries at the fullest moment of any step. A part that does not begin within `--minutes` is left out; FILE is
-written after each, and keeps rows of earlier runs that are not made again. `--draw` only draws FILE's rows.
+Peak bytes are exact: arrays and XLA's temporaries at the fullest moment of any step. A part that does not begin within
+`--minutes` is left out; FILE is written after each, and keeps rows of earlier runs that are not made again. `--draw`
+only draws FILE's rows.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from rivals.cases import EVERY
 from rivals.teams import Stage, Team, TeamError, lab_or_exit
 from workloads import kept, parser, write_json
 
-PARTS = ("alone", "work", "delayed", "rivals", "pairs")
+PARTS = ("alone", "close", "work", "delayed", "rivals", "pairs")
 RATES = (500, 25, 100)
 RIVALS = {"fused": ("fused", "plain"), "DDP": ("ddp", "plain"), "post-local SGD": ("ddp", "post-local")}
 """Rival -> its team and variant."""
@@ -98,6 +99,7 @@ class Bench:
         self.stage.lab.set_rate(f"{rate}mbit")
         parts = {
             "alone": partial(self._one_job, ("jit", "compute", "blocking", "carried")),
+            "close": partial(self._one_job, ("compute", "carried")),
             "work": partial(self._one_job, ("jit", "compute", "work", "carried")),
             "delayed": self._delayed,
             "rivals": self._rivals,
@@ -118,7 +120,7 @@ class Bench:
     def _delayed(self) -> dict[str, Any]:
         for way in ("jit", "compute", "mean", "delayed"):
             self._prepare(way, 3)
-        found = self._in_turn(
+        return self._in_turn(
             {
                 "compute": self._way("compute"),
                 "mean": self._way("mean", SHORT),
@@ -127,10 +129,6 @@ class Bench:
                 "m next to c": lambda: statistics.median(self._ask("beside", variant="mean", exchanges=3)["taxed_m"]),
             }
         )
-        for bound, key in (("m", "of_bound"), ("m next to c", "of_bound_beside")):
-            each = zip(*(found["raw"][way] for way in ("compute", bound, "delayed")), strict=True)
-            found[key] = statistics.median(max(c, m) / took for c, m, took in each)
-        return found
 
     def _rivals(self) -> dict[str, Any]:
         """Those that cannot run are left out, with the reason."""
@@ -189,10 +187,6 @@ class Bench:
                 "mean and carried, in crossover": together(each, mixed, "crossover"),
             }
         )
-        raw = found["raw"]
-        for name in ("two", "mean and carried"):
-            sides = zip(raw[f"{name}, one after the other"], raw[f"{name}, in crossover"], strict=True)
-            found[f"{name}, gain"] = statistics.median(a / b for a, b in sides)
         return {**found, "steps": {"two": two, "mean and carried": mixed}}
 
     def _carried_steps_a_mean(self) -> float:
@@ -212,20 +206,13 @@ class Bench:
         return seconds
 
     def _in_turn(self, ways: Mapping[str, Callable[[], float]]) -> dict[str, Any]:
-        """Measures all ways in each repeat. Returns medians, raw seconds, and seconds of `compute` over them."""
+        """Measures all ways in each repeat. Returns medians and raw seconds."""
         raw: dict[str, list[float]] = {way: [] for way in ways}
         for repeat in range(self.args.repeats):
             for way in in_order(list(ways), repeat):
                 raw[way].append(ways[way]())
                 print(f"  {way}: {raw[way][-1]:.3f} s", flush=True)
-        found: dict[str, Any] = {"raw": raw, "s": {way: statistics.median(each) for way, each in raw.items()}}
-        if "compute" in raw:
-            found["of_compute"] = {
-                way: statistics.median(c / took for c, took in zip(raw["compute"], each, strict=True))
-                for way, each in raw.items()
-                if not way.startswith("m ") and way != "m"  # seconds of an exchange
-            }
-        return found
+        return {"raw": raw, "s": {way: statistics.median(each) for way, each in raw.items()}}
 
     def _prepare(self, way: str, steps: int, number: int = 0) -> None:
         """Compiles and gets memory; once."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 TARGETS = {500: 0.97, 100: 0.95, 25: 0.90}
 """Seconds of computation alone over those of a carried step, by megabits per second."""
+EXCHANGES = ("m", "m next to c")
+"""What part `delayed` measures that is an exchange, not a step."""
 COLOURS = {"blocking": "#e69f00", "carried": "#0072b2"}
 
 
@@ -15,11 +18,34 @@ def lines(row: Mapping[str, Any]) -> Iterator[str]:
     """Yields a part as lines."""
     yield f"{row['part']} at {row['rate']} Mbit/s"
     for way, seconds in row["s"].items():
-        share = row.get("of_compute", {}).get(way)
-        yield f"  {way:40} {seconds:8.3f} s" + ("" if share is None else f"   {share:.3f} of computation alone")
-    for key in ("of_bound", "of_bound_beside", "two, gain", "mean and carried, gain"):
-        if key in row:
-            yield f"  {key}: {row[key]:.3f}"
+        has_share = "compute" in row["raw"] and way not in EXCHANGES
+        share = f"   {median(shares(row, way)):.3f} of computation alone" if has_share else ""
+        yield f"  {way:40} {seconds:8.3f} s{share}"
+    for bound in EXCHANGES if "delayed" in row["raw"] else ():
+        yield f"  max(c, {bound}) / T: {median(of_bound(row, bound)):.3f}"
+    for name in row.get("steps", ()):
+        yield f"  {name}, times as fast: {median(gains(row, name)):.3f}"
+
+
+def shares(row: Mapping[str, Any], way: str) -> list[float]:
+    """Returns the speed of a way over that of computation alone, in each repeat."""
+    return _ratios(row, "compute", way)
+
+
+def of_bound(row: Mapping[str, Any], exchange: str) -> list[float]:
+    """Returns the longer of computation and exchange over the seconds of `delayed_mean`, in each repeat."""
+    each = zip(*(row["raw"][way] for way in ("compute", exchange, "delayed")), strict=True)
+    return [max(c, m) / took for c, m, took in each]
+
+
+def gains(row: Mapping[str, Any], jobs: str) -> list[float]:
+    """Returns how many times as fast a pair of jobs is in crossover, in each repeat."""
+    return _ratios(row, f"{jobs}, one after the other", f"{jobs}, in crossover")
+
+
+def _ratios(row: Mapping[str, Any], above: str, below: str) -> list[float]:
+    raw: Mapping[str, Sequence[float]] = row["raw"]
+    return [a / b for a, b in zip(raw[above], raw[below], strict=True)]
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
@@ -31,9 +57,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axes = figure.add_subplot()
     for at, row in enumerate(rows):
         for shift, way in ((-0.19, "blocking"), (0.19, "carried")):
-            shares = _shares(row, way)
-            middle = row["of_compute"][way]
-            error = [[middle - min(shares)], [max(shares) - middle]]
+            each = shares(row, way)
+            middle = median(each)
+            error = [[middle - min(each)], [max(each) - middle]]
             axes.barh(
                 at + shift, middle, 0.36, color=COLOURS[way], xerr=error, error_kw={"lw": 0.8},
                 label=LABELS[way] if at == 0 else None,
@@ -42,7 +68,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axes.axvline(1, color="#333333", lw=1, ls="--")
     axes.set_yticks(range(len(rows)), [f"{row['rate']} Mbit/s" for row in rows])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.02 * max(1.06, *(share for row in rows for way in COLOURS for share in _shares(row, way))))
+    axes.set_xlim(0, 1.02 * max(1.06, *(share for row in rows for way in COLOURS for share in shares(row, way))))
     axes.set_xlabel("speed over that of computation alone (ResNet-50, streaming DiLoCo, a round of 16 steps)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.45, 1.16), ncols=2)
@@ -51,10 +77,6 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         fontsize=12.5, weight="bold",
     )  # fmt: skip
     figure.savefig(path)
-
-
-def _shares(row: Mapping[str, Any], way: str) -> list[float]:
-    return [c / took for c, took in zip(row["raw"]["compute"], row["raw"][way], strict=True)]
 
 
 LABELS = {

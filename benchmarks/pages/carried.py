@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from carried_show import TARGETS
+from carried_show import EXCHANGES, TARGETS, gains, of_bound, shares
 
 from pages import Read, Table, with_spread
 
@@ -17,27 +17,38 @@ def carried(read: Read, _: str) -> Iterator[tuple[str, ...]]:
            "blocking, of computation alone", "carried, of computation alone", "target")  # fmt: skip
     for row in sorted(_part(read, "alone"), key=lambda row: -row["rate"]):
         seconds = (f"{row['s'][way]:.3f}" for way in ("jit", "compute", "blocking", "carried"))
-        shares = (_shares(row, way) for way in ("blocking", "carried"))
-        yield (f"{row['rate']}", *seconds, *shares, f"{TARGETS.get(row['rate'], '')}")
+        speeds = (with_spread(shares(row, way), 3) for way in ("blocking", "carried"))
+        yield (f"{row['rate']}", *seconds, *speeds, f"{TARGETS.get(row['rate'], '')}")
+
+
+def carried_close(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """Computation alone and carried, which take turns without any other way between them."""
+    return _with_processor(read, "close")
 
 
 def carried_work(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """The same strategy on an axis of one rank: what it computes, without what it sends."""
+    return _with_processor(read, "work")
+
+
+def _with_processor(read: Read, part: str) -> Iterator[tuple[str, ...]]:
     yield "way", "s a step", "of computation alone", "processor, s a step", "over computation alone"
-    for row in _part(read, "work"):
+    for row in _part(read, part):
         for way, seconds in row["s"].items():
             used, alone = row["processor_s"][way], row["processor_s"]["compute"]
             more = with_spread([a / b for a, b in zip(used, alone, strict=True)], 3)
-            yield way, f"{seconds:.3f}", _shares(row, way), f"{median(used):.3f}", more
+            yield way, f"{seconds:.3f}", with_spread(shares(row, way), 3), f"{median(used):.3f}", more
 
 
 def carried_delayed(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """The mean of the step before."""
-    yield ("Mbit/s", "c", "m alone", "m next to c", "`mean`, s a step", "`delayed_mean`, s a step",
+    """The mean of the step before, with images of two sizes."""
+    yield ("image", "c", "m alone", "m next to c", "`mean`, s a step", "`delayed_mean`, s a step",
            "max(c, m) / T", "the same, m next to c")  # fmt: skip
-    for row in _part(read, "delayed"):
+    for name in ("carried", "carried_small"):
+        (row,) = (row for row in read(name)["rows"] if row["part"] == "delayed")
         seconds = (f"{row['s'][way]:.3f}" for way in ("compute", "m", "m next to c", "mean", "delayed"))
-        yield f"{row['rate']}", *seconds, f"{row['of_bound']:.2f}", f"{row['of_bound_beside']:.2f}"
+        size = read(name)["image_size"]
+        yield f"{size}x{size}", *seconds, *(with_spread(of_bound(row, exchange)) for exchange in EXCHANGES)
 
 
 def carried_rivals(read: Read, _: str) -> Iterator[tuple[str, ...]]:
@@ -45,7 +56,8 @@ def carried_rivals(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     yield "way", "s a step", "over `carried`"
     for row in _part(read, "rivals"):
         for way, seconds in row["s"].items():
-            yield way, f"{seconds:.3f}", f"{seconds / row['s']['carried']:.2f}"
+            over = [a / b for a, b in zip(row["raw"][way], row["raw"]["carried"], strict=True)]
+            yield way, f"{seconds:.3f}", with_spread(over)
         for way, reason in row["left_out"].items():
             yield way, reason, ""
 
@@ -56,7 +68,7 @@ def carried_pairs(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     for row in _part(read, "pairs"):
         for name, steps in row["steps"].items():
             seconds = (f"{row['s'][f'{name}, {way}']:.2f}" for way in ("one after the other", "in crossover"))
-            yield name, " and ".join(map(str, steps)), *seconds, f"{row[f'{name}, gain']:.2f}"
+            yield name, " and ".join(map(str, steps)), *seconds, with_spread(gains(row, name))
 
 
 def carried_memory(read: Read, _: str) -> Iterator[tuple[str, ...]]:
@@ -73,12 +85,9 @@ def _part(read: Read, part: str) -> list[dict[str, Any]]:
     return [row for row in read("carried")["rows"] if row["part"] == part]
 
 
-def _shares(row: dict[str, Any], way: str) -> str:
-    return with_spread([c / took for c, took in zip(row["raw"]["compute"], row["raw"][way], strict=True)], 3)
-
-
 TABLES: dict[str, Table] = {
     "carried": carried,
+    "carried-close": carried_close,
     "carried-work": carried_work,
     "carried-delayed": carried_delayed,
     "carried-rivals": carried_rivals,
