@@ -73,9 +73,9 @@ def test_two_momenta_diverge_in_short_rounds():
     """At rates between bounds that meet as rounds grow; the inner optimizer alone converges at all of these."""
     assert (growth([0.005, 0.02, 0.1, 0.2], 4) > 1).all() and (growth([0.004, 0.22, 1.0], 4) < 1).all()
     assert (growth([0.011, 0.02, 0.029], 6) > 1).all() and (growth([0.01, 0.032, 0.1, 0.6], 6) < 1).all()
-    rates = np.geomspace(1e-3, 2, 100)
+    rates = np.geomspace(1e-3, 1.9, 100)
     assert (growth(rates, 7) < 1).all() and (growth(rates, 8) < 1).all()
-    assert (growth(rates, 4, outer_momentum=0.5) < 1).all() and (growth(0.99 * rates, 4, momentum=0.0) < 1).all()
+    assert (growth(rates, 4, outer_momentum=0.5) < 1).all() and (growth(rates, 4, momentum=0.0) < 1).all()
 
 
 def test_finish_drops_the_steps_of_an_open_round():
