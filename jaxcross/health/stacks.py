@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import traceback
+from types import FrameType
 
 
 def stacks() -> str:
     """Returns the stack of every thread, the main thread first. Does not stop them."""
     names = {t.ident: t.name for t in threading.enumerate()}
     main = threading.main_thread().ident
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    frames = sorted(_frames().items(), key=lambda item: item[0] != main)
     parts = [f"thread {names.get(i, '?')!r}:\n{''.join(traceback.format_stack(frame))}" for i, frame in frames]
     return "\n".join(parts)
+
+
+def _frames() -> dict[int, FrameType]:
+    """Returns the frame of every thread.
+
+    Python before 3.11.9 holds a lock meanwhile, which threads need that begin or end. A garbage collection in there may
+    let such a thread run, and the process never goes on (python/cpython#106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()

@@ -1,0 +1,31 @@
+"""The stacks of all threads, which a rank takes of itself while it is stuck."""
+
+import gc
+import sys
+import threading
+
+import pytest
+
+from jaxcross.health.stacks import stacks
+
+
+@pytest.fixture(autouse=True)
+def collecting():
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_frames_are_taken(collects, monkeypatch):
+    """A collection there lets threads run that wait for the lock that is held."""
+    seen, take = [], sys._current_frames
+
+    def frames():
+        seen.append(gc.isenabled())
+        return take()
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    (gc.enable if collects else gc.disable)()
+    text = stacks()
+    assert seen == [False] and gc.isenabled() == collects
+    assert text.startswith(f"thread '{threading.main_thread().name}':\n") and "test_stacks.py" in text
