@@ -21,8 +21,8 @@ def stacks() -> str:
 def _frames() -> dict[int, FrameType]:
     """Returns the frame of every thread.
 
-    Python before 3.11.9 holds a lock meanwhile, which threads need that begin or end. A garbage collection in there may
-    let such a thread run, and the process never goes on (python/cpython#106883).
+    While Python before 3.11.9 lists the frames, it holds a lock that threads need to begin or end. A garbage collection
+    in there may let such a thread run, and the process never goes on (python/cpython#106883).
     """
     collects = gc.isenabled()
     gc.disable()

@@ -266,7 +266,7 @@ class Program:
     def after(self) -> tuple[int, ...]:
         """Returns, for each segment, those that must have run before it, as bits: by `needs` or by the commit.
 
-        Empty if segments are not listed in an order in which they can run: a program that is printed to show that.
+        Empty if the segments cannot run in the order of the list (`verify` refuses such a program, and prints it).
         """
         return self._order()[1]
 
