@@ -95,10 +95,10 @@ def counts(program: Program) -> dict[str, int]:
     constants = {*program.inputs[: program.constants]}
     moved = [v for s in collectives for v in (*(v for v in s.inputs if v not in constants), *s.outputs)]
     after: set[int] = set()
-    for segment, needs in zip(program.segments, program.needs(), strict=True):
+    for segment, needs in zip(program.segments, program.order.needs, strict=True):
         if segment.kind == "collective" or not after.isdisjoint(needs):
             after.add(segment.index)
-    before = {n for s in collectives for n in program.needs()[s.index]}
+    before = {n for s in collectives for n in program.order.needs[s.index]}
     trips = sum(s.kind == "compute" and s.index in after & before for s in program.segments)
     return {"trips": trips, "arrays": len(moved), "bytes": sum(program.values[v].nbytes for v in moved)}
 

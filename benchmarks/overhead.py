@@ -42,7 +42,7 @@ def by_hand(step: Any, state: Any, batch: Any) -> Callable[..., Any]:
     program = stages.cut(step.trace(state, batch))
     compiled = stages.compile(program)
     parts = []
-    for segment, may in zip(program.segments, program.donates(), strict=True):
+    for segment, may in zip(program.segments, program.order.donates, strict=True):
         positions = tuple(n for n, v in enumerate(segment.inputs) if v in may)
         call = jax.jit(jaxpr_as_fun(segment.jaxpr), donate_argnums=positions, keep_unused=True)
         parts.append((segment.inputs, segment.outputs, call if segment.kind == "compute" else lambda *args: args))
@@ -102,7 +102,7 @@ def memory(work: Workload, cuts: tuple[Any, ...]) -> dict[str, float]:
     for cut in cuts:
         program = stages.cut(step.trace(state, batch), cut)
         peak = stages.compile(program).peak_live_bytes()
-        received = sum(x.nbytes for s in program.segments[: program.last_collective] for x in s.exchanges)
+        received = sum(x.nbytes for s in program.segments[: program.collectives[-1].index] for x in s.exchanges)
         result[f"cut_{cut}_over_fused"] = peak / fused
         result[f"cut_{cut}_over_fused_without_exchange_buffers"] = (peak - received) / fused
     return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, Literal, Self
 
 MAX_SEGMENTS = 10_000
@@ -21,6 +20,7 @@ class StepGraph:
         after_commit: Compute segments that may run only once the step is committed on every rank, because they
             donate or overwrite the step's input state.
         nbytes: Bytes that each segment hands to the wire; empty means none.
+        carried: The first exchanges, if they need no computation of the step and can run while it computes.
         local_step: Whether a call is a step of its job although it exchanges nothing, as between the exchanges of local
             SGD. Other programs without exchanges, such as an evaluation, are not steps.
         signature: A number that must be equal on all ranks before the step is exchanged (see `vote.point_hash`).
@@ -33,6 +33,7 @@ class StepGraph:
     needs: tuple[tuple[int, ...], ...]
     after_commit: frozenset[int] = frozenset()
     nbytes: tuple[int, ...] = ()
+    carried: frozenset[int] = frozenset()
     local_step: bool = False
     signature: int = 0
     text: str = ""
@@ -50,6 +51,8 @@ class StepGraph:
                 raise ValueError(f"exchange segment {index} waits for the commit that waits for it")
         if self.after_commit and not self.collectives:
             raise ValueError("a program without exchanges has no commit to wait for")
+        if not self.carried.issubset(self.collectives):
+            raise ValueError(f"segments {sorted(self.carried)} are not all exchanges, and are said to be carried")
         if self.local_step and self.collectives:
             raise ValueError("a program with exchanges cannot be a local step")
         readers: list[list[int]] = [[] for _ in self.kinds]
@@ -63,20 +66,6 @@ class StepGraph:
         """Whether a call counts as a step of its job."""
         return bool(self.collectives) or self.local_step
 
-    @property
-    def carried(self) -> tuple[int, ...]:
-        """The first exchanges, if they need no computation, and some of it needs none of them before the commit."""
-        before: list[set[int]] = []
-        for needs in self.needs:
-            before.append({*needs, *(n for need in needs for n in before[need])})
-        computes = {i for i, kind in enumerate(self.kinds) if kind == "compute"}
-        free = [before[i] for i in computes - self.after_commit]
-        return tuple(
-            takewhile(
-                lambda i: before[i].isdisjoint(computes) and any(i not in needed for needed in free), self.collectives
-            )
-        )
-
     def as_data(self) -> dict[str, Any]:
         """Returns kinds, dependences and bytes as plain data, without what only ranks compare."""
         return {
@@ -84,6 +73,7 @@ class StepGraph:
             "needs": [[*needs] for needs in self.needs],
             "after_commit": sorted(self.after_commit),
             "nbytes": [*self.nbytes],
+            "carried": sorted(self.carried),
             "local_step": self.local_step,
         }
 
@@ -94,19 +84,20 @@ class StepGraph:
         Raises:
             ValueError: It is something else.
         """
-        names = ("kinds", "needs", "after_commit", "nbytes")
-        if not isinstance(data, Mapping) or not all(isinstance(data.get(name), list) for name in names):
+        names = ("kinds", "needs", "after_commit", "nbytes", "carried")
+        lists = {"carried": [], **data} if isinstance(data, Mapping) else {}  # earlier profiles do not say
+        if not all(isinstance(lists.get(name), list) for name in names):
             raise ValueError(f"a step graph has the lists {', '.join(names)}")
-        kinds, needs, after_commit, nbytes = (data[name] for name in names)
+        kinds, needs, after_commit, nbytes, carried = (lists[name] for name in names)
         if not 1 <= len(kinds) <= MAX_SEGMENTS:
             raise ValueError(f"a step has 1 to {MAX_SEGMENTS} segments, not {len(kinds)}")
         if not all(kind in ("compute", "collective") for kind in kinds):
             raise ValueError("each of `kinds` is `compute` or `collective`")
         if not all(isinstance(several, list) for several in needs):
             raise ValueError("each of `needs` is a list of numbers of segments")
-        numbers = [*after_commit, *nbytes, *(need for several in needs for need in several)]
+        numbers = [*after_commit, *nbytes, *carried, *(need for several in needs for need in several)]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-            raise ValueError("`needs`, `after_commit` and `nbytes` hold whole numbers that are not negative")
+            raise ValueError("`needs`, `after_commit`, `nbytes` and `carried` hold whole numbers that are not negative")
         if nbytes and len(nbytes) != len(kinds):
             raise ValueError(f"{len(kinds)} segments, but `nbytes` of {len(nbytes)}")
         if any(number >= len(kinds) for number in after_commit):
@@ -118,5 +109,6 @@ class StepGraph:
             needs=tuple(map(tuple, needs)),
             after_commit=frozenset(after_commit),
             nbytes=tuple(nbytes),
+            carried=frozenset(carried),
             local_step=data["local_step"],
         )

@@ -281,7 +281,7 @@ class JobHost:
 
     def _refuse_to_skip(self, compiled: Compiled) -> None:
         """Raises CutError for a step that could not be skipped; a program without exchanges need not be."""
-        if compiled.program.has_exchanges:
+        if compiled.program.exchanges:
             raise CutError(
                 f"`{compiled.program.name}` cannot skip a step: none of its results has the structure, shapes and types"
                 ' of its first argument, and it donates none. With `nonfinite="skip"` the first function with exchanges'

@@ -15,9 +15,10 @@ def step_graph_of(program: Program) -> StepGraph:
     """Returns the step graph of a program, which is all that the interleaver knows about it."""
     return StepGraph(
         kinds=tuple(s.kind for s in program.segments),
-        needs=program.needs(),
-        after_commit=program.after_commit,
+        needs=program.order.needs,
+        after_commit=program.order.after_commit,
         nbytes=tuple(s.nbytes for s in program.segments),
+        carried=program.order.carried,
         local_step=program.local_step,
         signature=program.exchange_hash(),
         text=program.exchange_signature(),

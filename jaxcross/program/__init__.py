@@ -7,6 +7,7 @@ cut              a flat jaxpr -> a program: which equation runs in which segment
                  `carried` finds exchanges of what the step before has left
 ir               the program: segments, exchanges, values; `text` prints and reads it, `verify` checks it; the
                  interface `Wire`
+order            which segments must have run before each, and which values each may overwrite
 compile          a program -> XLA executables, shared by segments of equal `digest`
 execution        one step in flight
 hand_over        arrays from the accelerator to the host's CPU device, and back

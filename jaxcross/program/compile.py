@@ -121,7 +121,7 @@ def compile_segments(
     returned = frozenset(program.outputs)
     exchanged = _only_exchanged(program)
     runnables = []
-    for segment, may_donate in zip(program.segments, program.donates(), strict=True):
+    for segment, may_donate in zip(program.segments, program.order.donates, strict=True):
         if notify is not None:
             notify(segment)
         sources = tuple(shardings[v] for v in segment.inputs)
@@ -180,7 +180,7 @@ def collectives_to_await(program: Program) -> tuple[tuple[tuple[int, ...], ...],
     collectives = [s.index for s in program.collectives]
     waited_for = in_flight = 0  # sets of segments, as bits
     awaited, overlaps = [], False
-    for segment, before in zip(program.segments, program.after(), strict=True):
+    for segment, before in zip(program.segments, program.order.after, strict=True):
         awaited.append(tuple(n for n in collectives if (before & ~waited_for) >> n & 1))
         if segment.kind == "compute":
             waited_for |= before
@@ -346,7 +346,7 @@ def _sharding(value: object) -> Sharding | None:
 
 def _only_exchanged(program: Program) -> frozenset[int]:
     """Returns the results of compute segments that only collective ones read, and that can go to pinned memory."""
-    collectives, readers = {s.index for s in program.collectives}, program.readers()
+    collectives, readers = {s.index for s in program.collectives}, program.order.readers
     made = {v for s in program.segments if s.kind == "compute" for v in s.outputs} - {*program.outputs}
     return frozenset(v for v in made if collectives.issuperset(readers.get(v, ())) and can_be_pinned(program.values[v]))
 

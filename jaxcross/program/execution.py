@@ -87,7 +87,7 @@ class Compiled:
         shared: The number of readers of each value that more than one segment reads.
         awaited: For each segment, the collective segments that must have run before it, by dependence or by the commit,
             and that no earlier compute segment has waited for.
-        carried: The collective segments that may begin before any computation; see `Program.carried`.
+        carried: The collective segments that may begin before any computation; see `Order.carried`.
         overlaps: Whether some segment can compute while another one exchanges with other ranks.
         constants: What the step closed over, where compute segments read it.
         on_host: Copies of constants that collective segments read, by value.

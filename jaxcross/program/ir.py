@@ -17,6 +17,8 @@ from typing import Any, Literal, Protocol
 import ml_dtypes
 import numpy as np
 
+from jaxcross.program.order import Order, order_of
+
 Kind = Literal["compute", "collective"]
 
 
@@ -172,6 +174,7 @@ class Program:
             until the commit.
         calls: A hash of all ranks' calls of mpi4jax, once the ranks have agreed on them; empty without such calls.
         traced: The traced step that it was cut from; None in a parsed program.
+        order: What must have run before each segment, and what each may overwrite.
     """
 
     name: str
@@ -185,6 +188,16 @@ class Program:
     commit_flag_inputs: frozenset[int] = field(default=frozenset(), compare=False)
     calls: str = field(default="", compare=False)
     traced: Any = field(default=None, compare=False, repr=False)
+    order: Order = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        order = order_of(
+            self.segments,
+            inputs=frozenset(self.inputs),
+            donated=self.donated,
+            without_peers=frozenset(s.index for s in self.collectives if self.is_single_rank(s)),
+        )
+        object.__setattr__(self, "order", order)
 
     @property
     def local_step(self) -> bool:
@@ -201,11 +214,6 @@ class Program:
         """Whether it calls mpi4jax: then its exchanges are one segment, and may differ by rank."""
         return any(x.op.startswith("mpi.") for x in self.exchanges)
 
-    @property
-    def has_exchanges(self) -> bool:
-        """Whether it has exchanges."""
-        return any(s.exchanges for s in self.segments)
-
     def is_single_rank(self, segment: Segment) -> bool:
         """Whether a collective segment has no peers: every exchange is over axes of one rank."""
         sizes = dict(self.axes)
@@ -216,106 +224,12 @@ class Program:
         """Its collective segments."""
         return tuple(s for s in self.segments if s.kind == "collective")
 
-    @property
-    def carried(self) -> frozenset[int]:
-        """First collective segments that need no computation of the step, while some of it does not need them either.
-
-        They exchange what the step before has left, and can do so while this one computes. None comes behind another
-        exchange: the order of exchanges is the program's on each rank, also where ranks compute different things.
-        """
-        after, commit = self.after(), self.after_commit
-        if len(after) < len(self.segments):
-            return frozenset()
-        computes = [s.index for s in self.segments if s.kind == "compute"]
-        free = [after[n] for n in computes if n not in commit]
-        found: set[int] = set()
-        for n in (s.index for s in self.collectives if not self.is_single_rank(s)):
-            if any(after[n] >> c & 1 for c in computes) or all(bits >> n & 1 for bits in free):
-                break
-            found.add(n)
-        return frozenset(found)
-
-    @property
-    def last_collective(self) -> int:
-        """Index of the last collective segment, -1 without one."""
-        return max((s.index for s in self.collectives), default=-1)
-
-    def needs(self) -> tuple[tuple[int, ...], ...]:
-        """Returns, for each segment, the indices of those whose results it reads, or whose arguments it may overwrite.
-
-        An update overwrites the step's donated arguments. Segments that read those run first, even if nothing else
-        orders them. This costs no time: one device runs both anyway.
-        """
-        return self._order()[0]
-
-    @property
-    def after_commit(self) -> frozenset[int]:
-        """Segments that may run only once every rank is known to have made the step's last exchange."""
-        # The optimizer's segments: once one has overwritten the state, the step can no longer return the old one.
-        last = self.last_collective
-        return frozenset(s.index for s in self.segments if s.index > last >= 0)
-
-    def readers(self) -> dict[int, list[int]]:
-        """Returns the indices of the segments that read each value."""
-        readers: dict[int, list[int]] = {}
-        for segment in self.segments:
-            for v in segment.inputs:
-                readers.setdefault(v, []).append(segment.index)
-        return readers
-
-    def after(self) -> tuple[int, ...]:
-        """Returns, for each segment, those that must have run before it, as bits: by `needs` or by the commit.
-
-        Empty if the segments cannot run in the order of the list (`verify` refuses such a program, and prints it).
-        """
-        return self._order()[1]
-
-    def _order(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-        maker = {v: s.index for s in self.segments for v in s.outputs}
-        reads = [{maker[v] for v in s.inputs if v in maker} for s in self.segments]
-        if any(s.index != n or max(reads[n], default=-1) >= n for n, s in enumerate(self.segments)):
-            return tuple(tuple(sorted(needs)) for needs in reads), ()
-        collectives, commit, readers = {s.index for s in self.collectives}, self.after_commit, self.readers()
-        sets: list[int] = []
-        for segment, needs in zip(self.segments, reads, strict=True):
-            late, bits = segment.index in commit, 0
-            # Transitive: a segment's set includes the sets of those that it depends on, which come earlier in the list.
-            for n in needs | collectives if late else needs:
-                bits |= sets[n] | 1 << n
-            for n in (n for v in self.donated.intersection(segment.last_uses) for n in readers.get(v, ()) if late):
-                if n < segment.index and not bits >> n & 1:
-                    needs.add(n)
-                    bits |= sets[n] | 1 << n
-            sets.append(bits)
-        return tuple(tuple(sorted(needs)) for needs in reads), tuple(sets)
-
-    def donates(self) -> tuple[frozenset[int], ...]:
-        """Returns, for each segment, the values that it may overwrite because nothing can read them once it runs.
-
-        Segments run in any order that their dependences allow. So it is not enough that a value's other readers come
-        earlier in the list: this segment must depend on them, directly or by the commit.
-        """
-        readers, inputs, last, donated = self.readers(), frozenset(self.inputs), self.last_collective, []
-        for segment, bits in zip(self.segments, self.after(), strict=True):
-            # The step's inputs survive until its last exchange: if one fails, the step returns the state that it got.
-            own = self.donated if segment.index > last else frozenset()
-            donated.append(
-                frozenset(
-                    v
-                    for v in segment.last_uses
-                    if segment.kind == "compute"
-                    and (v not in inputs or v in own)
-                    and all(r == segment.index or bits >> r & 1 for r in readers[v])
-                )
-            )
-        return tuple(donated)
-
     def _lines(self) -> list[str]:
-        lines, carried = [], self.carried
-        for segment, needs in zip(self.segments, self.needs(), strict=True):
+        lines = []
+        for segment, needs in zip(self.segments, self.order.needs, strict=True):
             ops = "+".join(dict.fromkeys(x.op for x in segment.exchanges))
             what = f" {ops} [{human_bytes(segment.nbytes)}]" if segment.exchanges else ""
-            what += ", carried" if segment.index in carried else ""
+            what += ", carried" if segment.index in self.order.carried else ""
             lines.append(f"{segment.index} {segment.kind}{what} <- {','.join(map(str, needs)) or 'inputs'}")
         return lines
 

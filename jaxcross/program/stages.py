@@ -99,13 +99,13 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
     )
     # Worked out once, so that a step in flight only looks things up.
     awaited, overlaps = collectives_to_await(program)
-    carried = program.carried
+    carried = program.order.carried
     passthroughs = _passthroughs(program)
     return Compiled(
         program=program,
         runnables=runnables,
         passthroughs=passthroughs,
-        shared={v: len(readers) for v, readers in program.readers().items() if len(readers) > 1},
+        shared={v: len(readers) for v, readers in program.order.readers.items() if len(readers) > 1},
         awaited=awaited,
         carried=carried,
         overlaps=overlaps or bool(carried),

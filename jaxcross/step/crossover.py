@@ -231,7 +231,7 @@ class Step(Generic[P, R]):
         if host is None or host.world is not world:
             host = self._standalone = Standalone(world, self.__name__)
         host.calls += 1
-        if world.size == 1 or (variant is not self._agreed and not variant.program.has_exchanges):
+        if world.size == 1 or (variant is not self._agreed and not variant.program.exchanges):
             return host.run(prepare(variant, host), leaves)
         owner = world.exchange_owner
         with owner.step(self.__name__):

@@ -215,7 +215,7 @@ def _why_not_traced(step: Step[..., Any], job: Job, batch: PyTree) -> str:
     program = stages.cut(traced)
     if program.is_unit:
         return f"`{step.__name__}` calls mpi4jax"
-    return "" if program.has_exchanges else f"`{step.__name__}` exchanges nothing"
+    return "" if program.exchanges else f"`{step.__name__}` exchanges nothing"
 
 
 def _first_of(job: Job) -> list[Any]:

@@ -129,7 +129,7 @@ class SoloCost:
                 f"`{program.name}` calls mpi4jax: its exchanges cannot be timed apart from the computation between"
                 " them. Write it with named-axis collectives, such as `lax.pmean`."
             )
-        if not program.has_exchanges:
+        if not program.exchanges:
             raise CutError(
                 f"`{program.name}` exchanges nothing with these arguments, so that there is nothing to hide. Give the"
                 ' train step, which averages its gradients over ranks, as by `lax.pmean(grads, "batch")`.'

@@ -81,7 +81,7 @@ class Variant:
             self.branch_of = _on_host(self.traced.undecided)
             return
         program = stages.cut(self.traced, self.record.cut, bucket_bytes=self.record.bucket_bytes)
-        if program.has_exchanges:
+        if program.exchanges:
             try:
                 check_profiles(self.record.profiles, program, self.world.size)
             except CutError as error:

@@ -179,7 +179,7 @@ def constants(world: Any, device: Any, host: Any) -> None:
         program = stages.cut(traced)
         (there, back), got = handed_over(traced, leaves, host)
     (constant,) = program.inputs[: program.constants]
-    assert {program.segments[n].kind for n in program.readers()[constant]} == {"compute", "collective"}
+    assert {program.segments[n].kind for n in program.order.readers[constant]} == {"compute", "collective"}
     assert there == back == table.nbytes, (there, back)  # what is exchanged, and what comes of it
     mean = np.sin(np.asarray(args[0]) * np.asarray(table))
     close(got, mean * np.asarray(table) + np.asarray(table), "constants:")

@@ -37,7 +37,7 @@ def test_a_run_alone_has_a_profile(tmp_path: Path) -> None:
     assert profile == Profile.of(report, "a")
     program = step.trace(jnp.ones((N, N)), np.ones((8, N), np.float32)).cut()
     assert profile.graph.kinds == tuple(segment.kind for segment in program.segments)
-    assert profile.graph.needs == program.needs()
+    assert profile.graph.needs == program.order.needs
     assert profile.exchange_s > 0 and profile.compute_s > 0
     assert profile.memory is not None
     assert 2 * N * N * 4 <= profile.memory.boundary_bytes <= profile.memory.peak_bytes

@@ -82,10 +82,10 @@ def products(program: Program) -> list[int]:
 def test_it_waits_for_nothing_and_all_products_run_next_to_it(mean: Any, metric: bool, cut: Any, rows: int) -> None:
     """Gradients larger than what they are computed from, too, are not left for after the commit."""
     program = cut_of(step_of(mean, metric=metric), state_of(1), jnp.ones((rows, WIDTH)), cut=cut)
-    (carried,) = program.carried
-    assert not program.after()[carried]
+    (carried,) = program.order.carried
+    assert not program.order.after[carried]
     assert len(program.collectives) == 1 + metric
-    early = [s.index for s in program.segments if s.index not in program.after_commit]
+    early = [s.index for s in program.segments if s.index not in program.order.after_commit]
     assert sum(products(program)[n] for n in early) == sum(products(program)) == 5
     lines = str(program).splitlines()[1:]
     assert [n for n, line in enumerate(lines) if ", carried <- inputs" in line] == [carried]
@@ -115,7 +115,7 @@ def test_a_counter_decides_whether_it_is_made(turn: int) -> None:
         return (jax.tree.map(lambda p, d: p - d, params, due), grads, m), turn + 1
 
     program = cut_of(step, state_of(1), jnp.int32(turn), jnp.ones((4, WIDTH)))
-    assert len(program.carried) == len(program.collectives) == turn
+    assert len(program.order.carried) == len(program.collectives) == turn
 
 
 def of_the_batch(state: Any, x: Any) -> Any:
@@ -148,7 +148,7 @@ def next_to_no_work(state: Any, x: Any) -> Any:
 )
 def test_other_exchanges_are_not_carried(step: Any) -> None:
     program = cut_of(step, state_of(1), jnp.ones((4, WIDTH)))
-    assert not program.carried and "carried" not in str(program)
+    assert not program.order.carried and "carried" not in str(program)
 
 
 def test_it_comes_before_all_other_exchanges() -> None:
@@ -164,8 +164,8 @@ def test_it_comes_before_all_other_exchanges() -> None:
     program = cut_of(step, state_of(1), jnp.ones((4, WIDTH)))
     assert len(program.collectives) == 2
     loop = program.collectives[1].index
-    assert not any(program.after()[loop] >> s.index & 1 for s in program.segments if s.kind == "compute")
-    assert not program.carried
+    assert not any(program.order.after[loop] >> s.index & 1 for s in program.segments if s.kind == "compute")
+    assert not program.order.carried
 
 
 def test_its_host_operations_leave_the_computation_alone() -> None:
@@ -177,8 +177,8 @@ def test_its_host_operations_leave_the_computation_alone() -> None:
         return grads, lax.psum(narrow, "batch")
 
     program = cut_of(step, state_of(1), jnp.ones((4, WIDTH)))
-    (carried,) = program.carried
-    assert all(carried not in needs for needs in program.needs())
+    (carried,) = program.order.carried
+    assert all(carried not in needs for needs in program.order.needs)
     casts = [sum(e.primitive.name == "convert_element_type" for e in s.jaxpr.jaxpr.eqns) for s in program.segments]
     assert casts[carried] == 2 and casts[0] >= 2
 
@@ -197,7 +197,7 @@ def test_gradients_are_whole_before_the_commit():
     program = cut_of(step, (tree, tree, tree), jnp.ones((64, WIDTH)))
     early, late = set[str](), set[str]()
     for segment in program.segments:
-        names = late if segment.index in program.after_commit else early
+        names = late if segment.index in program.order.after_commit else early
         names.update(e.primitive.name for e in segment.jaxpr.jaxpr.eqns)
     assert {"dot_general", "transpose", "reduce_sum"} <= early
     assert late.isdisjoint({"dot_general", "transpose", "reduce_sum", "tanh"})

@@ -67,7 +67,7 @@ def test_gradients_travel_during_the_backward_pass(optimizer: str, wire: str | N
     cut = program(OPTIMIZERS[optimizer], pieces=4, wire=wire)
     collectives = [s.index for s in cut.collectives]
     assert len(collectives) >= 4
-    after = cut.after()
+    after = cut.order.after
     for index in collectives:
         assert [n for n in collectives if after[index] >> n & 1] == [], cut.text()
     assert cut.segments[-1].kind == "compute"
@@ -108,7 +108,7 @@ def test_second_exchange_does_not_delay_gradients() -> None:
     assert len(collectives) == 4, "the norm travels with the last gradients"
     assert all(3 <= len(s.exchanges) <= 6 for s in cut.collectives)
     assert cut.collectives[-1].exchanges[-1].shape == ()
-    assert not any(cut.after()[index] >> n & 1 for index in collectives[:3] for n in collectives)
+    assert not any(cut.order.after[index] >> n & 1 for index in collectives[:3] for n in collectives)
 
 
 def test_hierarchical_mean_pieces_are_separate_chains() -> None:
@@ -126,7 +126,7 @@ def test_hierarchical_mean_pieces_are_separate_chains() -> None:
     assert len(collectives) == 4
     for segment in cut.collectives:
         assert len({x.op for x in segment.exchanges}) == 3, "reduce-scatter, sum and gather of its gradients"
-        assert not any(cut.after()[segment.index] >> n & 1 for n in collectives)
+        assert not any(cut.order.after[segment.index] >> n & 1 for n in collectives)
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])

@@ -128,15 +128,6 @@ def test_verify_marks_the_invalid_segment_in_context() -> None:
     ]  # fmt: skip
 
 
-def test_state_is_donated_only_after_the_last_exchange() -> None:
-    """State is donated only after the last exchange."""
-    whole = program()
-    assert whole.donates() == (frozenset(), frozenset(), {0, 3})
-    assert whole.after_commit == {2} and whole.last_collective == 1
-    early = with_segment(0, last_uses=(0, 1))
-    assert early.donates()[0] == frozenset(), "state that dies before the exchange survives a failure"
-
-
 def test_signature_holds_exchanges_and_nothing_local() -> None:
     assert program().exchange_signature() == ("axes batch=2\npsum batch float32[4, 2]\nexchanges of each segment: 1")
     other = with_segment(0, outputs=(2,), last_uses=(1,))

@@ -1,0 +1,116 @@
+"""The order of a program's segments: which must have run before each, and what each may therefore overwrite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Ordered(Protocol):
+    """What the order depends on in a segment; see `ir.Segment`."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def inputs(self) -> tuple[int, ...]: ...
+    @property
+    def outputs(self) -> tuple[int, ...]: ...
+    @property
+    def last_uses(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The order of the segments of one program.
+
+    Attributes:
+        after_commit: Segments that may run only once every rank is known to have made the step's last exchange: the
+            optimizer's. Once one has overwritten the state, the step can no longer return the old one.
+        readers: The segments that read each value.
+        needs: For each segment, the segments whose results it reads, or that read what it may overwrite. An update
+            overwrites the step's donated arguments. What reads those runs first, even if nothing else orders it. This
+            costs no time: one device runs both anyway.
+        after: For each segment, those that must have run before it, as bits: by `needs` or by the commit. Empty if the
+            segments cannot run in the order of the list (`verify` refuses such a program, and prints it).
+        donates: For each segment, the values that it may overwrite because nothing can read them once it runs. Segments
+            run in any order that their dependences allow. So it is not enough that a value's other readers come earlier
+            in the list: this segment must depend on them. Empty like `after`.
+        carried: First collective segments that need no segment but one another, while some computation does not
+            need them. They exchange what the step before has left, and can do so while this one computes. None comes
+            behind another exchange: the order of exchanges is the program's on each rank, also where ranks compute
+            different things. Those that exchange with no other rank do not count.
+    """
+
+    after_commit: frozenset[int]
+    readers: Mapping[int, Sequence[int]]
+    needs: tuple[tuple[int, ...], ...]
+    after: tuple[int, ...]
+    donates: tuple[frozenset[int], ...]
+    carried: frozenset[int]
+
+
+def order_of(
+    segments: Sequence[Ordered], *, inputs: frozenset[int], donated: frozenset[int], without_peers: frozenset[int]
+) -> Order:
+    """Works out the order of segments.
+
+    Args:
+        segments: The segments, in an order in which they may run.
+        inputs: The values that the step gets.
+        donated: Those of them that it may overwrite, after its last exchange at the earliest.
+        without_peers: Collective segments that exchange with no other rank.
+    """
+    collectives = {s.index for s in segments if s.kind == "collective"}
+    last = max(collectives, default=-1)
+    after_commit = frozenset(s.index for s in segments if s.index > last >= 0)
+    readers: dict[int, list[int]] = {}
+    for segment in segments:
+        for v in segment.inputs:
+            readers.setdefault(v, []).append(segment.index)
+    maker = {v: s.index for s in segments for v in s.outputs}
+    needs = [{maker[v] for v in s.inputs if v in maker} for s in segments]
+    after: list[int] = []
+    donates: list[frozenset[int]] = []
+    runs_in_order = all(s.index == n and max(needs[n], default=-1) < n for n, s in enumerate(segments))
+    for n, segment in enumerate(segments if runs_in_order else ()):
+        late, before = n in after_commit, 0
+        # Transitive: a segment's set includes the sets of those that it depends on, which come earlier in the list.
+        for m in needs[n] | collectives if late else needs[n]:
+            before |= after[m] | 1 << m
+        for m in (m for v in donated.intersection(segment.last_uses) for m in readers.get(v, ()) if late):
+            if m < n and not before >> m & 1:
+                needs[n].add(m)
+                before |= after[m] | 1 << m
+        after.append(before)
+        donates.append(
+            frozenset(
+                v
+                for v in segment.last_uses
+                # The step's inputs survive until its last exchange. If one fails, the step returns what it got.
+                if segment.kind == "compute"
+                and (v not in inputs or (v in donated and n > last))
+                and all(reader == n or before >> reader & 1 for reader in readers.get(v, ()))
+            )
+        )
+    return Order(
+        after_commit=after_commit,
+        readers=readers,
+        needs=tuple(tuple(sorted(each)) for each in needs),
+        after=tuple(after),
+        donates=tuple(donates),
+        carried=_carried(after, collectives, without_peers),
+    )
+
+
+def _carried(after: Sequence[int], collectives: set[int], without_peers: frozenset[int]) -> frozenset[int]:
+    computes = [n for n in range(len(after)) if n not in collectives]
+    found: list[int] = []
+    for n in sorted(collectives - without_peers) if after else ():
+        needs_more = after[n] & ~sum(1 << m for m in found)
+        if needs_more or all(after[c] >> n & 1 for c in computes):
+            break
+        found.append(n)
+    return frozenset(found)
