@@ -254,7 +254,8 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
     """Returns the position of every equation.
 
     An exchange is at the odd position of its group. An equation that an exchange needs is at the first even position
-    where some exchange needs it, so that the exchange can begin as early as possible.
+    where some exchange needs it, so that the exchange can begin as early as possible; work next to carried exchanges,
+    and what that needs, may be earlier.
     """
     position: dict[int, int] = {}
     for g, group in enumerate(groups):
@@ -263,9 +264,13 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
         position.update(dict.fromkeys(needed, 2 * g))
         position.update(dict.fromkeys(inside, 2 * g + 1))
     if any(group.carried for group in groups):
-        # Behind the last exchange the work would wait for it: there the step's state may be overwritten.
+        # Behind the last exchange the work would wait for it: there the step's state may be overwritten. What a later
+        # exchange needs of the work is not left to that one's position, where it would wait for the carried ones.
         last = max(g for g, group in enumerate(groups) if graph.level[group.exchanges[0]] == 0)
-        position.update(dict.fromkeys(work_before_commit(graph) - position.keys(), 2 * last))
+        for i in sorted(work_before_commit(graph)):
+            at = min(position.get(i, 2 * last), 2 * last)
+            if position.get(i, 0) % 2 == 0:  # else it is made between exchanges
+                position[i] = max([at, *(position[p] + position[p] % 2 for p in graph.makers(i))])
     # Next to carried exchanges only what this work leaves is held: sums of an optimizer's own products are no reason to
     # make its next state before the commit, where the old one is still alive.
     holders = position.keys() if any(group.carried for group in groups) else range(len(graph.eqns))

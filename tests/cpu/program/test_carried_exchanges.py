@@ -104,6 +104,27 @@ def test_results_are_those_of_vmap(mean: Any, metric: bool) -> None:
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("cut", ["whole", "auto", 3])
+def test_what_a_later_exchange_needs_of_the_work_is_made_early(cut: Any) -> None:
+    """A metric of gradients and update is exchanged behind both; the gradients do not wait for the update."""
+
+    def step(state: Any, x: Any) -> Any:
+        params, pending, _ = state
+        due = lax.psum(pending, "batch")
+        grads = jax.grad(loss_of)(params, x)
+        align = lax.psum(jnp.vdot(grads["b"], due["b"]), "batch")
+        return jax.tree.map(jnp.subtract, params, due), grads, align
+
+    ranks = [(state_of(r), jnp.full((4, WIDTH), 0.5 + r)) for r in range(2)]
+    program = cut_of(step, *ranks[0], cut=cut)
+    (carried,) = program.order.carried
+    assert sum(products(program)[n] for n, after in enumerate(program.order.after) if not after >> carried & 1) == 5
+    got = run_program(program, [jax.tree.leaves(args) for args in ranks])
+    for mine, theirs in zip(got, vmap_oracle(step, AXES, ranks), strict=True):
+        for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_counter_decides_whether_it_is_made(turn: int) -> None:
     """`lax.cond` on a counter, as every strategy with rounds has it."""
