@@ -133,9 +133,9 @@ class Interleaver:
                 self._compute.ended((job, call, segment), ns)
             case m.ExchangeDone(job, segment, finite):
                 self._exchange_done(job, segment, finite)
-            case m.SegmentFailed(job, call, segment, text, ejects):
+            case m.SegmentFailed(job, call, segment):
                 self._compute.ended((job, call, segment))
-                self._jobs[job].fail(text, ejects=ejects)
+                self._jobs[job].segment_failed(event)
             case m.RunStarted(together):
                 if together:
                     self.shared.start_together()

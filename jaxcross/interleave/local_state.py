@@ -118,6 +118,7 @@ class LocalJob:
     is_waiting: bool = False  # the thread waits for an answer
     point: Point | None = None  # the point at which it waits for the other ranks
     failed: str | None = None
+    failed_segment: m.SegmentFailed | None = None  # if `failed` is about one
     ejects: bool = False  # it failed by a rule that ejects it
     returned: bool = False  # its function returned
     request: JobRequest = JobRequest.NONE  # not yet cast in a vote
@@ -173,6 +174,12 @@ class LocalJob:
         """The job fails on this rank; its first failure counts."""
         if self.failed is None:
             self.failed, self.ejects = text, ejects
+
+    def segment_failed(self, event: m.SegmentFailed) -> None:
+        """The job fails on this rank by a segment."""
+        if self.failed is None:
+            self.failed_segment = event
+        self.fail(f"{event.where}: {event.error}", ejects=event.ejects)
 
     def position(self, call: LocalCall, made: int) -> tuple[int, int]:
         """Returns the step that a call makes or follows, and the number of calls by then that are not steps.
@@ -286,5 +293,9 @@ class LocalJob:
     def text(self) -> str:
         """Returns this rank's text for a comparison: the failure, or the point at which the job waits."""
         if self.failed is not None:
-            return f"{'ejected' if self.ejects else 'failed'}\n{self.failed}"
+            text, of, call = self.failed, self.failed_segment, self.call
+            # Not known when it failed: the vote may have been under way, and a call may end before its last segment.
+            if of is not None and of.commits and (call is None or call.number != of.call or call.committed):
+                text = f"{of.where}, after the commit, so this rank lacks the step's results: {of.error}"
+            return f"{'ejected' if self.ejects else 'failed'}\n{text}"
         return f"{self.point.kind}\n{self.point.text}" if self.point is not None else ""

@@ -1,7 +1,6 @@
 """The input of the interleaver (events) and its output (instructions). Plain data.
 
-`job` is a job's number. `call` counts a job's calls of any step on this rank: it tells a late completion of one call
-from one of the next call.
+`job` is a job's number; `call` counts its calls of any step on this rank, and tells a late event from the next call's.
 """
 
 from __future__ import annotations
@@ -183,13 +182,15 @@ class SegmentFailed(Event):
     """A segment raised, when dispatched or later.
 
     A compute segment has then left the lane; an exchange is still made, with zeros, and reported by `ExchangeDone`.
-    `ejects`: it raised nothing, but found values for which its job is to be ejected.
+    `commits`: its call has a commit. `ejects`: it raised nothing, but found values for which its job is to be ejected.
     """
 
     job: int
     call: int
     segment: int
-    text: str
+    where: str
+    error: str
+    commits: bool = True
     ejects: bool = False
 
 

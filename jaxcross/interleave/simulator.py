@@ -273,7 +273,7 @@ class Simulation:
         rank.result.segments.append(key)
         fails = action.fails.get(d.segment)
         if fails == "dispatch":
-            self._post(self._now, rank, m.SegmentFailed(*key, "failed at dispatch"))
+            self._post(self._now, rank, m.SegmentFailed(*key, "at dispatch", "failed"))
             return
         ready_s = self._now
         work = Work(action.seconds[d.segment], self._at, lambda: ended())
@@ -287,7 +287,7 @@ class Simulation:
                 rank.device[0].start(self._now, self._compute_factor)
             self._pace_transfer()
             ns = round((self._now - work.start_s) * 1e9)
-            failed = m.SegmentFailed(*key, "failed on the device")
+            failed = m.SegmentFailed(*key, "on the device", "failed")
             self._handle(rank, failed if fails else m.SegmentCompleted(*key, ns))
             if rank.arriving is not None:
                 rank.arriving()

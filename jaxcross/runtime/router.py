@@ -119,12 +119,11 @@ class Router:
         job = self.jobs.get(instruction.job)
         if job is not None and job.cause is None:
             job.cause = error
-        what: str = call.graph.kinds[segment]
-        if segment in call.graph.after_commit:
-            what += f", after the commit: this rank lacks state {instruction.step}"
         where = "in step" if call.in_step else "in a call after step"
-        text = f"{where} {instruction.step}, segment {segment} ({what}): {describe(error)}"
-        return m.SegmentFailed(instruction.job, instruction.call, segment, text, ejects)
+        where = f"{where} {instruction.step}, segment {segment} ({call.graph.kinds[segment]})"
+        return m.SegmentFailed(
+            instruction.job, instruction.call, segment, where, describe(error), bool(call.graph.collectives), ejects
+        )
 
     def break_off(self, error: BaseException) -> None:
         """Ends all jobs of a run that broke."""

@@ -142,7 +142,7 @@ class RankModel:
             case ("late",):
                 x, self.late = self.late, None
                 assert x is not None
-                self._post(m.SegmentFailed(x.job, x.call, x.segment, "inputs failed"))
+                self._post(m.SegmentFailed(x.job, x.call, x.segment, "inputs", "failed"))
                 self._arrive(("exchange", x.job, x.step, x.segment), True)
             case ("feed", job, stream):
                 self._post(self.feeds[job, stream].popleft())
@@ -179,7 +179,7 @@ class RankModel:
                 if found in ("raise", "eject"):
                     self.rest.append(done)
                     number = self.interleaver._jobs[job].calls
-                    self._post(m.SegmentFailed(job, number, segment, "not finite", found == "eject"))
+                    self._post(m.SegmentFailed(job, number, segment, "values", "not finite", ejects=found == "eject"))
                 else:
                     self._post(done)
             case ("compare", job):
@@ -320,10 +320,10 @@ class RankModel:
         if how is not None:
             self.broken[key] = how
         if how == "dispatch":
-            self.lane.append(m.SegmentFailed(*key, "failed at dispatch"))
+            self.lane.append(m.SegmentFailed(*key, "at dispatch", "failed"))
             return
         self.lane.append(m.SegmentDispatched(*key))
-        self.device.append(m.SegmentFailed(*key, "failed on the device") if how else m.SegmentCompleted(*key))
+        self.device.append(m.SegmentFailed(*key, "on the device", "failed") if how else m.SegmentCompleted(*key))
 
     def _step(self, job: int) -> Step:
         action = self.scripts[job][self.threads[job].at - 1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
@@ -222,6 +223,15 @@ def plain_program(name: str = "step", *, exchanges: int = 1, shape: tuple[int, .
         name=name, axes=(("batch", 1),), values=(aval,) * (count + 1), inputs=(0, 1), outputs=(count,),
         segments=tuple(segments),
     ))  # fmt: skip
+
+
+def carried_program(name: str) -> Program:
+    """compute, an exchange of the batch, compute: the exchange waits for nothing."""
+    plain = plain_program(name)
+    compute, exchange, update = plain.segments
+    exchange = replace(exchange, inputs=(1,), last_uses=())
+    update = replace(update, inputs=(0, 2, 3), last_uses=(2, 3))
+    return verify(replace(plain, segments=(compute, exchange, update)))
 
 
 class FakeCompiled:

@@ -13,9 +13,9 @@ def add(segment, values):
     return sum(values)
 
 
-def make_step(world, name="step", *, exchanges=1, compute=add, shape=()):
+def make_step(world, name="step", *, exchanges=1, compute=add, shape=(), program=None):
     """A step as `crossover` would hand it to the job: `step(state, batch) -> state`."""
-    compiled = FakeCompiled(plain_program(name, exchanges=exchanges, shape=shape), world, compute)
+    compiled = FakeCompiled(program or plain_program(name, exchanges=exchanges, shape=shape), world, compute)
 
     def step(state, batch):
         return current_job().host.run(compiled, [state, batch])

@@ -1,5 +1,6 @@
 """A job that fails or is interrupted ends at the same step on every rank, with one error, and other jobs go on."""
 
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,14 +10,14 @@ from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
 from jaxcross.jobs.runner import Runner
-from tests.support.fakes import FakeCompiled, plain_program, run_ranks
+from tests.support.fakes import FakeCompiled, carried_program, plain_program, run_ranks
 from tests.support.runner_jobs import add, failing_loop_results, loop, make_step, solo
 
 
 @pytest.mark.parametrize(
-    ("segment", "what"), [(0, "compute"), (2, "compute"), (4, "compute, after the commit: this rank lacks state 2")]
+    ("segment", "when"), [(0, ""), (2, ""), (4, ", after the commit, so this rank lacks the step's results")]
 )
-def test_a_failed_segment_ends_its_job_on_every_rank(segment, what):
+def test_a_failed_segment_ends_its_job_on_every_rank(segment, when):
     """Segment 0 fails before anything is exchanged, 2 between exchanges, 4 after the commit."""
 
     def start(world):
@@ -33,12 +34,43 @@ def test_a_failed_segment_ends_its_job_on_every_rank(segment, what):
     results = failing_loop_results(2, 1, start)
     for rank, (error, _) in enumerate(results):
         assert str(error).startswith(
-            f"Job `bad` failed on rank 1 in step 2, segment {segment} ({what}): FloatingPointError: boom."
+            f"Job `bad` failed on rank 1 in step 2, segment {segment} (compute){when}: FloatingPointError: boom."
         )
         assert isinstance(error.__cause__, FloatingPointError) == (rank == 1)
     # Before the commit nothing of step 2 came through anywhere; after it, the other rank has state 2.
     assert [bad.step for _, bad in results] == ([2, 1] if segment == 4 else [1, 1])
     assert (results[0][1].state == results[1][1].state) == (segment != 4)
+
+
+def test_a_computation_that_fails_after_its_steps_commit_says_so():
+    """An exchange that is carried can be committed before the step's own computation has ended."""
+
+    def start(world):
+        calls = []
+
+        def compute(index, values):
+            calls.append(index)
+            if calls.count(index) == 2:
+                if world.rank == 0 and index == 2:
+                    committed.set()
+                if world.rank == 1 and index == 0:
+                    assert committed.wait(60)
+                    raise FloatingPointError("boom")
+            return sum(values)
+
+        return loop, {
+            "step": make_step(world, "bad", program=carried_program("bad"), compute=compute),
+            "data": [1.0] * 3,
+        }
+
+    committed = threading.Event()
+    results = failing_loop_results(2, 1, start)
+    for error, _ in results:
+        assert str(error).startswith(
+            "Job `bad` failed on rank 1 in step 2, segment 0 (compute), after the commit, so this rank lacks the step's"
+            " results: FloatingPointError: boom."
+        )
+    assert [bad.step for _, bad in results] == [2, 1]
 
 
 def test_an_exception_in_a_job_ends_it_on_every_rank():

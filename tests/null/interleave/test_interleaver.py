@@ -9,27 +9,14 @@ from jaxcross.interleave.local_state import Wait
 from jaxcross.interleave.policy import RoundRobin, Sequential
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest, tally
+from tests.support.fed_interleaver import feed, vote
 
 PLAIN = StepGraph(kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}))
 LOCAL = StepGraph(kinds=("compute",), needs=((),))
 
 
-def feed(interleaver, *events):
-    out = []
-    for event in events:
-        out += interleaver.handle(event)
-        interleaver.check()
-    return out
-
-
 def kinds(instructions):
     return [type(i).__name__ for i in instructions]
-
-
-def vote(interleaver, instructions):
-    """Answers the vote among `instructions` as if this rank were alone."""
-    ballot = next(i.ballot for i in instructions if isinstance(i, m.CastVote))
-    return feed(interleaver, m.VoteDone(tally([ballot])))
 
 
 def test_one_step_in_full():
@@ -90,21 +77,21 @@ def test_failure_in_a_step_sends_zeros_without_commit():
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())
     vote(one, feed(one, m.StepCalled(0, PLAIN)))
-    out = feed(one, m.SegmentFailed(0, 1, 0, "boom"))
+    out = feed(one, m.SegmentFailed(0, 1, 0, "here", "boom"))
     assert out == [m.RunExchange(0, 1, 1, 1, True)]
     out = vote(one, feed(one, m.ExchangeDone(0, 1)))
-    assert out == [m.CompareTexts(0, "failed\nboom")]
+    assert out == [m.CompareTexts(0, "failed\nhere: boom")]
     assert one.step(0) == 0
-    out = feed(one, m.TextsCompared(0, ("failed\nboom",)))
-    assert out == [m.JobFinished(0, "failed", 0, ("failed\nboom",)), m.Raised(0), m.Finish()]
+    out = feed(one, m.TextsCompared(0, ("failed\nhere: boom",)))
+    assert out == [m.JobFinished(0, "failed", 0, ("failed\nhere: boom",)), m.Raised(0), m.Finish()]
 
 
 def test_a_call_after_the_job_failed_raises_at_once():
     one = Interleaver(2, RoundRobin())
     feed(one, m.RunStarted())
-    out = feed(one, m.SegmentFailed(0, 9, 0, "late"))
+    out = feed(one, m.SegmentFailed(0, 9, 0, "here", "late"))
     out = vote(one, out)
-    feed(one, m.TextsCompared(0, ("failed\nlate",)))
+    feed(one, m.TextsCompared(0, ("failed\nhere: late",)))
     assert m.Raised(0) in feed(one, m.StepCalled(0, PLAIN))
 
 

@@ -1,0 +1,51 @@
+"""Computation that fails when its step is committed: the rank lacks the results, and says so."""
+
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.interleaver import Interleaver
+from jaxcross.interleave.policy import RoundRobin
+from jaxcross.interleave.step_graph import StepGraph
+from tests.support.fed_interleaver import feed, vote
+
+LOCAL = StepGraph(kinds=("compute",), needs=((),))
+CARRIED = StepGraph(kinds=("compute", "collective", "compute"), needs=((), (), (0, 1)), after_commit=frozenset({2}))
+COMPARED = m.CompareTexts(0, "failed\nin step 1, after the commit, so this rank lacks the step's results: boom")
+
+
+def committed_call():
+    """Returns an interleaver whose job has called a carried step, and the commit vote of that."""
+    one = Interleaver(1, RoundRobin())
+    feed(one, m.RunStarted())
+    vote(one, feed(one, m.StepCalled(0, CARRIED)))
+    feed(one, m.SegmentDispatched(0, 1, 0))
+    return one, feed(one, m.ExchangeDone(0, 1))
+
+
+def test_failure_during_the_commit_vote_is_after_the_commit():
+    one, commit = committed_call()
+    feed(one, m.SegmentFailed(0, 1, 0, "in step 1", "boom"))
+    out = vote(one, commit)
+    assert one.step(0) == 1
+    assert COMPARED in vote(one, out)
+
+
+def test_failure_during_the_next_call_is_after_the_commit():
+    """A call returns once its segments were dispatched."""
+    one, commit = committed_call()
+    vote(one, commit)
+    out = feed(one, m.SegmentCompleted(0, 1, 0), m.SegmentDispatched(0, 1, 2))
+    assert m.StepReturned(0, 1) in out
+    out = feed(one, m.StepCalled(0, CARRIED), m.SegmentFailed(0, 1, 2, "in step 1", "boom"))
+    while COMPARED not in out:
+        if any(isinstance(each, m.RunExchange) for each in out):
+            out = feed(one, m.ExchangeDone(0, 1))
+        else:
+            out = vote(one, out)
+    assert one.step(0) == 1
+
+
+def test_failure_without_a_commit_says_nothing_of_it():
+    one = Interleaver(1, RoundRobin())
+    feed(one, m.RunStarted())
+    feed(one, m.StepCalled(0, LOCAL), m.SegmentDispatched(0, 1, 0))
+    out = feed(one, m.SegmentFailed(0, 1, 0, "in a call after step 0", "boom", False))
+    assert m.CompareTexts(0, "failed\nin a call after step 0: boom") in vote(one, out)
