@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross._arguments import is_whole
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import fragments as cuts
 from jaxcross.exchange import integers
@@ -125,7 +126,7 @@ def streaming_diloco(
     """
     turns = Turns.checked(every, fragments, delay, _WHAT)
     own_part = _part(mix, turns.delay)
-    if bits not in (32, 8, 4):
+    if not is_whole(bits) or bits not in (32, 8, 4):
         raise ValueError(f"`bits` of {_WHAT} is `{bits!r}`: an element travels in 32, 8 or 4 bits.")
     names = axis_names(axis_name)
     local, beyond = optimizer_in(inner, _WHAT), optimizer_in(outer, _WHAT)

@@ -152,7 +152,7 @@ def test_exchanges_are_carried_and_spread_over_the_delay(delay, wanted, bits):
     assert "".join("1" if n else "." for n in sent) == wanted
     assert len({n for n in sent if n}) == 1
     for program in found:
-        assert len(program.carried) == (len(program.collectives) if delay else 0)
+        assert len(program.order.carried) == (len(program.collectives) if delay else 0)
 
 
 def test_state_is_as_large_as_promised():
@@ -175,6 +175,8 @@ BAD = (
     (dict(mix=1), "`mix` of `streaming_diloco` is `1`"),
     (dict(mix="x"), "`mix` of `streaming_diloco` is `'x'`"),
     (dict(bits=2), "`bits` of `streaming_diloco` is `2`"),
+    (dict(bits=8.0), r"`bits` of `streaming_diloco` is `8\.0`"),
+    (dict(bits=jnp.int32(8)), "`bits` of `streaming_diloco` is `Array"),
 )
 
 
