@@ -1,14 +1,14 @@
 """What does an exchange still cost when it is carried to the next step and runs while that computes?
 
-    uv run --group torch python benchmarks/carried.py [--only alone,close,work,delayed,rivals,pairs]
+    uv run --group torch python benchmarks/carried.py [--only alone,work,delayed,rivals,pairs]
         [--rates 500,25,100] [--repeats 3] [--minutes 20] [--json FILE] [--png FILE] [--draw] [--smoke]
 
-ResNet-50, two hosts with one core each and a real link. Ways take turns in one run, in another order in each repeat.
-Numbers are seconds a step, over whole rounds of 16 steps where a way has rounds. Parts:
+ResNet-50, two hosts with one core each and a real link. Ways take turns in one run, each time beginning with the next
+one. Numbers are seconds a step. The first two parts take turns every four steps, the turn of a fragment, and a repeat
+is a round of four turns: so a core that changes its speed does so for all ways. Each turn is a run of its own. Parts:
   alone    one job at each rate. `jit`: the step without exchange in one `jax.jit`; `compute`: the same under
            `crossover`; `blocking` and `carried`: streaming DiLoCo with 4 fragments on a wire of 8 bits, whose exchange
            runs in the step that needs it, or is carried, spread over the four steps until the next fragment's turn
-  close    the first rate: `compute` and `carried` only, so that little time lies between the two that are compared
   work     the first rate: `jit`, `compute`, `carried`, and `work`, which is `carried` on an axis of one rank: it does
            what streaming DiLoCo computes, but for decoding the other rank's part, and sends nothing. Also of each the
            seconds of the first rank's processor, which the other rank's pauses change less
@@ -42,11 +42,13 @@ from rivals.cases import EVERY
 from rivals.teams import Stage, Team, TeamError, lab_or_exit
 from workloads import kept, parser, write_json
 
-PARTS = ("alone", "close", "work", "delayed", "rivals", "pairs")
+PARTS = ("alone", "work", "delayed", "rivals", "pairs")
 RATES = (500, 25, 100)
 RIVALS = {"fused": ("fused", "plain"), "DDP": ("ddp", "plain"), "post-local SGD": ("ddp", "post-local")}
 """Rival -> its team and variant."""
-ROUND_AND_TURN = EVERY + EVERY // 4
+TURN = EVERY // 4
+"""Steps from one fragment's turn to that of the next one."""
+ROUND_AND_TURN = EVERY + TURN
 """Steps until a job has made every kind of step: in the first fragment's first turn nothing is pending."""
 SHORT = 4
 """Steps of a way that exchanges everything in each step."""
@@ -99,7 +101,6 @@ class Bench:
         self.stage.lab.set_rate(f"{rate}mbit")
         parts = {
             "alone": partial(self._one_job, ("jit", "compute", "blocking", "carried")),
-            "close": partial(self._one_job, ("compute", "carried")),
             "work": partial(self._one_job, ("jit", "compute", "work", "carried")),
             "delayed": self._delayed,
             "rivals": self._rivals,
@@ -114,8 +115,12 @@ class Bench:
         for way in ways:
             self._prepare(way, ROUND_AND_TURN)
         used: dict[str, list[float]] = {way: [] for way in ways}
-        found = self._in_turn({way: self._way(way, used=used[way]) for way in ways})
-        return {**found, "processor_s": used}
+        found = self._in_turn({way: self._way(way, TURN, used=used[way]) for way in ways}, turns=EVERY // TURN)
+        return {
+            **found,
+            "turn_steps": TURN,
+            "processor_s": {way: _means(each, EVERY // TURN) for way, each in used.items()},
+        }
 
     def _delayed(self) -> dict[str, Any]:
         for way in ("jit", "compute", "mean", "delayed"):
@@ -205,13 +210,14 @@ class Bench:
 
         return seconds
 
-    def _in_turn(self, ways: Mapping[str, Callable[[], float]]) -> dict[str, Any]:
-        """Measures all ways in each repeat. Returns medians and raw seconds."""
-        raw: dict[str, list[float]] = {way: [] for way in ways}
-        for repeat in range(self.args.repeats):
-            for way in in_order(list(ways), repeat):
-                raw[way].append(ways[way]())
-                print(f"  {way}: {raw[way][-1]:.3f} s", flush=True)
+    def _in_turn(self, ways: Mapping[str, Callable[[], float]], *, turns: int = 1) -> dict[str, Any]:
+        """Measures all ways in each repeat, as a mean of so many turns. Returns medians and the repeats' seconds."""
+        found: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(self.args.repeats * turns):
+            for way in in_order(list(ways), turn):
+                found[way].append(ways[way]())
+                print(f"  {way}: {found[way][-1]:.3f} s", flush=True)
+        raw = {way: _means(each, turns) for way, each in found.items()}
         return {"raw": raw, "s": {way: statistics.median(each) for way, each in raw.items()}}
 
     def _prepare(self, way: str, steps: int, number: int = 0) -> None:
@@ -226,6 +232,11 @@ class Bench:
 
     def _ask(self, do: str, **facts: Any) -> dict[str, Any]:
         return self.stage.ask(self.team, do, **facts)[0]
+
+
+def _means(numbers: Sequence[float], count: int) -> list[float]:
+    """Returns the mean of each `count` numbers."""
+    return [statistics.fmean(numbers[n : n + count]) for n in range(0, len(numbers), count)]
 
 
 def options() -> argparse.Namespace:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -21,19 +22,42 @@ def carried(read: Read, _: str) -> Iterator[tuple[str, ...]]:
         yield (f"{row['rate']}", *seconds, *speeds, f"{TARGETS.get(row['rate'], '')}")
 
 
-def carried_close(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Computation alone and carried, which take turns without any other way between them."""
-    return _with_processor(read, "close")
+def carried_rounds(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """Every comparison of computation alone and carried at the first rate, and all of them together."""
+    yield "ways that took turns", "every", "repeats", "carried, of computation alone", "by the seconds of all repeats"
+    rows = [row for name in ("carried", "carried_rounds") for row in read(name)["rows"] if row["rate"] == 500]
+    compute: list[float] = []
+    carried: list[float] = []
+    for row in sorted((row for row in rows if "turn_steps" in row), key=lambda row: (row["turn_steps"], row["part"])):
+        compute += (alone := row["raw"]["compute"])
+        carried += (late := row["raw"]["carried"])
+        speed = f"{_speed([*zip(alone, late, strict=True)]):.3f}"
+        yield (
+            ", ".join(row["raw"]),
+            f"{row['turn_steps']} steps",
+            f"{len(late)}",
+            with_spread(shares(row, "carried"), 3),
+            speed,
+        )
+    pairs, random = [*zip(compute, carried, strict=True)], Random(0)
+    drawn = sorted(_speed(random.choices(pairs, k=len(pairs))) for _ in range(2000))
+    yield (
+        "all",
+        "",
+        f"{len(pairs)}",
+        "",
+        f"{_speed(pairs):.3f} (95% of 2000 resamples: {drawn[50]:.2f} to {drawn[-51]:.2f})",
+    )
+
+
+def _speed(pairs: Sequence[tuple[float, float]]) -> float:
+    return sum(alone for alone, _ in pairs) / sum(late for _, late in pairs)
 
 
 def carried_work(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """The same strategy on an axis of one rank: what it computes, without what it sends."""
-    return _with_processor(read, "work")
-
-
-def _with_processor(read: Read, part: str) -> Iterator[tuple[str, ...]]:
     yield "way", "s a step", "of computation alone", "processor, s a step", "over computation alone"
-    for row in _part(read, part):
+    for row in _part(read, "work"):
         for way, seconds in row["s"].items():
             used, alone = row["processor_s"][way], row["processor_s"]["compute"]
             more = with_spread([a / b for a, b in zip(used, alone, strict=True)], 3)
@@ -87,7 +111,7 @@ def _part(read: Read, part: str) -> list[dict[str, Any]]:
 
 TABLES: dict[str, Table] = {
     "carried": carried,
-    "carried-close": carried_close,
+    "carried-rounds": carried_rounds,
     "carried-work": carried_work,
     "carried-delayed": carried_delayed,
     "carried-rivals": carried_rivals,

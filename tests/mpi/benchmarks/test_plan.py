@@ -32,8 +32,11 @@ def test_carried(smoke, tmp_path):
     assert picture.stat().st_size > 10_000
     alone, work = result["rows"]
     assert [(row["part"], row["rate"]) for row in (alone, work)] == [("alone", 100), ("work", 100)]
-    assert set(alone["s"]) == set(alone["of_compute"]) == {"jit", "compute", "blocking", "carried"}
-    assert set(work["s"]) == set(work["of_compute"]) == {"compute", "work", "carried"}
+    assert set(alone["s"]) == set(alone["processor_s"]) == {"jit", "compute", "blocking", "carried"}
+    assert set(work["s"]) == set(work["processor_s"]) == {"jit", "compute", "work", "carried"}
+    assert all(
+        len(seconds) == 1 for row in (alone, work) for seconds in (*row["raw"].values(), *row["processor_s"].values())
+    )
     memory = result["memory"]
     # The fragment on its way, of four: eight bits an element and a unit for each 128, of which some fill up the last.
     blocking, carried = memory["blocking 0"], memory["carried 0"]
