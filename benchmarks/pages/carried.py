@@ -26,28 +26,16 @@ def carried_rounds(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """Every comparison of computation alone and carried at the first rate, and all of them together."""
     yield "ways that took turns", "every", "repeats", "carried, of computation alone", "by the seconds of all repeats"
     rows = [row for name in ("carried", "carried_rounds") for row in read(name)["rows"] if row["rate"] == 500]
-    compute: list[float] = []
-    carried: list[float] = []
+    everything: list[tuple[float, float]] = []
     for row in sorted((row for row in rows if "turn_steps" in row), key=lambda row: (row["turn_steps"], row["part"])):
-        compute += (alone := row["raw"]["compute"])
-        carried += (late := row["raw"]["carried"])
-        speed = f"{_speed([*zip(alone, late, strict=True)]):.3f}"
-        yield (
-            ", ".join(row["raw"]),
-            f"{row['turn_steps']} steps",
-            f"{len(late)}",
-            with_spread(shares(row, "carried"), 3),
-            speed,
-        )
-    pairs, random = [*zip(compute, carried, strict=True)], Random(0)
-    drawn = sorted(_speed(random.choices(pairs, k=len(pairs))) for _ in range(2000))
-    yield (
-        "all",
-        "",
-        f"{len(pairs)}",
-        "",
-        f"{_speed(pairs):.3f} (95% of 2000 resamples: {drawn[50]:.2f} to {drawn[-51]:.2f})",
-    )
+        pairs = [*zip(row["raw"]["compute"], row["raw"]["carried"], strict=True)]
+        everything += pairs
+        each = with_spread(shares(row, "carried"), 3)
+        yield ", ".join(row["raw"]), f"{row['turn_steps']} steps", f"{len(pairs)}", each, f"{_speed(pairs):.3f}"
+    random = Random(0)
+    drawn = sorted(_speed(random.choices(everything, k=len(everything))) for _ in range(2000))
+    spread = f"95% of 2000 resamples: {drawn[50]:.2f} to {drawn[-51]:.2f}"
+    yield "all", "", f"{len(everything)}", "", f"{_speed(everything):.3f} ({spread})"
 
 
 def _speed(pairs: Sequence[tuple[float, float]]) -> float:
