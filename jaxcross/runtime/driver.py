@@ -167,8 +167,8 @@ class Driver:
             late = [jobs[number] for number in self._start_limit.look(self.clock_ns() / 1e9, coming)]
         self._job_waits.look(waits)
         for job in late:
-            if self.world.rank == 0:
-                _log.warning("%s", self._start_limit.warning(job.name))
+            # On the rank that is late: the others begin at its vote, perhaps before any of them is over the limit.
+            _log.warning("%s", self._start_limit.warning(job.name, self.world.rank))
             self.excuse_start(job)
 
     def _interrupted(self, interrupt: BaseException) -> None:

@@ -45,11 +45,11 @@ class StartLimit:
         self._excused.update(over)
         return over
 
-    def warning(self, job: str) -> str:
-        """Returns the text for a job that is over the limit."""
+    def warning(self, job: str, rank: int) -> str:
+        """Returns the text for a job that is over the limit on that rank."""
         return (
-            f"Job `{job}` has done other work than to compile its first step for {self.limit_s:.0f} s: the other jobs"
-            ' begin without it. If it waits for them, `Runner(start="as ready")` saves that time.'
+            f"Job `{job}` has done other work than to compile its first step for {self.limit_s:.0f} s on rank {rank}:"
+            ' the other jobs begin without it. If it waits for them, `Runner(start="as ready")` saves that time.'
         )
 
 

@@ -1,6 +1,7 @@
 """The joint start of a run, on ranks that are threads: which job waits for which, and that no job waits for ever."""
 
 import math
+import re
 import threading
 from functools import partial
 
@@ -235,8 +236,8 @@ def test_a_job_that_waits_unseen_is_excused_in_time(kind, limit, caplog):
         return a.state, ("b", "the other jobs begin without it") in hears.notes
 
     assert run_ranks(2, work) == [(solo([DATA] * 2), True)] * 2
-    if kind is waits_unseen:
-        assert "Job `b` has done other work than to compile its first step for 0 s: the other jobs" in caplog.text
+    # Either rank may be the first, and the other one then has no cause to warn.
+    assert re.search(r"Job `b` has done other work .* for 0 s on rank [01]: the other jobs begin", caplog.text)
 
 
 @pytest.mark.usefixtures("limit")
