@@ -15,6 +15,7 @@ NAMED = {
     "streaming_diloco, every 8, 4 bits": "#cc79a7",
     "diloco, every 16, outer momentum 0.5": "#e69f00",
     "sparse_loco 1/64, every 8": "#666666",
+    "no_loco, every 16": "#8c510a",
 }
 """Colours of what is labelled in the picture; the rest is grey."""
 LOSSES = {"text": 2.5, "images": 0.2}
