@@ -383,9 +383,9 @@ class Interleaver:
             call.committed, call.skipped = True, outcome.kind == "skipped"
             if call.skipped:
                 self._out.append(m.SkipStep(job, call.number))
-        elif outcome.kind in ("here", "excused"):
+        elif outcome.kind in ("here", "excused", "late"):
             awaited = self.shared.start.awaited(self.shared.running)
-            self._out.append(m.JobAtStart(job, outcome.kind == "excused", awaited))
+            self._out.append(m.JobAtStart(job, outcome.kind, awaited))
         elif outcome.kind in ("paused", "resumed"):
             self._out.append(m.JobPaused(job, outcome.kind == "paused"))
         elif outcome.kind in ("ended", "stopped"):

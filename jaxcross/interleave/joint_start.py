@@ -15,7 +15,10 @@ from typing import Literal, final
 
 from jaxcross.interleave.vote import AtStart
 
-Arrival = Literal["coming", "excused", "here"]
+Arrival = Literal["coming", "excused", "late", "here"]
+"""How far a job is at a joint start. The others wait for one that is `coming`; `late` is excused for its time alone."""
+
+_EXCUSES: Mapping[AtStart, Arrival] = {AtStart.EXCUSED: "excused", AtStart.LATE: "late"}
 
 
 @final
@@ -51,10 +54,10 @@ class JointStart:
         changed: list[tuple[int, Arrival]] = []
         for job, verdict in verdicts.items():
             arrival = self._arrivals.get(job)
-            if verdict is AtStart.HERE and arrival in ("coming", "excused"):
+            if verdict is AtStart.HERE and arrival in ("coming", "excused", "late"):
                 changed.append((job, "here"))
-            elif verdict is AtStart.EXCUSED and arrival == "coming":
-                changed.append((job, "excused"))
+            elif verdict in _EXCUSES and arrival == "coming":
+                changed.append((job, _EXCUSES[verdict]))
         self._arrivals.update(changed)
         return changed
 

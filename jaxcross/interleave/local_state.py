@@ -219,9 +219,9 @@ class LocalJob:
                 self.returned = True
             case m.FirstStepMade():
                 self.at_start = AtStart.HERE
-            case m.StartExcused():
+            case m.StartExcused(_, late):
                 if self.at_start is AtStart.COMING:
-                    self.at_start = AtStart.EXCUSED
+                    self.at_start = AtStart.LATE if late else AtStart.EXCUSED
 
     def current(self, call: int) -> LocalCall | None:
         """Returns the call of that number, unless it is over."""

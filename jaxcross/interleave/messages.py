@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from jaxcross.interleave.joint_start import Arrival
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest, Verdict
 
@@ -80,9 +81,10 @@ class FirstStepMade(Event):
 
 @dataclass(frozen=True, slots=True)
 class StartExcused(Event):
-    """A job does not come to its first step for now: at a joint start the other jobs need not wait for it."""
+    """At a joint start the other jobs need not wait for this one: it waits for them, or takes too long (`late`)."""
 
     job: int
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,13 +264,10 @@ class JobPaused(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class JobAtStart(Instruction):
-    """At a joint start, the job has come to its first step on all ranks, or is `excused` from that.
-
-    `awaited`: the jobs that the others still wait for; none if all begin.
-    """
+    """A job has come to its first step on all ranks, or is excused. `awaited`: those to come; if none, all begin."""
 
     job: int
-    excused: bool
+    arrival: Arrival
     awaited: tuple[int, ...]
 
 

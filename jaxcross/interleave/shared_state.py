@@ -20,7 +20,7 @@ from jaxcross.interleave.vote import JobRequest, JobVerdict, Verdict
 SlotKind = Literal["exchange", "vote", "compare", "sync", "gather", "done"]
 OutcomeKind = Literal[
     "committed", "skipped", "admitted", "ended", "stopped", "compare", "sync", "batches", "paused", "resumed", "here",
-    "excused",
+    "excused", "late",
 ]  # fmt: skip
 
 

@@ -39,8 +39,9 @@ class AtStart(IntEnum):
     """A job's progress towards its first step. Of several ranks' values the least counts."""
 
     EXCUSED = 0  # the other jobs need not wait for it
-    COMING = 1
-    HERE = 2  # it has called it
+    LATE = 1  # nor for this one, which takes too long
+    COMING = 2
+    HERE = 3  # it has called it
 
 
 def point_hash(*parts: object) -> int:

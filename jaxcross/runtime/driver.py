@@ -8,7 +8,6 @@ Jobs are `JobRecord`s here. Their numbers are the interleaver's, and are used in
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import traceback
@@ -37,8 +36,6 @@ from jaxcross.runtime.stall_watch import JobWaits
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control
-
-_log = logging.getLogger("jaxcross")
 
 
 class Driver:
@@ -167,9 +164,7 @@ class Driver:
             late = [jobs[number] for number in self._start_limit.look(self.clock_ns() / 1e9, coming)]
         self._job_waits.look(waits)
         for job in late:
-            # On the rank that is late: the others begin at its vote, perhaps before any of them is over the limit.
-            _log.warning("%s", self._start_limit.warning(job.name, self.world.rank))
-            self.excuse_start(job)
+            self.excuse_start(job, late=True)
 
     def _interrupted(self, interrupt: BaseException) -> None:
         self.terminated |= isinstance(interrupt, Terminated)
@@ -344,11 +339,11 @@ class Driver:
         """Makes the spans and errors of a job count from `step`, the steps that an earlier run made."""
         self.post(m.StepsRestored(job.number, step))
 
-    def excuse_start(self, job: JobRecord) -> None:
-        """Lets the other jobs begin without this one, at a joint start. Does not wait."""
+    def excuse_start(self, job: JobRecord, *, late: bool = False) -> None:
+        """Lets the other jobs begin without this one, at a joint start. Does not wait. `late`: it takes too long."""
         if not job.excused:
             job.excused = True
-            self.post(m.StartExcused(job.number))
+            self.post(m.StartExcused(job.number, late))
 
     def first_step_made(self, job: JobRecord) -> None:
         """Notes that the job has made its first step without the lanes."""

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, final
 
+from jaxcross.interleave.joint_start import Arrival
+
 Start = Literal["together", "as ready"]
 """Whether jobs in crossover make their first steps once all are ready, or each as soon as it is."""
 
@@ -45,13 +47,6 @@ class StartLimit:
         self._excused.update(over)
         return over
 
-    def warning(self, job: str, rank: int) -> str:
-        """Returns the text for a job that is over the limit on that rank."""
-        return (
-            f"Job `{job}` has done other work than to compile its first step for {self.limit_s:.0f} s on rank {rank}:"
-            ' the other jobs begin without it. If it waits for them, `Runner(start="as ready")` saves that time.'
-        )
-
 
 @final
 class StartGate:
@@ -86,10 +81,18 @@ class StartGate:
         self._changed.notify_all()
 
 
-def note_at_start(*, excused: bool, awaited: Sequence[str]) -> str:
+def note_at_start(arrival: Arrival, awaited: Sequence[str]) -> str:
     """Returns the note on a job that has come to its first step, or is excused."""
-    if excused:
+    if arrival != "here":
         return "the other jobs begin without it"
     if not awaited:
         return "ready: all jobs begin"
     return f"ready, waits for {f'`{awaited[0]}`' if len(awaited) == 1 else f'{len(awaited)} more jobs'}"
+
+
+def late_warning(job: str) -> str:
+    """Returns the text for a job that is over the limit on some rank."""
+    return (
+        f"Job `{job}` spent {START_LIMIT_S:.0f} s, on some rank, on other work than compiling its first step:"
+        ' the other jobs begin without it. If it waits for them, `Runner(start="as ready")` saves that time.'
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import final
@@ -11,7 +12,9 @@ from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import Listeners
 from jaxcross.runtime.failure_text import describe, explain
 from jaxcross.runtime.job_record import JobRecord, StepCall
-from jaxcross.runtime.joint_start import note_at_start
+from jaxcross.runtime.joint_start import late_warning, note_at_start
+
+_log = logging.getLogger("jaxcross")
 
 
 @final
@@ -78,9 +81,12 @@ class Router:
                 job.paused = paused
                 job.on_pause(paused)
                 self._listeners.note(job=job.name, kind="status", value="paused" if paused else "goes on")
-            case m.JobAtStart(number, excused, awaited):
-                text = note_at_start(excused=excused, awaited=[self.jobs[n].name for n in awaited])
-                self._listeners.note(job=self.jobs[number].name, kind="status", value=text)
+            case m.JobAtStart(number, arrival, awaited):
+                name, text = self.jobs[number].name, note_at_start(arrival, [self.jobs[n].name for n in awaited])
+                self._listeners.note(job=name, kind="status", value=text)
+                # Here, where all ranks know: the rank that found it late may be any, and several may have.
+                if arrival == "late" and self._rank == 0:
+                    _log.warning("%s", late_warning(name))
             case m.TextDelivered(text):
                 self.texts.append(text)
             case m.Finish(left_out):

@@ -20,6 +20,7 @@ from jaxcross.jobs.runner import Runner
 from tests.support.checkpoint_jobs import batches, loop, make_step, resumes, same
 from tests.support.checkpoint_jobs import train as train_jobs
 from tests.support.fakes import run_ranks
+from tests.support.membership_jobs import all_see
 
 STEPS = 30
 
@@ -54,6 +55,9 @@ def train(folder, *, killed=None, by="submit", offers=True, added=()):
                 if job.step == 3 and by == "add":
                     runner.add("later", offered, seed=3)
                 if job.step == 5:
+                    # Its checkpoint of step 3 is begun, so a kill leaves one. In a restart it may be over.
+                    while not all_see(job, lambda: endless.step > 3 or endless.done.is_set()):
+                        pass
                     endless.stop()
                     rests.pause()
                 if job.step == 20 and killed is not None and world.rank == 0:

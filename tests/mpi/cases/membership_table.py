@@ -164,19 +164,23 @@ def one_rests():
                 while not all_see(job, lambda: other.paused):
                     pass
             state, _ = step(state, batch)
+        rested_at = other.step
         if WORLD.rank == 0:
             other.resume()
+        while not all_see(job, lambda: other.step > rested_at):
+            pass
+        other.stop()
         return state
 
     first = runner.add("a", parent)
-    other = runner.add("b", train, step=step, n=40, seed=1)
+    other = runner.add("b", train, step=step, n=10**6, seed=1)
     report = runner.run()
     same(first.state, alone(step, 20))
-    same(other.state, alone(step, 40, seed=1))
+    same(other.state, alone(step, equal_on_ranks(other.step), seed=1))
     ends = {name: max(s.end_ns for s in report.spans if s.job == name and s.kind == "collective") for name in "ab"}
     assert ends["a"] < ends["b"]
     while_it_rested = [s.step for s in report.spans if s.job == "b" and s.kind == "collective" and s.end_ns < ends["a"]]
-    assert max(while_it_rested, default=0) < 40
+    assert max(while_it_rested, default=0) < other.step
 
 
 def one_is_ejected():

@@ -7,11 +7,12 @@ import pytest
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.interleaver import Interleaver
+from jaxcross.interleave.joint_start import JointStart
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.script import Add, Await, Fail, Sync, Think
 from jaxcross.interleave.shared_state import SharedState
 from jaxcross.interleave.simulator import Simulation
-from jaxcross.interleave.vote import JobRequest
+from jaxcross.interleave.vote import AtStart, JobRequest
 from tests.model.explore import explore
 from tests.model.model_case import Case
 from tests.support.model_scripts import BETWEEN, EXHAUSTIVE, LOCAL, PLAIN, SHORT, alike, ends, request, step
@@ -178,3 +179,15 @@ def test_an_excused_job_does_not_keep_the_others():
     (result, _) = simulated((Await(1), *ONE), TWO, (Think(9), *ONE), excuse_s=20.0)
     assert begins(result, 1) == begins(result, 2) == pytest.approx(20.0, abs=0.1)
     assert result.steps == [1, 2, 1]
+
+
+def test_of_two_excuses_the_known_one_counts():
+    """A job is late only if no rank knows why it does not come, and one that comes in the end is here."""
+    known, late, here = AtStart.EXCUSED, AtStart.LATE, AtStart.HERE
+    start = JointStart()
+    start.begin(range(4))
+    assert known == min(known, late) and late == min(late, here, AtStart.COMING)
+    assert start.apply({0: known, 1: late, 2: AtStart.COMING, 3: here}) == [(0, "excused"), (1, "late"), (3, "here")]
+    assert start.awaited(range(4)) == (2,)
+    assert start.apply({0: late, 1: known, 2: late, 3: late}) == [(2, "late")]
+    assert start.apply(dict.fromkeys(range(4), here)) == [(0, "here"), (1, "here"), (2, "here")]
