@@ -12,16 +12,16 @@ if it consumes the step's input state, the step is committed.
 *when* it begins the next slot:
 
 - an exchange, when its producers were dispatched here (or have failed: then with zeros, at once);
-- a commit vote, the vote for an idle job's turn, a comparison, a sync: at once;
+- a commit vote, the vote for an idle job's turn, a sync, a comparison once no call of its job goes on: at once;
 - the vote while no exchange remains (`deferrable`): at once if the job whose turn it is has something to report here,
   otherwise when the driver's backoff has elapsed.
 
 **Why it cannot hang.** Claim: a rank that is through with slot i begins slot i + 1 within bounded time, whatever the
 other ranks do. Then, slots being the same everywhere, every collective is entered by all ranks, and by induction
-every slot ends. For all but exchanges the claim is the list above; a backoff is bounded, and begun once a slot. An
-exchange waits for its producers: compute segments that neither need a later exchange nor a commit (`StepGraph` refuses
-both), in a lane whose every segment ends by itself and which takes any ready one. Policies restrict which *jobs* run,
-never which segments of a running job, so an admitted step is never held back.
+every slot ends. For all but exchanges and comparisons the claim is the list above; a backoff is bounded, and begun once
+a slot. An exchange waits for its producers: compute segments that neither need a later exchange nor a commit
+(`StepGraph` refuses both), and a comparison for those of a call that needs neither any more, in a lane whose every
+segment ends by itself and which takes any ready one. A call that has begun is never held back by a policy or a vote.
 
 **Why it does not spin.** The deferrable vote is entered at once only for a job that waits, or failed, here, or once for
 each request and each job that was added. If all ranks enter it for that reason, the vote changes something: it admits,
@@ -34,8 +34,9 @@ job that was added during the run joins between two votes, once all ranks have a
 that is held back has nothing to vote on, so it does not make its rank vote at once.
 
 **Failure.** A rank that fails inside an admitted step still makes the step's remaining exchanges, with zeros, and says
-so in the commit vote; then no rank runs the segments that would overwrite the step's input state. A rank that fails
-between steps says so in any vote. In both cases all ranks compare texts in the next slot and finish the job.
+so in the commit vote; then no rank runs the segments that would overwrite the input state. A rank that fails between
+steps says so in any vote. In both cases all ranks compare texts and finish the job, but first a call goes on to its end
+that may have overwritten the state: one that is committed, or has begun and exchanges nothing.
 """
 
 from __future__ import annotations
@@ -272,7 +273,7 @@ class Interleaver:
         Proposes the end of a job whose function returned, once none of its segments can fail on the device any more.
         """
         mine = self._jobs[job]
-        if mine.call is not None and mine.is_waiting and mine.failed is None and mine.call.complete():
+        if mine.call is not None and mine.is_waiting and not mine.call.broken and mine.call.complete():
             mine.count(mine.call)
             self._moves += 1
             self._answer(job, m.StepReturned(job, self.step(job), mine.call.skipped))
@@ -284,9 +285,8 @@ class Interleaver:
 
     def _note_ready(self, job: int) -> None:
         mine = self._jobs[job]
-        call = mine.call
-        begins = call is not None and (call.admitted or self.shared.may_begin(job, is_step=call.graph.is_step))
-        self._compute.set_ready(job, mine.ready() if begins else None)
+        may_begin = mine.call is not None and self.shared.may_begin(job, is_step=mine.call.graph.is_step)
+        self._compute.set_ready(job, mine.ready(may_begin=may_begin))
 
     def _fill_compute_lane(self) -> None:
         while (turn := self._compute.next()) is not None:
@@ -322,11 +322,8 @@ class Interleaver:
             step, other_calls = mine.position(call, self.step(slot.job))
             instruction = m.RunExchange(slot.job, call.number, step, slot.segment, zero, other_calls)
         elif slot.kind == "vote":
-            urgent = (
-                not slot.deferrable
-                or self._ballot_writer.urgent
-                or (slot.job >= 0 and self._jobs[slot.job].has_update())
-            )
+            urgent = not slot.deferrable or self._ballot_writer.urgent
+            urgent = urgent or (slot.job >= 0 and self._jobs[slot.job].has_update())
             if not (urgent or backoff_over):
                 if not self._backing_off:
                     self._backing_off = True
@@ -334,6 +331,8 @@ class Interleaver:
                 return
             instruction = m.CastVote(self._ballot_writer.cast(self._jobs, self.shared.jobs))
         elif slot.kind == "compare":
+            if self._jobs[slot.job].goes_on():
+                return
             instruction = m.CompareTexts(slot.job, self._jobs[slot.job].text())
         elif slot.kind == "gather":
             instruction = m.GatherAnnouncements()
@@ -351,8 +350,7 @@ class Interleaver:
         if call is None:
             raise InternalError(f"job {job} made an exchange but has no call")
         call.exchange_done(segment, finite=finite)
-        nbytes = call.graph.nbytes
-        self.shared.exchange_done(job, nbytes[segment] if nbytes else 1)
+        self.shared.exchange_done(job, call.graph.nbytes[segment] if call.graph.nbytes else 1)
 
     def _vote_done(self, verdict: Verdict) -> None:
         running = self.shared.running

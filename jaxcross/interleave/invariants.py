@@ -28,9 +28,8 @@ def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: Sha
             _check_call(job, mine, mine.call, shared)
     if len(on_device) < depth:
         for job, mine in jobs.items():
-            call = mine.call
-            may = call is not None and (call.admitted or shared.may_begin(job, is_step=call.graph.is_step))
-            if may and mine.ready() is not None:
+            may_begin = shared.may_begin(job, is_step=mine.call is not None and mine.call.graph.is_step)
+            if mine.ready(may_begin=may_begin) is not None:
                 raise _broken(f"job {job} has a ready segment but the compute lane is not full")
 
 

@@ -55,6 +55,7 @@ class LocalCall:
     committed: bool = False
     finite: bool = True  # the exchanged values, as far as they were checked
     skipped: bool = False  # the step keeps its state
+    broken: bool = False  # a segment of it failed
     _unmet: list[int] = field(init=False)  # for each segment, the number of its needs neither issued nor exchanged
     # The compute segments without unmet needs that were not issued yet, in order: those that may run before the
     # commit, and those that have to wait for it.
@@ -97,6 +98,10 @@ class LocalCall:
 
     def _ready_list(self, segment: int) -> list[int]:
         return self._ready_after if segment in self.graph.after_commit else self._ready_before
+
+    def goes_on(self) -> bool:
+        """Whether it is made to its end although its job has failed: it may have overwritten the state by now."""
+        return not self.broken and (self.committed or (bool(self.issued) and not self.graph.collectives))
 
     def complete(self) -> bool:
         """Whether the caller can have its results."""
@@ -179,6 +184,8 @@ class LocalJob:
         """The job fails on this rank by a segment."""
         if self.failed is None:
             self.failed_segment = event
+        if (call := self.current(event.call)) is not None:
+            call.broken = True
         self.fail(f"{event.where}: {event.error}", ejects=event.ejects)
 
     def position(self, call: LocalCall, made: int) -> tuple[int, int]:
@@ -232,9 +239,16 @@ class LocalJob:
         if self.request is not JobRequest.STOP:
             self.request = request
 
-    def ready(self) -> int | None:
-        """Returns the compute segment that may go to the lane next."""
-        return None if self.call is None or self.failed is not None else self.call.ready()
+    def ready(self, *, may_begin: bool) -> int | None:
+        """Returns the compute segment that may go to the lane next, of a call that has begun or may begin."""
+        call = self.call
+        if call is None or not (call.admitted or call.issued or may_begin):
+            return None
+        return call.ready() if self.failed is None or call.goes_on() else None
+
+    def goes_on(self) -> bool:
+        """Whether a call is under way that is made to its end even if the job has failed."""
+        return self.call is not None and self.call.goes_on()
 
     def called(self) -> tuple[int, ...] | str:
         """Returns the collective segments of the step that it called, or the kind of any other point."""
@@ -286,7 +300,6 @@ class LocalJob:
             limit=self.limits.get(self.stream),
             request=self.request,
             finite=self.call is None or self.call.finite,
-            received_commit=self.failed is not None or self.call is None or not self.call.committed,
             at_start=self.at_start,
         )
 

@@ -120,7 +120,8 @@ class SharedState:
 
     def may_begin(self, job: int, *, is_step: bool) -> bool:
         """Whether a call of the job's may begin before it is admitted."""
-        return not (self.jobs[job].held or (is_step and self.start.holds(job)))
+        mine = self.jobs[job]
+        return not (mine.held or mine.finished or (is_step and self.start.holds(job)))
 
     def join(self) -> int:
         """Adds a job, between two votes, and returns its number."""
@@ -275,11 +276,6 @@ class SharedState:
         if job.remaining:
             return outcomes
         self._unapplied.discard(number)
-        if not verdict.good and not verdict.received_commit:
-            # Some rank still has to receive the results of the last committed step. If the job failed now, that rank
-            # would be one step behind the others, and they could not go back: the state before the step is overwritten.
-            self._unapplied.add(number)
-            return outcomes
         if not verdict.good or (verdict.waiting and not verdict.same_point):
             job.remaining, job.finished = None, True
             self.queue.append(Slot("compare", number))

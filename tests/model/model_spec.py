@@ -27,10 +27,17 @@ class SpecCall:
     committed: bool = False
     skipped: bool = False  # by whichever rank's finding
     told: bool = False  # that it is skipped
+    number: int = 0
+    broken: bool = False  # a segment of it failed
 
     @property
     def done(self) -> set[int]:
         return self.issued | set(self.exchanged)
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the state before it may be gone, and the one after it is still to come."""
+        return not self.broken and (self.committed or (bool(self.issued) and not self.graph.collectives))
 
 
 class Spec:
@@ -75,6 +82,8 @@ class Spec:
                 self.behind.clear()  # the other ranks may know of it before this one does
             case m.SegmentFailed(job) | m.JobRaised(job) if job not in self.finished:
                 self.failed.add(job)
+                if isinstance(event, m.SegmentFailed) and (call := self.calls.get(job)) is not None:
+                    call.broken |= call.number == event.call
             case m.BatchPrepared(job, stream, count):
                 self.prepared[job, stream] = count
             case m.ExchangeDone(job, segment, finite):
@@ -116,9 +125,10 @@ class Spec:
             InternalError: It breaks a rule.
         """
         match instruction:
-            case m.Dispatch(job, _, _, segment):
+            case m.Dispatch(job, number, _, segment):
                 call = self.call(job)
-                self._must(job not in self.failed, instruction, "its job has failed here")
+                self._must(job not in self.failed or call.overwrites, instruction, "its job has failed here")
+                call.number = number
                 self._must(segment not in call.issued, instruction, "it was dispatched before")
                 early = call.graph.is_step and bool(self.behind)
                 self._must(not early, instruction, f"it is of a step, and jobs {self.behind} have not come to theirs")
@@ -157,8 +167,7 @@ class Spec:
                 self.steps[job] = common
                 self.ahead.pop(job, None)
                 call = self.calls.get(job)
-                received = call is None or not call.committed or job in self.failed
-                self._must(received, instruction, "it has not received here what its last committed step made")
+                self._must(call is None or not call.overwrites, instruction, "its state is being overwritten here")
                 self.finished[job] = (how, texts)
                 self.behind.discard(job)
                 self.failed.discard(job)

@@ -194,7 +194,7 @@ def test_late_events_of_a_job_that_left_are_harmless():
     """What comes late from a job that left disturbs no other job."""
     one = Interleaver(2, RoundRobin(), depth=1)
     feed(one, m.RunStarted())
-    out = vote(one, feed(one, m.StepCalled(0, LOCAL), m.JobRaised(0, "boom")))
+    out = vote(one, feed(one, m.StepCalled(0, LOCAL), m.SegmentDispatched(0, 1, 0), m.JobRaised(0, "boom")))
     assert out == [m.CompareTexts(0, "failed\nboom")]
     feed(one, m.TextsCompared(0, ("failed\nboom",)))
     assert feed(one, m.SegmentDispatched(0, 1, 0), m.BatchPrepared(0, 0, 3), m.JobReturned(0)) == []

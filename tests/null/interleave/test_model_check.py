@@ -67,6 +67,7 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
         ((step(SHORT), step(LOCAL, s0="complete"), step(SHORT)), (step(SHORT), step(LOCAL), step(SHORT)), {1, 2}),
         ((step(PLAIN), Fail("boom")), (step(PLAIN), step(PLAIN)), {1}),
         ((step(SHORT), step(BETWEEN), Fail("boom")), (step(SHORT), step(BETWEEN), step(BETWEEN), step(SHORT)), {1}),
+        ((step(SHORT), Fail("boom")), (step(SHORT), step(LOCAL), step(LOCAL)), {1}),
         ((step(PLAIN),), (step(PLAIN), step(PLAIN)), {1}),
         ((step(PLAIN), Sync("save")), (step(PLAIN), step(PLAIN)), {1}),
         ((step(PLAIN), step(SHORT)), (step(PLAIN), step(PLAIN)), {1}),
@@ -96,6 +97,16 @@ def test_in_any_order_a_fault_ends_the_job_on_all(bad, good, steps):
 def test_in_any_order_two_other_ranks_hear_of_a_fault(bad, good, end):
     """In every order of events, two other ranks hear of a fault of one rank."""
     assert ends(unlike(bad, good, good)) == {(end,)}
+
+
+@pytest.mark.parametrize(
+    ("script", "steps"),
+    [((step(PLAIN),), {0, 1}), ((step(LOCAL), step(LOCAL)), {0}), ((step(SHORT), step(LOCAL)), {0, 1})],
+)
+def test_data_that_fails_at_any_moment_ends_the_job(script, steps):
+    """The thread that prepares a job's data fails on one rank, while the job is in any call."""
+    found = ends(alike(2, script, outside=((m.JobRaised(0, "boom"),), ())))
+    assert found == {((n, "failed"),) for n in steps} | {((sum(s.graph != LOCAL for s in script), "ended"),)}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=EXHAUSTIVE)])

@@ -7,10 +7,13 @@ import pytest
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.interleaver import Interleaver
+from jaxcross.interleave.local_state import LocalJob
+from jaxcross.interleave.script import Fail
 from jaxcross.interleave.shared_state import SharedState, Slot
 from jaxcross.interleave.vote import JobRequest
 from tests.model.explore import explore
 from tests.support.model_scripts import (
+    LOCAL,
     PLAIN,
     SHORT,
     WIDE,
@@ -78,17 +81,17 @@ class DeafState(SharedState):
         return super()._apply_job(number, replace(said, good=True), committing, called)
 
 
-class HastyState(SharedState):
-    def _apply_job(self, number, said, committing, called):
-        return super()._apply_job(number, replace(said, received_commit=True), committing, called)
+class HastyJob(LocalJob):
+    def goes_on(self):
+        return False
 
 
 class LosesTheLastStep(Interleaver):
-    """A job that has failed leaves at once, also where its last committed step is still to be received."""
+    """A job that has failed leaves at once, also where a call still overwrites its state."""
 
     def __init__(self, jobs, policy, depth=2):
         super().__init__(jobs, policy, depth)
-        self.shared = HastyState(jobs, policy)
+        self._jobs = {job: HastyJob() for job in self._jobs}
 
 
 class DeafToFailure(Interleaver):
@@ -161,11 +164,8 @@ FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
         (ByCompletion, alike(2, (step(SHORT),), (step(SHORT),)), "ranks meet in different slots"),
         (TakesTheCommitForGranted, alike(1, (step(PLAIN),)), "overwrites the state of a step that is not committed"),
         (DeafToFailure, FAILING, "overwrites the state of a step that is not committed"),
-        (
-            LosesTheLastStep,
-            unlike((step(PLAIN, s2="dispatch"),), (step(PLAIN),)),
-            "it has not received here what its last",
-        ),
+        (LosesTheLastStep, unlike((step(PLAIN, s2="dispatch"),), (step(PLAIN),)), "its state is being overwritten"),
+        (LosesTheLastStep, unlike((Fail("boom"),), (step(LOCAL),)), "its state is being overwritten"),
         (GoesOnAfterFailure, unlike((step(WIDE, s0="dispatch"),), depth=1), "its job has failed here"),
         (SkipsForItself, unlike((step(PLAIN, s1="skip"),), (step(PLAIN),)), "its step is skipped: True, but told so"),
         (

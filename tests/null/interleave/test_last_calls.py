@@ -1,0 +1,77 @@
+"""A job that leaves by a failure is left with a whole state: a call that may have overwritten it is made to its end."""
+
+import pytest
+
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.interleaver import Interleaver
+from jaxcross.interleave.policy import RoundRobin
+from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.interleave.vote import Ballot, JobBallot, tally
+from tests.support.fed_interleaver import feed, vote
+
+LOCAL = StepGraph(kinds=("compute",), needs=((),))
+LONG = StepGraph(kinds=("compute", "compute"), needs=((), (0,)))
+UPDATE = StepGraph(kinds=("compute", "collective", "compute"), needs=((), (0,), (1,)), after_commit=frozenset({2}))
+
+
+def failed_elsewhere(instructions):
+    """The verdict on this rank's vote and that of a rank on which the job has failed."""
+    other = Ballot(1)
+    other.set_job(0, JobBallot(good=False))
+    mine = next(i.ballot for i in instructions if isinstance(i, m.CastVote))
+    return m.VoteDone(tally([mine, other.cast()]))
+
+
+def has(instructions, kind):
+    return any(isinstance(each, kind) for each in instructions)
+
+
+def calls(graph):
+    one = Interleaver(1, RoundRobin())
+    feed(one, m.RunStarted())
+    return one, feed(one, m.StepCalled(0, graph))
+
+
+def test_a_failure_elsewhere_waits_for_a_call_without_exchanges():
+    one, out = calls(LONG)
+    assert has(out, m.Dispatch)
+    out = feed(one, failed_elsewhere(feed(one, m.BackoffElapsed())))
+    assert not has(out, m.CompareTexts)
+    out = feed(one, m.SegmentDispatched(0, 1, 0), m.SegmentDispatched(0, 1, 1))
+    assert has(out, m.StepReturned) and has(out, m.CompareTexts)
+    # The next call does not begin.
+    out = feed(one, m.StepCalled(0, LOCAL))
+    assert not has(out, m.Dispatch)
+    out = feed(one, m.TextsCompared(0, ("failed\nboom", "")))
+    assert m.Raised(0) in out
+
+
+def test_a_call_that_breaks_is_not_waited_for():
+    one, out = calls(LONG)
+    out = feed(one, failed_elsewhere(feed(one, m.BackoffElapsed())))
+    assert not has(out, m.CompareTexts)
+    assert has(feed(one, m.SegmentFailed(0, 1, 0, "in step 1", "boom", False)), m.CompareTexts)
+
+
+@pytest.mark.parametrize("graph", [LOCAL, UPDATE])
+def test_failing_data_waits_for_the_call_under_way(graph):
+    """The thread that prepares batches fails while the job's own thread is in a call."""
+    one, out = calls(graph)
+    if graph is UPDATE:
+        vote(one, out)
+        vote(one, feed(one, m.SegmentDispatched(0, 1, 0), m.ExchangeDone(0, 1)))
+    out = feed(one, m.JobRaised(0, "after batch 3: boom"))
+    while not has(out, m.CastVote | m.CompareTexts):
+        out = feed(one, m.BackoffElapsed())
+    out = vote(one, out) if not has(out, m.CompareTexts) else out
+    assert not has(out, m.CompareTexts)
+    out = feed(one, m.SegmentDispatched(0, 1, len(graph.kinds) - 1))
+    assert has(out, m.StepReturned)
+
+
+def test_a_call_that_has_not_begun_is_left():
+    """A paused job's call waits; after a failure it is not made any more."""
+    one, out = calls(UPDATE)
+    out = feed(one, failed_elsewhere(out))
+    assert has(out, m.CompareTexts)
+    assert m.Raised(0) in feed(one, m.TextsCompared(0, ("failed\nboom", "")))
