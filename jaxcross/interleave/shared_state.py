@@ -120,8 +120,7 @@ class SharedState:
 
     def may_begin(self, job: int, *, is_step: bool) -> bool:
         """Whether a call of the job's may begin before it is admitted."""
-        mine = self.jobs[job]
-        return not (mine.held or mine.finished or (is_step and self.start.holds(job)))
+        return not (self.jobs[job].held or (is_step and self.start.holds(job)))
 
     def join(self) -> int:
         """Adds a job, between two votes, and returns its number."""

@@ -53,6 +53,14 @@ def test_a_call_that_breaks_is_not_waited_for():
     assert has(feed(one, m.SegmentFailed(0, 1, 0, "in step 1", "boom", False)), m.CompareTexts)
 
 
+def test_a_call_that_broke_returns_nothing():
+    """Its last segment was on its way to the device."""
+    one, _ = calls(LONG)
+    feed(one, m.SegmentDispatched(0, 1, 0))
+    out = feed(one, m.SegmentFailed(0, 1, 0, "in step 1", "boom", False), m.SegmentDispatched(0, 1, 1))
+    assert not has(out, m.StepReturned)
+
+
 @pytest.mark.parametrize("graph", [LOCAL, UPDATE])
 def test_failing_data_waits_for_the_call_under_way(graph):
     """The thread that prepares batches fails while the job's own thread is in a call."""
