@@ -300,6 +300,7 @@ class LocalJob:
             limit=self.limits.get(self.stream),
             request=self.request,
             finite=self.call is None or self.call.finite,
+            received_commit=self.call is None or not self.call.committed or self.call.broken,
             at_start=self.at_start,
         )
 

@@ -275,6 +275,11 @@ class SharedState:
         if job.remaining:
             return outcomes
         self._unapplied.discard(number)
+        if not verdict.good and not verdict.received_commit:
+            # Some rank still has to receive the results of the last committed step: it would be one step behind the
+            # others, which cannot go back. Ranks go on to vote, so that a rank that hangs there is named by itself.
+            self._unapplied.add(number)
+            return outcomes
         if not verdict.good or (verdict.waiting and not verdict.same_point):
             job.remaining, job.finished = None, True
             self.queue.append(Slot("compare", number))

@@ -18,8 +18,8 @@ import numpy as np
 _NEUTRAL = np.iinfo(np.int64).max
 # Columns of a job's row. Two of them come with their negation: the minimum of -x is minus the maximum of x, so x is
 # equal on all ranks exactly if the two minima are.
-# waiting, point, -point, good, stream, -stream, prepared, limit, request, finite, at_start
-_FIELDS = 11
+# waiting, point, -point, good, stream, -stream, prepared, limit, request, finite, received_commit, at_start
+_FIELDS = 12
 # The header. A minimum of 1 means: no rank wants all jobs to stop; all ranks have pending jobs; no rank has added one
 # since the last vote; no rank has a text to deliver.
 _HEADER = 4
@@ -63,6 +63,7 @@ class JobBallot:
         limit: Number of batches in that stream, if it is known already.
         request: A request about it on this rank; cast in one vote only.
         finite: The exchanged values of its step, as far as they were checked, are finite here.
+        received_commit: This rank has received the results of its last committed step, or will never need them.
         at_start: Whether it has come to its first step on this rank.
     """
 
@@ -73,6 +74,7 @@ class JobBallot:
     limit: int | None = None
     request: JobRequest = JobRequest.NONE
     finite: bool = True
+    received_commit: bool = True
     at_start: AtStart = AtStart.COMING
 
 
@@ -113,6 +115,7 @@ class Ballot:
             _NEUTRAL if ballot.limit is None else ballot.limit,
             ballot.request,
             ballot.finite,
+            ballot.received_commit,
             ballot.at_start,
         )
 
@@ -152,6 +155,7 @@ class JobVerdict:
         limit: The least known length of it, or None.
         request: The strongest request of any rank.
         finite: No rank has found exchanged values that are not finite.
+        received_commit: Every rank has received the results of its last committed step.
         at_start: Whether it has come to its first step on every rank, or is excused by one.
     """
 
@@ -163,6 +167,7 @@ class JobVerdict:
     limit: int | None
     request: JobRequest
     finite: bool
+    received_commit: bool
     at_start: AtStart
 
 
@@ -184,9 +189,9 @@ class Verdict:
 
     def job(self, row: int) -> JobVerdict:
         """Returns the outcome about the job of that row."""
-        waiting, low, negated, good, stream, unstream, prepared, limit, request, finite, at_start = self._rows[
-            row
-        ].tolist()
+        waiting, low, negated, good, stream, unstream, prepared, limit, request, finite, received, at_start = (
+            self._rows[row].tolist()
+        )
         return JobVerdict(
             waiting=bool(waiting),
             same_point=low == -negated,
@@ -196,6 +201,7 @@ class Verdict:
             limit=None if limit == _NEUTRAL else limit,
             request=JobRequest(request),
             finite=bool(finite),
+            received_commit=bool(received),
             at_start=AtStart(at_start),
         )
 

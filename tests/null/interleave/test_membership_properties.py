@@ -243,7 +243,7 @@ def test_a_job_may_add_its_successor_as_its_last_act():
         assert not agreed.jobs
         inner = rank.interleaver
         assert not (agreed.turns.jobs or inner._compute._turns.jobs or inner._jobs or inner._compute.on_device)
-        assert len(inner._ballot_writer._ballot.cast()) == 4 + 11 * agreed.rows
+        assert len(inner._ballot_writer._ballot.cast()) == 4 + 12 * agreed.rows
 
 
 def test_joiners_of_weighted_run_get_mean_or_set_share():

@@ -12,6 +12,7 @@ BALLOTS = st.builds(
     limit=st.none() | st.integers(0, 5),
     request=st.sampled_from(JobRequest),
     finite=st.booleans(),
+    received_commit=st.booleans(),
 )
 
 
@@ -41,6 +42,7 @@ def test_the_minimum_answers_every_question(ranks):
         assert said.limit == (min(limits) if limits else None)
         assert said.request == min(b.request for b in mine)
         assert said.finite == all(b.finite for b in mine)
+        assert said.received_commit == all(b.received_commit for b in mine)
 
 
 def test_one_rank_hears_what_it_said():
