@@ -261,7 +261,7 @@ class LocalJob:
     def has_update(self) -> bool:
         """Whether a vote could change something for the job, as far as this rank knows."""
         if self.failed is not None:
-            return True
+            return self.call is None or not self.call.committed or self.call.broken
         if self.point is None or self.point.kind != "batch":
             return self.point is not None
         prepared, limit = self.prepared.get(self.stream, 0), self.limits.get(self.stream)
