@@ -250,6 +250,10 @@ class LocalJob:
         """Whether a call is under way that is made to its end even if the job has failed."""
         return self.call is not None and self.call.goes_on()
 
+    def received_commit(self) -> bool:
+        """Whether this rank has received the results of its last committed step, or never will."""
+        return self.call is None or not self.call.committed or self.call.broken
+
     def called(self) -> tuple[int, ...] | str:
         """Returns the collective segments of the step that it called, or the kind of any other point."""
         assert self.point is not None
@@ -261,7 +265,7 @@ class LocalJob:
     def has_update(self) -> bool:
         """Whether a vote could change something for the job, as far as this rank knows."""
         if self.failed is not None:
-            return self.call is None or not self.call.committed or self.call.broken
+            return self.received_commit()
         if self.point is None or self.point.kind != "batch":
             return self.point is not None
         prepared, limit = self.prepared.get(self.stream, 0), self.limits.get(self.stream)
@@ -300,7 +304,7 @@ class LocalJob:
             limit=self.limits.get(self.stream),
             request=self.request,
             finite=self.call is None or self.call.finite,
-            received_commit=self.call is None or not self.call.committed or self.call.broken,
+            received_commit=self.received_commit(),
             at_start=self.at_start,
         )
 

@@ -48,7 +48,7 @@ class JobContext:
             and types of `state`, or all of them if none or several have. Never one of a step that some rank did not
             commit. A step that exchanges nothing is committed by its rank alone, so that ranks may be left at different
             steps between two exchanges. Where a computation failed on this rank after its step's commit, the arrays
-            that it was overwriting are deleted.
+            that it was overwriting may be deleted.
         step: How many steps it has made; the same on every rank whenever its function looks. Counted are the calls of
             the first function with exchanges that it called, those between two exchanges of local SGD included:
             evaluation does not count. A job that trains by a `ParameterServer` counts its own pushes, which differ
