@@ -21,7 +21,7 @@ other ranks do. Then, slots being the same everywhere, every collective is enter
 every slot ends. For all but exchanges and comparisons the claim is the list above; a backoff is bounded, and begun once
 a slot. An exchange waits for its producers: compute segments that neither need a later exchange nor a commit
 (`StepGraph` refuses both), and a comparison for those of a call that needs neither any more, in a lane whose every
-segment ends by itself and which takes any ready one. A call that has begun is never held back by a policy or a vote.
+segment ends by itself. A call that has begun waits for no vote there, and no policy passes over it for ever.
 
 **Why it does not spin.** The deferrable vote is entered at once only for a job that waits, or failed, here, or once for
 each request and each job that was added. If all ranks enter it for that reason, the vote changes something: it admits,

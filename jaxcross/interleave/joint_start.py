@@ -54,7 +54,7 @@ class JointStart:
         changed: list[tuple[int, Arrival]] = []
         for job, verdict in verdicts.items():
             arrival = self._arrivals.get(job)
-            if verdict is AtStart.HERE and arrival in ("coming", "excused", "late"):
+            if verdict is AtStart.HERE and arrival not in (None, "here"):
                 changed.append((job, "here"))
             elif verdict in _EXCUSES and arrival == "coming":
                 changed.append((job, _EXCUSES[verdict]))

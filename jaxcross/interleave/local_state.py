@@ -6,7 +6,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from jaxcross.errors import InternalError
+from jaxcross.errors import InternalError, clause
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import AtStart, JobBallot, JobRequest, point_hash
@@ -123,7 +123,7 @@ class LocalJob:
     is_waiting: bool = False  # the thread waits for an answer
     point: Point | None = None  # the point at which it waits for the other ranks
     failed: str | None = None
-    failed_segment: m.SegmentFailed | None = None  # if `failed` is about one
+    failed_segment: m.SegmentFailed | None = None  # the first one
     ejects: bool = False  # it failed by a rule that ejects it
     returned: bool = False  # its function returned
     request: JobRequest = JobRequest.NONE  # not yet cast in a vote
@@ -182,11 +182,11 @@ class LocalJob:
 
     def segment_failed(self, event: m.SegmentFailed) -> None:
         """The job fails on this rank by a segment."""
-        if self.failed is None:
+        if self.failed_segment is None:
             self.failed_segment = event
         if (call := self.current(event.call)) is not None:
             call.broken = True
-        self.fail(f"{event.where}: {event.error}", ejects=event.ejects)
+        self.fail(_told(event), ejects=event.ejects)
 
     def position(self, call: LocalCall, made: int) -> tuple[int, int]:
         """Returns the step that a call makes or follows, and the number of calls by then that are not steps.
@@ -314,6 +314,11 @@ class LocalJob:
             text, of, call = self.failed, self.failed_segment, self.call
             # Not known when it failed: the vote may have been under way, and a call may end before its last segment.
             if of is not None and of.commits and (call is None or call.number != of.call or call.committed):
-                text = f"{of.where}, after the commit, so this rank lacks the step's results: {of.error}"
+                lost = _told(of, ", after the commit, so this rank lacks the step's results")
+                text = lost if text == _told(of) else f"{clause(text)}; then {lost}"
             return f"{'ejected' if self.ejects else 'failed'}\n{text}"
         return f"{self.point.kind}\n{self.point.text}" if self.point is not None else ""
+
+
+def _told(failed: m.SegmentFailed, when: str = "") -> str:
+    return f"{failed.where}{when}: {failed.error}"

@@ -35,7 +35,7 @@ class Policy(Protocol):
         ...
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        """Returns the job among `candidates` (not empty) that gets the next turn."""
+        """Returns the job among `candidates` (not empty) that gets the next turn: none is passed over for ever."""
         ...
 
     def share(self, job: int) -> float:
@@ -108,8 +108,7 @@ class RoundRobin:
         return tuple(jobs)
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        # Nearly always the first job. A minimum over distances would cost as much as the rest of an event with 64 jobs.
-        return next(job for job in turns.round() if job in candidates)
+        return _in_turn(candidates, turns)
 
     def share(self, job: int) -> float:
         del job
@@ -174,12 +173,17 @@ class Sequential:
         return tuple(jobs[:1])
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        del turns
-        return min(candidates)
+        # There are several after a pause: the job that goes on now, and the one that ran until then and ends its call.
+        return _in_turn(candidates, turns)
 
     def share(self, job: int) -> float:
         del job
         return 1.0
+
+
+def _in_turn(candidates: Collection[int], turns: Turns) -> int:
+    # Nearly always the first job. A minimum over distances would cost as much as the rest of an event with 64 jobs.
+    return next(job for job in turns.round() if job in candidates)
 
 
 def _is_number(value: object) -> bool:

@@ -4,9 +4,9 @@ import pytest
 
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.interleaver import Interleaver
-from jaxcross.interleave.policy import RoundRobin
+from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.interleave.vote import Ballot, JobBallot, tally
+from jaxcross.interleave.vote import Ballot, JobBallot, JobRequest, tally
 from tests.support.fed_interleaver import feed, vote
 
 LOCAL = StepGraph(kinds=("compute",), needs=((),))
@@ -83,3 +83,22 @@ def test_a_call_that_has_not_begun_is_left():
     out = feed(one, failed_elsewhere(out))
     assert has(out, m.CompareTexts)
     assert m.Raised(0) in feed(one, m.TextsCompared(0, ("failed\nboom", "")))
+
+
+@pytest.mark.parametrize("policy", [RoundRobin(), Sequential(), Weighted((9, 1))])
+def test_a_call_ends_though_another_job_is_never_idle(policy):
+    """Job 1 is in a call when job 0 is resumed, which calls steps without exchanges one after the other."""
+    one = Interleaver(2, policy, depth=1)
+    vote(one, feed(one, m.JobRequested(0, "a", JobRequest.PAUSE), m.RunStarted()))
+    assert m.Dispatch(1, 1, 0, 0) in feed(one, m.StepCalled(1, LONG))
+    vote(one, feed(one, m.JobRequested(0, "a", JobRequest.RESUME)))
+    vote(one, feed(one, m.JobRaised(1, "boom"), m.StepCalled(0, LOCAL), m.BackoffElapsed()))
+    out = feed(one, m.SegmentDispatched(1, 1, 0), m.SegmentCompleted(1, 1, 0, 10))
+    for call in range(1, 100):
+        if m.Dispatch(1, 1, 0, 1) in out:
+            break
+        assert has(out, m.Dispatch)
+        feed(one, m.SegmentDispatched(0, call, 0), m.StepCalled(0, LOCAL))
+        out = feed(one, m.SegmentCompleted(0, call, 0, 10))
+    assert m.Dispatch(1, 1, 0, 1) in out
+    assert has(feed(one, m.SegmentDispatched(1, 1, 1)), m.CompareTexts)

@@ -43,6 +43,18 @@ def test_failure_during_the_next_call_is_after_the_commit():
     assert one.step(0) == 1
 
 
+def test_failure_after_another_one_is_told_too():
+    """The thread that prepares batches fails first; the update under way goes on, and fails."""
+    one, commit = committed_call()
+    assert m.Dispatch(0, 1, 1, 2) in vote(one, commit)
+    # Its ranks wait for the update, and a vote changes nothing before it has ended: they do not vote in haste.
+    assert feed(one, m.JobRaised(0, "after batch 3: no such file.")) == []
+    assert vote(one, feed(one, m.BackoffElapsed())) == [m.Backoff(1)]
+    out = feed(one, m.SegmentFailed(0, 1, 2, "in step 1", "boom"))
+    lost = "in step 1, after the commit, so this rank lacks the step's results: boom"
+    assert m.CompareTexts(0, f"failed\nafter batch 3: no such file; then {lost}") in vote(one, out)
+
+
 def test_failure_without_a_commit_says_nothing_of_it():
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())
