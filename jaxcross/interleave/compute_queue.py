@@ -62,6 +62,6 @@ class ComputeQueue:
         if ns:
             self._turns.charge(key[0], ns)
 
-    def busy(self, job: int) -> bool:
-        """Whether the device has a segment of the job."""
-        return any(key[0] == job for key in self.on_device)
+    def busy(self, job: int, *, but: int = 0) -> bool:
+        """Whether the device has a segment of the job, of another call than `but`."""
+        return any(key[0] == job and key[1] != but for key in self.on_device)

@@ -36,7 +36,8 @@ that is held back has nothing to vote on, so it does not make its rank vote at o
 **Failure.** A rank that fails inside an admitted step still makes the step's remaining exchanges, with zeros, and says
 so in the commit vote; then no rank runs the segments that would overwrite the input state. A rank that fails between
 steps says so in any vote. In both cases all ranks compare texts and finish the job, but first a call goes on to its end
-that may have overwritten the state: one that is committed, or has begun and exchanges nothing.
+that may have overwritten the state: one that is committed, or has begun and exchanges nothing. That is its end on the
+device: what fails there is told.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ class Interleaver:
             self._answer(job, m.StepReturned(job, self.step(job), mine.call.skipped))
         if mine.returned and not self._compute.busy(job):
             mine.returned = False
-            mine.wait_at(Point("end", point_hash("end"), "ended"))
+            mine.wait_at(Point("end", point_hash("end", mine.local_steps), f"ended after step {self.step(job)}"))
 
     # The compute lane.
 
@@ -331,9 +332,10 @@ class Interleaver:
                 return
             instruction = m.CastVote(self._ballot_writer.cast(self._jobs, self.shared.jobs))
         elif slot.kind == "compare":
-            if self._jobs[slot.job].goes_on():
+            mine = self._jobs[slot.job]
+            if mine.goes_on() or self._compute.busy(slot.job, but=mine.open_call()):
                 return
-            instruction = m.CompareTexts(slot.job, self._jobs[slot.job].text())
+            instruction = m.CompareTexts(slot.job, mine.text())
         elif slot.kind == "gather":
             instruction = m.GatherAnnouncements()
         elif slot.kind == "sync":

@@ -123,7 +123,7 @@ class LocalJob:
     is_waiting: bool = False  # the thread waits for an answer
     point: Point | None = None  # the point at which it waits for the other ranks
     failed: str | None = None
-    failed_segment: m.SegmentFailed | None = None  # the first one
+    failed_segment: m.SegmentFailed | None = None  # the first one, or the first of a call that has a commit
     ejects: bool = False  # it failed by a rule that ejects it
     returned: bool = False  # its function returned
     request: JobRequest = JobRequest.NONE  # not yet cast in a vote
@@ -182,7 +182,7 @@ class LocalJob:
 
     def segment_failed(self, event: m.SegmentFailed) -> None:
         """The job fails on this rank by a segment."""
-        if self.failed_segment is None:
+        if self.failed_segment is None or not self.failed_segment.commits:
             self.failed_segment = event
         if (call := self.current(event.call)) is not None:
             call.broken = True
@@ -249,6 +249,10 @@ class LocalJob:
     def goes_on(self) -> bool:
         """Whether a call is under way that is made to its end even if the job has failed."""
         return self.call is not None and self.call.goes_on()
+
+    def open_call(self) -> int:
+        """Returns the number of the call whose results are neither returned nor committed; 0 if there is none."""
+        return 0 if self.call is None or self.call.committed else self.call.number
 
     def received_commit(self) -> bool:
         """Whether this rank has received the results of its last committed step, or never will."""

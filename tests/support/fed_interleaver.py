@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.vote import tally
+from jaxcross.interleave.vote import Ballot, JobBallot, tally
 
 
 def feed(interleaver, *events):
@@ -18,3 +18,11 @@ def vote(interleaver, instructions):
     """Answers the vote among `instructions` as if this rank were alone."""
     ballot = next(i.ballot for i in instructions if isinstance(i, m.CastVote))
     return feed(interleaver, m.VoteDone(tally([ballot])))
+
+
+def failed_elsewhere(instructions, jobs=1):
+    """The verdict on the vote among `instructions` and that of a rank on which job 0 has failed."""
+    other = Ballot(jobs)
+    other.set_job(0, JobBallot(good=False))
+    mine = next(i.ballot for i in instructions if isinstance(i, m.CastVote))
+    return m.VoteDone(tally([mine, other.cast()]))

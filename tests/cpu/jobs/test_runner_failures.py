@@ -121,7 +121,8 @@ def test_different_step_counts_are_an_error_on_all():
 
     for error, bad in failing_loop_results(2, 0, start):
         assert str(error).startswith(
-            "Job `bad` does different things on different ranks after step 2: rank 0 called step 3; rank 1 ended."
+            "Job `bad` does different things on different ranks after step 2: rank 0 called step 3; rank 1 ended after"
+            " step 2. All ranks must"
         )
         assert bad.step == 2
 

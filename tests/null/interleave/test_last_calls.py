@@ -6,20 +6,12 @@ from jaxcross.interleave import messages as m
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.interleave.vote import Ballot, JobBallot, JobRequest, tally
-from tests.support.fed_interleaver import feed, vote
+from jaxcross.interleave.vote import JobRequest, tally
+from tests.support.fed_interleaver import failed_elsewhere, feed, vote
 
 LOCAL = StepGraph(kinds=("compute",), needs=((),))
 LONG = StepGraph(kinds=("compute", "compute"), needs=((), (0,)))
 UPDATE = StepGraph(kinds=("compute", "collective", "compute"), needs=((), (0,), (1,)), after_commit=frozenset({2}))
-
-
-def failed_elsewhere(instructions):
-    """The verdict on this rank's vote and that of a rank on which the job has failed."""
-    other = Ballot(1)
-    other.set_job(0, JobBallot(good=False))
-    mine = next(i.ballot for i in instructions if isinstance(i, m.CastVote))
-    return m.VoteDone(tally([mine, other.cast()]))
 
 
 def has(instructions, kind):
@@ -38,7 +30,8 @@ def test_a_failure_elsewhere_waits_for_a_call_without_exchanges():
     out = feed(one, failed_elsewhere(feed(one, m.BackoffElapsed())))
     assert not has(out, m.CompareTexts)
     out = feed(one, m.SegmentDispatched(0, 1, 0), m.SegmentDispatched(0, 1, 1))
-    assert has(out, m.StepReturned) and has(out, m.CompareTexts)
+    assert has(out, m.StepReturned) and not has(out, m.CompareTexts)
+    assert has(feed(one, m.SegmentCompleted(0, 1, 0), m.SegmentCompleted(0, 1, 1)), m.CompareTexts)
     # The next call does not begin.
     out = feed(one, m.StepCalled(0, LOCAL))
     assert not has(out, m.Dispatch)
@@ -101,4 +94,18 @@ def test_a_call_ends_though_another_job_is_never_idle(policy):
         feed(one, m.SegmentDispatched(0, call, 0), m.StepCalled(0, LOCAL))
         out = feed(one, m.SegmentCompleted(0, call, 0, 10))
     assert m.Dispatch(1, 1, 0, 1) in out
-    assert has(feed(one, m.SegmentDispatched(1, 1, 1)), m.CompareTexts)
+    assert has(feed(one, m.SegmentDispatched(1, 1, 1), m.SegmentCompleted(1, 1, 1)), m.CompareTexts)
+
+
+def test_ranks_that_made_unequal_local_steps_do_not_end_alike():
+    ranks = [Interleaver(1, RoundRobin()) for _ in range(2)]
+    local = StepGraph(kinds=("compute",), needs=((),), local_step=True)
+    ballots = []
+    for rank, one in enumerate(ranks):
+        feed(one, m.RunStarted())
+        for call in range(1, 3 + rank):
+            feed(one, m.StepCalled(0, local), m.SegmentDispatched(0, call, 0), m.SegmentCompleted(0, call, 0))
+        out = feed(one, m.JobReturned(0))
+        ballots.append(next(i.ballot for i in out if isinstance(i, m.CastVote)))
+    for rank, one in enumerate(ranks):
+        assert m.CompareTexts(0, f"end\nended after step {2 + rank}") in feed(one, m.VoteDone(tally(ballots)))

@@ -1,5 +1,7 @@
 """Computation that fails when its step is committed: the rank lacks the results, and says so."""
 
+import pytest
+
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.policy import RoundRobin
@@ -43,16 +45,37 @@ def test_failure_during_the_next_call_is_after_the_commit():
     assert one.step(0) == 1
 
 
-def test_failure_after_another_one_is_told_too():
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_failure_after_another_one_is_told_too(dispatched):
     """The thread that prepares batches fails first; the update under way goes on, and fails."""
     one, commit = committed_call()
     assert m.Dispatch(0, 1, 1, 2) in vote(one, commit)
-    # Its ranks wait for the update, and a vote changes nothing before it has ended: they do not vote in haste.
-    assert feed(one, m.JobRaised(0, "after batch 3: no such file.")) == []
-    assert vote(one, feed(one, m.BackoffElapsed())) == [m.Backoff(1)]
+    feed(one, m.SegmentCompleted(0, 1, 0))
+    if dispatched:
+        assert m.StepReturned(0, 1) in feed(one, m.SegmentDispatched(0, 1, 2))
+        assert vote(one, feed(one, m.JobRaised(0, "after batch 3: no such file."))) == []
+    else:
+        # A vote changes nothing before the update was dispatched: the rank does not vote in haste.
+        assert feed(one, m.JobRaised(0, "after batch 3: no such file.")) == []
+        assert vote(one, feed(one, m.BackoffElapsed())) == [m.Backoff(1)]
     out = feed(one, m.SegmentFailed(0, 1, 2, "in step 1", "boom"))
     lost = "in step 1, after the commit, so this rank lacks the step's results: boom"
-    assert m.CompareTexts(0, f"failed\nafter batch 3: no such file; then {lost}") in vote(one, out)
+    compared = m.CompareTexts(0, f"failed\nafter batch 3: no such file; then {lost}")
+    assert compared in (out if dispatched else vote(one, out))
+
+
+def test_a_call_without_a_commit_does_not_hide_a_later_failure():
+    one = Interleaver(1, RoundRobin())
+    feed(one, m.RunStarted(), m.StepCalled(0, LOCAL), m.SegmentDispatched(0, 1, 0))
+    vote(one, feed(one, m.StepCalled(0, CARRIED)))
+    commit = feed(one, m.SegmentDispatched(0, 2, 0), m.ExchangeDone(0, 1))
+    feed(one, m.SegmentFailed(0, 1, 0, "in a call after step 0", "no memory", False))
+    out = vote(one, commit)
+    assert not any(isinstance(each, m.CompareTexts) for each in out)
+    out = feed(one, m.SegmentCompleted(0, 2, 0), m.SegmentFailed(0, 2, 2, "in step 1", "boom"))
+    lost = "in step 1, after the commit, so this rank lacks the step's results: boom"
+    compared = m.CompareTexts(0, f"failed\nin a call after step 0: no memory; then {lost}")
+    assert compared in out or compared in vote(one, out)
 
 
 def test_failure_without_a_commit_says_nothing_of_it():

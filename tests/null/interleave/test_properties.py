@@ -170,7 +170,8 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
         if fault in ("raise", "segment"):
             assert [t.startswith("failed\n") for t in texts] == [rank == guilty_rank for rank in range(ranks)]
         else:
-            assert texts[guilty_rank] == ("end\nended" if fault == "return" else f"step\ncalled step {at + 1}\ny")
+            said = f"end\nended after step {at}" if fault == "return" else f"step\ncalled step {at + 1}\ny"
+            assert texts[guilty_rank] == said
             assert {t for rank, t in enumerate(texts) if rank != guilty_rank} == {f"step\ncalled step {at + 1}\nx"}
         # Nothing overwrote the state of a step that was not committed; a fault after the commit may cost one step.
         after = fault == "segment" and result.steps[guilty] > at
