@@ -317,13 +317,13 @@ def _refusal(log: JobLog, path: str, leaves: str, *, saved_on: int, ranks: int) 
 def _other_shapes(path: str, *, saved_on: int, ranks: int) -> str:
     if saved_on == ranks:
         return (
-            f"cannot resume from `{path}`. Its model or optimizer has changed: go back to the old one, or name another "
-            "directory. What differs"
+            f"cannot resume from `{path}`. Its model, its optimizer or an argument of its exchange has changed: go "
+            "back to the old one, or name another directory. What differs"
         )
     return (
         f"cannot resume on {_ranks(ranks)} from `{path}`, which {_ranks(saved_on)} wrote. Residuals of an exchange, or "
         f"parts of a model, may be cut for that number of ranks: start {_ranks(saved_on)}, or name another directory. "
-        "Else its model or optimizer has changed. What differs"
+        "Else its model, its optimizer or an argument of its exchange has changed. What differs"
     )
 
 

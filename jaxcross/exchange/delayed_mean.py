@@ -29,8 +29,8 @@ class DelayedMeanState(NamedTuple):
 def delayed_mean(optimizer: optax.GradientTransformation, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
     """Steps on the mean of the gradients of the step before, and leaves this step's for the next one.
 
-    The exchange depends on the state alone: it is carried, and travels while this step computes. A step then takes as
-    long as the longer of the two. The gradient is one step old: it was computed on the parameters before the last
+    The exchange depends on the state alone: it is carried, and travels while this step computes. At best a step takes
+    as long as the longer of the two. The gradient is one step old: it was computed on the parameters before the last
     update. The first step sees a gradient of zeros. Parameters and the optimizer's state are the same bits on every
     rank; `pending` is the rank's own. Deterministic.
 

@@ -17,7 +17,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.exchange import chunks, collectives, sparse
 from jaxcross.exchange.chunks import Chunks
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.validation import as_number, check_float32, check_state, whole_number
+from jaxcross.exchange.validation import check_float32, check_state, mean_of, part_kept, whole_number
 
 
 class DemoState(NamedTuple):
@@ -78,11 +78,7 @@ def demo(
     vectors are compressed as well, and a coefficient is averaged over those ranks that have sent it.
     """
     density = sparse.check_density(density)
-    kept = as_number(decay)
-    if not 0 <= kept <= 1:
-        raise ValueError(
-            f"`decay` of `demo` is `{decay!r}`: it is the part of the momentum that a step keeps, in [0, 1]."
-        )
+    kept = part_kept(decay, "`demo`", "momentum")
     chunk = whole_number(chunk, "chunk", "`demo`")
     if values_dtype is not None and not jnp.issubdtype(values_dtype, jnp.floating):
         raise ValueError(f"`values_dtype` is {jnp.dtype(values_dtype).name}: values need a floating-point type.")
@@ -117,7 +113,7 @@ def demo(
             averaged = iter([lay.leaf(mean, x) for mean, x, lay in zip(means, big, layouts, strict=True)])
             for i, rest in zip(where, rests, strict=True):
                 momenta[i] = rest
-        out = [next(averaged) if c else jax.lax.pmean(x, names) for (_, x), c in zip(found, chosen, strict=True)]
+        out = [next(averaged) if c else mean_of(x, names) for (_, x), c in zip(found, chosen, strict=True)]
         if sign:
             out = [_sign(x) for x in out]
         return jax.tree.unflatten(treedef, out), DemoState(jax.tree.unflatten(treedef, momenta))

@@ -10,7 +10,7 @@ import optax
 
 from jaxcross.exchange.collectives import AxisName, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.rounds import copied, end_round, next_in_round, outer_step, pseudo_gradient
+from jaxcross.exchange.rounds import copied, end_round, model_of, next_in_round, outer_step, pseudo_gradient
 from jaxcross.exchange.validation import mean_of, optimizer_in, require_params, whole_number
 
 
@@ -29,9 +29,9 @@ class DiLoCoState(NamedTuple):
     outer: optax.OptState
     inner: optax.OptState
 
-    def model(self, params: optax.Params) -> optax.Params:  # noqa: ARG002 (as of other states)
-        """Returns the anchor: the model to evaluate."""
-        return self.anchor
+    def model(self, params: optax.Params) -> optax.Params:
+        """Returns the model to evaluate: the anchor."""
+        return model_of(self.anchor, params)
 
 
 def diloco(

@@ -52,6 +52,7 @@ def check_elementwise(
     what: str,
     *,
     axis: Hashable | None = None,
+    instead: str = "put such an optimizer behind `jaxcross.exchange.mean`",
     **extra: Any,
 ) -> None:
     """Refuses an optimizer that treats flat parts of leaves differently from leaves. Computes nothing.
@@ -63,6 +64,7 @@ def check_elementwise(
         state: State of the optimizer on `part`.
         what: Owner of the optimizer, for the error.
         axis: Axis over whose ranks the leaves are cut.
+        instead: What to do with an optimizer that does not, for the error.
         extra: Further arguments of `update`.
 
     Raises:
@@ -85,9 +87,9 @@ def check_elementwise(
     # A piece that was cut out of joined leaves is allowed: `optax.flatten` takes the vector apart as it joined it.
     if level in (_POSITIONS, _OTHERS):
         raise ValueError(
-            f"the optimizer of {what} does not work element by element: its updates depend on {where}. Every rank steps"
-            " flat parts of the leaves, and would take a norm, for example, of its own part. Put such an optimizer"
-            " behind `jaxcross.exchange.mean`."
+            f"the optimizer of {what} does not work element by element: its updates depend on {where}. It is"
+            " given flat parts of the leaves, and would take a norm, for example, of a part. Remedy:"
+            f" {instead}."
         )
     # The levels see what crosses elements, not what looks at shapes: a mask by `ndim` chooses other operations for flat
     # parts. So the same operations must be traced for whole leaves, in the same order and with the same numbers.
@@ -97,7 +99,7 @@ def check_elementwise(
         if leaf != flat:
             raise ValueError(
                 f"the optimizer of {what} computes `{leaf}` on leaves where it computes `{flat}` on flat parts of them,"
-                " which is what every rank steps: it looks at shapes, perhaps in a `mask` that is a function. Make a"
+                " which is what it is given: it looks at shapes, perhaps in a `mask` that is a function. Make a"
                 " tree of booleans of that."
             )
 

@@ -15,7 +15,9 @@ def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
 
     For `diloco`, `streaming_diloco` and `sparse_loco` that is the anchor: local steps since the last exchange, and what
     is pending, are dropped. For all other optimizers these are the parameters; what `delayed_mean` has pending, the
-    last gradient, is dropped as well. A job that is resumed needs none of this: its state goes on as it is.
+    last gradient, is dropped as well. Under `no_loco`, `gossip`, `elastic_average` and within a round of `local_sgd`
+    ranks have not agreed: the result is this rank's own, and the model to evaluate is the mean over ranks. A job that
+    is resumed needs none of this: its state goes on as it is.
 
     ```python
     model = jaxcross.exchange.finish(state.params, state.opt_state)
@@ -26,7 +28,8 @@ def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
         opt_state: Of the same state; the strategy's state may be inside of others, as in `optax.chain`.
 
     Returns:
-        A tree like `params`, the same bits on every rank where a strategy keeps an anchor.
+        A tree like `params`. Its floating-point leaves are the same bits on every rank for the three strategies named
+        first; all other leaves are those of `params`.
 
     Raises:
         ValueError: Two strategies in `opt_state` keep an anchor.

@@ -85,10 +85,11 @@ def no_loco(
         seed: Of the pairs.
 
     Raises:
-        ValueError: An argument is out of its range; `update` got no `params`.
+        ValueError: An argument is out of its range, `optimizer` is not an optimizer, or `axis_name` names several axes;
+            `update` got no `params`.
 
     Bytes that a rank receives: those of the parameters at an exchange, twice as many if `pull` is given and is not
-    `rate`; 0 otherwise. The program has a branch for each rank but one.
+    `rate`; 0 otherwise. The step has a branch for each pairing, one less than the ranks if these are even.
 
     Making it and `init` do not communicate; `update` does, in every `every`-th step, with one other rank, and every
     rank calls it in the same step.

@@ -1,6 +1,6 @@
 """Rounds of local steps: each rank trains alone, and the parameters are merged at a round's end.
 
-`local_sgd` and `diloco` differ in what they merge. A strategy that sends something else brings its own `merge`.
+`local_sgd`, `diloco` and `sparse_loco` differ in what they merge: each brings its own `merge`.
 """
 
 from __future__ import annotations
@@ -68,6 +68,11 @@ def outer_step(
     """Returns the anchor that the outer optimizer makes of a pseudo-gradient, and the optimizer's next state."""
     updates, state = outer.update(gradient, state, anchor)
     return optax.apply_updates(anchor, updates), state
+
+
+def model_of(anchor: optax.Params, params: optax.Params) -> optax.Params:
+    """Returns the model to evaluate: the anchor, with this rank's own leaves where they are not floating-point."""
+    return jax.tree.map(lambda a, x: a if is_float(x) else x, anchor, params)
 
 
 def copied(params: optax.Params) -> optax.Params:

@@ -8,19 +8,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import chunks, collectives, sparse
 from jaxcross.exchange.chunks import Chunks
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.rounds import copied, end_round, next_in_round, outer_step, pseudo_gradient
+from jaxcross.exchange.rounds import copied, end_round, model_of, next_in_round, outer_step, pseudo_gradient
 from jaxcross.exchange.validation import (
-    as_number,
     check_float32,
     check_state,
     mean_of,
     optimizer_in,
+    part_kept,
     require_params,
     whole_number,
 )
@@ -46,9 +47,9 @@ class SparseLoCoState(NamedTuple):
     outer: optax.OptState
     inner: optax.OptState
 
-    def model(self, params: optax.Params) -> optax.Params:  # noqa: ARG002 (as of other states)
-        """Returns the anchor: the model to evaluate."""
-        return self.anchor
+    def model(self, params: optax.Params) -> optax.Params:
+        """Returns the model to evaluate: the anchor."""
+        return model_of(self.anchor, params)
 
 
 def sparse_loco(
@@ -113,17 +114,14 @@ def sparse_loco(
     averaged over those ranks that have sent it. The levels of the two bits are ours.
     """
     every = whole_number(every, "every", "`sparse_loco`")
-    kept = as_number(decay)
-    if not 0 <= kept <= 1:
-        raise ValueError(
-            f"`decay` of `sparse_loco` is `{decay!r}`: it is the part of the residual that stays, in [0, 1]."
-        )
+    if not isinstance(two_bits, bool | np.bool_):
+        raise ValueError(f"`two_bits` of `sparse_loco` is `{two_bits!r}`: it is True or False.")
     settings = _Settings(
         names=collectives.axis_names(axis_name),
         density=sparse.check_density(density),
-        decay=kept,
+        decay=part_kept(decay, "`sparse_loco`", "residual"),
         chunk=min(whole_number(chunk, "chunk", "`sparse_loco`"), _LONGEST_CHUNK),
-        two_bits=two_bits,
+        two_bits=bool(two_bits),
         skip=skip,
     )
     local, beyond = optimizer_in(inner, "`sparse_loco`"), optimizer_in(outer, "`sparse_loco`")

@@ -107,16 +107,20 @@ def streaming_diloco(
             element is rounded to the nearest of 255 or 15 multiples of it, and every rank gathers and sums in float32.
 
     Raises:
-        ValueError: An argument is out of its range, or `fragments` does not divide `every`; `update` got no `params`,
-            or a state that was made with other arguments or for other parameters; `outer` does not work element by
-            element; a floating-point leaf is complex, or is float64 where `bits` is 8 or 4. All but the first at the
-            first trace, on every rank.
+        ValueError: An argument is out of its range, `fragments` does not divide `every`, or `inner` or `outer` is not
+            an optimizer. At the first trace, on every rank: `update` got no `params`, or a state that was made with
+            other arguments or for other parameters; `outer` does not work element by element; a floating-point leaf is
+            complex, or is float64 where `bits` is 8 or 4.
 
-    Memory above the inner optimizer's: the anchor and the outer state, in float32 at least, and 1/`fragments` of the
-    parameters that are pending.
+    Memory above the inner optimizer's: the anchor and the outer state, in float32 at least. With a delay also a
+    fragment that is pending, as it travels, and at 8 or 4 bits one that arrives, in float32.
 
-    Bytes that a rank receives, with n the elements of a fragment in whole slices: `2(P-1)/P 4n` at 32 bits, else
-    `(P-1) (bits/8 + 1/32) n`, spread over `delay` steps of each `every / fragments`.
+    Bytes that a rank receives, with n the elements of a fragment in whole slices: `2(P-1)/P 4n` at 32 bits (8n if a
+    leaf is float64), else `(P-1) (bits/8 + 1/32) n`, spread over `delay` steps of each `every / fragments`.
+
+    Each thing that a step may exchange or apply makes it another program, compiled when the first such step is called:
+    `delay + 2 * fragments` of them, `delay + fragments + 1` if `delay` is `every / fragments`, `fragments + 1` without
+    a delay. Where compiling takes minutes, take few slices and fragments.
 
     Making it and `init` do not communicate; `update` does, in the steps that follow from the arguments, over its axes,
     and every rank calls it in the same step.
@@ -279,7 +283,14 @@ def _check(work: _Work, state: StreamingDiLoCoState, fresh: StreamingDiLoCoState
     vector = fresh.anchor[0]
     row = jax.ShapeDtypeStruct((1, *vector.shape), vector.dtype)
     part = jax.ShapeDtypeStruct(vector.shape, vector.dtype)
-    check_elementwise(work.outer, (row, row), (part, part), fresh.outer[0], f"outer steps of {_WHAT}")
+    check_elementwise(
+        work.outer,
+        (row, row),
+        (part, part),
+        fresh.outer[0],
+        f"outer steps of {_WHAT}",
+        instead="take `diloco`, whose outer optimizer is given whole leaves",
+    )
 
 
 def _shapes(tree: PyTree) -> list[tuple[tuple[int, ...], str]]:

@@ -58,6 +58,18 @@ def as_number(value: Any) -> float:
         return math.nan
 
 
+def part_kept(decay: object, what: str, of: str) -> float:
+    """Returns `decay` as a float.
+
+    Raises:
+        ValueError: It is not in [0, 1].
+    """
+    kept = as_number(decay)
+    if not 0 <= kept <= 1:
+        raise ValueError(f"`decay` of {what} is `{decay!r}`: it is the part of the {of} that stays, in [0, 1].")
+    return kept
+
+
 def optimizer_in(optimizer: optax.GradientTransformation, what: str) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer that `what` wraps, with support for extra arguments.
 

@@ -45,7 +45,8 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
     return (
         f"ranks 0 and {other} exchange different things in `{name}`: exchange {number} is"
         f"\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
-        "All ranks must trace the same step with the same shapes; look for a branch on the rank, or unequal batches."
+        "All ranks must trace the same step with the same shapes; look for a branch on the rank, unequal batches, or"
+        " an exchange's arguments, such as `every`, that differ."
         f"{'' if layouts[0] == layouts[1] else f' They divide their exchanges{divided}'}"
     )
 
@@ -60,7 +61,7 @@ def branch_call_mismatch(name: str, calls: Sequence[str]) -> str:
     where = ", ".join(f"rank {rank} in {call}" for rank, call in enumerate(calls))
     return (
         f"`{name}` takes a branch with exchanges at different calls: {where}. Its predicate must be the same on every"
-        " rank: look at counters in the states that ranks started from."
+        " rank: look at counters in the states that ranks started from, and at arguments such as `every`."
     )
 
 

@@ -58,7 +58,10 @@ def cut(traced: trace.Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_
         ValueError: `cut` is not one of these, or `bucket_bytes` is not a number of bytes.
     """
     if traced.undecided is not None:
-        raise CutError("the host decides a conditional at each step: cut `decide(branch)` of what was traced")
+        raise CutError(
+            f"the host decides a conditional at each step: cut one of its {traced.undecided.branches} branches, as in"
+            " `step.trace(...).decide(0).cut()`"
+        )
     n_segments, limit = checked_cut(cut), checked_bytes(bucket_bytes)
     graph = Graph(traced)
     accelerator = on_accelerator()

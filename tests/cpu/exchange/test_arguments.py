@@ -143,6 +143,7 @@ def no_loco(**changed: Any) -> Any:
             lambda: sparse_loco(decay=-1),
             r"^`decay` of `sparse_loco` is `-1`: it is the part of the residual that stays",
         ),
+        (lambda: sparse_loco(two_bits="no"), r"^`two_bits` of `sparse_loco` is `'no'`: it is True or False\.$"),
         (lambda: sparse_loco(chunk=1.5), r"^`chunk` of `sparse_loco` is `1\.5`: it counts and must be a whole number"),
         (lambda: no_loco(every=0), r"^`every` of `no_loco` is `0`: it counts and must be a whole number from 1 on"),
         (lambda: no_loco(rate=0), r"^`rate` of `no_loco` is `0`: it must be a number above 0\.$"),

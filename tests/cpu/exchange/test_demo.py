@@ -91,3 +91,10 @@ def test_sign_returns_signs_and_shows_infinity() -> None:
 def test_tiles_are_equal_and_as_few_as_fit(shape: tuple[int, ...], tiles: int, width: int) -> None:
     state: Any = exchange.demo(0.1, "batch").init(jnp.zeros(shape))
     assert state.momentum.shape == (tiles, width)
+
+
+def test_leaves_that_are_not_floats_keep_their_updates() -> None:
+    tx = exchange.demo(0.5, "batch")
+    grads = {"n": jnp.int32(3), "w": jnp.ones((4, 4))}
+    step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="batch", axis_size=2, in_axes=None)
+    assert step(grads)["n"].dtype == jnp.int32 and step(grads)["n"].tolist() == [3, 3]

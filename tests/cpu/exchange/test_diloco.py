@@ -98,6 +98,7 @@ def test_leaves_that_are_not_floats_keep_their_updates():
     step = jax.vmap(lambda g, p: tx.update(g, tx.init(p), p)[0], axis_name="batch", axis_size=1, in_axes=None)
     updates = step({"n": jnp.int32(4), "w": jnp.ones(2)}, params)
     assert updates["n"].tolist() == [4] and updates["w"].tolist() == [[0.5, 0.5]]
+    assert finish({"n": jnp.int32(7), "w": jnp.zeros(2)}, tx.init(params)) == {"n": 7, "w": pytest.approx([1.0, 1.0])}
 
 
 @pytest.mark.parametrize(

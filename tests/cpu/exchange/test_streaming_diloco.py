@@ -205,12 +205,28 @@ def test_state_of_other_arguments_is_refused(other):
 
 def test_what_cannot_be_cut_is_refused():
     params = {"w": jnp.ones((16, 32))}
-    with pytest.raises(ValueError, match="outer steps of `streaming_diloco` does not work element by element"):
+    with pytest.raises(
+        ValueError, match="outer steps of `streaming_diloco` does not work element by element.*take `diloco`"
+    ):
         traced(made(outer=optax.lamb(0.1)), params)
     with pytest.raises(ValueError, match="complex64"):
         traced(made(), {"w": jnp.ones(4, jnp.complex64)})
     with pytest.raises(ValueError, match="got no `params`"):
         made().update(params, made().init(params))
+
+
+@pytest.mark.parametrize(
+    ("every", "fragments", "delay", "programs"),
+    [(8, 4, 0, 5), (8, 4, 1, 9), (8, 4, 2, 7), (8, 1, 3, 5), (16, 4, 4, 9), (100, 4, 25, 30)],
+)
+def test_a_step_has_as_many_programs_as_is_said(every, fragments, delay, programs):
+    turns, clock, found = Turns.checked(every, fragments, delay, "it"), Clock.begin(), set()
+    for _ in range(2 * every):
+        found.add(int(turns.kind(clock)))
+        clock = turns.after(clock)
+    assert len(found) == programs
+    full = delay == every // fragments
+    assert programs == (delay + fragments + 1 if full or not delay else delay + 2 * fragments)
 
 
 def test_leaves_that_are_not_floats_stay_out():
