@@ -281,6 +281,10 @@ class RankModel:
             case m.CastVote(ballot):
                 self._arrive(("vote",), (ballot.tobytes(), frozenset(self.spec.failed), self.spec.infinite))
             case m.CompareTexts(job, text):
+                call = self.spec.calls.get(job)
+                unknown = call.number if call is not None and not call.committed else 0
+                if any(each.job == job and each.call != unknown for each in self.device):
+                    raise InternalError(f"{instruction}: results that were given, or committed, may still fail")
                 self._arrive(("compare", job), text)
             case m.RunSync(job):
                 self._arrive(("sync", job))

@@ -6,6 +6,7 @@ import pytest
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
+from jaxcross.interleave.compute_queue import ComputeQueue
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.local_state import LocalJob
 from jaxcross.interleave.script import Fail
@@ -94,6 +95,19 @@ class LosesTheLastStep(Interleaver):
         self._jobs = {job: HastyJob() for job in self._jobs}
 
 
+class BlindQueue(ComputeQueue):
+    def busy(self, job, *, but=-1):
+        return but < 0 and super().busy(job)
+
+
+class ComparesTooEarly(Interleaver):
+    """Ranks compare what failed while the device may still fail to make results that were given."""
+
+    def __init__(self, jobs, policy, depth=2):
+        super().__init__(jobs, policy, depth)
+        self._compute = BlindQueue(jobs, policy, depth)
+
+
 class DeafToFailure(Interleaver):
     """A step is committed whatever the ranks say of it."""
 
@@ -165,6 +179,7 @@ FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
         (TakesTheCommitForGranted, alike(1, (step(PLAIN),)), "overwrites the state of a step that is not committed"),
         (DeafToFailure, FAILING, "overwrites the state of a step that is not committed"),
         (LosesTheLastStep, unlike((Fail("boom"),), (step(LOCAL),)), "its state is being overwritten"),
+        (ComparesTooEarly, unlike((Fail("boom"),), (step(LOCAL),)), "may still fail"),
         (GoesOnAfterFailure, unlike((step(WIDE, s0="dispatch"),), depth=1), "its job has failed here"),
         (SkipsForItself, unlike((step(PLAIN, s1="skip"),), (step(PLAIN),)), "its step is skipped: True, but told so"),
         (
