@@ -15,7 +15,8 @@ from pages import Read, Table, with_spread
 def carried(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """One job by streaming DiLoCo, against its computation alone."""
     yield ("Mbit/s", "jit alone, s a step", "computation alone, s a step", "blocking, s a step", "carried, s a step",
-           "blocking, of computation alone", "carried, of computation alone", "target", "carried, of jit alone")  # fmt: skip
+           "blocking, of computation alone", "carried, of computation alone", "target",
+           "carried, of jit alone")  # fmt: skip
     for row in sorted(_part(read, "alone"), key=lambda row: -row["rate"]):
         seconds = (f"{row['s'][way]:.3f}" for way in ("jit", "compute", "blocking", "carried"))
         speeds = (with_spread(shares(row, way), 3) for way in ("blocking", "carried"))
