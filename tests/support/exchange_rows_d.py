@@ -61,7 +61,7 @@ def _pair(times: int = 1) -> Formula:
 
 def exchanges_until_all_heard(ranks: int, seed: int = 0) -> int:
     """Exchanges of `no_loco` after which what any rank held before any of the first three has reached every rank."""
-    meetings, most = pairings(ranks), 0
+    meetings, most = pairings(ranks), 1  # one rank sees its own in the step of an exchange
     for first in range(3):
         for source in range(ranks):
             heard, number = {source}, first
@@ -88,6 +88,6 @@ ROWS = (
         make=lambda a: sparse_loco(SGD, optax.sgd(1.0), a, every=1, density=0.25), shared=lambda state: state.anchor),
     Row(name="no_loco", make=lambda a: no_loco(SGD, a, every=2), identical=False, kind="parameter", bytes=_nothing,
         later=(1, _pair()), spreads=lambda ranks: 2 * exchanges_until_all_heard(ranks), steps=5),
-    Row(name="no_loco, pull", make=lambda a: no_loco(SGD, a, every=1, pull=0.3), identical=False, kind="parameter",
-        bytes=_pair(2), spreads=exchanges_until_all_heard),
+    Row(name="no_loco, pull", make=lambda a: no_loco(SGD, a, every=2, pull=0.3), identical=False, kind="parameter",
+        bytes=_nothing, later=(1, _pair(2)), spreads=lambda ranks: 2 * exchanges_until_all_heard(ranks), steps=5),
 )  # fmt: skip
