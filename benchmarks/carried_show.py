@@ -27,9 +27,9 @@ def lines(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {name}, times as fast: {median(gains(row, name)):.3f}"
 
 
-def shares(row: Mapping[str, Any], way: str) -> list[float]:
-    """Returns the speed of a way over that of computation alone, in each repeat."""
-    return _ratios(row, "compute", way)
+def shares(row: Mapping[str, Any], way: str, of: str = "compute") -> list[float]:
+    """Returns the speed of a way over that of computation alone, or of another way, in each repeat."""
+    return _ratios(row, of, way)
 
 
 def of_bound(row: Mapping[str, Any], exchange: str) -> list[float]:

@@ -20,8 +20,8 @@ def carried(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     for row in sorted(_part(read, "alone"), key=lambda row: -row["rate"]):
         seconds = (f"{row['s'][way]:.3f}" for way in ("jit", "compute", "blocking", "carried"))
         speeds = (with_spread(shares(row, way), 3) for way in ("blocking", "carried"))
-        of_jit = [jit / carried for jit, carried in zip(row["raw"]["jit"], row["raw"]["carried"], strict=True)]
-        yield (f"{row['rate']}", *seconds, *speeds, f"{TARGETS.get(row['rate'], '')}", with_spread(of_jit, 3))
+        of_jit = with_spread(shares(row, "carried", of="jit"), 3)
+        yield (f"{row['rate']}", *seconds, *speeds, f"{TARGETS.get(row['rate'], '')}", of_jit)
 
 
 def carried_rounds(read: Read, _: str) -> Iterator[tuple[str, ...]]:

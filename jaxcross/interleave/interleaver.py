@@ -37,7 +37,7 @@ that is held back has nothing to vote on, so it does not make its rank vote at o
 so in the commit vote; then no rank runs the segments that would overwrite the input state. A rank that fails between
 steps says so in any vote. In both cases all ranks compare texts and finish the job, but first a call goes on to its end
 that may have overwritten the state: one that is committed, or has begun and exchanges nothing. That is its end on the
-device: what fails there is told.
+device: the text says what fails there.
 """
 
 from __future__ import annotations
