@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import quick_compiler as quick_compiler_options
+from tests.support import warm_python
 from tests.support.file_times import FileTimes
 
 TESTS = Path(__file__).parent
@@ -50,6 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Ranks are more than cores here. MPICH waits by polling; so it sleeps for a moment after each poll, instead of only
     # offering the core to others: a fifth of the CPU time of two ranks that train eight small trials.
     os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
+    os.environ.pop("PYTHONUNBUFFERED", None)  # a line is one write where Python buffers; else ranks' lines get mixed
+    if not hasattr(config, "workerinput"):
+        warm = warm_python.serving()
+        warm.__enter__()
+        config.add_cleanup(lambda: warm.__exit__(None, None, None))
     if not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__ or 2)
     # Started in the background of a script: children would inherit it and be deaf to what tests send.

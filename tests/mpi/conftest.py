@@ -14,6 +14,7 @@ import pytest
 
 from jaxcross.commands.launch import find_mpirun, mpirun_command
 from jaxcross.world import xla_pool
+from tests.support import warm_python
 
 CASES = Path(__file__).parent / "cases"
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,8 @@ def whole_lines() -> None:
 def mpirun() -> Callable[..., Finished]:
     """`mpirun(n, case, *args, timeout=240, env={})`: `case` is a file (relative to `cases/`) or Python source.
 
+    Ranks are forks of a process that has imported JAX already (`tests/support/warm_python.py`). `warm=False` starts
+    an interpreter for each, for tests of real processes: how a rank starts, dies, or is signalled.
     The limit is for hangs. 240 s is below the watchdog's default, which what ends by itself shall not wait for; runs
     that do real work get 900 s, as a machine may be slow and loaded.
     """
@@ -50,14 +53,16 @@ def mpirun() -> Callable[..., Finished]:
     if launcher is None:
         pytest.skip("no mpirun")
 
-    def call(n: int, case: str, *args: str, timeout: float = 240, env: dict[str, str] | None = None) -> Finished:
+    def call(
+        n: int, case: str, *args: str, timeout: float = 240, env: dict[str, str] | None = None, warm: bool = True
+    ) -> Finished:
         program: Sequence[str] = [str(CASES / case)] if case.endswith(".py") else ["-c", case]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # cases import `tests.support`
         environ = {**os.environ, "PYTHONPATH": path, **(env or {})}
         line, extra = mpirun_command(
             mpirun=launcher,
             ranks=n,
-            program=[sys.executable, *program, *args],
+            program=[*(warm_python.COMMAND if warm else [sys.executable]), *program, *args],
             root=os.geteuid() == 0,
             cores=xla_pool.cores(),
             environ=environ,
