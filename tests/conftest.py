@@ -23,9 +23,10 @@ from tests.support.file_times import FileTimes
 TESTS = Path(__file__).parent
 
 
-# A slow machine is no failure: no test has a time limit for each example.
-settings.register_profile("jaxcross", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("jaxcross")
+# A slow machine is no failure: no test has a time limit for each example. `--hypothesis-profile full` tries more examples.
+settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("full"), max_examples=10)
+settings.load_profile("quick")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

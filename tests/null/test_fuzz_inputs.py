@@ -18,6 +18,7 @@ from jaxcross.report import Report
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.world import xla_pool
 from jaxcross.world.launch_env import read_launch
+from tests.support.examples import scaled
 
 ODD = st.sampled_from(
     ["-1", "0", "1", "7", "99999999999999999999", "0-99999999999", "3-1", "1e400", "nan", "²", "٣", "'", '"', "\\",
@@ -76,7 +77,7 @@ def damaged_programs(draw):
     return "\n".join(lines)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=scaled(250), deadline=None)
 @given(damaged_programs() | TEXTS)
 @example(PROGRAM.text().replace("inputs 0-1", "inputs 0-99999999999"))
 @example(PROGRAM.text().replace("psum batch", "psum " + "'a'," * 60 + " batch"))
@@ -141,7 +142,7 @@ def report_text(tmp_path_factory):
     return path.read_text()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(data=st.data())
 def test_a_damaged_report_is_refused(data, report_text, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "damaged.json"

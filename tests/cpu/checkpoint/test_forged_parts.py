@@ -12,6 +12,7 @@ from jaxcross import _pytree
 from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.layout import Folders
 from jaxcross.checkpoint.part import Part, SavedLeaf, UnknownFormatError, UnusableError, parse, to_text
+from tests.support.examples import scaled
 
 FORM = _pytree.Form(kind="numpy", dtype="float32", shape=(2, 3))
 PART_0 = Part(
@@ -33,7 +34,7 @@ def parsed(text):
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=scaled(100))
 def test_any_change_to_a_part_is_noticed(data):
     text = to_text(PART_0)
     at = data.draw(st.integers(0, len(text) - 1))
@@ -48,7 +49,7 @@ JSON = st.recursive(
 
 
 @given(st.text() | JSON.map(json.dumps))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=scaled(100))
 def test_other_texts_are_no_parts(text):
     assert parsed(text) is None
 
@@ -60,7 +61,7 @@ def places_in(tree, path=()):
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=scaled(200))
 def test_forged_part_is_rejected_or_has_valid_types(data):
     """One with a digest of its own: whatever stands in it, nothing else than these errors comes out."""
     body = json.loads(to_text(PART_0))

@@ -12,6 +12,7 @@ from jaxcross.data.augment import decode, eval_image
 from jaxcross.data.batches import Batches
 from jaxcross.data.records import INFO_FILE, NAME, find_folder, open_records
 from jaxcross.step import cut_tuner
+from tests.support.examples import scaled
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -22,7 +23,9 @@ FILES = st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode
 
 def quick(examples):
     """A few examples, each in whatever time it takes."""
-    return settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    return settings(
+        max_examples=scaled(examples), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from jaxcross.errors import JobError
 from jaxcross.jobs.runner import Runner
 from tests.support.checkpoint_jobs import batches, loop, make_step, resumes, same
 from tests.support.checkpoint_jobs import train as train_jobs
+from tests.support.examples import scaled
 from tests.support.fakes import run_ranks
 from tests.support.membership_jobs import all_see
 
@@ -165,7 +166,7 @@ def test_invalid_stored_submissions_are_skipped(tmp_path, caplog):
     assert not [path for path in folder.iterdir() if path.name not in {*got, "jobs.json"}]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=scaled(80), deadline=None)
 @given(
     st.binary(max_size=60)
     | st.recursive(

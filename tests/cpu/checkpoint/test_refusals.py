@@ -14,6 +14,7 @@ from jaxcross.errors import JobError
 from jaxcross.jobs.runner import Runner
 from tests.support.checkpoint_damage import newest, refused
 from tests.support.checkpoint_jobs import STEPS, batches, init, loop, make_step, resumes, same, train
+from tests.support.examples import scaled
 from tests.support.fakes import run_ranks
 
 
@@ -136,7 +137,7 @@ def test_settings_may_be_numpys():
 
 
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=2, unique=True))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=scaled(100))
 def test_each_job_has_a_folder_of_its_own(jobs):
     one, other = map(folder_name, jobs)
     assert one != other

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcross.data.cache.next_use import NEVER, PAGE_BYTES, NextUse, Room, groups, pages_of, simulate
+from tests.support.examples import scaled
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=scaled(60), deadline=None)
 
 
 def passes(seed, records, length):

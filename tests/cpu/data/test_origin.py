@@ -19,6 +19,7 @@ from jaxcross.data.cache import origin as origin_module
 from jaxcross.data.cache.array_record import BLOCK_BYTES, Footer, footer_start, read_records
 from jaxcross.data.cache.small_files import FooterFiles
 from tests.support.data_caches import STREAM, digests, records_of, tree
+from tests.support.examples import scaled
 from tests.support.range_server import range_server
 
 IMAGES = 40
@@ -48,7 +49,7 @@ def footer_of(content):
     return Footer(len(content), start, index.rstrip(b"\0"), content[-BLOCK_BYTES:].rstrip(b"\0"))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=scaled(25), deadline=None)
 @given(
     st.lists(st.integers(0, 150_000), min_size=1, max_size=12),
     st.sampled_from(["group_size:1", "group_size:3", "group_size:1,uncompressed", "group_size:2,zstd:9"]),

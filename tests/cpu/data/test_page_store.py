@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from jaxcross.data.cache import page_store
 from jaxcross.data.cache.next_use import NEVER, PAGE_BYTES
+from tests.support.examples import scaled
 from tests.support.page_stores import BUDGET, RECORDS, content, open_store
 
 ROOT = Path(__file__).parents[3]
@@ -47,7 +48,7 @@ def free_pages(store):
     return counted
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, RECORDS - 1), st.integers(1, 60_000)), max_size=60), st.integers(0, 2**32 - 1))
 def test_any_records_in_any_order(tmp_path_factory, offers, seed):
     """What is there is what was put, and neither pages nor files ever exceed the budget."""
@@ -186,7 +187,7 @@ def test_a_damaged_index_gives_no_wrong_record(tmp_path, name, damage):
     free_pages(again)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["rows", "pages", "data"]), st.floats(0, 1, exclude_max=True), st.integers(0, 255)),

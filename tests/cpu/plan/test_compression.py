@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxcross import exchange
 from jaxcross.plan import JobCost, Profile, choose_compression
 from jaxcross.plan.compression import CANDIDATES, _least_compression, _total, received_bytes
+from tests.support.examples import scaled
 from tests.support.exchange_table import TABLE, params
 
 PARAMS = {"kernel": jax.ShapeDtypeStruct((512, 1024), jnp.float32), "bias": jax.ShapeDtypeStruct((1024,), jnp.float32)}
@@ -119,7 +120,7 @@ def test_several_axes_are_refused():
         choose_compression(1.0, [cost], ("node", "local"), ranks=4)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=scaled(300))
 @given(st.lists(st.lists(st.floats(0.01, 10), min_size=4, max_size=4), min_size=1, max_size=3), st.floats(0.05, 20))
 def test_no_job_can_step_back(seconds, limit):
     at = _least_compression(seconds, limit)

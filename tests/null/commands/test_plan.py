@@ -22,6 +22,7 @@ from jaxcross.plan import Plan, PlannedGroup, PlannedJob, Profile, predict
 from jaxcross.plan.contention import TWO_CORES, MachineContention
 from jaxcross.plan.jobs_file import MAX_FILE_BYTES, read_jobs
 from jaxcross.report import JobSummary, Report
+from tests.support.examples import scaled
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "deploy" / "crds.json").read_text())["schemas"]["MPIJob"]
 JOBS = """
@@ -238,7 +239,7 @@ def test_no_file_of_jobs_is_explained(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Errno" not in err
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=scaled(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=60) | st.lists(st.sampled_from([*JOBS.splitlines(), "x=1", "[a]"])).map("\n".join))
 def test_random_files_are_read_or_refused(folder: Path, text: str) -> None:
     (folder / "random.toml").write_text(text, encoding="utf-8")

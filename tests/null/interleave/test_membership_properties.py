@@ -13,6 +13,7 @@ from jaxcross.interleave.script import Add, Batch, Fail, Prepare, Step, Think
 from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
+from tests.support.examples import scaled
 from tests.support.parts import in_parts
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -119,7 +120,7 @@ def check_equal(results):
 
 
 @PARTS
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=scaled(50), deadline=None)
 @given(seed=SEEDS)
 def test_jobs_join_once_every_rank_has_added_them(part, seed):
     case = Case(seed)
@@ -137,7 +138,7 @@ def test_jobs_join_once_every_rank_has_added_them(part, seed):
 
 
 @PARTS
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=scaled(75), deadline=None)
 @given(seed=SEEDS)
 def test_requests_and_failures_take_effect_uniformly(part, seed):
     """Requests and failures take effect between the same two steps on every rank."""

@@ -13,6 +13,7 @@ from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
 from tests.model.model_case import Case, meet
 from tests.model.model_rank import RankModel
+from tests.support.examples import scaled
 
 SIGNATURES = iter(range(1, 10**9))
 
@@ -170,4 +171,4 @@ class Ranks(RuleBasedStateMachine):
 
 
 TestRanks = Ranks.TestCase
-TestRanks.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestRanks.settings = settings(max_examples=scaled(40), stateful_step_count=60, deadline=None)

@@ -13,6 +13,7 @@ from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.script import Batch, Fail, Prepare, Step, Sync, Think
 from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
+from tests.support.examples import scaled
 from tests.support.parts import in_parts
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -103,7 +104,7 @@ def expected_exchanges(plan):
 
 
 @PARTS
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=scaled(120), deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(("round-robin", "weighted", "sequential")), data=st.booleans())
 def test_every_rank_makes_every_exchange_in_one_order(part, seed, kind, data):
     rng = random.Random(seed)
@@ -127,7 +128,7 @@ def test_every_rank_makes_every_exchange_in_one_order(part, seed, kind, data):
 
 
 @PARTS
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=scaled(120), deadline=None)
 @given(
     seed=SEEDS,
     fault=st.sampled_from(("raise", "return", "other", "segment", "segment")),
@@ -179,7 +180,7 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
 
 
 @PARTS
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=scaled(50), deadline=None)
 @given(seed=SEEDS)
 def test_data_ending_on_one_rank_ends_loop_everywhere(part, seed):
     """Data that ends on one rank ends the loop on every rank."""
@@ -211,7 +212,7 @@ def test_data_ending_on_one_rank_ends_loop_everywhere(part, seed):
 
 
 @PARTS
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=scaled(50), deadline=None)
 @given(seed=SEEDS, stop_at_s=st.floats(0, 8))
 def test_an_interrupt_stops_all_ranks_at_the_same_step(part, seed, stop_at_s):
     rng = random.Random(seed)
@@ -229,7 +230,7 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step(part, seed, stop_at_s):
 
 
 @PARTS
-@settings(max_examples=35, deadline=None)
+@settings(max_examples=scaled(35), deadline=None)
 @given(
     times=st.lists(st.tuples(st.floats(0.05, 3), st.floats(0.05, 3)), min_size=1, max_size=4),
     ranks=st.integers(1, 2),

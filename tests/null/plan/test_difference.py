@@ -15,6 +15,7 @@ from jaxcross.plan.difference import PARTS, Difference
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import Prediction, predict
 from jaxcross.report import JobSummary, Report
+from tests.support.examples import scaled
 
 VOTE_S = 1e-5
 JOBS = (
@@ -114,7 +115,7 @@ def test_a_faster_run_has_no_negative_part() -> None:
 _FACTOR = st.floats(0.7, 2.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=scaled(30), deadline=None)
 @given(
     factors=st.lists(st.tuples(_FACTOR, _FACTOR, st.floats(0, 0.1), st.booleans()), min_size=1, max_size=3),
     contention=st.tuples(st.floats(1, 1.5), st.floats(1, 1.5)),

@@ -18,6 +18,7 @@ from jaxcross.report.chrome import trace_events
 from jaxcross.report.report import IN_TURN, Report
 from jaxcross.report.summary import LOST_TIME, JobSummary
 from jaxcross.report.time_breakdown import break_down
+from tests.support.examples import scaled
 from tests.support.parts import in_parts
 
 S = 1_000_000_000
@@ -134,7 +135,7 @@ def check_sums(result, *, served=False):
 
 
 @PARTS
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100), deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
 @example(seed=5495493, kind="round-robin")  # computes until after its last exchange
 def test_no_round_is_shorter_than_its_bound(part, seed, kind):
@@ -143,7 +144,7 @@ def test_no_round_is_shorter_than_its_bound(part, seed, kind):
 
 
 @PARTS
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=scaled(50), deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
 def test_exchanges_on_lanes_of_their_own_may_overlap(part, seed, kind):
     """Parameter servers: each job has its own lane, and a rank's n-th step is not that of another one."""
@@ -209,7 +210,7 @@ def test_in_turn_policy_is_recognised_by_its_name():
 
 
 @PARTS
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=scaled(30), deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
 def test_every_table_can_be_printed(part, seed, kind):
     report = as_report(seed, kind)
@@ -248,7 +249,7 @@ def check_trace(events):
 
 
 @PARTS
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
 def test_traces_of_all_runs_are_well_formed(tmp_path_factory, part, seed, kind):
     report, rng = as_report(seed, kind), random.Random(seed)

@@ -12,6 +12,7 @@ from jaxcross import cli
 from jaxcross.report import event_files
 from jaxcross.report.event_files import read
 from jaxcross.report.post_mortem import missing, verdict
+from tests.support.examples import scaled
 
 RUN = "h0 1 1"
 
@@ -202,7 +203,7 @@ names = st.sampled_from(
 lines = st.dictionaries(names, values, max_size=6).map(lambda d: json.dumps(d).encode()) | st.binary(max_size=40)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=scaled(80), deadline=None)
 @given(head=st.fixed_dictionaries({}, optional=dict.fromkeys(header(0), values)), events=st.lists(lines, max_size=6))
 def test_whatever_a_file_holds(tmp_path_factory, head, events):
     folder = tmp_path_factory.mktemp("fuzz")

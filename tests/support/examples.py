@@ -1,0 +1,7 @@
+"""How many examples a Hypothesis test tries: 10 in the quick tier, as many as it asks for with `--hypothesis-profile full`."""
+
+from hypothesis import settings
+
+
+def scaled(many: int) -> int:
+    return many if settings.get_current_profile_name() == "full" else min(10, many)
