@@ -18,29 +18,18 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import quick_compiler as quick_compiler_options
 from tests.support import warm_python
-from tests.support.file_times import FileTimes
 
 TESTS = Path(__file__).parent
 
 
-# A slow machine is no failure: no test has a time limit for each example. `--hypothesis-profile full` tries more examples.
+# No time limit per example, since a slow machine is no failure. `--hypothesis-profile full` tries more examples.
 settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("full"), max_examples=10)
 settings.load_profile("quick")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--longest-file",
-        type=float,
-        metavar="SECONDS",
-        help="fail if the plain or the integration tests of one file take longer; a slower machine has a larger limit",
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # not in a worker of pytest-xdist
-        config.pluginmanager.register(FileTimes(config.getoption("longest_file")))
         keep_bytecode(config)
     # Children of a test (mpirun and its ranks) print their stacks on a crash, too.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
