@@ -1,4 +1,4 @@
-"""Classes are abstract or final, and modules hold no state: what both rules can be counted by."""
+"""Classes are abstract or final, and modules hold no state."""
 
 import ast
 import functools
