@@ -1,34 +1,23 @@
-"""README and docs do what they say: code blocks run, printed results are the real ones, commands exist.
+"""The commands in the README and the docs exist, and links between pages lead somewhere.
 
-The `python` blocks of a page run in order, on one rank, or under mpirun on as many as the page's first lines say
-(`<!-- ranks: 2 -->`). Pages of one number of ranks run one after another in the same processes, each with names and in
-a folder of its own. A `text` block right after a `python` block is what that block prints on rank 0. Every `$` line of
-a `console` block is parsed by the program that it names.
+The program that a `$` line of a `console` block names parses that line. tests/mpi/docs runs the Python blocks.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jaxcross import cli
-from jaxcross.commands.launch import find_mpirun, mpirun_command
-from jaxcross.world import xla_pool
+from tests.support.pages import PAGES, ROOT, blocks
 
-ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 TIMEOUT_S = 240
 MARK = "\x1e"
 # Words that a shell, a package manager or a cluster provides: nothing of ours to check.
@@ -37,158 +26,29 @@ FOREIGN = {
     "tfds", "echo",
 }  # fmt: skip
 
-DRIVER = f"""
-import json, os, sys
-folder = os.path.dirname(sys.argv[1])
-for page, blocks in json.load(open(sys.argv[1])).items():
-    names = {{"__name__": "__main__"}}
-    os.chdir(os.path.join(folder, os.path.basename(page)))
-    for line, source in blocks:
-        sys.stdout.write({MARK!r})
-        exec(compile("\\n" * line + source, page, "exec"), names)
-        sys.stdout.flush()
-"""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """A fenced block: its language and options, the number of the line before its first, its text."""
-
-    info: str
-    line: int
-    text: str
-
-
-def blocks(page: Path) -> list[Block]:
-    found, fence = [], re.compile(r"^(`{3,})(.*)$")
-    lines = page.read_text().splitlines()
-    number = 0
-    while number < len(lines):
-        match = fence.match(lines[number])
-        number += 1
-        if match is None:
-            continue
-        start = number
-        while lines[number] != match[1]:
-            number += 1
-        found.append(Block(info=match[2].strip(), line=start, text="\n".join(lines[start:number])))
-        number += 1
-    return found
-
-
-def python_blocks(page: Path) -> list[Block]:
-    return [block for block in blocks(page) if block.info == "python"]
-
-
-def code_of(page: Path) -> str:
-    return "\n".join(block.text for block in python_blocks(page))
-
-
-def run(pages: Sequence[Path], folder: Path, ranks: int, env: dict[str, str]) -> list[str]:
-    """What each python block of the pages printed, on rank 0."""
-    import json
-
-    script, sources = folder / "driver.py", folder / "blocks.json"
-    script.write_text(DRIVER)
-    for page in pages:
-        (folder / page.name).mkdir()
-    sources.write_text(json.dumps({str(p): [(b.line, b.text) for b in python_blocks(p)] for p in pages}))
-    line: Sequence[str] = [sys.executable, str(script), str(sources)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    if ranks > 1:
-        mpirun = find_mpirun()
-        if mpirun is None:
-            pytest.skip("no mpirun")
-        quiet = f"import os, runpy, sys; sys.argv = {[str(script), str(sources)]!r}; "
-        quiet += "rank = os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK')); "
-        quiet += "sys.stdout = sys.stdout if rank == '0' else open(os.devnull, 'w'); "
-        quiet += "runpy.run_path(sys.argv[0], run_name='__main__')"
-        line, extra = mpirun_command(
-            mpirun=mpirun, ranks=ranks, program=[sys.executable, "-c", quiet], root=os.geteuid() == 0,
-            cores=xla_pool.cores(), environ=environ,
-        )  # fmt: skip
-        environ = {**environ, **extra}
-    process = subprocess.Popen(
-        line, env=environ, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        stdout, stderr = process.communicate()
-        pytest.fail(f"no end within {TIMEOUT_S} s\n{stdout}\n{stderr}")
-    assert process.returncode == 0, f"{stdout}\n{stderr}"
-    return stdout.split(MARK)[1:]
-
-
-# In the plain run. Four ranks compile for a minute; the integration tests have examples/gpt.py on two.
-PLAIN, LONG = {"README.md", "limits.md", "your-step.md"}, {"tensor-parallelism.md"}
-
-
-def uses_jax_too_early(code: str) -> bool:
-    """Where pages run one after another, only the first would fail."""
-    before, start, _ = code.partition("world = jaxcross.initialize(")
-    if not start:
-        return "initialize(" in code
-    return any("jax" in line for line in before.splitlines() if not line.startswith(("import ", "from ")))
-
-
-def ranks_of(page: Path) -> int:
-    found = re.search(r"<!-- ranks: (\d+) -->", page.read_text())
-    return int(found[1]) if found else 1
-
-
-def together() -> list[Any]:
-    """Pages with code, by the tier and the number of ranks that they run on; first those that start no world."""
-    marks = {"plain": [], "integration": [pytest.mark.integration], "exhaustive": [pytest.mark.exhaustive]}
-    found: dict[tuple[str, int], list[Path]] = {}
-    for page in sorted(filter(python_blocks, PAGES), key=lambda page: "initialize(" in code_of(page)):
-        tier = "plain" if page.name in PLAIN else "exhaustive" if page.name in LONG else "integration"
-        found.setdefault((tier, ranks_of(page)), []).append(page)
-    return [
-        pytest.param(pages, ranks, marks=marks[tier], id=f"{tier}-{ranks}") for (tier, ranks), pages in found.items()
-    ]
-
-
-@pytest.mark.parametrize(("pages", "ranks"), together())
-def test_page_code_runs_and_prints_what_it_shows(
-    pages: Sequence[Path], ranks: int, tmp_path: Path, quick_compiler: dict[str, str]
-) -> None:
-    """The code of a page runs and prints what the page says."""
-    printed = iter(run(pages, tmp_path, ranks, quick_compiler))
-    for page in pages:
-        assert not uses_jax_too_early(code_of(page)), f"{page.name} uses JAX before `initialize`"
-        every = blocks(page)
-        for block, following in zip(every, [*every[1:], None], strict=True):
-            if block.info != "python":
-                continue
-            output = next(printed)
-            if following is not None and following.info == "text":
-                shown = [line.rstrip() for line in following.text.splitlines()]
-                real = [line.rstrip() for line in output.strip("\n").splitlines()]
-                assert real == shown, f"{page.name}, line {following.line}: the block prints\n{output}"
-    assert next(printed, None) is None
-
-
+@cache
 def commands() -> list[tuple[str, str]]:
-    lines = [
-        (f"{page.name}:{block.line + n}", line)
+    return [
+        (f"{page.name}:{block.line + n}", line.removeprefix("$ "))
         for page in PAGES
         for block in blocks(page)
         if block.info == "console"
         for n, line in enumerate(block.text.replace("\\\n", " ").splitlines(), 1)
+        if line.startswith("$ ")
     ]
-    return [(where, line[2:]) for where, line in lines if line.startswith("$ ")]
 
 
-@pytest.mark.parametrize(("where", "command"), commands(), ids=lambda value: value[:60])
-def test_a_command_is_a_real_one(where: str, command: str) -> None:
-    for part in re.split(r"&&|;|\|\|?", command):
-        words = shlex.split(part, comments=True)
-        while words and re.match(r"\w+=", words[0]):
-            words.pop(0)
-        if words:
-            check(words, where)
+def test_every_command_is_a_real_one() -> None:
+    """One test, because the scripts that the commands name take seconds to import."""
+    assert commands()
+    for where, command in commands():
+        for part in re.split(r"&&|;|\|\|?", command):
+            words = shlex.split(part, comments=True)
+            while words and re.match(r"\w+=", words[0]):
+                words.pop(0)
+            if words:
+                check(words, where)
 
 
 def check(words: Sequence[str], where: str) -> None:
@@ -285,4 +145,3 @@ def test_the_checker_refuses_what_does_not_exist() -> None:
     for wrong in ("jaxcross demo --speed 3", "jaxcross fly", "python examples/nothing.py", "rm -rf /"):
         with pytest.raises(AssertionError):
             check(shlex.split(wrong), "here")
-    assert isinstance(cli.parser(), argparse.ArgumentParser)
