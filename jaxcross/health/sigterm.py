@@ -12,7 +12,7 @@ from typing import final
 
 from jaxcross.health.abort import Terminated
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.gc_safe_signals import postpone
+from jaxcross.health.gc_safe_signals import Postponement
 
 # A batch system signals every process of a job, and `mpirun` passes on what it gets.
 ONE_STOP_S = 2.0
@@ -29,6 +29,7 @@ class SigtermHandler:
 
     def __init__(self, flight: FlightRecorder) -> None:
         self._flight = flight
+        self._postponement = Postponement()
         self._handled_s = 0.0
         self._came_s = 0.0
         self._pipe = -1
@@ -83,7 +84,7 @@ class SigtermHandler:
         self._let_through()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if postpone(number, frame):
+        if not self._postponement.lets_through(number, frame):
             return
         now_s = time.monotonic()
         self._drain()  # else `overdue`, called later, would take the byte of this signal for another one

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 START = """
-import gc, os, signal, time
+import atexit, gc, os, signal, threading
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.gc_safe_signals import install_interrupt
 from jaxcross.health.process import this_process
@@ -39,15 +39,52 @@ def printed(code):
     return done.stdout
 
 
-@pytest.mark.parametrize(
+HANDLERS = pytest.mark.parametrize(
     ("install", "number", "error"),
     [
         ("install_interrupt()", "SIGINT", "KeyboardInterrupt"),
         ("SigtermHandler(FlightRecorder([this_process()], 0)).install()", "SIGTERM", "Terminated"),
     ],
 )
+
+
+@HANDLERS
 def test_signal_in_a_collection_is_raised_after_it(install, number, error):
     assert printed(f"{install}\nnumber = signal.{number}\n{COLLECT}") == f"collected\n{error}\n"
+
+
+EXIT = """
+class Timer(threading.Timer):  # runs out once the interpreter is exiting, however long that takes
+    def run(self):
+        exiting.wait(60)
+        self.function(*self.args)
+threading.Timer = Timer
+exiting = threading.Event()
+
+def callback(phase, info):
+    if phase == "start" and not sent:
+        sent.append(True)
+        os.kill(os.getpid(), number)
+sent = []
+gc.callbacks.append(callback)
+
+@atexit.register
+def close():
+    exiting.set()
+    timer.join()
+    print("closed", flush=True)
+    try: os.kill(os.getpid(), number); print("lost")
+    except BaseException as error: print(type(error).__name__)
+
+gc.collect()
+[timer] = [thread for thread in threading.enumerate() if isinstance(thread, Timer)]
+"""
+
+
+@HANDLERS
+def test_late_signal_spares_exit_but_a_new_one_raises(install, number, error):
+    """If the script ends before a signal is sent again, no `atexit` callback is interrupted. A new signal does that."""
+    assert printed(f"{install}\nnumber = signal.{number}\n{EXIT}") == f"closed\n{error}\n"
 
 
 IMPORT = """
