@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first minutes on a machine with a GPU: tests, benchmarks and two trainings, most valuable first.
+# The first minutes on a machine with a GPU, most valuable first: crossover, what the card is, tests, other benchmarks.
 #
 #     benchmarks/gpu_first.sh pack WHEELS        on a machine with a package index: collects what the other may lack
 #     benchmarks/gpu_first.sh run WHEELS OUT     on the machine with the GPU, which needs no network
@@ -80,9 +80,13 @@ part() {
 parts() {
     export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$(mktemp -d)} PYTHONUNBUFFERED=1
     local gpu=(python3 benchmarks/gpu.py "${STAND_IN[@]}")
-    part doctor 60 python3 -m jaxcross doctor
+    # Visits have ended before crossover was measured, so it comes first. The limits of these four parts leave room for
+    # the installation within the default LIMIT, so even if all of them run out, `tests` gets its full time.
+    part ranks_resnet50 240 "${gpu[@]}" --cases ranks --steps 10 --repeats 3 --json "$OUT/gpu_ranks_resnet50.json"
+    part target_config 40 python3 benchmarks/gpu_target.py "${STAND_IN[@]}" --json "$OUT/gpu_target_config.json" "$OUT"
+    part doctor 40 python3 -m jaxcross doctor
     part tests 120 python3 -m pytest -q "${TESTS[@]}"
-    part ranks_resnet50 200 "${gpu[@]}" --cases ranks --steps 10 --repeats 3 --json "$OUT/gpu_ranks_resnet50.json"
+    # What is left is shared by the rest.
     part resnet50 150 "${gpu[@]}" --cases split,depth --rivals jit,whole,copied --steps 10 --repeats 3 \
         --json "$OUT/gpu_resnet50.json"
     part gpt 120 "${gpu[@]}" --model gpt --cases split,depth --rivals jit,whole --batch-size 16 --steps 6 --repeats 3 \

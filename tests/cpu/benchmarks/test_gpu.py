@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,13 +27,22 @@ CASE = ROOT / "tests" / "gpu" / "case.py"
 US = 1000
 
 
-@pytest.fixture(scope="module")
-def profile() -> Iterator[ModuleType]:
+def imported(name: str) -> Iterator[ModuleType]:
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        yield import_module("gpu_profile")
+        yield import_module(name)
     finally:
         sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def profile() -> Iterator[ModuleType]:
+    yield from imported("gpu_profile")
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[ModuleType]:
+    yield from imported("gpu_target")
 
 
 def plane(name: str, lines: dict[str, list[tuple[str, int, int, str]]]) -> str:
@@ -218,6 +227,55 @@ def test_what_two_ranks_would_run(quick_compiler: dict[str, str]) -> None:
     assert all(f"rank {rank}: ranks holds" in output for rank in range(2))
 
 
+def test_target_config_of_a_gpu(
+    target: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The card's text is saved under a plain name before JAX is asked to compile for it."""
+    card = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(target, "prepare", lambda stand_in: None)
+    monkeypatch.setattr(target, "accelerator", lambda stand_in: card)
+    text = 'platform_name: "CUDA"\n'
+    monkeypatch.setattr(target, "target_config", lambda devices: text)
+    asked: list[dict[str, str]] = []
+
+    def describe(**options: str) -> SimpleNamespace:
+        asked.append(options | {"saved": (tmp_path / "nvidia_h100_80gb_hbm3.txtpb").read_text()})
+        return SimpleNamespace(devices=[card])
+
+    monkeypatch.setattr(target.topologies, "get_topology_desc", describe)
+    monkeypatch.setattr(sys, "argv", ["gpu_target.py", str(tmp_path)])
+    target.main()
+    assert asked == [{"platform": "cuda", "topology": "1x1x1", "target_config": text, "saved": text}]
+    assert capsys.readouterr().out.endswith("compiles without a device for: NVIDIA H100 80GB HBM3\n")
+
+
+@pytest.mark.parametrize(("flags", "code"), [([], 1), (["--stand-in"], 0)])
+def test_no_target_config_on_a_cpu(
+    flags: list[str],
+    code: int,
+    target: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(target, "prepare", lambda stand_in: None)  # this process has started JAX
+    monkeypatch.setattr(target, "accelerator", lambda stand_in: jax.devices()[0])
+    monkeypatch.setattr(sys, "argv", ["gpu_target.py", *flags, str(tmp_path)])
+    with pytest.raises(SystemExit, match=str(code)):
+        target.main()
+    assert "XLA has no target configuration for the device kind `cpu`" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_first_parts_on_a_gpu_get_their_full_time() -> None:
+    """Crossover comes first, and the limits of the first parts leave time for the installation."""
+    script = (BENCHMARKS / "gpu_first.sh").read_text()
+    limits = {name: int(most) for name, most in re.findall(r"^    part (\w+) (\d+) ", script, re.MULTILINE)}
+    assert list(limits)[:4] == ["ranks_resnet50", "target_config", "doctor", "tests"]
+    [limit] = re.findall(r"^LIMIT=\$\{LIMIT:-(\d+)\}$", script, re.MULTILINE)
+    assert sum(list(limits.values())[:4]) + 60 <= int(limit)
+
+
 @pytest.mark.exhaustive
 def test_the_first_minutes_on_a_gpu(tmp_path: Path) -> None:
     """The script for a machine with a GPU, from end to end on the stand-in: every part ends and leaves its numbers."""
@@ -234,6 +292,10 @@ def test_the_first_minutes_on_a_gpu(tmp_path: Path) -> None:
     parts = dict(line.split(": ", 1) for line in (tmp_path / "parts.txt").read_text().splitlines())
     assert all(ended.startswith("status 0, ") for ended in parts.values()), parts
     assert list(parts) == re.findall(r"^    part (\w+) ", script.read_text(), re.MULTILINE)
+    assert list(parts)[:2] == ["ranks_resnet50", "target_config"]
+    crossover = json.loads((tmp_path / "gpu_ranks_resnet50.json").read_text())["ranks"]
+    assert crossover["s_per_job_step"].keys() >= {"sequential", "crossover"} and crossover["jobs"] == 2
+    assert "XLA has no target configuration" in (tmp_path / "target_config.log").read_text()
     for name in parts.keys() - {"doctor", "tests"}:
         assert json.loads((tmp_path / f"gpu_{name}.json").read_text())["question"], name
 
