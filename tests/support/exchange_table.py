@@ -11,16 +11,31 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcross.exchange import parallel_norms
 from jaxcross.exchange.accumulate import accumulate
+from jaxcross.exchange.adasum import adasum, chunk
+from jaxcross.exchange.blocks import width
+from jaxcross.exchange.delayed_mean import delayed_mean
+from jaxcross.exchange.demo import demo
+from jaxcross.exchange.diloco import diloco
+from jaxcross.exchange.elastic_average import elastic_average
+from jaxcross.exchange.federated_average import federated_average
+from jaxcross.exchange.gossip import gossip
 from jaxcross.exchange.gtop_k import gtop_k
+from jaxcross.exchange.integers import BLOCK
+from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.exchange.mean import mean
+from jaxcross.exchange.no_loco import draw, no_loco, pairings
 from jaxcross.exchange.one_bit_adam import one_bit_adam
 from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
+from jaxcross.exchange.sharded_optimizer import sharded_optimizer
 from jaxcross.exchange.sign_sgd import sign_sgd
 from jaxcross.exchange.sparse import slots
+from jaxcross.exchange.sparse_loco import sparse_loco
+from jaxcross.exchange.staleness import asynchronous, bounded_stale
+from jaxcross.exchange.streaming_diloco import streaming_diloco
 from jaxcross.exchange.top_k import top_k
-from tests.support import exchange_rows_b, exchange_rows_c, exchange_rows_d
 from tests.support.exchange_row import (
     Formula,
     Row,
@@ -39,6 +54,8 @@ from tests.support.exchange_row import (
 SHAPES = {"bias": (5,), "conv": (2, 2, 3, 4), "kernel": (8, 6), "scale": (), "tiny": (1, 2)}
 RTOL16 = 5e-2  # bfloat16 has eight bits, and a ring or a tree rounds at every hop
 EVERYTHING = 0.9999  # a density that rounds to every element of the leaves above, by the way of sparse messages
+SGD = optax.sgd(0.1)
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 def params() -> dict[str, jax.Array]:
@@ -74,6 +91,10 @@ def start(tx: optax.GradientTransformation) -> Any:
 
 def _dense(shapes: Shapes, ranks: int) -> int:
     return sum(all_reduce(4 * math.prod(s), ranks) for s in shapes)
+
+
+def _nothing(shapes: Shapes, ranks: int) -> int:
+    return 0
 
 
 def _two_bytes(shapes: Shapes, ranks: int) -> int:
@@ -132,8 +153,8 @@ def _hitopk(shapes: Shapes, ranks: int) -> int:
 def _hitopk_bucket(shapes: Shapes, ranks: int) -> int:
     node, local = node_and_local(ranks).values()
     big, small = _split(shapes)
-    width = sum(-(-math.prod(s) // local) for s in big)
-    return 2 * (local - 1) * 4 * width + all_gather(6 * slots(0.25, width), node) + _dense(small, ranks)
+    elements = sum(-(-math.prod(s) // local) for s in big)
+    return 2 * (local - 1) * 4 * elements + all_gather(6 * slots(0.25, elements), node) + _dense(small, ranks)
 
 
 def _gtop_k(shapes: Shapes, ranks: int) -> int:
@@ -165,11 +186,133 @@ def _signs_of_momenta(shapes: Shapes, ranks: int) -> int:
     return 2 * (blocks(nbytes, ranks) + blocks(4 * nbytes, ranks))
 
 
+def _adasum_over(shapes: Shapes, ranks: int, local: int) -> int:
+    base = 1 << (ranks.bit_length() - 1)
+    levels, row = base.bit_length() - 1, 20 * len(shapes)
+    size = chunk(shapes, base * local)
+    columns = 4 * sum(width(s, base * local, size) for s in shapes)
+    inside = blocks(base * local * columns, local) + all_gather(base * columns, local)
+    statistics = levels * (all_gather(row, local) + all_gather(local * row, ranks))
+    fold = 2 * base * columns + all_gather(row, local) if base < ranks else 0
+    return inside + 2 * (base - 1) * columns + statistics + fold
+
+
+def _adasum(shapes: Shapes, ranks: int) -> int:
+    return _adasum_over(shapes, ranks, 1)
+
+
+def _adasum_nodes(shapes: Shapes, ranks: int) -> int:
+    return _adasum_over(shapes, *node_and_local(ranks).values())
+
+
+def _ratios(shapes: Shapes, ranks: int) -> int:
+    return _dense(shapes, ranks) + all_gather(4 * -(-len(shapes) // ranks), ranks)
+
+
+def _gossip(neighbours: Callable[[int], int]) -> Formula:
+    return lambda shapes, ranks: neighbours(ranks) * 4 * count(shapes)
+
+
+def _complete(shapes: Shapes, ranks: int) -> int:
+    return all_reduce(4 * count(shapes), ranks)
+
+
+# The most square grids: ranks -> sides. Along a side of two there is one neighbour, along a longer one there are two.
+_GRIDS = {
+    1: (1, 1),
+    4: (2, 2),
+    6: (2, 3),
+    8: (2, 4),
+    9: (3, 3),
+    10: (2, 5),
+    12: (3, 4),
+    14: (2, 7),
+    15: (3, 5),
+    16: (4, 4),
+}
+
+
+def _sharded(shapes: Shapes, ranks: int) -> int:
+    part = 4 * sum(width(s, ranks) for s in shapes)
+    return blocks(ranks * part, ranks) + all_gather(part, ranks)
+
+
+def _slice(fragments: int, slices: int, bits: int = 32) -> Formula:
+    """One slice of one fragment."""
+
+    def nbytes(shapes: Shapes, ranks: int) -> int:
+        elements = padded(-(-count(shapes) // fragments), slices * (BLOCK if bits < 32 else 1)) // slices
+        if bits == 32:
+            return all_reduce(4 * elements, ranks)
+        return all_gather(elements * bits // 8 + 4 * elements // BLOCK, ranks)
+
+    return nbytes
+
+
+def _anchor(state: Any) -> Any:
+    return state.anchor, state.outer, state.arrived
+
+
+def _part(side: int, most: int) -> tuple[int, int]:
+    """How many equal parts a side is cut into, and how long they are."""
+    parts = math.ceil(side / most)
+    return parts, math.ceil(side / parts)
+
+
+def _frequencies(density: float, side: int, itemsize: int = 4) -> Formula:
+    def nbytes(shapes: Shapes, ranks: int) -> int:
+        big, small = _split(shapes)
+        sent = 0
+        for s in big:
+            (rows, high), (columns, wide) = _part(math.prod(s[:-1]), side), _part(s[-1], side)
+            k = rows * columns * slots(density, high * wide)
+            sent += k * itemsize + math.ceil(k * max(1, math.ceil(math.log2(high * wide))) / 8)
+        return all_gather(sent, ranks) + _dense(small, ranks)
+
+    return nbytes
+
+
+def _two_bits(density: float, most: int) -> Formula:
+    def nbytes(shapes: Shapes, ranks: int) -> int:
+        big, small = _split(shapes)
+        sent = 0
+        for s in big:
+            rows, length = _part(math.prod(s), most)
+            k = rows * slots(density, length)
+            sent += math.ceil(k * (2 + max(1, math.ceil(math.log2(length)))) / 8) + 8
+        return all_gather(sent, ranks) + _dense(small, ranks)
+
+    return nbytes
+
+
+def _pair(times: int = 1) -> Formula:
+    return lambda shapes, ranks: times * permute(4 * count(shapes), ranks)
+
+
+def exchanges_until_all_heard(ranks: int, seed: int = 0) -> int:
+    """Exchanges of `no_loco` after which what any rank held before any of the first three has reached every rank."""
+    meetings, most = pairings(ranks), 1  # one rank sees its own in the step of an exchange
+    for first in range(3):
+        for source in range(ranks):
+            heard, number = {source}, first
+            while len(heard) < ranks:
+                partners = meetings[int(draw(seed, jnp.int32(number), len(meetings)))]
+                heard |= {partners[r] for r in heard}
+                number += 1
+            most = max(most, number - first)
+    return most
+
+
 def _adam(axis: str) -> optax.GradientTransformation:
     return optax.chain(mean(axis), optax.scale_by_adam())
 
 
-_OWN = (
+def _synchronous(*axes: str) -> optax.GradientTransformation:
+    return optax.chain(mean(axes), SGD)
+
+
+TABLE: tuple[Row, ...] = (
+    # Sums, and gradients in fewer bytes.
     Row(name="mean", make=mean, lossless=mean, bytes=_dense),
     Row(name="mean, two axes", make=lambda *axes: mean(axes), lossless=lambda *axes: mean(axes), axes=node_and_local,
         bytes=_dense),
@@ -200,7 +343,7 @@ _OWN = (
     Row(name="top_k, no error feedback", make=lambda a: top_k(0.25, a, error_feedback=False), bytes=_pairs(0.25)),
     Row(name="top_k, warm-up", make=lambda a: top_k(0.1, a, warm_up=[(1, 0.5), (2, 0.25)]), bytes=_pairs(0.5),
         later=(2, _pairs(0.1))),
-    Row(name="accumulate, top_k", make=lambda a: accumulate(top_k(0.25, a), every=2), bytes=lambda shapes, ranks: 0,
+    Row(name="accumulate, top_k", make=lambda a: accumulate(top_k(0.25, a), every=2), bytes=_nothing,
         later=(1, _pairs(0.25)), spreads=lambda ranks: 2),
     Row(name="top_k, hierarchical", axes=node_and_local, bytes=_hitopk, sized=True,
         make=lambda *axes, sizes: top_k(0.25, axes, pattern="hierarchical", local_size=sizes["local"]),
@@ -218,7 +361,79 @@ _OWN = (
         shared=lambda state: (state.step, state.mu, state.nu),
         make=lambda a, sizes: one_bit_adam(1, a, ranks=sizes[a], block=8),
         lossless=lambda a, sizes: one_bit_adam(99, a, ranks=sizes[a], block=8)),
+    # Other sums, decentralised training, a sharded optimizer and stale gradients.
+    Row(name="accumulate", make=lambda a: accumulate(optax.chain(mean(a), SGD), every=2), bytes=_nothing,
+        lossless=lambda a: accumulate(optax.chain(mean(a), SGD), every=1), reference=_synchronous, later=(1, _dense),
+        spreads=lambda ranks: 2, shared=lambda state: (state.mini_step, state.inner)),
+    Row(name="adasum", make=adasum, bytes=_adasum),
+    Row(name="adasum, delta of adam", make=lambda a: adasum(a, optax.adam(0.1)), kind="delta", bytes=_adasum),
+    *(Row(name=f"adasum, delta of {name}", make=lambda a, own=own: adasum(a, own), kind="delta", bytes=_adasum)
+      for name, own in (("momentum", optax.sgd(0.1, momentum=0.9)), ("lamb", optax.lamb(0.1)))),
+    Row(name="adasum, hierarchical", make=lambda a, b: adasum(a, inner_axis=b), axes=node_and_local,
+        bytes=_adasum_nodes),
+    Row(name="lars, shared norms", make=lambda a: optax.chain(mean(a), parallel_norms.lars(a, 0.1)), bytes=_ratios,
+        lossless=lambda a: optax.chain(mean(a), parallel_norms.lars(a, 0.1)),
+        reference=lambda a: optax.chain(mean(a), optax.lars(0.1))),
+    Row(name="lamb, shared norms", make=lambda a: optax.chain(mean(a), parallel_norms.lamb(a, 0.1)), bytes=_ratios,
+        lossless=lambda a: optax.chain(mean(a), parallel_norms.lamb(a, 0.1)), rtol=2e-4,
+        reference=lambda a: optax.chain(mean(a), optax.lamb(0.1))),
+    Row(name="local_sgd", make=lambda a: local_sgd(SGD, a, every=2), lossless=lambda a: local_sgd(SGD, a, every=1),
+        reference=_synchronous, identical=False, kind="parameter", bytes=_nothing, later=(1, _dense), rests=False,
+        spreads=lambda ranks: 2),
+    Row(name="federated_average", make=lambda a: federated_average(SGD, a, every=2, participation=0.5),
+        lossless=lambda a: federated_average(SGD, a, every=1), reference=_synchronous, identical=False,
+        # On 16 ranks the ninth is first chosen in the eleventh round of two steps; on fewer all are earlier.
+        kind="parameter", bytes=_nothing, later=(1, _dense), spreads=lambda ranks: 22, spoils=22, rests=False),
+    Row(name="elastic_average", make=lambda a: elastic_average(SGD, a, every=1, alpha=1 / 16), identical=False,
+        kind="parameter", worlds=lambda ranks: ranks <= 16, bytes=_dense, spreads=lambda ranks: 3,
+        shared=lambda state: state.centre),
+    Row(name="gossip, ring", make=lambda a: gossip(SGD, a, "ring"), identical=False, kind="parameter",
+        bytes=_gossip(lambda ranks: min(ranks - 1, 2)), spreads=lambda ranks: 1 + ranks // 2),
+    Row(name="gossip, torus", make=lambda a: gossip(SGD, a, "torus"), identical=False, kind="parameter",
+        worlds=_GRIDS.__contains__, bytes=_gossip(lambda ranks: sum(min(side - 1, 2) for side in _GRIDS[ranks])),
+        spreads=lambda ranks: 1 + sum(side // 2 for side in _GRIDS[ranks])),
+    Row(name="gossip, exponential", make=lambda a: gossip(SGD, a, "exponential"), identical=False, kind="parameter",
+        bytes=_gossip(lambda ranks: min(ranks - 1, 1)), spreads=lambda ranks: 1 + (ranks - 1).bit_length(), steps=5),
+    Row(name="gossip, complete", make=lambda a: gossip(SGD, a, "complete"), reference=_synchronous, identical=False,
+        lossless=lambda a: gossip(SGD, a, "complete", adapt_first=True), kind="parameter", bytes=_complete,
+        spreads=lambda ranks: 2, rests=False),
+    Row(name="sharded_optimizer", make=lambda a, sizes: sharded_optimizer(SGD, a, ranks=sizes[a]), sized=True,
+        lossless=lambda a, sizes: sharded_optimizer(SGD, a, ranks=sizes[a]), reference=_synchronous, bytes=_sharded),
+    Row(name="bounded_stale", make=lambda a: bounded_stale(SGD, a, bound=2), reference=_synchronous, identical=False,
+        lossless=lambda a: bounded_stale(SGD, a, bound=0), bytes=_dense, spreads=lambda ranks: 3, steps=5),
+    Row(name="asynchronous", make=lambda a: asynchronous(SGD, a, delays=[[1], [0], [2]]), reference=_synchronous,
+        lossless=lambda a: asynchronous(SGD, a, delays=0), bytes=_dense, spreads=lambda ranks: 2, steps=5),
+    # Rounds of local steps with an outer optimizer, and exchanges that are carried.
+    Row(name="delayed_mean", make=lambda a: delayed_mean(optax.sgd(0.1, momentum=0.9), a), bytes=_dense,
+        spreads=lambda ranks: 2, shared=lambda state: state.inner),
+    Row(name="diloco", make=lambda a: diloco(SGD, NESTEROV, a, every=2), reference=_synchronous, identical=False,
+        lossless=lambda a: diloco(SGD, optax.sgd(1.0), a, every=1), kind="parameter", bytes=_nothing,
+        later=(1, _dense), spreads=lambda ranks: 2, shared=lambda state: (state.anchor, state.outer)),
+    Row(name="streaming_diloco", reference=_synchronous, identical=False, kind="parameter", steps=7, bytes=_nothing,
+        make=lambda a: streaming_diloco(SGD, NESTEROV, a, every=4, fragments=2, delay=2),
+        lossless=lambda a: streaming_diloco(SGD, optax.sgd(1.0), a, every=1, fragments=1, delay=0),
+        later=(2, _slice(2, 2)), spreads=lambda ranks: 6, shared=_anchor),
+    Row(name="streaming_diloco, 4 bits", identical=False, kind="parameter", steps=5, bytes=_nothing,
+        make=lambda a: streaming_diloco(SGD, NESTEROV, a, every=4, fragments=2, delay=1, bits=4),
+        later=(2, _slice(2, 1, 4)), spreads=lambda ranks: 5, shared=_anchor),
+    Row(name="streaming_diloco, at once, 8 bits", identical=False, kind="parameter", bytes=_slice(3, 1, 8), steps=4,
+        make=lambda a: streaming_diloco(SGD, NESTEROV, a, every=3, fragments=3, delay=0, bits=8),
+        spreads=lambda ranks: 3, shared=_anchor),
+    # Training with little communication.
+    Row(name="demo", make=lambda a: demo(0.25, a, decay=0.9, chunk=4), lossless=lambda a: demo(1.0, a, chunk=4),
+        bytes=_frequencies(0.25, 4)),
+    Row(name="demo, bfloat16", make=lambda a: demo(0.25, a, chunk=64, values_dtype=jnp.bfloat16),
+        bytes=_frequencies(0.25, 64, 2)),
+    Row(name="demo, sign", make=lambda a: demo(0.25, a, chunk=4, sign=True), bytes=_frequencies(0.25, 4)),
+    Row(name="sparse_loco", identical=False, kind="parameter", bytes=_nothing, later=(1, _two_bits(0.25, 20)),
+        make=lambda a: sparse_loco(SGD, optax.sgd(0.7, momentum=0.9), a, every=2, density=0.25, chunk=20), steps=5,
+        lossless=lambda a: sparse_loco(SGD, optax.sgd(1.0), a, every=1, density=1, chunk=20, two_bits=False),
+        reference=_synchronous, spreads=lambda ranks: 2,
+        shared=lambda state: (state.anchor, state.outer)),
+    Row(name="sparse_loco, every step", kind="parameter", bytes=_two_bits(0.25, 4096),
+        make=lambda a: sparse_loco(SGD, optax.sgd(1.0), a, every=1, density=0.25), shared=lambda state: state.anchor),
+    Row(name="no_loco", make=lambda a: no_loco(SGD, a, every=2), identical=False, kind="parameter", bytes=_nothing,
+        later=(1, _pair()), spreads=lambda ranks: 2 * exchanges_until_all_heard(ranks), steps=5),
+    Row(name="no_loco, pull", make=lambda a: no_loco(SGD, a, every=2, pull=0.3), identical=False, kind="parameter",
+        bytes=_nothing, later=(1, _pair(2)), spreads=lambda ranks: 2 * exchanges_until_all_heard(ranks), steps=5),
 )  # fmt: skip
-
-
-TABLE: tuple[Row, ...] = (*_OWN, *exchange_rows_b.ROWS, *exchange_rows_c.ROWS, *exchange_rows_d.ROWS)
