@@ -1,0 +1,68 @@
+"""Runs a command so that no process of it outlives the command: `python guard.py COMMAND ...`.
+
+Tests of jaxcross start `mpirun` in a session of its own, and ranks have process groups of their own, so it isn't enough
+to end the process group of pytest. This process becomes the parent of all orphans instead (Linux calls that a
+subreaper), so everything that the command ever started is among its descendants. They are ended when the command has
+ended, on SIGTERM, and when stdin is closed, which happens even if the process that started this one is killed.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+STOPPED = 125
+"""Exit code if the command was stopped; otherwise it is the command's own."""
+
+
+def main(command: list[str]) -> int:
+    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError("this kernel has no subreapers: Linux 3.4 or newer is needed")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(STOPPED))
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        ended = os.pidfd_open(child.pid)
+        ready, _, _ = select.select([ended, sys.stdin], [], [])
+        return child.wait() if ended in ready else STOPPED
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        end_all()
+
+
+def end_all() -> None:
+    """Ends all descendants. Those that were just being started are found in the next round."""
+    while pids := descendants():
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            with contextlib.suppress(ChildProcessError):  # its parent hasn't ended yet: next round
+                os.waitpid(pid, 0)
+
+
+def descendants() -> list[int]:
+    """Returns the processes that have this one as an ancestor, whatever their sessions and groups."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found = children.get(os.getpid(), [])
+    for pid in found:
+        found.extend(children.get(pid, []))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,82 @@
+"""Prints what became of the mutants, by folder, and each mutant that survived."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tests.mutation.judge import Verdict
+
+KILLS = (Verdict.KILLED, Verdict.HUNG)
+COLUMNS = ("mutants", "killed, quick", "killed, integration", "hung", "survive both", "old only", "open")
+
+
+def column(new: Mapping | None, old: Mapping | None) -> str:
+    """Returns the column of a mutant, from its results in both suites. Each mutant is in one column."""
+    if new is None or new["verdict"] == Verdict.ABSENT:
+        return "open"
+    if new["verdict"] == Verdict.HUNG:
+        return "hung"
+    if new["verdict"] == Verdict.KILLED:
+        return "killed, quick" if new["stage"] == 0 else "killed, integration"
+    if old is None or old["verdict"] == Verdict.ABSENT:
+        return "open"
+    return "old only" if old["verdict"] in KILLS else "survive both"
+
+
+def show(
+    console: Console, mutants: Sequence[Mapping], results: Mapping[str, Mapping[str, Mapping]], new: str, old: str
+) -> bool:
+    """Prints the table and the lists. Returns whether no mutant is open or killed by the old suite only."""
+    columns = {
+        each["key"]: column(*(results.get(name, {}).get(each["key"]) for name in (new, old))) for each in mutants
+    }
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for each in mutants:
+        for row in (str(PurePosixPath(each["file"]).parent), "all"):
+            counts[row].update(["mutants", columns[each["key"]]])
+    table = Table(title=f"Mutants: suite `{new}`, and suite `{old}` on what survives it")
+    table.add_column("folder")
+    for name in COLUMNS:
+        table.add_column(name, justify="right", style={"old only": "red", "open": "yellow"}.get(name))
+    for row, count in counts.items():
+        if row != "all":
+            table.add_row(row, *(str(count[name] or "") for name in COLUMNS))
+    table.add_section()
+    table.add_row("all", *(str(counts["all"][name]) for name in COLUMNS))
+    console.print(table)
+    for name in ("old only", "open", "survive both", "hung"):
+        chosen = [each for each in mutants if columns[each["key"]] == name]
+        if chosen:
+            console.print(f"\n[bold]{name}[/bold]")
+        for each in chosen:
+            console.print(f"{each['file']}:{each['line']} {each['function']} \\[{each['operator']}] {each['key']}")
+            console.print(
+                f"  [red]- {escape(each['before'])}[/red]\n  [green]+ {escape(each['after'])}[/green]", soft_wrap=True
+            )
+            for suite in (new, old):
+                if result := results.get(suite, {}).get(each["key"]):
+                    console.print(f"  {suite}: {escape(_told(result))}", soft_wrap=True)
+    return not counts["all"]["old only"] and not counts["all"]["open"]
+
+
+def _told(result: Mapping) -> str:
+    verdict = Verdict(result["verdict"])
+    if verdict in KILLS:
+        return f"{verdict} by {result['killer']} {result['reason']}".strip()
+    if verdict is Verdict.LIMITED:
+        return (
+            f"survived {result['passed']} tests in {result['seconds']:.0f} s; {result['unrun_direct']} more evaluate it"
+        )
+    if verdict is Verdict.UNCOVERED:
+        lost = ", but a process without a test's name did" if result.get("nameless") else ""
+        return f"no test evaluates it{lost}"
+    if verdict is Verdict.ABSENT:
+        return "its function differs in this checkout"
+    mates = f"; of their files, {result['unrun_mates']} other tests were left" if result["unrun_mates"] else ""
+    return f"survived {result['passed']} tests, {result['direct']} of which evaluate it{mates}"
