@@ -14,9 +14,9 @@ handlers and death. There is nothing to clean up or to leak, and a crash takes n
 
 What a fork can't provide gets an ordinary interpreter: other variables that Python, NumPy or JAX read when they're
 imported (`JAX_ENABLE_X64`, `PYTHONHASHSEED`, `MALLOC_...`), a server that is gone. `XLA_FLAGS` and `NPROC` are read
-when the backend starts, so they work as usual. `GLIBC_TUNABLES`, with which `jaxcross launch` has memory kept, is ignored:
-it changes a rank's speed, but no result. Tests of the start, the end, signals and `jaxcross launch` don't come
-here, since they're about real processes and their parents.
+when the backend starts, so they work as usual. `GLIBC_TUNABLES`, which keeps a rank's memory from going back to the
+kernel, is ignored: it changes a rank's speed, but no result. Tests of the start, the end, signals and `jaxcross launch`
+don't come here, since they're about real processes and their parents.
 
     python -m tests.support.warm_python SOCKET      # serves until its standard input is closed
 """
@@ -48,10 +48,11 @@ COMMAND = [sys.executable, "-IS", str(CLIENT)]
 """Stands for `sys.executable` on a command line."""
 
 _IMPORTS = (
-    "jaxcross.testing", "jaxcross.world.start", "jaxcross.world.workers", "jaxcross.wire.mpi_wire", "jaxcross.jobs.runner",
-    "jaxcross.step.crossover", "jaxcross.exchange", "jaxcross.tensor", "jaxcross.server", "jaxcross.checkpoint.arrays",
-    "jaxcross.checkpoint.checkpointer", "jaxcross.data", "jaxcross.sweeps", "jaxcross.plan", "jaxcross.report",
-    "flax.linen", "flax.nnx", "flax.training.train_state", "optax", "jax.numpy", "numpy", "rich.console",
+    "jaxcross.testing", "jaxcross.world.start", "jaxcross.world.workers", "jaxcross.wire.mpi_wire",
+    "jaxcross.jobs.runner", "jaxcross.step.crossover", "jaxcross.exchange", "jaxcross.tensor",
+    "jaxcross.server", "jaxcross.checkpoint.arrays", "jaxcross.checkpoint.checkpointer", "jaxcross.data",
+    "jaxcross.sweeps", "jaxcross.plan", "jaxcross.report", "flax.linen", "flax.nnx",
+    "flax.training.train_state", "optax", "jax.numpy", "numpy", "rich.console",
 )  # fmt: skip
 _COVERAGE = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
 
