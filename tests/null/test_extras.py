@@ -16,6 +16,7 @@ def run(code: str, *without: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.integration
 def test_steps_jobs_and_reports_need_no_extra() -> None:
     """Every public name but `jaxcross.data` can be had where no extra is installed."""
     code = "import jaxcross; [getattr(jaxcross, name) for name in jaxcross.__all__ if name != 'data']"
@@ -45,6 +46,7 @@ def test_a_missing_extra_is_named(code: str, missing: tuple[str, ...], words: st
     assert done.stderr.splitlines()[-1] == f"jaxcross.errors.MissingExtraError: {words}"
 
 
+@pytest.mark.mostly_integration("tensorflow_datasets-command1-all", "grain-command0-data", "grain-command1-all")
 @pytest.mark.parametrize(("command", "extra"), [(["data", "info", "."], "data"), (["demo"], "all")])
 @pytest.mark.parametrize("missing", ["tensorflow_datasets", "grain"])
 def test_a_command_names_its_extra_in_one_line(command: list[str], extra: str, missing: str) -> None:

@@ -38,6 +38,7 @@ def found_in(source):
                         yield "allow_pickle"
 
 
+@pytest.mark.integration
 def test_no_module_runs_what_it_reads():
     found = {str(path.relative_to(PACKAGE)): set(found_in(path.read_text())) for path in PACKAGE.rglob("*.py")}
     assert found and {path: names for path, names in found.items() if names} == {}

@@ -33,6 +33,7 @@ def test_the_decisions_of_a_run_need_no_jax() -> None:
     assert fresh(code) == "[]"
 
 
+@pytest.mark.integration
 def test_public_names_start_neither_mpi_nor_a_device() -> None:
     code = (
         "import jaxcross, sys\n"

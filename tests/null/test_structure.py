@@ -4,6 +4,8 @@ import ast
 import functools
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[2] / "jaxcross"
 
 # State of a process that no object of the package could own.
@@ -45,6 +47,7 @@ def methods(node):
     return {each.name: each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
+@pytest.mark.integration
 def test_no_module_holds_state_but_what_is_named_here():
     assert set(module_state()) == STATE
 

@@ -83,6 +83,7 @@ def run(tool: str, *arguments: str, folder: Path) -> str:
     return found.stdout
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("checker", [pyright, mypy])
 def test_checker_sees_the_types_of_steps(checker: Callable[[Path], str], tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(SOURCE)

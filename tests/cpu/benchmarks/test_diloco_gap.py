@@ -35,6 +35,7 @@ def _trained(tx: optax.GradientTransformation) -> np.ndarray:
     return np.asarray(jax.vmap(rank, axis_name=AXIS)(targets))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("warm_up", "other"), [(STEPS, "mean"), (0, "diloco")])
 def test_a_warm_up_is_the_mean_and_then_diloco(warm_up, other):
     inner = optax.adam(0.05)

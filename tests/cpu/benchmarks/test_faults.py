@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.integration
 def test_flight(smoke):
     result = smoke("flight.py")
     assert result["question"].startswith("What does the flight recorder cost an event")

@@ -190,6 +190,7 @@ def test_two_ranks_on_a_stand_in(smoke: Callable[..., Any], flags: tuple[str, ..
     assert len(ranks["s_per_job_step"]["processes"]["raw"]) == 2
 
 
+@pytest.mark.integration
 def test_no_accelerator_is_said_at_once(tmp_path: Path) -> None:
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("there is one")

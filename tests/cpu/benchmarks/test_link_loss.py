@@ -28,6 +28,7 @@ def test_seconds_to_a_loss_are_the_median_of_the_seeds():
     assert link_loss_show.first_at(ROW, 1.4) is None, "one seed never got there"
 
 
+@pytest.mark.integration
 def test_a_row_is_a_line_and_the_picture_is_drawn(tmp_path):
     diverged = {**ROW, "strategy": "demo 1%", "final_test_loss": None, "test_loss": [[3.0, None]] * 3}
     assert "test loss 1.500" in link_loss_show.line(ROW) and "500.0 ms a step" in link_loss_show.line(ROW)
@@ -45,6 +46,7 @@ def test_the_title_has_the_answer_of_each_task():
     assert answers == ["text, to a test loss of 2.5: mean 120 s, streaming DiLoCo 1.0 s"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("delay", "sends"), [(0, {3, 7, 11}), (4, {4, 5, 6, 7, 8, 9, 10, 11})])
 def test_bytes_of_a_step_follow_the_turns_of_fragments(delay, sends):
     """Two fragments in turn every 4 steps: none, or all of the steps after the first turn, carry a part of one."""

@@ -24,6 +24,7 @@ from tests.support.race_entrants import entrants, raced
 SPECS = [cases.RESNET, cases.LANGUAGE, cases.TOY_RESNET, cases.TOY_LANGUAGE]
 
 
+@pytest.mark.mostly_integration("resnet8", "transformer1")
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.model)
 def test_parameters_are_those_of_the_jax_models(spec):
     work = jax_work.workload(spec)
@@ -154,6 +155,7 @@ def test_a_rate_is_looked_for_until_it_fits(told, rates, kept):
     assert abs(tries[kept]["ratio"] - 2) < 0.25
 
 
+@pytest.mark.integration
 def test_a_rank_answers_until_it_is_told_to_end(tmp_path):
     path = str(tmp_path / "s")
     server = socket.socket(socket.AF_UNIX)

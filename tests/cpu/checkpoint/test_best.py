@@ -26,6 +26,7 @@ def w_of(job, step):
     return dict(evaluations(job))[step]["w"]
 
 
+@pytest.mark.mostly_integration("min-4-3")
 @pytest.mark.parametrize("keep", [1, 3])
 @pytest.mark.parametrize(("mode", "step"), [("max", 6), ("min", 4)])
 def test_the_best_state_is_kept_next_to_the_last(mode, step, keep, tmp_path):
@@ -54,7 +55,7 @@ def test_nan_is_never_the_best(values, tmp_path):
             best_of(tmp_path)
 
 
-@pytest.mark.mostly_integration("{'after': 7}-equal", "{'fails_at': 6}-own")
+@pytest.mark.integration
 @pytest.mark.parametrize("own", [False, True], ids=["equal", "own"])
 @pytest.mark.parametrize("stop", [{"after": n} for n in (5, 6, 7, 11)] + [{"fails_at": n} for n in (6, 8)], ids=str)
 def test_the_best_is_that_of_a_run_that_was_not_killed(stop, own, tmp_path):
@@ -70,7 +71,7 @@ def test_the_best_is_that_of_a_run_that_was_not_killed(stop, own, tmp_path):
         assert mine["w"].sum() == dict(evaluations(whole[rank][0]))[6]["w"]
 
 
-@pytest.mark.mostly_integration("6", "13")
+@pytest.mark.integration
 @pytest.mark.parametrize("moment", range(1, 28))
 def test_a_kill_at_any_write_or_deletion_keeps_a_best(moment, tmp_path, monkeypatch):
     """Where one rank's disk takes nothing more from some moment on, what is there has a newest and a best state."""

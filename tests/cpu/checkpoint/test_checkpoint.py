@@ -18,6 +18,7 @@ from tests.support.checkpoint_jobs import STEPS, BrokenError, batches, init, loo
 from tests.support.fakes import run_ranks
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("own", [False, True], ids=["equal", "own"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_jobs_go_on_as_if_they_had_not_stopped(ranks, own, tmp_path):
@@ -42,6 +43,7 @@ def test_a_finished_set_is_not_trained_again(tmp_path):
             assert again[job][1:3] == (STEPS, {})
 
 
+@pytest.mark.integration
 def test_so_many_are_kept(tmp_path):
     train(2, tmp_path, keep=2, steps=11)
     for job in "ab":
@@ -52,11 +54,13 @@ def test_so_many_are_kept(tmp_path):
     assert [int(folder.name[:12]) for folder in (tmp_path / "a").glob("0*/")] == [12]
 
 
+@pytest.mark.integration
 def test_equal_leaves_are_written_by_one_rank(tmp_path):
     train(3, tmp_path, own=False)
     assert {p.parent.name for p in tmp_path.glob("*/*/*/state")} == {"rank-0000"}
 
 
+@pytest.mark.integration
 def test_each_node_may_have_a_disk_of_its_own(tmp_path):
     whole = train(2, None, own=True)
     train(2, lambda rank: tmp_path / str(rank), own=True, after=7, every=1)
@@ -111,6 +115,7 @@ def test_an_iterator_is_set_to_its_place(state_of, tmp_path):
     assert made[-1].sets == ([] if written == {"next": {5}} else [written])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("threads", [0, 2])
 def test_grain_goes_on_at_its_place(threads, tmp_path):
     def data(world, seed):
@@ -197,6 +202,7 @@ def test_values_of_64_bits_do_not_go_on_as_32(first, tmp_path):
         assert int(state["n"]) == 2**41
 
 
+@pytest.mark.integration
 def test_state_changed_between_steps_is_saved(tmp_path, caplog):
     """A step's results are not what the next one is given: when a job fails, the changed ones are lost."""
 

@@ -53,6 +53,7 @@ def restored(folder, ranks=2, job="a"):
     return run_ranks(ranks, work)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
 def test_any_damaged_file_falls_back_to_previous(damage, saved, tmp_path, caplog):
     """After any damage to any file, the previous checkpoint is used."""
@@ -96,6 +97,13 @@ def test_what_was_half_written_is_not_used(saved, whole, tmp_path, caplog):
     assert "it was not written to its end" in "".join(resumes(caplog))
 
 
+@pytest.mark.mostly_integration(
+    "rank-0000/part.json-flip",
+    "rank-0000/part.json-truncate",
+    "rank-0000/part.json-linked",
+    "rank-0001/part.json-flip",
+    "rank-0001/part.json-remove",
+)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
 @pytest.mark.parametrize("file", ["rank-0000/part.json", "rank-0001/part.json", "rank-0001/state/manifest.ocdbt"])
 def test_no_intact_checkpoint_prevents_a_fresh_start(file, damage, saved, tmp_path):
@@ -160,6 +168,7 @@ TROUBLES = [
 ]
 
 
+@pytest.mark.mostly_integration("Path-lstat-[Errno 13] Permission denied")
 @pytest.mark.parametrize(("owner", "method", "error"), TROUBLES, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_read_error_is_not_treated_as_damage(owner, method, error, saved, whole, tmp_path):
     """One rank's disk answers with an error, once."""
@@ -219,6 +228,7 @@ def test_damaged_checkpoint_stays_until_one_is_whole(saved, tmp_path):
     assert (folder / "a" / newest(saved).name / "rank-0000/part.json").is_file()
 
 
+@pytest.mark.integration
 def test_where_all_was_equal_rank_0_is_enough(tmp_path):
     whole = train(2, None)
     train(2, tmp_path, steps=8)

@@ -81,6 +81,7 @@ def identical(a, b):
         assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
 
 
+@pytest.mark.mostly_integration("train state", "nnx objects", "no leaves", "one array", "one number")
 @pytest.mark.parametrize("make", STATES.values(), ids=STATES)
 def test_a_state_comes_back_as_it_was(make, tmp_path):
     state = make()
@@ -104,6 +105,7 @@ EXCHANGES = {
 }
 
 
+@pytest.mark.mostly_integration("gtop_k", "one_bit_adam", "asynchronous")
 @pytest.mark.parametrize("make", EXCHANGES.values(), ids=EXCHANGES)
 def test_what_an_exchange_keeps_for_a_rank_is_known(make):
     tx = optax.chain(optax.clip(1.0), make(), optax.adam(0.1))

@@ -85,7 +85,7 @@ def train(folder, *, killed=None, by="submit", offers=True, added=()):
     return run_ranks(2, work)
 
 
-@pytest.mark.mostly_integration("add")
+@pytest.mark.integration
 @pytest.mark.parametrize("by", ["submit", "add"])
 def test_a_restart_has_the_same_jobs(by, tmp_path, caplog):
     whole = train(tmp_path / "whole", killed=tmp_path / "killed", by=by)
@@ -140,6 +140,7 @@ def test_leaf_sharded_for_one_rank_names_the_ranks(tmp_path):
         train_jobs(2, tmp_path, names=("a",), fn=cut)
 
 
+@pytest.mark.integration
 def test_a_job_that_the_restart_lacks_is_named(tmp_path, caplog):
     train(tmp_path / "whole", killed=tmp_path / "killed", by="add")
     caplog.clear()
@@ -152,6 +153,7 @@ def test_a_job_that_the_restart_lacks_is_named(tmp_path, caplog):
     assert not any("joined an earlier run" in text for text in resumes(caplog)), "it has ended"
 
 
+@pytest.mark.integration
 def test_invalid_stored_submissions_are_skipped(tmp_path, caplog):
     """A stored submission that no longer means anything is left out."""
     folder = tmp_path / "set"

@@ -16,6 +16,7 @@ from tests.support.checkpoint_jobs import STEPS, batches, loop, make_step, resum
 from tests.support.fakes import run_ranks
 
 
+@pytest.mark.mostly_integration("2-1")
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2)])
 def test_other_rank_count_restores_equal_state(before, after, tmp_path, caplog):
     """Another number of ranks takes over the state that was equal on all ranks."""
@@ -27,6 +28,7 @@ def test_other_rank_count_restores_equal_state(before, after, tmp_path, caplog):
     assert [rank["a"][1] for rank in train(after, tmp_path)] == [STEPS] * after
 
 
+@pytest.mark.mostly_integration("2-3", "1-2")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
 def test_other_rank_count_rejects_rank_local_state(before, after, tmp_path, caplog):
     """Where one rank wrote them, the states that two would begin with tell."""
@@ -43,6 +45,7 @@ def test_other_rank_count_rejects_rank_local_state(before, after, tmp_path, capl
     assert not any("not whole" in text for text in resumes(caplog))
 
 
+@pytest.mark.mostly_integration("2-4-`\\\\['opt'\\\\]\\\\.(anchor|pending)", "1-2-`\\\\['opt'\\\\]\\\\.pending")
 @pytest.mark.parametrize(
     ("ranks", "fragments", "said"),
     [(2, 2, ""), (2, 4, r"`\['opt'\]\.(anchor|pending)"), (1, 2, r"`\['opt'\]\.pending")],

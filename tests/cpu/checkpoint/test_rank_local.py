@@ -59,6 +59,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.mostly_integration("gtop_k", "local_sgd", "elastic", "gossip", "adasum of deltas")
 @pytest.mark.parametrize(("make", "params", "fields"), STRATEGIES.values(), ids=STRATEGIES)
 def test_common_leaves_of_each_strategy(make, params, fields):
     state = {"opt": make().init(PARAMS), "params": PARAMS, "step": jnp.int32(0)}

@@ -73,6 +73,7 @@ def test_other_return_value_leaves_the_last_save(tmp_path, caplog):
     assert "its last state is not saved" in "".join(resumes(caplog))
 
 
+@pytest.mark.mostly_integration("3-0", "3-1")
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("step", [3, STEPS])
 def test_disk_failure_on_one_rank_ends_job_on_all(bad, step, tmp_path):
@@ -145,6 +146,7 @@ def test_each_job_has_a_folder_of_its_own(jobs):
         assert "/" not in name and not name.startswith(".") and len(name.encode()) < 250
 
 
+@pytest.mark.integration
 def test_job_name_cannot_replace_the_sets_own_file(tmp_path):
     """A job cannot take the place of a file that belongs to the checkpoint set itself."""
     names = ("jobs.json", "jobs.json.draft", "left-0000")
@@ -166,6 +168,7 @@ def test_what_lies_in_the_way_of_a_deletion_stays(tmp_path):
     assert sum(path.is_file() and path.read_text() == "no part" for path in (tmp_path / "a").glob("0*/rank*")) == 1
 
 
+@pytest.mark.integration
 def test_parts_on_other_ranks_disks_are_refused(tmp_path):
     """Nodes in another order: to begin anew would lose the night."""
     train(3, lambda rank: tmp_path / str(rank), own=True, steps=8)

@@ -77,6 +77,7 @@ with Cache(cache, disk_bytes=10**6, memory_bytes=10**6, ahead_records=8, memory_
 """
 
 
+@pytest.mark.integration
 def test_processes_share_one_folder(folder, tmp_path):
     """Two of the same seed and one of another: each record is read from the origin once in all."""
     (tmp_path / "memory").mkdir()
@@ -112,6 +113,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.integration
 def test_a_killed_run_leaves_a_good_cache(folder, plain, open_cache, tmp_path):
     places = [str(folder), str(tmp_path / "cache"), str(tmp_path / "memory")]
     assert subprocess.run([sys.executable, "-c", KILLED, *places], check=False, timeout=120).returncode == -9
@@ -199,6 +201,7 @@ print(json.dumps([bits, cache.statistics()["disk"].records, cache.usage()["disk"
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
+@pytest.mark.integration
 def test_a_full_disk_turns_the_level_off_once(folder, plain, tmp_path):
     """A real one: a file system in memory with place for some of the records."""
     if subprocess.run([*UNSHARE, "true"], check=False, capture_output=True).returncode != 0:

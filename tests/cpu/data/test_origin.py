@@ -117,6 +117,7 @@ def test_a_damaged_footer_file_counts_as_missing(tmp_path):
         assert files.load("shard") is None
 
 
+@pytest.mark.integration
 def test_http_has_the_same_bits(folder, cache):
     """Each record's bytes are sent once, the second pass and a second stream read nothing, and nothing is changed."""
     before = tree(folder)
@@ -254,6 +255,7 @@ def test_closing_ends_waiting_between_tries(folder, tmp_path, monkeypatch):
         assert failed.is_set()
 
 
+@pytest.mark.integration
 def test_s3_has_the_same_bits(folder, tmp_path, monkeypatch):
     """From a server of moto on this machine, by the byte ranges of S3."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

@@ -270,7 +270,7 @@ for number in range(63, -1, -1):
 """
 
 
-@pytest.mark.mostly_integration("drop")
+@pytest.mark.integration
 @pytest.mark.parametrize("place", ["pwrite", "crc", "row", "drop"])
 def test_kill_while_writing_leaves_whole_records(tmp_path, place):
     """In the middle of a record's bytes, between its pages and its row, and while others are dropped for it."""

@@ -56,6 +56,7 @@ def test_interrupted_writing_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "imagenet2012").iterdir()) == []
 
 
+@pytest.mark.integration
 def test_the_class_can_be_told_from_the_image(tmp_path: Path) -> None:
     """Nearest mean colour, learnt on augmented training images, names the class of most validation images."""
     synthesise(tmp_path, images=96, classes=6, width=64, height=48)

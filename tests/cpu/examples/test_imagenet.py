@@ -28,7 +28,7 @@ def example() -> Iterator[ModuleType]:
 
 
 # Parameters with 1000 classes, as published for ResNet v1.5.
-@pytest.mark.mostly_integration("resnet18-11.69", "resnet50-25.557")
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
@@ -116,6 +116,7 @@ def test_sync_norm_on_two_ranks_equals_joined_batch(example: ModuleType) -> None
         np.testing.assert_allclose(a[0], b[0], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.integration
 def test_float16_overflow_leaves_params_and_momentum(example: ModuleType) -> None:
     """A float16 overflow leaves the parameters and the momentum unchanged."""
     state, batch = make(example, "float16")
@@ -126,6 +127,7 @@ def test_float16_overflow_leaves_params_and_momentum(example: ModuleType) -> Non
     assert new.dynamic_scale.scale[0] < state.dynamic_scale.scale
 
 
+@pytest.mark.integration
 def test_learning_rates_share_one_program(example: ModuleType) -> None:
     state, batch = make(example, "bfloat16")
     trace = jax.make_jaxpr(example.train_step, axis_env=[("batch", 2)])
@@ -137,6 +139,7 @@ def test_learning_rates_share_one_program(example: ModuleType) -> None:
     assert programs[0] == programs[1]
 
 
+@pytest.mark.integration
 def test_weight_decay_leaves_norms_and_biases(example: ModuleType) -> None:
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
     tx = example.recipe(10, 0, 0.5)
@@ -201,6 +204,7 @@ def test_bad_link(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> No
     assert "argument --link: `fast` is not a link rate." in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_a_pointwise_convolution_is_a_product(example: ModuleType) -> None:
     convolve = import_module("resnet").convolve
     x, kernel = jax.random.normal(jax.random.key(0), (2, 7, 6, 5)), jax.random.normal(jax.random.key(1), (1, 1, 5, 3))

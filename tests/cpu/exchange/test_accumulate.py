@@ -72,7 +72,7 @@ INNER = {
 }
 
 
-@pytest.mark.mostly_integration("mean, adam", "top_k")
+@pytest.mark.integration
 @pytest.mark.parametrize("make", INNER.values(), ids=INNER)
 def test_accumulate_equals_its_optimizer_on_the_means(make: Callable[[], Any]) -> None:
     """Updates between two steps are zero, and neither parameters nor the optimizer's state change."""
@@ -89,6 +89,7 @@ def test_accumulate_equals_its_optimizer_on_the_means(make: Callable[[], Any]) -
             before = params, state.inner
 
 
+@pytest.mark.integration
 def test_accumulate_equals_multi_steps() -> None:
     tx = INNER["mean, adam"]()
     got, want = trained(accumulate(tx, every=EVERY), 9), trained(optax.MultiSteps(tx, EVERY), 9)
@@ -96,6 +97,7 @@ def test_accumulate_equals_multi_steps() -> None:
         close((params, updates), (expected, others), 1e-5)
 
 
+@pytest.mark.integration
 def test_accumulate_of_every_gradient_is_its_optimizer() -> None:
     tx = INNER["mean, adam"]()
     got, want = trained(accumulate(tx, every=1), 3), trained(tx, 3)
@@ -117,6 +119,7 @@ def test_a_gradient_that_is_not_finite_spoils_one_step(bad: float) -> None:
     assert np.isfinite(history[3][2]["w"]).all()
 
 
+@pytest.mark.integration
 def test_updates_and_sums_have_types_of_their_own() -> None:
     half = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), PARAMS)
 
@@ -214,6 +217,9 @@ def repeated(tx: Any, wrap: Callable[[Any], Any] = lambda step: step) -> list[st
     return list(repeated_exchanges(traced.unflattened, traced.axes, traced.wire))
 
 
+@pytest.mark.mostly_integration(
+    "mean-checkpoint", "in a chain-jit", "in a chain-checkpoint", "jitted-plain", "jitted-jit"
+)
 @pytest.mark.parametrize("wrap", [lambda step: step, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
 @pytest.mark.parametrize("name", REPEATED)
 def test_multi_steps_around_an_exchange_is_found(name: str, wrap: Callable[[Any], Any]) -> None:

@@ -38,6 +38,7 @@ OVER_SEVERAL: dict[str, Callable[[Any], optax.GradientTransformation]] = {
 }
 
 
+@pytest.mark.mostly_integration("mean", "mean, bfloat16", "local_sgd", "elastic_average", "bounded_stale")
 @pytest.mark.parametrize("name", OVER_SEVERAL)
 def test_axes_may_come_in_a_list(name: str) -> None:
     make, params = OVER_SEVERAL[name], jax.ShapeDtypeStruct((8, 6), jnp.float32)
@@ -163,6 +164,7 @@ def test_out_of_range_numbers_are_rejected_early(make: Callable[[], Any], messag
         make()
 
 
+@pytest.mark.integration
 def test_numbers_may_be_numpys_and_jaxs() -> None:
     """Also in a step, where what is computed from JAX's would be traced."""
     grads = jax.ShapeDtypeStruct((8, 6), jnp.float32)
@@ -261,6 +263,7 @@ FLOAT32: dict[str, tuple[str, optax.GradientTransformation]] = {
 }
 
 
+@pytest.mark.mostly_integration("gtop_k", "power_sgd", "qsgd", "one_bit_adam")
 @pytest.mark.parametrize("name", FLOAT32)
 def test_float64_is_not_cut(name: str) -> None:
     what, tx = FLOAT32[name]
@@ -273,6 +276,7 @@ def test_float64_is_not_cut(name: str) -> None:
         assert jax.eval_shape(step, narrow)["w"].dtype == jnp.float32
 
 
+@pytest.mark.integration
 def test_votes_of_float64_are_its_signs() -> None:
     tx = exchange.sign_sgd("batch")
     with jax.enable_x64(True):

@@ -39,6 +39,7 @@ def received(tx: optax.GradientTransformation, ranks: int, shapes: dict[str, tup
     return sum(wire_bytes(x, {"batch": ranks}) for x in program.exchanges)
 
 
+@pytest.mark.mostly_integration("2", "4")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_adasum_pads_by_two_in_a_hundred_at_most(ranks: int) -> None:
     ideal = 2 * (ranks - 1) / ranks * 4 * ELEMENTS
@@ -68,6 +69,7 @@ EXACT: dict[str, tuple[Callable[[int], Any], Callable[[int], int]]] = {
 }
 
 
+@pytest.mark.mostly_integration("mean-2", "mean-4", "mean, bfloat16-2", "mean, bfloat16-4", "mean, bfloat16-8")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", EXACT)
 def test_one_large_leaf_to_the_byte(name: str, ranks: int) -> None:

@@ -38,6 +38,7 @@ def test_chunks_are_equal_and_nearly_all_used(most: int) -> None:
         assert rows == -(-size // most)
 
 
+@pytest.mark.integration
 def test_largest_of_each_row_are_found_and_taken_out() -> None:
     x = jnp.asarray([[1.0, -5, 2, 4], [0, 0, jnp.nan, 3], [0, 0, 0, 0]])
     layout = chunks.chunked(3, 4, 0.5)
@@ -48,12 +49,14 @@ def test_largest_of_each_row_are_found_and_taken_out() -> None:
     assert np.isnan(left[1, 2]) and left[1, 3] == 0
 
 
+@pytest.mark.integration
 def test_ranks_elements_are_summed_where_they_belong() -> None:
     layout = chunks.chunked(2, 3, 0.3)
     values, columns = jnp.asarray([[1.0, 2.0], [10.0, 20.0]]), jnp.asarray([[0, 2], [0, 1]], jnp.int32)
     assert np.asarray(chunks.sum_of_ranks(values, columns, layout)).tolist() == [[11, 0, 0], [0, 20, 2]]
 
 
+@pytest.mark.integration
 def test_columns_of_several_leaves_share_one_message() -> None:
     layouts = [chunks.chunked(3, 5, 0.4), chunks.chunked(1, 4096, 0.001)]
     columns = [jnp.asarray([[4, 0], [1, 2], [3, 4]]), jnp.asarray([[4095, 0, 17, 1]])]

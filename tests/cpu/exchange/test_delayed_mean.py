@@ -19,6 +19,7 @@ from tests.support.decentralised_training import RANKS, SGD, starts, train
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
+@pytest.mark.mostly_integration("adamw")
 @pytest.mark.parametrize("optimizer", [SGD, optax.adamw(0.1)], ids=["sgd", "adamw"])
 def test_bits_are_those_of_a_delay_of_one(optimizer):
     got, state = train(delayed_mean(optimizer, "batch"), starts(RANKS), 5)

@@ -38,6 +38,7 @@ def authors_step(momentum: np.ndarray, grads: np.ndarray, decay: float, tile: tu
     return momentum - sent, sent.mean(0)
 
 
+@pytest.mark.integration
 def test_steps_equal_the_papers_order_of_operations() -> None:
     """Momentum, transform, largest, inverse, subtraction: over padded tiles, for three steps."""
     tx = exchange.demo(0.25, "batch", decay=0.9, chunk=4)
@@ -51,6 +52,7 @@ def test_steps_equal_the_papers_order_of_operations() -> None:
         np.testing.assert_allclose(updates, np.broadcast_to(expected[:10, :7], updates.shape), atol=1e-5)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("values_dtype", [None, jnp.bfloat16])
 def test_what_is_kept_comes_later(values_dtype: Any) -> None:
     """Without decay, steps without a gradient bring the rest of the first one."""
@@ -67,6 +69,7 @@ def test_what_is_kept_comes_later(values_dtype: Any) -> None:
     assert left == 0 if values_dtype is None else left < 1e-5
 
 
+@pytest.mark.integration
 def test_momenta_that_other_ranks_cancel_leave_too() -> None:
     """A rank subtracts what it has sent, not the mean of what all have sent."""
     tx = exchange.demo(1.0, "batch", decay=1)
@@ -75,6 +78,7 @@ def test_momenta_that_other_ranks_cancel_leave_too() -> None:
     assert (np.asarray(updates) == 0).all() and (np.asarray(state.momentum) == 0).all()
 
 
+@pytest.mark.integration
 def test_sign_returns_signs_and_shows_infinity() -> None:
     tx = exchange.demo(0.5, "batch", sign=True)
     grads = {"w": normal(RANKS, 8, 4), "b": normal(RANKS, 4, seed=1), "n": jnp.ones((RANKS, 2))}
@@ -93,6 +97,7 @@ def test_tiles_are_equal_and_as_few_as_fit(shape: tuple[int, ...], tiles: int, w
     assert state.momentum.shape == (tiles, width)
 
 
+@pytest.mark.integration
 def test_leaves_that_are_not_floats_keep_their_updates() -> None:
     tx = exchange.demo(0.5, "batch")
     grads = {"n": jnp.int32(3), "w": jnp.ones((4, 4))}

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
+@pytest.mark.integration
 def test_an_outer_rate_of_one_is_local_sgd():
     inner = optax.sgd(0.1, momentum=0.9)
     got, state = train(diloco(inner, optax.sgd(1.0), "batch", every=3), starts(RANKS), 7)
@@ -69,6 +70,7 @@ def growth(rates, every, momentum=0.9, outer_momentum=0.9):
     return abs(np.linalg.eigvals(jax.jit(on_ranks)(jnp.zeros(1), jnp.array(rates))[0])).max(-1)
 
 
+@pytest.mark.integration
 def test_two_momenta_diverge_in_short_rounds():
     """At rates between bounds that meet as rounds grow; the inner optimizer alone converges at all of these."""
     assert (growth([0.005, 0.02, 0.1, 0.2], 4) > 1).all() and (growth([0.004, 0.22, 1.0], 4) < 1).all()

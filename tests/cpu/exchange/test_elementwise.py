@@ -147,17 +147,11 @@ BOTH = pytest.mark.parametrize(("server", "name"), [(collective, "`sharded_optim
 
 
 @pytest.mark.mostly_integration(
-    "collective-`sharded_optimizer`-sgd",
-    "collective-`sharded_optimizer`-adam",
     "collective-`sharded_optimizer`-adamw, masked",
     "collective-`sharded_optimizer`-clip",
-    "collective-`sharded_optimizer`-several steps",
     "collective-`sharded_optimizer`-flattened",
     "real-a parameter server-sgd",
-    "real-a parameter server-adam",
     "real-a parameter server-adamw, masked",
-    "real-a parameter server-clip",
-    "real-a parameter server-several steps",
 )
 @pytest.mark.parametrize("optimizer", [pytest.param(tx, id=name) for name, tx in GOOD.items()])
 @BOTH
@@ -165,6 +159,13 @@ def test_element_by_element(server: Any, name: str, optimizer: optax.GradientTra
     server(optimizer)
 
 
+@pytest.mark.mostly_integration(
+    "real-a parameter server-by a place's table",
+    "real-a parameter server-by another leaf",
+    "real-a parameter server-by a broadcast",
+    "real-a parameter server-reversed",
+    "real-a parameter server-by the first",
+)
 @pytest.mark.parametrize("optimizer", [pytest.param(tx, id=name) for name, tx in ACROSS.items()])
 @BOTH
 def test_across_elements(server: Any, name: str, optimizer: optax.GradientTransformation) -> None:

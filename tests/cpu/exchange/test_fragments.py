@@ -12,6 +12,7 @@ from jaxcross.exchange import fragments, integers
 TREE = {"a": np.arange(5.0), "b": np.arange(12.0).reshape(3, 4) + 10, "n": np.arange(3), "s": np.float32(50)}
 
 
+@pytest.mark.mostly_integration("1-25", "4-3")
 @pytest.mark.parametrize("count", [1, 3, 25])
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_fragments_are_even_and_cover_each_element_once(count, multiple):
@@ -42,6 +43,7 @@ def test_narrow_types_are_kept_wide_in_vectors():
     }  # fmt: skip
 
 
+@pytest.mark.mostly_integration("2", "3")
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 20])
 def test_pieces_of_odd_shapes_and_narrow_types_come_back(count):
     shapes = {"a": (), "b": (0, 3), "c": (1,), "d": (1, 1), "e": (2, 3, 5)}
@@ -57,6 +59,7 @@ def test_pieces_of_odd_shapes_and_narrow_types_come_back(count):
     assert jax.tree.all(jax.tree.map(lambda x, y: x.dtype == y.dtype and (y == 2 * x).all(), tree, doubled))
 
 
+@pytest.mark.mostly_integration("4-7")
 @pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7)])
 def test_an_element_is_off_by_half_a_unit_at_most(bits, levels):
     rng = np.random.default_rng(0)
@@ -70,6 +73,7 @@ def test_an_element_is_off_by_half_a_unit_at_most(bits, levels):
     np.testing.assert_allclose(np.asarray(again).reshape(4, -1), got, rtol=1e-6)
 
 
+@pytest.mark.mostly_integration("-inf-8", "-inf-4")
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_what_is_not_finite_stays_so_for_its_block(bits, bad):
@@ -78,6 +82,7 @@ def test_what_is_not_finite_stays_so_for_its_block(bits, bad):
     assert finite[0].all() and not finite[1].any() and finite[2].all()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("bits", [8, 4])
 def test_mean_is_that_of_the_rounded_vectors(bits):
     x = np.random.default_rng(1).normal(size=(3, 2 * integers.BLOCK)).astype(np.float32)

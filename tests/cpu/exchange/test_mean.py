@@ -18,6 +18,7 @@ def over_ranks(tx, grads):
     return jax.vmap(lambda g: tx.update(g, state, params)[0], axis_name="batch")(grads)
 
 
+@pytest.mark.integration
 def test_mean_equals_pmean():
     got = over_ranks(mean("batch"), GRADS)
     assert (got["w"] == GRADS["w"].mean(0)).all() and got["w"].shape == (4, 3)
@@ -56,7 +57,7 @@ def test_several_axes():
     assert (jax.vmap(step, axis_name="a")(grads) == grads.mean()).all()
 
 
-@pytest.mark.mostly_integration("auto")
+@pytest.mark.integration
 @pytest.mark.parametrize("pattern", ["auto", "ring", "tree"])
 def test_a_sum_beyond_float16_is_seen_on_every_rank(pattern):
     grads = jnp.full((8, 16), 1e4)
@@ -67,7 +68,7 @@ def test_a_sum_beyond_float16_is_seen_on_every_rank(pattern):
     assert (over_ranks(mean("batch", jnp.float16, pattern=pattern), small) == small).all()
 
 
-@pytest.mark.mostly_integration("tree")
+@pytest.mark.integration
 @pytest.mark.parametrize("pattern", ["auto", "hierarchical", "ring", "tree"])
 def test_dtypes_travel_apart_and_integers_are_averaged(pattern):
     """Different types are exchanged separately, and integers have a mean."""

@@ -19,6 +19,7 @@ from tests.support.decentralised_training import assert_close, distance, grads, 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
+@pytest.mark.mostly_integration("5", "6", "8", "14", "17")
 @pytest.mark.parametrize("ranks", range(1, 18))
 def test_every_rank_meets_every_other_once(ranks: int) -> None:
     met = Counter((r, partners[r]) for partners in pairings(ranks) for r in range(ranks))
@@ -29,6 +30,7 @@ def test_every_rank_meets_every_other_once(ranks: int) -> None:
     assert sum(n for (a, b), n in met.items() if a == b) == (ranks if ranks % 2 else 0)
 
 
+@pytest.mark.mostly_integration("3", "7", "15")
 @pytest.mark.parametrize("count", [1, 3, 7, 15])
 def test_rounds_are_drawn_evenly_and_in_no_order(count: int) -> None:
     for seed in (0, 1, 12345):
@@ -46,6 +48,7 @@ def mean_with(partner: np.ndarray, x: np.ndarray) -> np.ndarray:
     return (x + x[partner]) / 2
 
 
+@pytest.mark.mostly_integration("1-0.3", "2-0.3")
 @pytest.mark.parametrize("pull", [None, 0.3])
 @pytest.mark.parametrize("ranks", [1, 2, 5, 6])
 def test_outer_steps_equal_numpy(ranks: int, pull: float | None) -> None:

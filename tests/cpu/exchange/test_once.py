@@ -65,6 +65,7 @@ def rows(*arithmetic: str):
 CONDITIONAL = ("accumulate", "accumulate, top_k")
 
 
+@pytest.mark.mostly_integration("mean", "mean, bfloat16", "power_sgd", "gossip, torus", "delayed_mean")
 @rows("lars, shared norms", "lamb, shared norms", *CONDITIONAL)
 def test_no_strategy_may_precede_another_on_its_axes(row: Row):
     """No strategy may be followed by another one over its axes."""
@@ -99,6 +100,7 @@ def test_same_gradients_may_be_exchanged_in_two_ways():
     jax.eval_shape(vmapped(step, {"batch": 4}), on_ranks({"batch": 4}))
 
 
+@pytest.mark.integration
 def test_nothing_is_kept():
     with tracing() as trace:
         out, _ = jax.vmap(mean("batch").update, axis_name="batch")(on_ranks({"batch": 4}), optax.EmptyState())

@@ -28,6 +28,7 @@ def trained(one: jax.Array) -> tuple[Any, Any]:
     return jax.tree.map(lambda x: np.asarray(x[0]), (updates, state))
 
 
+@pytest.mark.integration
 def test_small_leaf_equals_adam_if_signs_are_lossless() -> None:
     """A leaf much smaller than a block equals Adam where signs lose nothing."""
     one = jnp.where(normal(10, 10) > 0, 0.5, -0.5)
@@ -43,6 +44,7 @@ def test_its_momentum_is_as_large_as_the_exact_one() -> None:
     assert exact < np.abs(state.mu).mean() < 1.25 * exact, "a little more, for what the first signs left out"
 
 
+@pytest.mark.mostly_integration("100-2048-4", "64-16-4")
 @pytest.mark.parametrize(
     ("size", "block", "ranks"), [(45, 16, 4), (100, 2048, 4), (64, 16, 4), (5, 8, 3), (301, 24, 2), (16, 16, 1)]
 )
@@ -60,6 +62,7 @@ def test_scale_is_the_mean_of_existing_elements(size: int, block: int, ranks: in
         np.testing.assert_array_equal(_counts(size, jnp.int32(rank), blocks, block), counts[rank])
 
 
+@pytest.mark.integration
 def test_nothing_is_left_in_the_padding() -> None:
     tx = one_bit_adam(1, "batch", ranks=RANKS, block=16)
     grads = normal(RANKS, 9, 5)  # 45 elements in four parts of 16: the third is not full, the last is empty

@@ -23,6 +23,7 @@ def level(grads: Any, levels: int) -> float:
     return float(np.linalg.norm(np.asarray(grads, np.float64).reshape(RANKS, -1), axis=1).mean()) / levels
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("levels", [1, 7, 127])
 def test_it_is_the_mean_to_a_level(levels: int) -> None:
     tx = qsgd(levels, "batch")
@@ -35,6 +36,7 @@ def test_it_is_the_mean_to_a_level(levels: int) -> None:
             assert error.max() > 1e-3 * level(g, levels), "it rounds"
 
 
+@pytest.mark.integration
 def test_every_rank_has_its_part_in_it() -> None:
     """What only the rank with the smallest norm brings is seen, to its own level."""
     alone = jax.tree.map(lambda g: g * (jnp.arange(RANKS) == 0).reshape(-1, *[1] * (g.ndim - 1)), GRADS)
@@ -45,6 +47,7 @@ def test_every_rank_has_its_part_in_it() -> None:
         assert np.abs(updates[name][0]).max() > 10 * level(g, 127)
 
 
+@pytest.mark.integration
 def test_a_level_beyond_float16_is_its_largest_number() -> None:
     grads = jnp.full((RANKS, 100), 10000, jnp.float16)  # of norm 100,000, which is the only level
     tx = qsgd(1, "batch")

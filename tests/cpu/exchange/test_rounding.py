@@ -53,6 +53,7 @@ def test_who_reads_it_back_has_what_was_sent(dtype: Any) -> None:
     np.testing.assert_array_equal(np.asarray(sent).astype(np.float32), np.asarray(read))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e5m2fnuz])
 def test_eight_bits_keep_their_range(dtype: Any) -> None:
     every = jnp.arange(256, dtype=jnp.uint8).view(dtype).astype(jnp.float32)
@@ -66,6 +67,7 @@ def test_what_is_not_narrower_is_left_alone() -> None:
         assert "reduce_precision" not in found
 
 
+@pytest.mark.mostly_integration("3-weights1")
 @pytest.mark.parametrize(("ranks", "weights"), [(3, None), (3, [1, 2, 4]), (7, None)])
 def test_average_of_equal_16_bit_params_is_exact(ranks: int, weights: Any) -> None:
     """Parts of the average are not rounded to 16 bits before they are added."""

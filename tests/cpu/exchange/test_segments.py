@@ -44,6 +44,7 @@ def by_kind(tx: optax.GradientTransformation) -> dict[str, Counter[str]]:
     return found
 
 
+@pytest.mark.mostly_integration("top_k exact", "power_sgd", "qsgd", "adasum")
 @pytest.mark.parametrize(
     ("tx", "work"),
     [

@@ -52,6 +52,9 @@ def test_every_row_equals_vmap(on_four_devices: Callable[..., str]) -> None:
     assert on_four_devices(ON_DEVICES, timeout=500).count("holds") == sum(row.worlds(4) for row in TABLE)
 
 
+@pytest.mark.mostly_integration(
+    "mean, bfloat16", "mean, hierarchical, bfloat16", "mean, tree", "mean, tree, bfloat16", "gossip, torus"
+)
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
 def test_replication_is_checked(row: Row) -> None:
     """Traced only. What comes in and goes out is each rank's own."""

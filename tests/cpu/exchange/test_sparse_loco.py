@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
+@pytest.mark.integration
 def test_all_elements_in_float32_are_diloco() -> None:
     everything = sparse_loco(optax.sgd(0.05), NESTEROV, "batch", every=2, density=1, two_bits=False, chunk=4)
     (*_, got), state = train(everything, starts(RANKS), 6)
@@ -63,6 +64,7 @@ def test_rounds_equal_numpy() -> None:
     assert_close(state.residual["w"], residual, 1e-5)
 
 
+@pytest.mark.integration
 def test_two_bits_are_signs_and_two_means() -> None:
     codes, levels = _coded(jnp.asarray([[1.0, -1.0], [4.0, -6.0]]))
     assert np.asarray(levels).tolist() == [1, 5] and np.asarray(codes).tolist() == [[1, 0], [3, 2]]

@@ -99,6 +99,7 @@ def test_what_is_not_finite_on_one_rank_is_seen_on_all(row: Row, ranks: int, bad
             assert not np.all(np.isfinite(values[leaf][r])), f"rank {r}, {leaf} spoiled in step {first}"
 
 
+@pytest.mark.mostly_integration("sign_sgd-inf", "sign_sgd--inf")
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize(
     "name",
@@ -143,26 +144,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula(row: Row, ranks: int) -> Non
 
 
 # Selection by threshold takes as long to compile as ten other rows.
-@pytest.mark.mostly_integration(
-    "mean",
-    "mean, two axes",
-    "mean, hierarchical, bfloat16",
-    "mean, tree",
-    "top_k, bucket",
-    "sign_sgd",
-    "adasum",
-    "local_sgd",
-    "diloco",
-    "delayed_mean",
-    "streaming_diloco",
-    "elastic_average",
-    "gossip, ring",
-    "demo",
-    "no_loco",
-    "sparse_loco",
-    "sharded_optimizer",
-    "asynchronous",
-)
+@pytest.mark.mostly_integration("mean, hierarchical, bfloat16", "gossip, ring")
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name) for row, n in WORLDS if n == 4 and row.name != "top_k, threshold"]
 )
@@ -224,6 +206,9 @@ def test_matrices_of_sixteen_bits_beside_none(row: Row) -> None:
     assert_close(narrow[which], wide[which], RTOL16)
 
 
+@pytest.mark.mostly_integration(
+    "mean, hierarchical", "mean, hierarchical of 4", "gossip, torus", "gossip, exponential", "gossip, complete"
+)
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
 def test_an_axis_that_is_not_bound_is_refused(row: Row) -> None:
     tx = row.made(4)
@@ -240,6 +225,7 @@ def test_the_table_is_whole() -> None:
     assert missing == {"finish", "scale_by_trust_ratio"}, "which are part of an exchange"
 
 
+@pytest.mark.integration
 def test_there_is_a_row_that_differs_between_ranks() -> None:
     """The bit comparison above can fail: gradients themselves are not the same on all ranks."""
     identity = lambda a: optax.identity()  # noqa: E731

@@ -119,6 +119,7 @@ except BaseException as error: print(type(error).__name__, job.status, job.error
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("name", "raised"), [("SIGINT", "KeyboardInterrupt"), ("SIGTERM", "SystemExit")])
 def test_signal_during_run_start_stops_cleanly(name, raised):
     """A signal that arrives while the run begins stops the run cleanly."""

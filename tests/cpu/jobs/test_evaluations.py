@@ -44,7 +44,7 @@ def test_metrics_reach_report_and_files(tmp_path):
     assert [line["step"] for line in written if "eval/accuracy" in line] == [2, 4]
 
 
-@pytest.mark.mostly_integration("{'after': 7}-None", "{'fails_at': 6}-0")
+@pytest.mark.mostly_integration("{'after': 7}-None")
 @pytest.mark.parametrize("rank", [None, 0])
 @pytest.mark.parametrize(
     "stop", [{"after": 6}, {"after": 7}, {"fails_at": 6}, {"fails_at": 12}, {"after": 5, "save_every": 100}], ids=str
@@ -99,7 +99,7 @@ def test_ranks_that_score_differently_stop_at_one_step():
     assert "stopped early at 3" in first[3] and first[2] in first[3]
 
 
-@pytest.mark.mostly_integration("{'after': 7}", "{'fails_at': 10}")
+@pytest.mark.mostly_integration("{'fails_at': 10}")
 @pytest.mark.parametrize("stop", [{"after": 5}, {"after": 7}, {"after": 9}, {"fails_at": 8}, {"fails_at": 10}], ids=str)
 def test_a_resumed_job_stops_at_the_same_step(stop, tmp_path):
     whole = train(2, None, early=EARLY)

@@ -75,6 +75,7 @@ def leaves_of_all_kinds() -> dict[str, Any]:
     return {**state, "pinned": pinned}
 
 
+@pytest.mark.mostly_integration("True")
 @pytest.mark.parametrize("x64", [False, True])
 def test_broadcast_preserves_types_and_pins_nothing(x64: bool) -> None:
     """A broadcast preserves types, including weak ones, and pins nothing to a device."""
@@ -92,6 +93,7 @@ def test_broadcast_preserves_types_and_pins_nothing(x64: bool) -> None:
         assert np.array_equal(before, after)
 
 
+@pytest.mark.mostly_integration("True")
 @pytest.mark.parametrize("pinned", [False, True])
 def test_broadcast_preserves_custom_generator_keys(pinned: bool) -> None:
     """A broadcast preserves the keys of a custom generator."""
@@ -109,6 +111,7 @@ def test_broadcast_preserves_custom_generator_keys(pinned: bool) -> None:
     assert np.array_equal(jax.random.normal(got, 3), jax.random.normal(key, 3))
 
 
+@pytest.mark.integration
 def test_zeros_have_the_compiled_exchange_types() -> None:
     """Zeros have the types that the exchange was compiled for."""
 

@@ -272,6 +272,7 @@ def test_only_rank_0_submits_registered_functions():
     assert run_ranks(2, work) == ["ended", "ended"]
 
 
+@pytest.mark.integration
 def test_many_short_jobs_leave_nothing_behind():
     """Many jobs come and go, and nothing of them remains."""
 

@@ -177,6 +177,9 @@ KINDS = [ends_without_a_step, never_calls_a_step, waits_for_a_result, polls_for_
          pauses_itself, adds_a_job, trains_by_a_server]  # fmt: skip
 
 
+@pytest.mark.mostly_integration(
+    "ends_without_a_step", "raises_at_once", "raises_on_one_rank", "has_no_batch", "stops_itself"
+)
 @pytest.mark.usefixtures("limit")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_kind_of_job_keeps_the_others_for_ever(kind, caplog):
@@ -223,6 +226,7 @@ def waits_for_its_data(job, world, other):
     return loop(job, make_step(world, "b"), data())
 
 
+@pytest.mark.mostly_integration("waits_unseen", "waits_on_one_rank", "waits_for_its_data")
 @pytest.mark.parametrize("kind", [waits_unseen, waits_on_one_rank, waits_by_meeting_ranks, waits_for_its_data])
 def test_a_job_that_waits_unseen_is_excused_in_time(kind, limit, caplog):
     """A job waits for another one in a way that cannot be seen: after a while the other one begins."""

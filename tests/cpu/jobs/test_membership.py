@@ -25,7 +25,7 @@ class Data:
     """What a job's arguments hold, so that it can be seen to go."""
 
 
-@pytest.mark.mostly_integration("ended")
+@pytest.mark.integration
 @pytest.mark.parametrize("how", ["ended", "stopped", "failed", "ejected"])
 def test_memory_of_a_job_that_left_is_released(how):
     """The memory of a job that left is free while other jobs run."""
@@ -99,6 +99,7 @@ def batches(*bad, n=6):
         yield x
 
 
+@pytest.mark.mostly_integration("options2")
 @pytest.mark.parametrize("options", [{"donate_argnums": 0}, {}, {"cut": 2, "bucket_bytes": 0, "donate_argnums": 0}])
 def test_skipped_step_equals_a_missing_batch(options):
     """A skipped step has the same result as if its batch had not been there."""

@@ -19,6 +19,7 @@ def steps_and_losses(folder, job):
     return [(line["step"], line["loss"]) for line in lines]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_has_each_step_once(ranks, tmp_path):
     whole = train(ranks, tmp_path / "whole", metrics=tmp_path / "m0")

@@ -33,6 +33,7 @@ def nonfinite_run(world, policy, **options):
     return runner.report, bad, good, None
 
 
+@pytest.mark.mostly_integration("1-raise-1", "1-raise-2", "1-eject-2", "1-skip-1", "1-skip-2")
 @pytest.mark.parametrize("exchanges", [1, 2])
 @pytest.mark.parametrize("policy", ["ignore", "raise", "eject", "skip"])
 @pytest.mark.parametrize("ranks", [1, 2])

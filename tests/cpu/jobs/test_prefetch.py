@@ -22,6 +22,7 @@ def lock(array):
         array = array.base
 
 
+@pytest.mark.mostly_integration("shape0", "shape1", "shape3")
 @pytest.mark.parametrize("shape", [(), (3,), (1000, 7), (1 << 20,)])
 def test_a_buffer_can_be_filled_again(shape):
     buffer = aligned(shape)

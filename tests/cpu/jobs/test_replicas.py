@@ -143,6 +143,7 @@ def trains_apart(job, donate, hands_over):
     return state
 
 
+@pytest.mark.mostly_integration("True-False")
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("hands_over", [False, True])
 def test_a_job_that_never_exchanges_is_warned_of_twice(caplog, donate, hands_over):

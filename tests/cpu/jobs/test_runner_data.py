@@ -172,6 +172,7 @@ def test_nested_loops_over_batches():
     assert run_ranks(2, work) == [[1.0, 10.0, 2.0, 10.0]] * 2
 
 
+@pytest.mark.integration
 def test_examples_per_step_is_the_mean_of_its_batches():
     """Neither the first batch nor those of an evaluation decide; what the job sets does."""
 

@@ -34,6 +34,7 @@ def loops(job, n):
         break
 
 
+@pytest.mark.mostly_integration("1")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_stays_of_loops_that_are_over(ranks):
     def work(world):
@@ -82,6 +83,7 @@ def test_open_loop_positions_are_stored_in_order(tmp_path):
         assert places == [place for n in (1, 2, 3) for place in ([n, 1], [n, 2], [n])]
 
 
+@pytest.mark.integration
 def test_a_job_goes_on_after_many_loops_that_are_over(tmp_path):
     def fn(job, world, data, steps):
         step, state = make_step(world), job.restore(init(world, own=False))

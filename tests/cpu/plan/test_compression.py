@@ -39,6 +39,7 @@ def test_nothing_is_compressed_that_hides():
     assert "compression would buy nothing" in text
 
 
+@pytest.mark.mostly_integration("1.9-expected1", "2.5-expected2")
 @pytest.mark.parametrize(
     ("exchange_s", "expected"),
     [
@@ -133,6 +134,7 @@ def test_no_job_can_step_back(seconds, limit):
         assert _total(seconds, at) == pytest.approx(best)
 
 
+@pytest.mark.integration
 def test_job_that_skips_candidates_waits_for_others():
     """16 bits save nothing of bfloat16 gradients; the other job's bfloat16 is enough for both."""
     logged = []
@@ -146,11 +148,13 @@ def test_job_that_skips_candidates_waits_for_others():
     assert names(logged[0]) == ["mean", "mean, bfloat16"]
 
 
+@pytest.mark.integration
 def test_the_candidates_descend():
     sent = [received_bytes(candidate.make("batch"), PARAMS, "batch", 2) for candidate in CANDIDATES]
     assert sent == sorted(sent, reverse=True)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, 4, 5, 8, 16])
 def test_what_is_foreseen_is_what_travels(ranks):
     """The wire's bytes, of which the table of exchanges is the measure. Steps that differ count as the largest one."""
@@ -184,6 +188,7 @@ def test_init_may_ask_for_the_axis():
     assert received_bytes(unsized, PARAMS, "batch", 4) == received_bytes(sized, PARAMS, "batch", 4) > 0
 
 
+@pytest.mark.mostly_integration("2-mean, bfloat16", "8-power_sgd, rank 8")
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [(2, "mean, bfloat16"), (4, "qsgd, 127 levels"), (8, "power_sgd, rank 8"), (16, "power_sgd, rank 8")],

@@ -60,6 +60,7 @@ def plain(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
+@pytest.mark.mostly_integration("in_cond")
 @pytest.mark.parametrize("step", [gathered, moved, drawn, in_loops, in_cond, small])
 def test_equals_vmap(step: Callable[..., Any]) -> None:
     axes = {"x": 2}

@@ -75,6 +75,13 @@ def products(program: Program) -> list[int]:
     return [sum(e.primitive.name == "dot_general" for e in s.jaxpr.jaxpr.eqns) for s in program.segments]
 
 
+@pytest.mark.mostly_integration(
+    "64-in_two_hops-False-whole",
+    "64-in_two_hops-False-4",
+    "64-in_two_hops-True-whole",
+    "64-in_two_hops-True-auto",
+    "64-in_two_hops-True-4",
+)
 @pytest.mark.parametrize("cut", ["whole", "auto", 4])
 @pytest.mark.parametrize("metric", [False, True])
 @pytest.mark.parametrize("mean", MEANS)
@@ -92,6 +99,7 @@ def test_it_waits_for_nothing_and_all_products_run_next_to_it(mean: Any, metric:
     assert parse(program.text()).text() == program.text()
 
 
+@pytest.mark.mostly_integration("True-in_sixteen_bits", "True-as_a_vector", "True-in_two_hops")
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("metric", [False, True])
 def test_results_are_those_of_vmap(mean: Any, metric: bool) -> None:

@@ -145,6 +145,7 @@ def test_what_a_checkpoint_recomputes_counts() -> None:
     assert program_digest(rematerialised(1.0)) != program_digest(rematerialised(2.0))
 
 
+@pytest.mark.integration
 def test_steps_are_known_again_in_other_processes() -> None:
     script = "import tests.cpu.program.test_digest as t; print(*(t.program_digest(make()) for make in t.STEPS))"
     path = os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])

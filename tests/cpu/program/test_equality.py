@@ -54,6 +54,7 @@ def by_all_gather(x: Any) -> Any:
 EQUAL = [by_literals, by_exchange, by_exchange_outside, by_predicate_exchange, nested_equal, by_all_gather]
 
 
+@pytest.mark.mostly_integration("by_predicate_exchange", "nested_equal", "by_all_gather")
 @pytest.mark.parametrize("step", EQUAL, ids=lambda step: step.__name__)
 def test_no_vote_where_ranks_cannot_differ(step: Any) -> None:
     program = cut(step, X)

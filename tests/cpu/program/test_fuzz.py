@@ -135,6 +135,7 @@ def test_fuzzer_reaches_what_it_is_for() -> None:
     assert counts["exchange"] >= 50 and min(counts.values()) >= 2, str(counts)
 
 
+@pytest.mark.integration
 def test_results_are_those_of_vmap() -> None:
     """The fake wire itself against JAX: all collectives on integers, where sums are exact."""
     from jaxcross.testing import vmap_oracle

@@ -76,9 +76,7 @@ def made(step: Callable[..., Any], count: int, cut: Any = "whole") -> Program:
     )
 
 
-@pytest.mark.mostly_integration(
-    "gradients-whole", "gradients-16", "chain-16", "one_conditional-16", "conditionals_in_one-16"
-)
+@pytest.mark.mostly_integration("gradients-16")
 @pytest.mark.parametrize("cut", ["whole", 16])
 @pytest.mark.parametrize(
     "step", [gradients, chain, recomputed, one_conditional, conditionals, conditionals_in_one], ids=lambda f: f.__name__
@@ -113,6 +111,7 @@ def of_two_levels(x: Any) -> Any:
     return lax.cond(x[0] > 0, branch, lambda x: x, x)
 
 
+@pytest.mark.integration
 def test_exchanges_of_a_conditional_go_level_by_level() -> None:
     traced = trace(of_two_levels, (jnp.ones(4),), axes=AXES, wire=LocalRanks())
     program = stages.cut(traced, bucket_bytes=0)
@@ -142,6 +141,7 @@ def test_ordered_callbacks_in_a_cond_keep_their_order() -> None:
     assert found == [["a"], ["b", "c"]]
 
 
+@pytest.mark.mostly_integration("1", "5")
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 21])
 def test_a_buffer_gives_back_what_was_put_in(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one concatenation, in one of several, and in one of several of several: four operands are the longest here."""

@@ -39,6 +39,7 @@ def adasum(grads: Any) -> Any:
     return exchange.adasum("batch").update(grads, optax.EmptyState())[0]
 
 
+@pytest.mark.mostly_integration("2", "3")
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_adasum_is_handed_over_once(ranks: int) -> None:
     """With the gradients and nothing else: indices and masks are made on the host."""
@@ -63,6 +64,7 @@ def test_adasum_keeps_its_bits_on_the_host() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.integration
 def test_adasum_of_a_large_model_is_handed_over_once() -> None:
     """Its passes take less time than its exchanges, however large the gradients are."""
     large = {"w": jax.ShapeDtypeStruct((50 * BIG,), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.float32)}

@@ -145,12 +145,16 @@ SWAPPED = [
 ]  # fmt: skip
 
 
+@pytest.mark.mostly_integration(
+    "gathered-0", "gathered-1048576", "passed_on-0", "passed_on-1048576", "in_a_long_scan-0"
+)
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("step", SWAPPED)
 def test_swapped_exchanges_are_an_error(step: Any, bucket_bytes: int) -> None:
     assert both(step, TREE, bucket_bytes=bucket_bytes).startswith("ranks 0 and 1 make the exchanges of `<lambda>` in d")
 
 
+@pytest.mark.mostly_integration("of_constants", "of_functions", "gathered", "passed_on", "in_a_long_scan")
 @pytest.mark.parametrize("step", SWAPPED)
 def test_equal_orders_are_no_error(step: Any) -> None:
     assert both(step, TREE, orders=[ORDERS[1]] * 3) == ""
@@ -239,6 +243,7 @@ print(order_hash(program_of(lambda t: lax.pmean(t, "x"), TREE)))
 """
 
 
+@pytest.mark.integration
 def test_labels_are_the_same_in_every_process() -> None:
     """Python salts its hashes of texts in each process."""
     path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, sys.path)])
@@ -266,6 +271,7 @@ def wide(leaves: int) -> Traced:
     return trace(step, args, axes={"x": 2}, wire=LocalRanks())
 
 
+@pytest.mark.integration
 def test_cost_is_linear_in_the_number_of_leaves() -> None:
     """Counted in calls of functions, each of which handles a bounded number of leaves."""
 

@@ -52,9 +52,7 @@ CUT_ROWS = [
 ]
 
 
-@pytest.mark.mostly_integration(
-    "whole-linen pmap-style", "whole-dropout", "whole-scan", "whole-while", "3-linen pmap-style", "3-already jitted"
-)
+@pytest.mark.mostly_integration("whole-scan", "whole-while", "3-linen pmap-style", "3-already jitted")
 @pytest.mark.parametrize(("cut", "row"), CUT_ROWS)
 def test_batch_size_is_no_error(row: Any, cut: Any) -> None:
     step, state = row.build(4)
@@ -65,9 +63,7 @@ def test_batch_size_is_no_error(row: Any, cut: Any) -> None:
     assert verdict(programs) == ""
 
 
-@pytest.mark.mostly_integration(
-    "mean", "mean, hierarchical", "sign_sgd", "one_bit_adam", "adasum", "local_sgd", "gossip, ring", "bounded_stale"
-)
+@pytest.mark.mostly_integration("mean, hierarchical", "local_sgd", "gossip, ring")
 @pytest.mark.parametrize("row", [row for row in TABLE if row.worlds(4)], ids=lambda row: row.name)
 def test_batch_size_is_no_error_for_strategies(row: Any) -> None:
     tx = row.made(4)

@@ -52,7 +52,7 @@ ON_TWO = (
 ON_FOUR = ("micro-batches", "nested, local", "predicate exchanges", "two axes", "groups")
 
 
-@pytest.mark.mostly_integration(*(f"{name}-2" for name in ON_TWO), *(f"{name}-4" for name in ON_FOUR))
+@pytest.mark.mostly_integration("zero iterations-2", "equal loop inside-2", "groups-4")
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
@@ -127,6 +127,7 @@ def test_finished_rank_does_not_prolong_an_inner_loop() -> None:
         assert [float(r[2]) for r in got] == [2 + 3 * extra, 6 + 7 * extra]
 
 
+@pytest.mark.mostly_integration("2")
 @pytest.mark.parametrize("start", range(4))
 def test_finished_rank_lets_others_resume_inner_loop(start: int) -> None:
     """A predicate that exchanges reads its carry: while it goes on, one that had stopped may go on again."""
@@ -208,6 +209,7 @@ def test_loop_in_an_untaken_branch_ends() -> None:
         run_program(program, [[own(0)], [-own(1)]])
 
 
+@pytest.mark.integration
 def test_conditional_in_a_kept_loop_is_agreed() -> None:
     """Ranks that part at it run the branch that exchanges all the same, as under `vmap`."""
 
@@ -259,6 +261,7 @@ def test_jointly_ended_inner_loop_is_not_cut_short() -> None:
         assert np.array_equal(mine, want)
 
 
+@pytest.mark.mostly_integration("2000", "2001")
 @pytest.mark.parametrize("iterations", [FROZEN, FROZEN + 1, FROZEN + 500])
 def test_finished_rank_contributes_until_others_finish(iterations: int) -> None:
     """A rank that is finished contributes as long as others continue."""
@@ -295,7 +298,7 @@ def left_early(outer: Any, inner: Any, *, kind: str) -> Any:
 KINDS = ["exchanges", "computes", "in a scan", "in a cond", "hidden by a maximum"]
 
 
-@pytest.mark.mostly_integration("exchanges-float32", "computes-int32", "in a cond-int32")
+@pytest.mark.mostly_integration("in a cond-int32")
 @pytest.mark.parametrize("number", [jnp.float32, jnp.int32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unfinished_inner_loop_is_an_error_on_all(monkeypatch: Any, kind: str, number: Any) -> None:

@@ -37,6 +37,7 @@ def alive(execution: Execution) -> set[int]:
     return set(execution._env)
 
 
+@pytest.mark.mostly_integration("2")
 @pytest.mark.parametrize("cut", ["whole", 2])
 def test_only_results_and_inputs_remain_at_the_end(cut: Any) -> None:
     """Only results and retained inputs are left at the end."""
@@ -116,6 +117,7 @@ def places(tree: Any) -> list[int]:
     return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim]
 
 
+@pytest.mark.mostly_integration("none-orders2")
 @pytest.mark.parametrize(
     ("exchanges", "orders"), [("now", [(0, 1, 2)]), ("delayed", [(0, 1, 2), (1, 0, 2)]), ("none", [(0,)])]
 )
@@ -160,6 +162,7 @@ def test_figures_of_an_executable_are_asked_once() -> None:
     assert done.live_bytes() is done.live_bytes()
 
 
+@pytest.mark.integration
 def test_peak_is_near_that_of_the_fused_step() -> None:
     done, args = compiled()
     wire = LocalRanks()
@@ -199,6 +202,7 @@ def test_the_cut_adds_no_copies(make: Any, share: float) -> None:
     assert sum(cut) <= share * whole, (cut, whole)
 
 
+@pytest.mark.integration
 def test_exchange_copies_only_into_and_out_of_messages() -> None:
     """Small sums travel together: each is copied twice. Large ones travel as they are."""
 
@@ -220,6 +224,7 @@ def copied_bytes(module: str, what: str = "copy") -> int:
     return sum(sizes[kind] * math.prod(int(n) for n in shape.split(",") if n) for kind, shape in found)
 
 
+@pytest.mark.mostly_integration("4")
 @pytest.mark.parametrize("cut", ["whole", 4])
 def test_ordered_callbacks_keep_their_order(cut: Any) -> None:
     said = []

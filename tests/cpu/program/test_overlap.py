@@ -60,6 +60,7 @@ def program(tx: optax.GradientTransformation, pieces: int, wire: str | None = No
     return stages.cut(flat(step, (params, tx.init(params)), jnp.ones((4, WIDTH)), donate=(0,)), pieces, bucket_bytes=0)
 
 
+@pytest.mark.mostly_integration("sgd-bfloat16", "nesterov-None", "adamw-None", "adamw-bfloat16")
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_gradients_travel_during_the_backward_pass(optimizer: str, wire: str | None) -> None:
@@ -129,6 +130,7 @@ def test_hierarchical_mean_pieces_are_separate_chains() -> None:
         assert not any(cut.order.after[segment.index] >> n & 1 for n in collectives)
 
 
+@pytest.mark.mostly_integration("1-1048576", "2-0", "2-1048576", "4-0", "4-1048576")
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 def test_the_order_does_not_depend_on_the_batch(pieces: int, bucket_bytes: int) -> None:

@@ -38,6 +38,7 @@ def collective_sizes(program: Program) -> list[tuple[int, int]]:
     return [(len(s.inputs), len(s.outputs)) for s in program.segments if s.kind == "collective"]
 
 
+@pytest.mark.integration
 def test_one_array_a_buffer_is_handed_over() -> None:
     assert collective_sizes(program(sgd, packed=False)) == [(LEAVES, LEAVES)]
     assert collective_sizes(program(sgd, packed=True)) == [(1, 1)]

@@ -178,6 +178,7 @@ def many(x: jax.Array) -> jax.Array:
     return lax.scan(lambda c, _: (ring(c, UNROLLED // 2), None), x, None, length=3)[0]
 
 
+@pytest.mark.mostly_integration("too long", "never", "too many together", "conditional")
 @pytest.mark.parametrize(
     ("step", "exchanges", "times"),
     [

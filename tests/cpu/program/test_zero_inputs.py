@@ -34,6 +34,7 @@ def test_exchange_decided_loop_does_not_run_on_zeros() -> None:
         done.execution(args).zero_inputs(loop)
 
 
+@pytest.mark.mostly_integration("65")
 @pytest.mark.parametrize("length", [0, UNROLLED + 1])
 def test_a_loop_that_ranks_vote_on_ends_on_zeros(length: int) -> None:
     """At once, for all ranks, though the predicate holds for zeros for ever; in a `scan`, too."""
@@ -55,6 +56,7 @@ def test_a_loop_that_ranks_vote_on_ends_on_zeros(length: int) -> None:
     assert not np.asarray(execution.outputs()).any()
 
 
+@pytest.mark.integration
 def test_zero_buffers_stand_in_for_what_failed() -> None:
     """Random keys included: a loop that holds an exchange may carry them."""
 

@@ -33,17 +33,7 @@ def traced(row: Row, ranks: int) -> tuple[Any, Any, Traced]:
     return step, state, trace(step, args, axes=row.axes(ranks), wire=LocalRanks(), donate_argnums=(0,))
 
 
-@pytest.mark.mostly_integration(
-    "schedule, injected",
-    "dependent exchanges",
-    "cond by data",
-    "scan",
-    "while",
-    "literal and passed-through results",
-    "vmap inside",
-    "gradient through collectives",
-    "an index inside a solver",
-)
+@pytest.mark.mostly_integration("literal and passed-through results", "vmap inside")
 @pytest.mark.parametrize("row", ROWS)
 def test_lock_step_equals_vmap(row: Row) -> None:
     step, state, whole = traced(row, RANKS)
@@ -68,6 +58,13 @@ def test_lock_step_equals_vmap(row: Row) -> None:
         states = [s for s, _ in expected]
 
 
+@pytest.mark.mostly_integration(
+    "1-literal and passed-through results",
+    "1-unused exchange",
+    "1-groups, and a partial permutation",
+    "auto-literal and passed-through results",
+    "auto-unused exchange",
+)
 @pytest.mark.parametrize("row", ZOO, ids=lambda r: r.name)
 @pytest.mark.parametrize("cut", ["whole", 1, 3, "auto"])
 def test_programs_verify_print_and_parse(row: Row, cut: Any) -> None:

@@ -33,6 +33,7 @@ def size_of(path):
     return matplotlib.image.imread(path).shape[:2]
 
 
+@pytest.mark.integration
 def test_both_runs_share_one_picture(tmp_path):
     crossover = make(True, "crossover")
     one = size_of(crossover.to_gantt(tmp_path / "one.png"))
@@ -48,6 +49,7 @@ def test_the_headline_states_the_speed_up():
     assert text == "2.00x: 2.00 s per job-step (sequential), 1.00 s (crossover)"
 
 
+@pytest.mark.mostly_integration("1")
 @pytest.mark.parametrize("ranks", [1, 12])
 def test_many_ranks_and_one(tmp_path, ranks):
     from jaxcross.report.gantt import _rows
@@ -115,6 +117,7 @@ def test_run_without_a_round_claims_no_steady_state():
     assert _since([make(True, "x", steps=0)]) == "the run began"
 
 
+@pytest.mark.mostly_integration("1", "2")
 @pytest.mark.parametrize("jobs", [1, 2, 5, 9])
 def test_the_legend_is_within_the_picture(tmp_path, monkeypatch, jobs):
     from matplotlib.figure import Figure
@@ -146,6 +149,7 @@ def test_a_window_is_drawn_as_asked(tmp_path):
         report.to_gantt(tmp_path / "z.png", window=(3.0, 3.0))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("share", [0.01, 0.5])
 def test_what_is_thinner_than_a_pixel_is_a_tint(tmp_path, share):
     """17,000 steps in a second: ten in each of the 1,700 columns of its axis."""

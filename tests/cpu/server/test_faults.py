@@ -30,6 +30,7 @@ def failing(ranks, start):
     return run_ranks(ranks, work)
 
 
+@pytest.mark.mostly_integration("inf")
 @pytest.mark.parametrize("staleness", [0, 2, math.inf])
 def test_failing_worker_ends_its_job_on_every_rank(staleness):
     """A worker that fails ends its job on every rank."""
@@ -51,6 +52,7 @@ def test_failing_worker_ends_its_job_on_every_rank(staleness):
         assert_close(good, synchronous(optax.sgd(0.1), 3))
 
 
+@pytest.mark.integration
 def test_what_the_other_ranks_are_told():
     told = {}
 
@@ -76,6 +78,7 @@ def test_what_the_other_ranks_are_told():
     assert told == {0: text, 1: text}
 
 
+@pytest.mark.integration
 def test_failing_server_ends_its_job_on_every_rank(monkeypatch):
     """A server that fails ends its job on every rank."""
     apply = Shard.apply
@@ -103,6 +106,7 @@ def test_failing_server_ends_its_job_on_every_rank(monkeypatch):
         assert_close(good, synchronous(optax.sgd(0.1), 2))
 
 
+@pytest.mark.mostly_integration("0")
 @pytest.mark.parametrize("staleness", [0, 1, math.inf])
 def test_an_interrupt_stops_all_ranks(staleness):
     def endless(job, world):
@@ -123,6 +127,7 @@ def test_an_interrupt_stops_all_ranks(staleness):
     assert run_ranks(2, work) == [[None, None]] * 2
 
 
+@pytest.mark.mostly_integration("0")
 @pytest.mark.parametrize("staleness", [0, math.inf])
 def test_one_ranks_wish_stops_its_job_alone(staleness):
     def endless(job, world):
@@ -144,6 +149,7 @@ def test_one_ranks_wish_stops_its_job_alone(staleness):
         assert_close(state, synchronous(optax.sgd(0.1), 2))
 
 
+@pytest.mark.mostly_integration("unlike0-exchange different things in `bad`")
 @pytest.mark.parametrize(
     ("unlike", "message"),
     [

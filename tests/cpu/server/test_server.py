@@ -17,6 +17,7 @@ from tests.support.server_jobs import assert_close, assert_same, constant, gradi
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
+@pytest.mark.mostly_integration("optimizer0-2")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(0.1)])
 def test_with_staleness_0_it_is_synchronous_training(ranks, optimizer):
@@ -27,6 +28,7 @@ def test_with_staleness_0_it_is_synchronous_training(ranks, optimizer):
         assert_same(state, first[0][0])
 
 
+@pytest.mark.mostly_integration("1", "3")
 @pytest.mark.parametrize("staleness", [0, 1, 3, math.inf])
 def test_every_gradient_counts_once(staleness):
     results = run(3, a={"optimizer": optax.sgd(0.1), "staleness": staleness, "gradient": constant, "steps": 5})
@@ -36,6 +38,7 @@ def test_every_gradient_counts_once(staleness):
         assert_close(state, jax.tree.map(lambda x: x - 0.1 * total / 3, parameters()))
 
 
+@pytest.mark.integration
 def test_two_servers_at_once_do_what_each_does_alone():
     a, b = {"optimizer": optax.adam(0.1), "staleness": 0}, {"optimizer": optax.sgd(0.2), "staleness": 0}
     both = run(2, a=a, b=b)
@@ -43,6 +46,7 @@ def test_two_servers_at_once_do_what_each_does_alone():
         assert_same(both[rank], [run(2, a=a)[0][0], run(2, b=b)[0][0]])
 
 
+@pytest.mark.mostly_integration("1", "2")
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_workers_stay_within_the_staleness_bound(staleness, monkeypatch):
     """Workers are never further apart than the bound."""

@@ -100,7 +100,7 @@ def found(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
-@pytest.mark.mostly_integration("0-False")
+@pytest.mark.integration
 @pytest.mark.parametrize("in_job", [True, False])
 @pytest.mark.parametrize("after", [0, 3])
 def test_copies_too_large_on_one_rank_leave_step_uncut(
@@ -129,12 +129,14 @@ def test_cut_not_compilable_on_one_rank_is_not_tried(in_job: bool, found: Callab
     assert told == [f"`step` with `cut={n}` cannot be compiled, and is not tried: {TOLD}" for n in (2, 4)]
 
 
+@pytest.mark.integration
 def test_stored_cut_not_compilable_is_not_retried(found: Callable[..., list[str]]) -> None:
     """A stored cut that cannot be compiled is not tried again."""
     told = found(True, compiles=lambda program: len(program.collectives) == 1, kept=(4, 1.0))
     assert told == [f"`step` with `cut={n}` cannot be compiled, and is not tried: {TOLD}" for n in (4, 2)]
 
 
+@pytest.mark.integration
 def test_stored_cut_failing_on_copies_is_not_retried(found: Callable[..., list[str]]) -> None:
     """A stored cut that fails on copies is not tried again."""
     *told, chosen = found(True, lambda program, _: len(program.collectives) > 1, kept=(4, 1.0))
@@ -142,7 +144,7 @@ def test_stored_cut_failing_on_copies_is_not_retried(found: Callable[..., list[s
     assert chosen.startswith("`step` runs fastest cut into 1 exchange segment: ")
 
 
-@pytest.mark.mostly_integration("1-False")
+@pytest.mark.integration
 @pytest.mark.parametrize("in_job", [True, False])
 @pytest.mark.parametrize("which", [0, 1, -1])
 def test_a_cut_that_fails_on_one_rank_is_not_taken(
@@ -159,6 +161,7 @@ def test_a_cut_that_fails_on_one_rank_is_not_taken(
     assert chosen.startswith("`step` runs fastest cut into 1 exchange segment: ")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("in_job", [True, False])
 def test_step_failing_uncut_on_one_rank_stays_uncut(in_job: bool, found: Callable[..., list[str]]) -> None:
     """A step that fails uncut on one rank stays uncut."""
@@ -166,6 +169,7 @@ def test_step_failing_uncut_on_one_rank_stays_uncut(in_job: bool, found: Callabl
     assert told == [f"`step` is not cut, as it fails on copies: {TOLD}"]
 
 
+@pytest.mark.integration
 def test_late_failure_in_the_search_leaves_step_uncut(
     found: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.script_text import RAISED
 
 SCRIPT = (
@@ -106,6 +108,7 @@ print("end")
 )
 
 
+@pytest.mark.integration
 def test_an_estimate_on_one_rank(quick_compiler: dict[str, str]) -> None:
     env = {**os.environ, **quick_compiler}
     done = subprocess.run(

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.script_text import RAISED
 
 SCRIPT = (
@@ -104,6 +106,7 @@ print("passed")
 )
 
 
+@pytest.mark.integration
 def test_fuse_on_one_rank(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path,

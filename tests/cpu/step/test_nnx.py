@@ -229,11 +229,13 @@ def script(quick_compiler: dict[str, str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.mostly_integration("dict", "positional", "returned", "failure", "threads")
 @pytest.mark.parametrize("case", CASES)
 def test_objects_change_as_under_nnx_jit(script: subprocess.CompletedProcess[str], case: str) -> None:
     assert f"{case}: passed\n" in script.stdout, script.stdout + script.stderr
 
 
+@pytest.mark.integration
 def test_what_is_an_object() -> None:
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     graph, state = nnx.split(model)

@@ -73,6 +73,7 @@ def test_constants_outlive_what_becomes_of_the_results(donate: tuple[int, ...]) 
     assert np.array_equal(FIRST, np.arange(4.0)) and not ROOT.is_deleted()
 
 
+@pytest.mark.integration
 def test_numpy_constant_has_its_value_at_compilation() -> None:
     """A NumPy constant has the value it had when the step was compiled."""
     for count in (16, 100_000, 20_000_000):  # JAX takes, copies, copies later
@@ -86,6 +87,7 @@ def test_numpy_constant_has_its_value_at_compilation() -> None:
         assert np.array_equal(run(done, (x,)), np.ones(count))
 
 
+@pytest.mark.integration
 def test_cuts_and_variants_share_one_constant_copy() -> None:
     """All cuts and variants share one copy of a constant."""
 

@@ -108,6 +108,7 @@ def test_values_are_on_disk_before_a_checkpoint_covers_them(monkeypatch, tmp_pat
         assert any(json.loads(line).get("step") == step for line in text.splitlines())
 
 
+@pytest.mark.integration
 def test_each_trial_is_deleted_once(monkeypatch, tmp_path):
     deleted, real = [], Folders.delete
     monkeypatch.setattr(Folders, "delete", lambda self, names: (deleted.append(self.path), real(self, names)))

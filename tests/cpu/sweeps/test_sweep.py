@@ -72,6 +72,7 @@ def test_random_draws_do_not_depend_on_their_number():
     assert len({t.params["lr"] for t in drawn.trials}) == 2
 
 
+@pytest.mark.integration
 def test_trial_that_raises_on_one_rank_fails_alone(tmp_path):
     trials = [{"lr": 1}, {"lr": 2, "fails": True}, {"lr": 3}, {"lr": 4, "fails": True}]
     result, other = on_ranks(trials, folder=tmp_path)
@@ -120,6 +121,7 @@ def test_saving_before_logging_is_refused(tmp_path):
     run_ranks(2, work)
 
 
+@pytest.mark.integration
 def test_second_start_has_nothing_to_do(tmp_path):
     begun = []
 
@@ -134,6 +136,7 @@ def test_second_start_has_nothing_to_do(tmp_path):
     assert again.best == first.best and again.state is None and again.reports == ()
 
 
+@pytest.mark.integration
 def test_best_trials_state_stays_on_disk(tmp_path):
     result, _ = on_ranks({"lr": [1, 3, 2]}, folder=tmp_path, concurrent=1)
     left = {path.parent.name for path in (tmp_path / "checkpoints").glob("*/0*")}
@@ -247,6 +250,7 @@ def test_pruning_without_optuna_names_the_extra(monkeypatch):
     run_ranks(2, work)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("at", [3, 6])
 def test_values_before_a_stop_are_not_lost(at, tmp_path):
     """A stop saves states that the script has not: a restart does not repeat what was logged before that."""

@@ -80,6 +80,7 @@ def test_one_linear_layer_on_a_grid(mesh: Mesh) -> None:
     assert received(found, mesh) == received(products(found), mesh) + received(over(found, "depth"), mesh)
 
 
+@pytest.mark.mostly_integration("[2,2,1]")
 @pytest.mark.parametrize("mesh", GRIDS.values(), ids=GRIDS)
 def test_a_block_on_a_grid(mesh: Mesh) -> None:
     q, d = mesh.side, mesh.depth
@@ -99,6 +100,7 @@ def test_a_block_on_a_grid(mesh: Mesh) -> None:
         assert not [x for x in found if "depth" in x.axes]
 
 
+@pytest.mark.mostly_integration("1-D on 1", "1-D on 4")
 @pytest.mark.parametrize("mesh", LINES.values(), ids=LINES)
 def test_a_block_on_a_line(mesh: Mesh) -> None:
     model = tensor.Block(12, mesh)

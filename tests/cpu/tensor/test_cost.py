@@ -42,7 +42,7 @@ SOME = [(name, tied, remat) for name in MESHES for tied, remat in ((True, False)
 USUAL = {("[2,2,2]", True, False), ("1-D on 4", False, True), ("data 2 x 1-D on 2", True, False)}
 
 
-@pytest.mark.mostly_integration("data 2 x 1-D on 2-True-False")
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("name", "tied", "remat"),
     [pytest.param(*case, marks=() if case in USUAL else pytest.mark.exhaustive) for case in SOME],
@@ -55,6 +55,7 @@ def test_cost_matches_the_traced_bytes_and_messages(name: str, tied: bool, remat
     assert told.messages == sum(rounds(x, training.mesh) for x in found)
 
 
+@pytest.mark.mostly_integration("1-D on 4")
 @pytest.mark.parametrize("name", sorted(QUICK))
 def test_weights_are_those_that_a_rank_holds(name: str) -> None:
     training = Training(MESHES[name])
@@ -76,6 +77,7 @@ def products(jaxpr: Any) -> int:
     return total
 
 
+@pytest.mark.mostly_integration("data 2 x 1-D on 2")
 @pytest.mark.parametrize("name", sorted(QUICK))
 def test_operations_are_those_of_the_products(name: str) -> None:
     training = Training(MESHES[name])
@@ -105,6 +107,7 @@ def layer_bytes(mesh: Mesh, b: int, s: int, h: int, heads: int = 64) -> int:
     return tensor.step_cost(two, b, s).received_bytes - tensor.step_cost(one, b, s).received_bytes
 
 
+@pytest.mark.integration
 def test_the_published_comparison() -> None:
     """[4,4,4] against [8,8,1] on 64 ranks: fewer bytes a layer where b s > 3 h, more where it is below."""
     deep, flat = Mesh(side=4, depth=4), Mesh(side=8)

@@ -86,6 +86,7 @@ def held_against(
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(scale, 1.0), err_msg=f"rank {rank}")
 
 
+@pytest.mark.mostly_integration("column-1-D on 4", "row-[2,2,2]", "row-1-D on 4")
 @over(GRIDS | LINES)
 @pytest.mark.parametrize("cut", ["column", "row"])
 def test_dense_alone_with_its_bias(mesh: Mesh, cut: Any) -> None:
@@ -115,6 +116,7 @@ def test_vector_gradient_without_row_sum_is_wrong(monkeypatch: pytest.MonkeyPatc
             np.testing.assert_allclose(got[col] + got[2 + col], right[col], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.mostly_integration("1-D on 4", "data 2 x 1-D on 2")
 @EVERY
 def test_layer_norm(mesh: Mesh) -> None:
     x = normal(ROWS, LENGTH, FEATURES)
@@ -171,6 +173,7 @@ def test_attention(mesh: Mesh, each: int) -> None:
     held_against(lambda m: tensor.Attention(heads, m), PlainAttention(heads), mesh, x)
 
 
+@pytest.mark.mostly_integration("1-D on 4")
 @EVERY
 def test_mlp(mesh: Mesh) -> None:
     class Plain(nn.Module):
@@ -240,6 +243,7 @@ def test_the_serial_transformer_is_that_of_plain_flax(tied: bool, layers: int) -
     close(gradients, want, 2e-5)
 
 
+@pytest.mark.mostly_integration("True-1-D on 4", "True-data 2 x 1-D on 2")
 @EVERY
 @pytest.mark.parametrize("weighted", [False, True])
 def test_cross_entropy(mesh: Mesh, weighted: bool) -> None:
@@ -267,6 +271,7 @@ def test_cross_entropy(mesh: Mesh, weighted: bool) -> None:
     assert len({float(loss) for loss, _ in told}) == 1, "the same bits on every rank"
 
 
+@pytest.mark.mostly_integration("1-D on 4-nan", "1-D on 4-inf")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @EVERY
 def test_cross_entropy_ignores_tokens_of_weight_zero(mesh: Mesh, bad: float) -> None:
@@ -294,6 +299,7 @@ def test_cross_entropy_ignores_tokens_of_weight_zero(mesh: Mesh, bad: float) -> 
         assert not gradient[mesh.part(left_out, rows, rank)].any()
 
 
+@pytest.mark.integration
 def test_cross_entropy_of_the_tokens_that_count() -> None:
     logits = jnp.array([[1, 2, 3, 4], [3, 1, jnp.nan, 4], [0, 0, 1, 1]], jnp.float32)
     call = jax.value_and_grad(tensor.cross_entropy, argnums=(0, 3))
@@ -306,6 +312,7 @@ def test_cross_entropy_of_the_tokens_that_count() -> None:
     assert float(of_weights[1]) == pytest.approx(float(left_out - loss) / 2, rel=1e-5)
 
 
+@pytest.mark.mostly_integration("-1-data 2 x 1-D on 2", "24-1-D on 4", "24-data 2 x 1-D on 2")
 @EVERY
 @pytest.mark.parametrize("label", [-1, FEATURES])
 def test_cross_entropy_of_a_label_out_of_range_is_nan(mesh: Mesh, label: int) -> None:
@@ -322,6 +329,7 @@ def test_cross_entropy_of_a_label_out_of_range_is_nan(mesh: Mesh, label: int) ->
         assert np.isnan(loss) and np.isnan(gradient[:, 2]).all() and np.isfinite(gradient[:, :2]).all()
 
 
+@pytest.mark.mostly_integration("-1-1-D on 4", "24-[2,2,2]", "24-1-D on 4")
 @EVERY
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
 def test_embedding_of_a_token_out_of_range_is_nan(mesh: Mesh, token: int) -> None:

@@ -55,6 +55,7 @@ def test_every_batch_row_is_computed_once(mesh: Mesh) -> None:
     np.testing.assert_array_equal(seen, rows)
 
 
+@pytest.mark.mostly_integration("[1,1,4]", "1-D on 1", "1-D on 2")
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_cutting_and_joining_are_inverse(mesh: Mesh) -> None:
     """Parameters and an optimizer's state with counters, in types of two and four bytes."""
@@ -177,6 +178,7 @@ def test_sequences_longer_than_positions() -> None:
         tensor.partition(transformer(Mesh()), jax.ShapeDtypeStruct((1, LENGTH + 1), jnp.int32))
 
 
+@pytest.mark.integration
 def test_labels_that_are_not_cut_like_the_batch() -> None:
     """Users of 2-D libraries lose the loss so."""
     training = Training(Mesh(side=2))
@@ -198,6 +200,7 @@ def spread(parts: list[Any], specs: Any, mesh: Mesh) -> Any:
     return told[0]
 
 
+@pytest.mark.integration
 def test_weights_that_differ_between_depth_layers() -> None:
     mesh = Mesh(side=2, depth=2)
     specs = {"mlp": {"kernel": PartitionSpec("row", "col"), "bias": PartitionSpec("col")}}
@@ -231,12 +234,18 @@ def first_batches(mesh: Mesh, **change: Any) -> tuple[list[Any], Any]:
     return rows, {name: PartitionSpec(mesh.batch or None) for name in ROWS}
 
 
+@pytest.mark.mostly_integration("[1,1,1]", "[1,1,4]", "1-D on 1", "1-D on 2", "1-D on 4")
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_correctly_sharded_batch_is_accepted(mesh: Mesh) -> None:
     """A batch that is cut as it should be is accepted."""
     tensor.check_replicas(spread(*first_batches(mesh), mesh), batch=True)
 
 
+@pytest.mark.mostly_integration(
+    "mesh0-2-that of rank 2 is up to 1 apart",
+    "mesh1-3-that of rank 3 is up to 1 apart",
+    "mesh4-0-that of rank 1 is up to 1 apart",
+)
 @pytest.mark.parametrize(
     ("mesh", "rank", "numbers"),
     [

@@ -151,6 +151,7 @@ def test_init_inside_a_step_gives_the_serial_shards(name: str) -> None:
     assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("remat", [False, True])
 def test_initialising_never_holds_the_serial_model(monkeypatch: pytest.MonkeyPatch, remat: bool) -> None:
     mesh, held, part = Mesh(tensor=4), [], Mesh.part
@@ -170,6 +171,7 @@ def test_initialising_never_holds_the_serial_model(monkeypatch: pytest.MonkeyPat
     assert max(held) < own + 2 * max(sizes) < sum(sizes) / 2
 
 
+@pytest.mark.integration
 def test_the_norm_counts_every_element_once() -> None:
     training = Training(Mesh(side=2, depth=2))
     want = optax.tree.norm(Training(Mesh()).params())

@@ -18,6 +18,7 @@ from tests.support.tensor_case import MESHES, close, on_ranks, over
 SHAPES = {"column": (12, 24), "row": (24, 12), "table": (24, 12), "positions": (5, 12), "inner": (24,), "hidden": (12,)}
 
 
+@pytest.mark.integration
 @over(MESHES)
 def test_clipping_is_that_of_optax(mesh: Mesh) -> None:
     """A parameter of every role; a bound that bites, and one that does not."""
@@ -41,6 +42,7 @@ def test_clipping_is_that_of_optax(mesh: Mesh) -> None:
     jax.tree.map(np.testing.assert_array_equal, [each[1] for each in told], parts)
 
 
+@pytest.mark.mostly_integration("1-D-nan")
 @pytest.mark.parametrize("strange", [np.nan, np.inf])
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(side=2)], ids=["1-D", "2-D"])
 def test_nonfinite_value_on_one_rank_is_seen_on_all(mesh: Mesh, strange: float) -> None:

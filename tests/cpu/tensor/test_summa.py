@@ -34,6 +34,7 @@ PRODUCTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.mostly_integration("ab-[1,1,1]", "abt-[1,1,1]", "abt-[1,1,4]", "atb-[1,1,1]", "atb-[1,1,4]")
 @GRID
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_product_and_both_gradients_equal_serial_ones(name: str, mesh: Mesh) -> None:
@@ -126,6 +127,7 @@ def test_bfloat16_is_rounded_once() -> None:
         assert (got.astype(np.float32) == length).all(), "a sum of ones in bfloat16 would stop at 256"
 
 
+@pytest.mark.integration
 def test_derivatives_of_derivatives() -> None:
     """Closed under differentiation: the gradient of a squared gradient, against JAX's own."""
     mesh, a, b = Mesh(side=2), normal(M, K), normal(K, N, seed=1)

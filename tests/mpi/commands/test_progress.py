@@ -55,6 +55,7 @@ for progress in (0.1, False):
 )
 
 
+@pytest.mark.integration
 def test_rank_0_prints_lines_unless_it_is_to_be_silent(mpirun, tmp_path):
     done = mpirun(2, LINES, str(tmp_path / "events-")).check()
     line = r"'\[jaxcross \d+ s\] {}: step \d+, .*ended'"
@@ -123,6 +124,7 @@ def top(folder):
     return done.stdout.splitlines()
 
 
+@pytest.mark.integration
 def test_launch_draws_a_table_that_top_shows_elsewhere(tmp_path):
     events = tmp_path / "events"
     with Terminal(tmp_path, "None", "--events", str(events)) as terminal:

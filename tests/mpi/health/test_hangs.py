@@ -39,7 +39,7 @@ runner.run()
 """
 
 
-@pytest.mark.mostly_integration("own-loop")
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("loop", "then", "said"),
     [

@@ -10,6 +10,7 @@ SLOW = ["a_network_keeps_its_bits", "it_is_measured"]
 LONG = ["every_network_and_exchange_keeps_its_bits"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "cases",
     [

@@ -8,6 +8,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.integration)])
 def test_jobs_book_memory_over_mpi(mpirun, ranks, quick_compiler):
     finished = mpirun(ranks, "memory_table.py", timeout=900, env=quick_compiler).check()

@@ -11,6 +11,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3))])
 def test_jobs_over_mpi(mpirun, ranks):
     finished = mpirun(ranks, "runner_table.py", timeout=900).check()

@@ -152,6 +152,7 @@ def test_hosts_see_each_other_and_labs_are_isolated():
     assert where == str(Path.cwd())
 
 
+@pytest.mark.integration
 @needs_lab
 def test_two_labs_run_side_by_side_and_count_own_bytes():
     """Two labs exchange side by side and count their own bytes."""
@@ -220,6 +221,7 @@ def driven():
         driver.communicate()
 
 
+@pytest.mark.mostly_integration("to the driver-INT", "to its group-HUP")
 @needs_lab
 @pytest.mark.parametrize("name", ["TERM", "HUP", "INT"])
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["to the driver", "to its group"])

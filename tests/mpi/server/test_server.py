@@ -67,6 +67,7 @@ def test_parameters_stay_on_their_devices(mpirun):
     assert [round(float(line), 1) for line in done.stdout.split()] == [3.2, 3.2]
 
 
+@pytest.mark.integration
 def test_uncaught_exception_ends_all_ranks(mpirun):
     """An exception that no one catches ends all ranks."""
     done = mpirun(2, STUCK.format(late="raise ValueError('boom')", steps=9))

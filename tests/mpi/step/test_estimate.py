@@ -66,12 +66,14 @@ def environ(quick_compiler: dict[str, str], mpirun: object) -> dict[str, str]:
     return {**os.environ, **quick_compiler}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_estimates(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks: int) -> None:
     done = mpirun(ranks, "estimates.py", env=quick_compiler).check()
     assert done.stdout.count("estimates done") == ranks
 
 
+@pytest.mark.integration
 def test_a_script_ends_at_its_first_step(environ: dict[str, str], tmp_path: Path) -> None:
     """The chosen step of the first job is measured, and nothing of the user's is written."""
     script = tmp_path / "script.py"
@@ -89,6 +91,7 @@ def test_a_script_ends_at_its_first_step(environ: dict[str, str], tmp_path: Path
     assert written["cost"]["wire_bytes"] == 64 * 64 * 4
 
 
+@pytest.mark.integration
 def test_a_script_without_a_step_is_an_error(environ: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

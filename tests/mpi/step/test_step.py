@@ -137,6 +137,7 @@ for n in range(3):
 """
 
 
+@pytest.mark.integration
 def test_rank_exchanges_no_more_after_half_failed_step(mpirun, quick_compiler) -> None:
     """After a step that failed halfway, its rank exchanges no more."""
     done = mpirun(2, HALFWAY, env=quick_compiler)
@@ -197,6 +198,7 @@ def test_ranks_agree_anew_after_an_early_failed_step(mpirun, quick_compiler) -> 
     assert "(agreement)" in done.stderr and "job 'on_one'" in done.stderr, done.stderr
 
 
+@pytest.mark.integration
 def test_threads_and_agreements(mpirun, quick_compiler) -> None:
     finished = mpirun(2, SCRIPT, env=quick_compiler)
     assert finished.check().stdout.count("end") == 2, finished.stdout + finished.stderr

@@ -132,6 +132,7 @@ def alone(code, **environ):
     )
 
 
+@pytest.mark.integration
 def test_one_process_without_a_launcher_is_a_world():
     code = START.format(watchdog=300) + "print(world.size, world.rank, world.rank_grid('batch').shape)"
     done = alone(code)
@@ -148,7 +149,7 @@ sys.meta_path.insert(0, Told())
 """
 
 
-@pytest.mark.mostly_integration("as measured")
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("before", "own", "expected"),
     [
@@ -175,6 +176,7 @@ def test_a_silent_singleton_is_refused():
     assert "Remedy: use the `mpirun` of the same MPI" in done.stderr
 
 
+@pytest.mark.integration
 def test_a_pool_that_came_too_early_is_refused():
     code = "import jax\njax.devices()\nfrom jaxcross.world import initialize\ninitialize(lanes=100)"
     done = alone(code)
@@ -182,6 +184,7 @@ def test_a_pool_that_came_too_early_is_refused():
     assert "ExchangeError: JAX started before `jaxcross.initialize()`, with a CPU pool of" in done.stderr
 
 
+@pytest.mark.integration
 def test_the_pool_has_the_size_that_the_world_says():
     code = START.format(watchdog=300) + (
         "import jax, os\nassert os.environ['PJRT_NPROC'] == str(world.pool_size)\njax.devices()\n"
@@ -192,6 +195,7 @@ def test_the_pool_has_the_size_that_the_world_says():
     assert int(done.stdout) >= 2
 
 
+@pytest.mark.integration
 def test_an_mpi4jax_for_another_mpi_is_explained(tmp_path):
     (tmp_path / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!')")
     done = alone(START.format(watchdog=300), PYTHONPATH=str(tmp_path))

@@ -97,6 +97,7 @@ class Window(io.StringIO):
         return super().write(text)
 
 
+@pytest.mark.integration
 def test_a_closed_window_does_not_hold_the_ranks_up(monkeypatch, tmp_path):
     """What has no reader is dropped: else the pipe would fill, and a rank would wait in `print` for ever."""
     window = Window()

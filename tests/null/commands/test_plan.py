@@ -63,6 +63,7 @@ def test_the_plan_is_printed_and_written(folder: Path, capsys: pytest.CaptureFix
     assert "The memory of 2 jobs is not known" in out
 
 
+@pytest.mark.integration
 def test_the_link_s_rate_brings_contention(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A profile of a report does not name it; without it no contention counts."""
     words = (folder / "jobs.toml", "--contention", "two-cores", "--json", folder / "plan.json")
@@ -101,6 +102,7 @@ def test_a_group_too_high_writes_nothing(folder: Path, capsys: pytest.CaptureFix
     assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".json", ".toml"]
 
 
+@pytest.mark.integration
 def test_a_picture_of_a_group_is_drawn(folder: Path) -> None:
     pytest.importorskip("matplotlib")
     assert _run(folder / "jobs.toml", "--picture", folder / "group.png", "--contention", "two-cores") == 0

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 import pages.race  # pyright: ignore[reportMissingImports]
@@ -59,6 +61,7 @@ def test_every_kept_result_has_its_place() -> None:
     assert tables >= {(r["case"], r["rate"], r["run"]) for r in kept}
 
 
+@pytest.mark.integration
 def test_a_changed_number_is_found(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
     page = tmp_path / "benchmarks" / "results" / "benchmarks.md"

@@ -49,12 +49,14 @@ def calls_a_segment(graph: StepGraph, jobs: int, steps: int) -> float:
     return count_calls(lambda: simulation.run(10**9)) / (segments * jobs * steps)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("graph", [chain, backward_pass])
 def test_a_segment_costs_the_same_in_a_long_step(graph: Any) -> None:
     short, long = (calls_a_segment(graph(n), jobs=2, steps=2) for n in (51, 801))
     assert long <= 1.1 * short
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("graph", "steps", "most"), [(chain(31), 3, 1.5), (backward_pass(3), 6, 1.2)])
 def test_segment_cost_is_similar_beside_many_jobs(graph: StepGraph, steps: int, most: float) -> None:
     """A segment costs about the same beside many jobs."""

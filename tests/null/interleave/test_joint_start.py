@@ -25,6 +25,9 @@ def together(*jobs, ranks=1, **options):
 ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
 
 
+@pytest.mark.mostly_integration(
+    "case5-expected5", "case7-expected7", "case8-expected8", "case16-expected16", "case18-expected18"
+)
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
@@ -74,6 +77,7 @@ def test_in_every_order_all_jobs_begin(case, expected):
     assert {", ".join(f"{steps} {how}" for steps, how in end) for end in ends(case)} == expected
 
 
+@pytest.mark.mostly_integration("bad2-good2-0 failed, 1 ended")
 @pytest.mark.parametrize(
     ("bad", "good", "expected"),
     [
@@ -89,6 +93,7 @@ def test_a_fault_of_one_rank_lets_the_other_job_begin(bad, good, expected):
     assert {", ".join(f"{steps} {how}" for steps, how in end) for end in ends(case)} == {expected}
 
 
+@pytest.mark.integration
 def test_an_interrupt_stops_jobs_that_are_held_back():
     found = ends(together(ONE, (Sync("restore"), *ONE), outside=((m.StopRequested(),),)))
     assert ((0, "stopped"), (0, "stopped")) in found

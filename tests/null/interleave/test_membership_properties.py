@@ -5,6 +5,7 @@ The simulator raises if ranks meet in different slots or hang; the interleavers 
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -226,6 +227,7 @@ def test_a_job_that_some_rank_never_adds_is_left_out():
     assert not any(result.names for result in results)
 
 
+@pytest.mark.integration
 def test_a_job_may_add_its_successor_as_its_last_act():
     """1,000 of them, one after the other: what is kept does not grow."""
 

@@ -29,6 +29,7 @@ from tests.support.model_scripts import (
 )
 
 
+@pytest.mark.mostly_integration("case0-steps0", "case6-steps6", "case12-steps12")
 @pytest.mark.parametrize(
     ("case", "steps"),
     [
@@ -55,6 +56,7 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
     assert ends(case) == {tuple((n, "ended") for n in steps)}
 
 
+@pytest.mark.mostly_integration("bad0-good0-steps0", "bad2-good2-steps2", "bad8-good8-steps8")
 @pytest.mark.parametrize(
     ("bad", "good", "steps"),
     [
@@ -81,6 +83,7 @@ def test_in_any_order_a_fault_ends_the_job_on_all(bad, good, steps):
     assert ends(unlike(bad, good)) == {((n, "failed"),) for n in steps}
 
 
+@pytest.mark.mostly_integration("bad0-good0-end0", "bad1-good1-end1", "bad7-good7-end7")
 @pytest.mark.parametrize(
     ("bad", "good", "end"),
     [
@@ -99,6 +102,7 @@ def test_in_any_order_two_other_ranks_hear_of_a_fault(bad, good, end):
     assert ends(unlike(bad, good, good)) == {(end,)}
 
 
+@pytest.mark.mostly_integration("script1-steps1")
 @pytest.mark.parametrize(
     ("script", "steps"),
     [((step(PLAIN),), {0, 1}), ((step(LOCAL), step(LOCAL)), {0}), ((step(SHORT), step(LOCAL)), {0, 1})],
@@ -109,6 +113,7 @@ def test_data_that_fails_at_any_moment_ends_the_job(script, steps):
     assert found == {((n, "failed"),) for n in steps} | {((sum(s.graph != LOCAL for s in script), "ended"),)}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=EXHAUSTIVE)])
 def test_in_every_order_the_other_job_does_not_notice(ranks):
     others = [((), (step(SHORT),))] * (ranks - 1)
@@ -116,12 +121,14 @@ def test_in_every_order_the_other_job_does_not_notice(ranks):
     assert found == {((0, "failed"), (1, "ended"))}
 
 
+@pytest.mark.integration
 def test_interrupt_stops_all_ranks_at_one_step():
     """An interrupt at any moment stops all ranks at one step."""
     stopped = {((n, "stopped"),) for n in (0, 1)}
     assert ends(alike(2, (step(SHORT),) * 2, outside=((m.StopRequested(),), ()))) == {*stopped, ((2, "ended"),)}
 
 
+@pytest.mark.mostly_integration("case9-expected9", "case11-expected11", "case12-expected12")
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

@@ -172,6 +172,13 @@ class CountsForItself(Interleaver):
 FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
 
 
+@pytest.mark.mostly_integration(
+    "TakesTheCommitForGranted-case1-overwrites the state of a step that is not committed",
+    "GoesOnAfterFailure-case5-its job has failed here",
+    "ForgetsBatches-case9-ranks meet for ever and nothing comes of it",
+    "ForgetsOpenLoops-case10-ranks meet for ever and nothing comes of it",
+    "LeavesThreadsBehind-case11-all is over, but the threads of jobs \\\\[0\\\\] wait",
+)
 @pytest.mark.parametrize(
     ("wrong", "case", "message"),
     [
@@ -199,6 +206,7 @@ def test_a_wrong_interleaver_is_found_out(wrong, case, message):
     assert "moves of one rank:" in str(error.value)
 
 
+@pytest.mark.integration
 def test_ranks_that_do_not_vote_end_differently():
     """Ranks that do not ask each other end differently."""
     case = unlike(fed(0, SHORT), fed(1, SHORT))

@@ -105,6 +105,7 @@ def rates(policy, jobs, horizon_s=400.0):
     return [sum(0.1 * horizon_s < t <= horizon_s for t in each) / (0.9 * horizon_s) for each in done]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("compute_s", "exchange_s"), [(5.0, 5.0), (5.0, 2.5), (2.5, 5.0)])
 def test_a_job_ten_times_smaller_keeps_its_share(compute_s, exchange_s):
     def relative(policy, pieces):

@@ -75,6 +75,7 @@ def _check(found: Grouping, loads: list[Load], most: int, memory: int | None) ->
     assert found.pooled_rank_s <= found.rank_s * (1 + 1e-9) and found.rank_s <= found.alone_rank_s * (1 + 1e-9)
 
 
+@pytest.mark.mostly_integration("0-None-2", "0-None-3", "0-60-2", "2-None-2", "2-None-3")
 @pytest.mark.parametrize("most", [2, 3, 4])
 @pytest.mark.parametrize("memory", [None, 60])
 @pytest.mark.parametrize("seed", range(3))
@@ -100,6 +101,7 @@ def test_pairs_are_near_the_best_matching(seed: int) -> None:
     assert best.fun - 1e-9 <= found.rank_s <= 1.02 * best.fun
 
 
+@pytest.mark.mostly_integration("None")
 @pytest.mark.parametrize("memory", [None, 45])
 def test_a_thousand_jobs_are_near_the_pooled_bound(memory: int | None) -> None:
     """On 10,000 ranks, of jobs with 4, 8 and 16 ranks, with weights and a limit of memory."""

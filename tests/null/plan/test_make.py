@@ -26,6 +26,7 @@ def _groups(plan: Plan) -> list[tuple[str, ...]]:
     return [tuple(job.name for job in group.jobs) for group in plan.groups]
 
 
+@pytest.mark.integration
 def test_unlike_jobs_share_ranks_and_none_starves() -> None:
     plan = jaxcross.plan.of(UNLIKE)
     assert _groups(plan) == [("large", "small"), ("other",)]
@@ -37,6 +38,7 @@ def test_unlike_jobs_share_ranks_and_none_starves() -> None:
     assert "not to slow each other down" in str(plan)
 
 
+@pytest.mark.integration
 def test_the_prediction_of_a_group_is_the_plan_s() -> None:
     plan = of(UNLIKE)
     (pair, _) = plan.groups
@@ -50,6 +52,7 @@ def test_the_prediction_of_a_group_is_the_plan_s() -> None:
         predict_group(pair, [replace(profile, ranks=3) for profile in UNLIKE])
 
 
+@pytest.mark.mostly_integration("1e-05")
 @pytest.mark.parametrize("step_s", [1e-300, 1e-5])
 def test_a_group_too_unlike_is_not_predicted(step_s: float) -> None:
     """A plan may be any file: its prediction takes no longer than those of `of`."""
@@ -59,6 +62,7 @@ def test_a_group_too_unlike_is_not_predicted(step_s: float) -> None:
         predict_group(loaded, UNLIKE)
 
 
+@pytest.mark.integration
 def test_jobs_that_would_starve_run_alone() -> None:
     """Two jobs that compute all the time, and more of them than either leaves room for."""
     plan = of([_profile("a", 0.613, 0.023), _profile("b", 0.731, 0.129)], floor=0.5)
@@ -75,6 +79,7 @@ def test_jobs_too_unlike_for_a_prediction_run_alone() -> None:
     assert plan.groups[1].why.endswith(" times as long as the shortest: too unlike for a prediction")
 
 
+@pytest.mark.integration
 def test_jobs_that_gain_nothing_run_alone() -> None:
     slow = Contention(compute=2.0, exchange=2.0)
     plan = of([_profile("a", 0.1, 0.1), _profile("b", 0.1, 0.1)], contention=slow, floor=0.1)
@@ -93,6 +98,7 @@ def test_groups_of_like_jobs_are_planned_once(monkeypatch: pytest.MonkeyPatch) -
     assert len(made) == 1
 
 
+@pytest.mark.integration
 def test_memory_keeps_jobs_apart() -> None:
     memory = JobMemory(peak_bytes=50 * 10**9, boundary_bytes=40 * 10**9)
     jobs = [_profile(name, 0.1, 0.1, memory=memory) for name in "ab"]
@@ -102,6 +108,7 @@ def test_memory_keeps_jobs_apart() -> None:
     assert "memory of 1 jobs is not known" in str(of([*jobs, _profile("c", 0.1, 0.1)], memory="90GB"))
 
 
+@pytest.mark.integration
 def test_measured_cuts_are_not_estimated() -> None:
     cut = _profile("large", 0.6, 0.1).cut_evenly(16)
     plan = of([_profile("large", 0.6, 0.1), cut, _profile("small", 0.04, 0.1)])
@@ -109,6 +116,7 @@ def test_measured_cuts_are_not_estimated() -> None:
     assert (job.pieces, job.estimated) == (16, False)
 
 
+@pytest.mark.integration
 def test_contention_is_that_of_the_link_s_rate() -> None:
     jobs = [_profile(name, 0.1, 0.1, mbit_per_s=1000.0) for name in "ab"]
     at_rate = of(jobs, contention=TWO_CORES.at(1000), floor=0.1)

@@ -61,6 +61,7 @@ def _check(seeds: range) -> None:
     assert np.mean(progress) >= 0.8
 
 
+@pytest.mark.integration
 def test_no_job_of_a_random_set_starves() -> None:
     _check(range(6))
 
@@ -76,6 +77,7 @@ def test_equal_jobs_run_whole_by_turns() -> None:
     assert found.progress == pytest.approx(2, rel=0.02)
 
 
+@pytest.mark.integration
 def test_a_large_job_is_cut_for_a_small_one() -> None:
     """Whole steps of the large job would leave the small one a tenth of its speed."""
     large, small = _cuts("large", 1.0, 1.0), _cuts("small", 0.1, 0.1)
@@ -97,6 +99,7 @@ def test_a_job_with_a_short_exchange_does_not_hold_the_lane() -> None:
     assert not found.refusal and min(found.speeds) >= 1 / 3
 
 
+@pytest.mark.integration
 def test_jobs_that_leave_no_room_are_refused() -> None:
     """Two jobs that compute all the time alone: no order costs nothing."""
     found = choose_rates([_cuts("a", 0.6, 0.02), _cuts("b", 0.7, 0.13)])

@@ -107,6 +107,7 @@ def outcome(coordinator):
     return rows, coordinator.search.heard
 
 
+@pytest.mark.mostly_integration("True-1", "True-2", "False-1", "False-2", "False-4")
 @pytest.mark.parametrize("concurrent", [1, 2, 4])
 @pytest.mark.parametrize("prunes", [True, False])
 def test_order_of_threads_and_kills_change_nothing(tmp_path, concurrent, prunes):
