@@ -20,7 +20,6 @@ from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
 from jaxcross.program.verify import verify
 from jaxcross.testing import LocalRanks, decide, run_jaxpr, run_program
-from tests.support.examples import scaled
 from tests.support.random_steps import RECIPES, Recipe, arguments, build
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -54,7 +53,7 @@ def examples(few: int, many: int) -> Any:
 @examples(50, 150)
 def test_cut_program_equals_its_jaxpr_bit_for_bit(examples: int) -> None:
     @seed(1)
-    @settings(FUZZ, max_examples=scaled(examples))
+    @settings(FUZZ, max_examples=examples)
     @given(RECIPES, st.sampled_from([0, 40, 1 << 20]))
     def equal(recipe: Recipe, bucket_bytes: int) -> None:
         whole, leaves = traced(recipe)
@@ -81,7 +80,7 @@ def test_flat_jaxpr_equals_the_step_as_jax_traced_it(examples: int) -> None:
     """Inlining, deciding and splitting `cond` change no bit; what is never read is not even made."""
 
     @seed(2)
-    @settings(FUZZ, max_examples=scaled(examples))
+    @settings(FUZZ, max_examples=examples)
     @given(RECIPES)
     def equal(recipe: Recipe) -> None:
         whole, leaves = traced(recipe)
@@ -93,8 +92,9 @@ def test_flat_jaxpr_equals_the_step_as_jax_traced_it(examples: int) -> None:
     equal()
 
 
+@pytest.mark.integration
 @seed(3)
-@settings(FUZZ, max_examples=scaled(40))
+@settings(FUZZ, max_examples=40)
 @given(RECIPES)
 def test_digest_and_signature_depend_on_the_step_alone(recipe: Recipe) -> None:
     one, leaves = traced(recipe)
@@ -116,7 +116,7 @@ def test_fuzzer_reaches_what_it_is_for() -> None:
     counts = dict.fromkeys(("exchange", "two collectives", "undecided", "loop", "cond", "bucket", "packed"), 0)
 
     @seed(1)
-    @settings(FUZZ, max_examples=scaled(100))
+    @settings(FUZZ, max_examples=100)
     @given(RECIPES)
     def count(recipe: Recipe) -> None:
         whole, leaves = traced(recipe)

@@ -1,0 +1,332 @@
+"""Which tests a change needs: what `.ci/run` runs of the integration tests, and what is left of `.ci/more`.
+
+    python .ci/parts.py select FOLDER     # for .ci/run: writes what to run to FOLDER, and says why
+    python .ci/parts.py drawn FOLDER      # runs the drawn cases; what fails before the change, too, is only reported
+    python .ci/parts.py more [PART ...]   # for .ci/more: runs the parts that haven't passed since their folders changed
+    python .ci/parts.py show              # which parts have passed, and at which commit
+
+A *part* is the tests of one folder in one tier, such as `integration:wire`. It covers the folder of the package, all
+folders that this one imports, however indirectly, and the tests themselves, so a change of `wire` concerns the parts of
+`wire`, `world`, `jobs` and everything else above it. The import graph is grimp's, the one that `lint-imports` checks.
+
+`.ci/more` writes down in `.ci/passed.json` at which commit each part has passed. Commit that file: it's what a later
+run on another machine starts from. A change is what differs from the base, which is `CI_BASE`, or else where this
+branch left `origin/main`. On main itself there's no such base, and each part is compared with the commit at which it
+passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import grimp
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ".ci/passed.json"
+PACKAGE = "jaxcross"
+RUNS_ON = ("null", "cpu", "mpi")
+
+# A change of these concerns every part.
+ALL = (
+    "pyproject.toml",
+    "tests/conftest.py",
+    "tests/__init__.py",
+    "tests/support",
+    "tests/mpi/conftest.py",
+    "jaxcross/testing.py",
+)
+# Folders that aren't part of the package -> the test folders that a change of them concerns.
+ROWS = {
+    "benchmarks": ("benchmarks", "checkpoint", "docs", "health"),
+    "deploy": ("deploy",),
+    "docs": ("docs",),
+    "examples": ("docs", "examples"),
+    "tests/model": ("interleave",),
+    "README.md": ("docs",),
+}
+# Open MPI runs, with the newest Python and JAX, if one of these has changed.
+ON_OPEN_MPI = ("wire", "world", "health", "server", "lab", "commands")
+
+# One integration case of each kind, which every change runs.
+ALWAYS = (
+    "tests/cpu/benchmarks/test_benchmarks.py::test_wire_call",
+    "tests/mpi/checkpoint/test_checkpoint.py::test_residuals_of_two_ranks_are_refused_on_three",
+    "tests/mpi/commands/test_relaunch.py::test_exception_of_the_user_is_not_repeated",
+    "tests/mpi/data/test_data.py::test_one_decode_in_crossover",
+    "tests/mpi/docs/test_pages.py::test_page_code_runs_and_prints_what_it_shows[integration-1]",
+    "tests/mpi/examples/test_examples.py::test_parameter_servers[staleness0]",
+    "tests/mpi/exchange/test_local_steps.py::test_steps_between_two_exchanges_count",
+    "tests/mpi/health/test_faults.py::test_faults_at_points",
+    "tests/mpi/jobs/test_runner.py::test_jobs_over_mpi[2]",
+    "tests/mpi/program/test_zoo.py::test_mpi4jax_steps_are_cut_in_program_order",
+    "tests/mpi/runtime/test_chaos.py::test_jobs_whose_threads_are_late",
+    "tests/mpi/server/test_server.py::test_parameters_stay_on_their_devices",
+    "tests/mpi/step/test_step.py::test_several_devices_a_rank",
+    "tests/mpi/sweeps/test_sweep_command.py::test_command_sweeps_a_script",
+)
+
+# Tier -> the command that runs it on some paths.
+TIERS = {
+    "integration": ["uv", "run", "pytest", "-m", "not exhaustive", "--hypothesis-profile", "full", "-n", "4"],
+    "exhaustive": ["uv", "run", "pytest", "-m", "exhaustive", "--hypothesis-profile", "full", "-n", "3"],
+    "openmpi": [".ci/with-openmpi", "-m", "not exhaustive", "-n", "4"],
+}
+NO_TESTS = 5  # pytest's exit code
+
+console = Console(soft_wrap=True, highlight=False)
+
+
+def git(*words: str) -> str | None:
+    """Returns what git prints, or None if it fails."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def folder_of(module: str) -> str:
+    return [*module.split("."), "__init__"][1]
+
+
+@cache
+def imported() -> Mapping[str, set[str]]:
+    """Returns, for each folder of the package, all folders that it imports, however indirectly, and itself."""
+    graph = grimp.build_graph(PACKAGE, exclude_type_checking_imports=True, cache_dir=None)
+    found: dict[str, set[str]] = {}
+    for module in graph.modules:
+        names = found.setdefault(folder_of(module), {folder_of(module)})
+        names |= {folder_of(other) for other in graph.find_modules_directly_imported_by(module)}
+    while True:
+        more = {name: set().union(*(found[other] for other in others)) for name, others in found.items()}
+        if more == found:
+            return found
+        found = more
+
+
+@cache
+def folders() -> tuple[str, ...]:
+    """Returns the folders that have tests, and `PACKAGE` for the files in `tests/null` itself, which test all of it."""
+    found = {path.parent.name for tier in RUNS_ON for path in (ROOT / "tests" / tier).glob("*/__init__.py")}
+    return (*sorted(found), PACKAGE)
+
+
+def paths_of(folder: str, tiers: Sequence[str] = RUNS_ON) -> list[str]:
+    if folder == PACKAGE:
+        return [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/null").glob("test_*.py"))]
+    return [f"tests/{tier}/{folder}/" for tier in tiers if (ROOT / "tests" / tier / folder).is_dir()]
+
+
+def covered(folder: str) -> list[str]:
+    """Returns the paths whose change concerns the tests of a folder."""
+    if folder == PACKAGE:
+        return [PACKAGE, *paths_of(PACKAGE), *ALL]
+    package = [f"{PACKAGE}/{name}" for name in imported().get(folder, ())]
+    package = [path if (ROOT / path).is_dir() else f"{path}.py" for path in package]
+    rows = [path for path, folders in ROWS.items() if folder in folders]
+    return [*sorted(package), *rows, *paths_of(folder), *cases_of(folder), *ALL]
+
+
+def cases_of(folder: str) -> list[str]:
+    """Returns the programs in `tests/mpi/cases` that the tests of a folder name."""
+    text = "".join(path.read_text() for path in (ROOT / "tests" / "mpi" / folder).glob("*.py"))
+    return [f"tests/mpi/cases/{path.name}" for path in (ROOT / "tests/mpi/cases").glob("*.py") if path.name in text]
+
+
+def changed_since(commit: str) -> list[str] | None:
+    """Returns the files that differ from a commit, uncommitted ones included, or None if the commit isn't known."""
+    named = git("diff", "--name-only", commit)
+    new = git("ls-files", "--others", "--exclude-standard")
+    return None if named is None else [file for file in f"{named}\n{new}".split("\n") if file not in ("", RECORDS)]
+
+
+def why(folder: str, base: str | None) -> str:
+    """Returns why the tests of a folder must run: a changed file that they cover. Empty if they needn't."""
+    files = None if base is None else changed_since(base)
+    if files is None:
+        return "nothing to compare with"
+    paths = covered(folder)
+    hits = [file for file in files if any(file == path or file.startswith(f"{path.rstrip('/')}/") for path in paths)]
+    return f"{hits[0]}{f' and {len(hits) - 1} more' if len(hits) > 1 else ''}" if hits else ""
+
+
+def find_base() -> str | None:
+    """Returns the commit to compare with, or None if each part has to be compared with its own."""
+    if named := os.environ.get("CI_BASE"):
+        return named
+    head = git("rev-parse", "HEAD")
+    left = git("merge-base", "HEAD", "origin/main")
+    return left if left != head else None
+
+
+def passed() -> dict[str, str]:
+    return json.loads((ROOT / RECORDS).read_text()) if (ROOT / RECORDS).exists() else {}
+
+
+def collected(*words: str) -> list[str]:
+    """Returns the ids of the tests that pytest would run."""
+    line = ["uv", "run", "pytest", "--collect-only", "-q", "-n", "0", *words]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, NO_TESTS):
+        sys.exit(done.stdout + done.stderr)
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def is_drawn(test: str, commit: str) -> bool:
+    """Whether a test belongs to the tenth that this commit runs."""
+    return int(hashlib.sha256(f"{commit} {test}".encode()).hexdigest(), 16) % 10 == 0
+
+
+def chosen(tests: Iterable[str], changed: Iterable[str], commit: str) -> tuple[list[str], list[str]]:
+    """Returns which integration tests a change of these folders runs, and which others are drawn by its commit."""
+    paths = [path for folder in changed for path in paths_of(folder)]
+    run, drawn = [], []
+    for test in tests:
+        if test in ALWAYS or test.startswith(tuple(paths)):
+            run.append(test)
+        elif is_drawn(test, commit):
+            drawn.append(test)
+    return run, drawn
+
+
+def select(out: Path) -> int:
+    base, records = find_base(), passed()
+    reasons = {f: why(f, base or records.get(f"integration:{f}")) for f in folders()}
+    due = [folder for folder, reason in reasons.items() if reason]
+    on_open_mpi = [f for f in ON_OPEN_MPI if concerns_open_mpi(f, base or records.get(f"openmpi:{f}"))]
+    tests = collected("-m", "(integration or hypothesis) and not exhaustive")
+    integration = set(collected("-m", "integration and not exhaustive"))
+    run, drawn = chosen(tests, due, git("rev-parse", "HEAD") or "")
+    drawn = [test for test in drawn if test in integration]
+    missing = set(ALWAYS) - set(run)
+    if missing:
+        sys.exit(f".ci/parts.py names tests that don't exist: {sorted(missing)}")
+    table = Table(
+        "Tests of", "run because of", title=f"Compared with {(base or 'the commits in .ci/passed.json')[:40]}"
+    )
+    for folder in due:
+        table.add_row(folder, reasons[folder])
+    console.print(table)
+    left = [folder for folder in folders() if folder not in due]
+    console.print(f"Left to .ci/more: the integration tests of {', '.join(left) or 'no folder'}; all exhaustive tests.")
+    console.print(f"{len(run)} tests run, one of each kind included, and {len(drawn)} others are drawn by the commit.")
+    console.print(f"Open MPI: {'because of ' + ', '.join(on_open_mpi) if on_open_mpi else 'not needed'}.")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "integration").write_text("\n".join(run))
+    (out / "drawn").write_text("\n".join(drawn))
+    (out / "base").write_text(base or "")
+    (out / "openmpi").write_text(" ".join(on_open_mpi))
+    return 0
+
+
+def concerns_open_mpi(folder: str, base: str | None) -> bool:
+    """Whether the folder itself has changed: what it imports counts for its integration tests only."""
+    files = None if base is None else changed_since(base)
+    paths = (f"{PACKAGE}/{folder}/", f"tests/mpi/{folder}/")
+    return files is None or any(file.startswith(paths) or file == "pyproject.toml" for file in files)
+
+
+def drawn(out: Path) -> int:
+    """Runs the drawn cases. Those that fail at the base, too, don't fail the run."""
+    failed = failures(ROOT, out / "drawn")
+    if not failed:
+        return 0
+    base = (out / "base").read_text() or None
+    if base is None:
+        console.print(f"{len(failed)} drawn cases failed, and there's no base to run them at.")
+        return 1
+    tree = out / "tree"
+    subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, base], cwd=ROOT, check=True)
+    try:
+        (out / "failed").write_text("\n".join(failed))
+        before = failures(tree, out / "failed")
+    finally:
+        subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=False)
+    for test in failed:
+        console.print(f"{test}: fails {'at the base, too' if test in before else 'since this change'}")
+    return int(not set(failed) <= set(before))
+
+
+def failures(tree: Path, tests: Path) -> list[str]:
+    """Runs the tests that a file names, one per line, and returns those that fail."""
+    if not tests.read_text().strip():
+        return []
+    kept = tests.with_suffix(".cache")
+    line = ["uv", "run", "pytest", "-m", "not exhaustive", "-n", "4", "-o", f"cache_dir={kept}", f"@{tests}"]
+    code = subprocess.run(line, cwd=tree, check=False).returncode
+    last = kept / "v" / "cache" / "lastfailed"
+    failed = list(json.loads(last.read_text())) if last.exists() else []
+    return failed or ([] if code in (0, NO_TESTS) else tests.read_text().split("\n"))
+
+
+def parts() -> dict[str, tuple[list[str], str]]:
+    """Returns all parts: their command, and the folder whose changes make them due."""
+    found = {}
+    for tier, command in TIERS.items():
+        for folder in folders():
+            if tier == "openmpi" and folder == PACKAGE:
+                continue
+            if paths := paths_of(folder, ("mpi",) if tier == "openmpi" else RUNS_ON):
+                found[f"{tier}:{folder}"] = ([*command, *paths], folder)
+    kills = ["uv", "run", "python", "benchmarks/kill_resume.py", "--trials", "3", "--ranks", "2", "--seed", "100"]
+    found["kills"] = (kills, "checkpoint")
+    return found
+
+
+def more(named: Sequence[str]) -> int:
+    every = parts()
+    unknown = [name for name in named if name not in every and name not in TIERS]
+    if unknown:
+        sys.exit(f"There's no part {', '.join(unknown)}. `python .ci/parts.py show` lists them.")
+    bad = []
+    for name, (command, folder) in every.items():
+        if named and name not in named and name.partition(":")[0] not in named:
+            continue
+        head = git("rev-parse", "HEAD")
+        if not (reason := why(folder, passed().get(name))):
+            console.print(f"{name}: passed at {passed()[name][:10]}, and nothing that it covers has changed")
+            continue
+        if changed_since("HEAD"):
+            console.print(f"{name}: the working tree has changes, so a pass won't be recorded", style="yellow")
+            head = None
+        console.print(f"\n== {name}: {reason}", style="bold")
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        if code not in (0, NO_TESTS):
+            bad.append(name)
+        elif head is not None:
+            (ROOT / RECORDS).write_text(json.dumps({**passed(), name: head}, indent=1, sort_keys=True) + "\n")
+    console.print(f"failed: {', '.join(bad)}" if bad else "All of these parts have passed.")
+    return int(bool(bad))
+
+
+def show() -> int:
+    table = Table("Part", "Passed at", "Due because of")
+    for name, (_, folder) in parts().items():
+        commit = passed().get(name)
+        table.add_row(name, (commit or "-")[:10], why(folder, commit))
+    console.print(table)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("select", "drawn"):
+        commands.add_parser(name).add_argument("folder", type=Path)
+    commands.add_parser("more").add_argument("parts", nargs="*")
+    commands.add_parser("show")
+    args = parser.parse_args()
+    if args.command in ("select", "drawn"):
+        return {"select": select, "drawn": drawn}[args.command](args.folder)
+    return more(args.parts) if args.command == "more" else show()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

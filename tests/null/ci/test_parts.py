@@ -1,0 +1,137 @@
+"""What a change runs: the folders above it, one case of each kind, and a tenth of the rest."""
+
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / ".ci" / "parts.py"
+
+
+@pytest.fixture(scope="module")
+def parts():
+    spec = importlib.util.spec_from_file_location("parts", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def changed(parts, monkeypatch):
+    """Pretends that these files have changed since commit `base`."""
+
+    def change(*files):
+        monkeypatch.setattr(parts, "changed_since", {"base": files}.get)
+
+    return change
+
+
+def due(parts, base="base"):
+    return {folder for folder in parts.folders() if parts.why(folder, base)}
+
+
+def test_change_concerns_every_folder_above(parts, changed):
+    changed("jaxcross/wire/lower.py")
+    assert {"wire", "world", "jobs", "step", "sweeps", "commands", "jaxcross"} <= due(parts)
+    assert not {"tensor", "exchange", "program", "interleave", "docs", "examples"} & due(parts)
+    changed("jaxcross/tensor/mesh.py")
+    assert due(parts) == {"tensor", "jaxcross"}
+
+
+def test_module_at_the_top_of_the_package_is_like_a_folder(parts, changed):
+    changed("jaxcross/_tracing.py")
+    assert {"exchange", "tensor", "program"} <= due(parts) and "interleave" not in due(parts)
+
+
+@pytest.mark.parametrize(
+    ("file", "folders"),
+    [
+        ("tests/cpu/tensor/test_mesh.py", {"tensor"}),
+        ("tests/mpi/cases/tensor_table.py", {"tensor"}),
+        ("benchmarks/race.py", {"benchmarks", "checkpoint", "docs", "health"}),
+        ("examples/gpt.py", {"docs", "examples"}),
+        ("docs/howto/cluster.md", {"docs"}),
+        (".ci/run", set()),
+    ],
+)
+def test_what_is_not_in_the_package_has_a_row(parts, changed, file, folders):
+    changed(file)
+    assert due(parts) == folders
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", "tests/conftest.py", "tests/support/zoo.py"])
+def test_what_all_tests_use_concerns_all(parts, changed, file):
+    changed(file)
+    assert due(parts) == set(parts.folders())
+
+
+@pytest.mark.parametrize("base", [None, "a commit that git doesn't know"])
+def test_without_a_base_everything_runs(parts, changed, base):
+    changed()
+    assert due(parts) == set()
+    assert due(parts, base) == set(parts.folders())
+
+
+def test_rest_is_drawn_by_commit(parts):
+    tests = [f"tests/cpu/tensor/test_mesh.py::test_it[{n}]" for n in range(2000)]
+    run, drawn = parts.chosen([*tests, *parts.ALWAYS], ["wire"], "a")
+    assert run == list(parts.ALWAYS)
+    assert 150 < len(drawn) < 250
+    assert parts.chosen(tests, ["wire"], "a") == ([], drawn)
+    assert parts.chosen(tests, ["wire"], "b")[1] != drawn
+    assert parts.chosen(tests, ["tensor"], "a") == (tests, [])
+
+
+def test_every_part_says_what_it_covers(parts):
+    for name, (command, folder) in parts.parts().items():
+        assert command and parts.covered(folder), name
+    assert {name.partition(":")[0] for name in parts.parts()} == {"integration", "exhaustive", "openmpi", "kills"}
+
+
+def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
+    """Of two parts, one fails: it's due again, and the other one isn't."""
+
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True)
+
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / "file").write_text("1")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    monkeypatch.setattr(parts, "covered", lambda folder: ["file"])
+    monkeypatch.setattr(
+        parts, "parts", lambda: {"good": (["echo", "ran"], "x"), "bad": (["false"], "x"), "also": (["true"], "x")}
+    )
+    assert parts.more([]) == 1
+    assert list(json.loads((tmp_path / parts.RECORDS).read_text())) == ["also", "good"]
+    git("add", ".")
+    git("commit", "--quiet", "-m", "what has passed")
+    assert "ran" in capfd.readouterr().out
+    assert parts.more(["good"]) == 0
+    assert "nothing that it covers has changed" in capfd.readouterr().out
+    (tmp_path / "file").write_text("2")
+    assert parts.more(["good"]) == 0
+    assert "the working tree has changes" in capfd.readouterr().out
+    with pytest.raises(SystemExit, match="no part other"):
+        parts.more(["other"])
+
+
+def drawn_tests(parts, monkeypatch, tmp_path, before):
+    """Runs `drawn` where two tests fail now, and `before` failed at the base."""
+    (tmp_path / "drawn").write_text("a\nb")
+    (tmp_path / "base").write_text("base")
+    found = {parts.ROOT: ["a", "b"], tmp_path / "tree": before}
+    monkeypatch.setattr(parts, "failures", lambda tree, tests: found[tree])
+    monkeypatch.setattr(parts.subprocess, "run", lambda *words, **options: None)
+    return parts.drawn(tmp_path)
+
+
+def test_drawn_case_that_failed_before_is_reported_only(parts, monkeypatch, tmp_path, capsys):
+    assert drawn_tests(parts, monkeypatch, tmp_path, ["a", "b", "c"]) == 0
+    assert capsys.readouterr().out.count("fails at the base, too") == 2
+    assert drawn_tests(parts, monkeypatch, tmp_path, ["a"]) == 1
+    assert "b: fails since this change" in capsys.readouterr().out
