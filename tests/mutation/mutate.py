@@ -220,4 +220,7 @@ def main(words: Iterable[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except InterruptedRunError:
+        sys.exit("stopped; call it again to continue")

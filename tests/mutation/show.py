@@ -13,7 +13,7 @@ from rich.table import Table
 from tests.mutation.judge import Verdict
 
 KILLS = (Verdict.KILLED, Verdict.HUNG)
-COLUMNS = ("mutants", "killed, quick", "killed, integration", "hung", "survive both", "old only", "open")
+COLUMNS = ("mutants", "quick", "integration", "hung", "survive both", "old only", "open")
 
 
 def column(new: Mapping | None, old: Mapping | None) -> str:
@@ -23,7 +23,7 @@ def column(new: Mapping | None, old: Mapping | None) -> str:
     if new["verdict"] == Verdict.HUNG:
         return "hung"
     if new["verdict"] == Verdict.KILLED:
-        return "killed, quick" if new["stage"] == 0 else "killed, integration"
+        return "quick" if new["stage"] == 0 else "integration"
     if old is None or old["verdict"] == Verdict.ABSENT:
         return "open"
     return "old only" if old["verdict"] in KILLS else "survive both"
@@ -40,8 +40,8 @@ def show(
     for each in mutants:
         for row in (str(PurePosixPath(each["file"]).parent), "all"):
             counts[row].update(["mutants", columns[each["key"]]])
-    table = Table(title=f"Mutants: suite `{new}`, and suite `{old}` on what survives it")
-    table.add_column("folder")
+    table = Table(title=f"Mutants killed by the suite `{new}`, and by `{old}` those that survive it")
+    table.add_column("folder", no_wrap=True)
     for name in COLUMNS:
         table.add_column(name, justify="right", style={"old only": "red", "open": "yellow"}.get(name))
     for row, count in counts.items():
@@ -49,6 +49,12 @@ def show(
             table.add_row(row, *(str(count[name] or "") for name in COLUMNS))
     table.add_section()
     table.add_row("all", *(str(counts["all"][name]) for name in COLUMNS))
+    cut_off = sum(
+        any(results.get(suite, {}).get(each["key"], {}).get("verdict") == Verdict.LIMITED for suite in (new, old))
+        for each in mutants
+    )
+    if cut_off:
+        table.caption = f"For {cut_off} mutants a suite ran out of time, so it might have killed them: see README.md."
     console.print(table)
     for name in ("old only", "open", "survive both", "hung"):
         chosen = [each for each in mutants if columns[each["key"]] == name]

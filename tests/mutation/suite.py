@@ -33,12 +33,14 @@ class Suite:
         self.name = name
         self._folder = out / name
         self._settings = self._folder / "suite.json"
-        if self._settings.exists():
-            settings = json.loads(self._settings.read_text())
-            self.tree = Path(settings["tree"])
-            self.stages: list[list[str]] = settings["stages"]
-            self.paths: list[str] = settings["paths"]
-            self.commit: str = settings["commit"]
+        settings = json.loads(self._settings.read_text()) if self._settings.exists() else {}
+        self._take(settings)
+
+    def _take(self, settings: dict) -> None:
+        self.tree = Path(settings.get("tree", "."))
+        self.stages: list[list[str]] = settings.get("stages", [])
+        self.paths: list[str] = settings.get("paths", [])
+        self.commit: str = settings.get("commit", "")
 
     def define(self, tree: Path, stages: Sequence[Sequence[str]], paths: Sequence[str]) -> None:
         """Says what the suite is. Raises SystemExit if something else was recorded under its name."""
@@ -55,7 +57,7 @@ class Suite:
             )
         self._folder.mkdir(parents=True, exist_ok=True)
         self._settings.write_text(json.dumps(settings, indent=1))
-        self.__init__(self._folder.parent, self.name)
+        self._take(settings)
 
     def _paths(self, stage: int) -> tuple[Path, Path]:
         return self._folder / f"stage{stage}.tests.jsonl", self._folder / f"stage{stage}.hits"
@@ -98,6 +100,8 @@ class Suite:
 
     def load(self) -> Covering:
         """Returns what was recorded."""
+        if not self.stages:
+            raise SystemExit(f"the suite `{self.name}` is not recorded: run `coverage --suite {self.name}` first")
         tests: dict[str, Test] = {}
         hits: defaultdict[str, set[str]] = defaultdict(set)
         for stage in range(len(self.stages)):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutation.mutants import find, sample, with_probes
+from tests.mutation.show import column
 
 MUTATION = Path(__file__).parents[1] / "mutation"
 
@@ -112,6 +113,24 @@ def f(a, b=2):
         assert new["f"](*arguments) == old["f"](*arguments)
         assert "entry package/file.py" in places
         assert {each.line for each in mutants if each.key in places} == lines
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "named"),
+    [
+        ("killed", None, "quick"),
+        ("hung", None, "hung"),
+        ("survived", "killed", "old only"),
+        ("limited", "hung", "old only"),
+        ("uncovered", "survived", "survive both"),
+        ("survived", None, "open"),
+        ("survived", "absent", "open"),
+        ("absent", "killed", "open"),
+        (None, None, "open"),
+    ],
+)
+def test_a_mutant_is_in_one_column(new, old, named):
+    assert column(*(verdict and {"verdict": verdict, "stage": 0} for verdict in (new, old))) == named
 
 
 def test_guard_leaves_no_process():
