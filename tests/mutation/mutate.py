@@ -168,7 +168,10 @@ def chosen(study: Study, args: argparse.Namespace) -> list[dict]:
             return False
         if args.survivors_of and (each["key"] not in others or others[each["key"]]["verdict"] in KILLS):
             return False
-        return each["key"] not in done or (args.again and done[each["key"]]["verdict"] == args.again)
+        if each["key"] not in done:
+            return True
+        verdict, limit_s = done[each["key"]]["verdict"], done[each["key"]]["limit_s"]
+        return verdict == args.again and (verdict != Verdict.LIMITED or limit_s < args.limit)
 
     return [each for each in study.described() if is_wanted(each)]
 
@@ -191,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument("--suite", required=True, help="a suite that was recorded")
     two.add_argument("--survivors-of", metavar="SUITE", help="only the mutants that this suite did not kill")
     two.add_argument("--files", nargs="*", metavar="PREFIX", help="only the mutants of these files or folders")
-    two.add_argument("--again", choices=[*map(str, Verdict)], help="repeat the mutants that have this verdict")
+    two.add_argument("--again", choices=[*map(str, Verdict)], help="repeat the mutants with this verdict")
     two.add_argument("--limit", type=float, default=120, help="seconds per mutant in which tests start [%(default)s]")
     two.add_argument("--grace", type=float, default=30, help="seconds that any test may take [%(default)s]")
     two.add_argument("--parallel", type=int, default=2, help="mutants at a time [%(default)s]")
