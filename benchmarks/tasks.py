@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
 from workloads import Transformer
 
 TEST_IMAGES = 500
@@ -71,6 +70,8 @@ class ConvNet(nn.Module):
 
 
 def digits() -> Task:
+    from sklearn.datasets import load_digits  # takes a second to import
+
     found: Any = load_digits()
     order = np.random.default_rng(0).permutation(len(found.target))
     image = jnp.asarray(found.images[order, :, :, None] / 16, jnp.float32)
