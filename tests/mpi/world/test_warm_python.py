@@ -1,0 +1,80 @@
+"""A warm process behaves as `python` would: arguments, files, exit codes, signals. Only JAX is imported already."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.warm_python import COMMAND
+
+IS_WARM = "import sys; print('jax' in sys.modules)"
+
+
+def run(*words, **options):
+    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False, **options)
+
+
+def test_ranks_are_warm(mpirun):
+    """Otherwise every rank imports JAX again, and nothing but the time would show it."""
+    assert mpirun(2, IS_WARM).check().stdout == "True\nTrue\n"
+    assert mpirun(2, IS_WARM, warm=False).check().stdout == "False\nFalse\n"
+
+
+@pytest.mark.parametrize("name", ["JAX_ENABLE_X64", "PYTHONHASHSEED", "MALLOC_ARENA_MAX"])
+def test_what_is_read_at_start_needs_a_new_interpreter(name):
+    assert run("-c", IS_WARM, env={**os.environ, name: "1"}).stdout == "False\n"
+
+
+def test_program_sees_its_own_arguments_environment_and_folder(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys; print(sys.argv, sys.path[0], os.getcwd(), os.environ['MINE'], __name__, __file__)"
+    )
+    done = run(str(script), "a", "b", cwd=tmp_path, env={**os.environ, "MINE": "yes"})
+    assert done.stdout == f"{[str(script), 'a', 'b']} {tmp_path} {tmp_path} yes __main__ {script}\n", done.stderr
+    assert run("-c", "print(input())", input="typed").stdout == "typed\n"
+    (tmp_path / "module.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    assert run("-m", "module", "c", cwd=tmp_path).stdout == "__main__ ['c']\n"
+
+
+def test_each_program_starts_fresh():
+    code = "import builtins, random; print(hasattr(builtins, 'left')); builtins.left = 1; print(random.random())"
+    first, second = run("-c", code).stdout.split(), run("-c", code).stdout.split()
+    assert first[0] == second[0] == "False"
+    assert first[1] != second[1]
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(7)", "import os; os._exit(9)", "1/0", "import os; os.abort()"])
+def test_exit_codes_are_those_of_python(code):
+    cold = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False)
+    assert run("-c", code).returncode == cold.returncode
+
+
+WAITS = "import signal, sys; print(__import__('os').getpid(), flush=True); sys.stdin.read()"
+
+
+def started():
+    process = subprocess.Popen([*COMMAND, "-c", WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return process, int(process.stdout.readline())
+
+
+def test_signals_reach_the_program():
+    process, program = started()
+    assert program != process.pid
+    with process:
+        process.terminate()
+        assert process.wait(60) == -signal.SIGTERM
+
+
+def test_program_dies_with_its_client():
+    """`mpirun` kills the process that it has started, which is the client."""
+    process, program = started()
+    watched = os.pidfd_open(program)
+    with process:
+        process.kill()
+        process.wait(60)
+        assert select.select([watched], [], [], 60)[0]
+    os.close(watched)
