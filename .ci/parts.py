@@ -276,8 +276,7 @@ def parts() -> dict[str, tuple[list[str], str]]:
             if paths := paths_of(folder, ("mpi",) if tier == "openmpi" else RUNS_ON):
                 found[f"{tier}:{folder}"] = ([*command, *paths], folder)
     kills = ["uv", "run", "python", "benchmarks/kill_resume.py", "--trials", "3", "--ranks", "2", "--seed", "100"]
-    found["kills"] = (kills, "checkpoint")
-    return found
+    return {**found, "kills": (kills, "checkpoint"), "mutants": ([".ci/mutants"], PACKAGE)}
 
 
 def more(named: Sequence[str]) -> int:

@@ -87,7 +87,13 @@ def test_rest_is_drawn_by_commit(parts):
 def test_every_part_says_what_it_covers(parts):
     for name, (command, folder) in parts.parts().items():
         assert command and parts.covered(folder), name
-    assert {name.partition(":")[0] for name in parts.parts()} == {"integration", "exhaustive", "openmpi", "kills"}
+    assert {name.partition(":")[0] for name in parts.parts()} == {
+        "integration",
+        "exhaustive",
+        "openmpi",
+        "kills",
+        "mutants",
+    }
 
 
 def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
