@@ -35,7 +35,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="the file that gets the factors, for example contention.json")
-    add("--seconds", type=float, default=60.0, help="how long to measure, about (default: %(default)g)")
+    how_long = "how long to measure, about (default: %(default)g); a short time takes a smaller network and exchange"
+    add("--seconds", type=float, default=60.0, help=how_long)
     add("--link-mbps", type=float, metavar="RATE", help="rate of the link, in Mbit/s (default: what exchanges reach)")
     launch.add_options(parser)
     parser.set_defaults(run=run, module=None, program=[])

@@ -26,6 +26,7 @@ ROUNDS = 5
 _PARTS = 20  # windows in the seconds that were asked for: 3 to 4 a round, and the warm-up
 _MB = 2**20
 _MOST_MB = 100
+_SIDES = 4, 32  # pixels of an image's side, at least and at most
 _LEAST_STEPS = 4  # of computation next to exchanges; the last of them, alone at its end, does not count
 
 
@@ -52,13 +53,13 @@ class Measurement:
 
     Args:
         world: All ranks.
-        window_s: Seconds for which each part of a round goes on, about.
+        window_s: Seconds for which each part of a round goes on, about. They limit the size of both.
     """
 
     def __init__(self, world: World, window_s: float) -> None:
         self._world, self._window_s = world, window_s
-        self._step, self._state = _training_step(world.rank)
-        self._compute_s = self._slowest(_seconds(lambda: self._compute(2), 1) / 2)  # compiles before that
+        self._compute_s = self._compute_of(_SIDES[0])
+        self._compute_s = self._compute_of(image_side(window_s, self._compute_s))
         self._exchange_of(1)
         one_mb_s = self._slowest(_seconds(self._exchange, 2))
         self.megabytes = max(1, min(_MOST_MB, int(window_s / 4 / one_mb_s)))
@@ -81,6 +82,11 @@ class Measurement:
         own = (compute_s, exchange_s, math.fsum(kept) / len(kept), exchanging.result())
         slowest = [max(times) for times in zip(*gather(self._world.control, own), strict=True)]
         return Round(**dict(zip(Round.__dataclass_fields__, slowest, strict=True)))
+
+    def _compute_of(self, side: int) -> float:
+        """Chooses the size of the computation. Returns the seconds of a step on the slowest rank."""
+        self._step, self._state = _training_step(self._world.rank, side)
+        return self._slowest(_seconds(lambda: self._compute(1), 4))
 
     def _compute(self, steps: int) -> float:
         """Returns the seconds of a step, the mean of so many."""
@@ -132,12 +138,26 @@ class Measurement:
         return max(gather(self._world.control, seconds))
 
 
-def _training_step(seed: int) -> tuple[Callable[[Any], Any], Any]:
+def image_side(window_s: float, least_s: float) -> int:
+    """Returns the side of the images with which a step fits about four times into a window.
+
+    The default window takes the largest images unless the machine is very slow. A short one takes smaller images,
+    because a part of a round has several steps, however long they are.
+
+    Args:
+        window_s: Seconds of a window.
+        least_s: Seconds of a step with the smallest images. A step's time grows with an image's area.
+    """
+    least, most = _SIDES
+    return max(least, min(most, int(least * math.sqrt(window_s / 4 / least_s))))
+
+
+def _training_step(seed: int, side: int) -> tuple[Callable[[Any], Any], Any]:
     """Returns a small convolutional network's step without exchanges, compiled, and its state."""
     import jax
     from jax import lax
 
-    images = jax.random.normal(jax.random.key(seed), (4, 32, 32, 64))
+    images = jax.random.normal(jax.random.key(seed), (4, side, side, 64))
     kernels = [0.05 * jax.random.normal(jax.random.key(n), (3, 3, 64, 64)) for n in range(3)]
 
     def loss(kernels: Any) -> jax.Array:

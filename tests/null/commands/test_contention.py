@@ -8,6 +8,7 @@ import pytest
 
 from jaxcross import cli
 from jaxcross.commands import contention, launch
+from jaxcross.commands.contention_rank import image_side
 from jaxcross.interleave.contention import Contention
 from jaxcross.plan import MachineContention
 
@@ -56,6 +57,16 @@ def test_rates_are_kept_next_to_each_other(measured: list[Any], tmp_path: Path) 
     assert [rate for rate, _ in MachineContention.load(file).measured] == [100.0, 419.0]
     assert cli.main(["contention", str(file), "--link-mbps", "500"]) == 0
     assert [rate for rate, _ in MachineContention.load(file).measured] == [100.0, 419.0, 500.0]
+
+
+@pytest.mark.parametrize(
+    ("window_s", "least_s", "side"),
+    [(3.0, 0.0005, 32), (3.0, 0.011, 32), (0.064, 0.001, 16), (0.025, 0.002, 7), (0.025, 1.0, 4)],
+)
+def test_a_step_fits_several_times_into_a_window(window_s: float, least_s: float, side: int) -> None:
+    """The default window takes the largest images, even on a machine whose steps take 20 times as long as here."""
+    assert image_side(window_s, least_s) == side
+    assert side == 4 or 4 * least_s * (side / 4) ** 2 <= window_s
 
 
 def test_lanes_never_make_each_other_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
