@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from jaxcross.lab import available
+from tests.support import warm_python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -26,7 +26,7 @@ def smoke(tmp_path, quick_compiler):
 
     def run(name: str, *options: str) -> dict:
         out = tmp_path / "out.json"
-        line = [sys.executable, str(BENCHMARKS / name), "--smoke", "--json", str(out), *options]
+        line = [*warm_python.COMMAND, str(BENCHMARKS / name), "--smoke", "--json", str(out), *options]
         subprocess.run(line, check=True, timeout=900, env={**os.environ, **quick_compiler})
         return json.loads(out.read_text())
 

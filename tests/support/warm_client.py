@@ -14,13 +14,26 @@ import sys
 VARIABLE = "JAXCROSS_TESTS_WARM_PYTHON"
 """Names the server's socket, for the clients."""
 
-FIXED = ("JAX_", "PYTHON", "LD_PRELOAD", "MALLOC_", "OPENBLAS_", "OMP_", "MKL_", "NPY_")
+_FIXED = ("JAX_", "PYTHON", "LD_PRELOAD", "MALLOC_", "OPENBLAS_", "OMP_", "MKL_", "NPY_")
 """Prefixes of variables that Python, NumPy, JAX or the C library reads once, when it starts."""
 
+TAKEN_OVER = (
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
+)
+"""Those of them that JAX can be given later, too."""
 
-def fixed(environ):
-    """Returns the variables that a running process can't take over."""
-    return {name: value for name, value in environ.items() if name.startswith(FIXED) and name != "PYTHONPATH"}
+
+def fixed():
+    """Returns what a fork of a running process can't take over: variables, namespaces (a lab's) and CPUs."""
+    own = {name: value for name, value in os.environ.items() if name.startswith(_FIXED)}
+    for name in ("PYTHONPATH", *TAKEN_OVER):
+        own.pop(name, None)
+    if sys.platform == "linux":
+        own["cpus"] = str(sorted(os.sched_getaffinity(0)))
+        own |= {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in os.listdir("/proc/self/ns")}
+    return own
 
 
 def main():
@@ -48,13 +61,14 @@ def main():
 def _connect():
     """Returns a connection to the server, or None if this program needs an interpreter of its own."""
     address = os.environ.get(VARIABLE)
-    if address is None:
+    options = [word for word in sys.argv[1:2] if word.startswith("-") and word not in ("-c", "-m")]
+    if address is None or options:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(address)
         size = int.from_bytes(_received(connection, 4), "little")
-        same = marshal.loads(_received(connection, size)) == fixed(os.environ)
+        same = marshal.loads(_received(connection, size)) == fixed()
     except OSError:
         return None
     return connection if same else None

@@ -12,13 +12,17 @@ the client sends its arguments, environment, folder and open files to the server
 over and runs the program from its first line. To the program it's a fresh process: its own backend, `MPI_Init`, exit
 handlers and death. There is nothing to clean up or to leak, and a crash takes nobody else along.
 
-What a fork can't provide gets an ordinary interpreter: other variables that Python, NumPy or JAX read when they're
-imported (`JAX_ENABLE_X64`, `PYTHONHASHSEED`, `MALLOC_...`), a server that is gone. `XLA_FLAGS` and `NPROC` are read
-when the backend starts, so they work as usual. `GLIBC_TUNABLES`, which keeps a rank's memory from going back to the
-kernel, is ignored: it changes a rank's speed, but no result. Tests of the start, the end, signals and `jaxcross launch`
-don't come here, since they're about real processes and their parents.
+In a warm process `sys.executable` starts a warm process as well. So if a test starts a benchmark or a command by
+`COMMAND`, the ranks that this one starts are warm, too, and it needs to know nothing of it.
 
-    python -m tests.support.warm_python SOCKET      # serves until its standard input is closed
+What a fork can't provide gets an ordinary interpreter: other variables that Python, NumPy or JAX read when they're
+imported (`JAX_ENABLE_X64`, `PYTHONHASHSEED`, `MALLOC_...`), options of Python (`-I`), the network of a lab, fewer CPUs,
+a server that is gone. `XLA_FLAGS` and `NPROC` are read when the backend starts, so they work as usual, and JAX is told
+where its cache of compiled programs is. `GLIBC_TUNABLES`, which keeps a rank's memory from going back to the kernel, is
+ignored: it changes a rank's speed, but no result. Tests of the start, the end, signals and `jaxcross launch` don't come
+here, since they're about real processes and their parents.
+
+    python -m tests.support.warm_python SOCKET EXECUTABLE      # serves until its standard input is closed
 """
 
 from __future__ import annotations
@@ -27,10 +31,13 @@ import contextlib
 import gc
 import logging
 import marshal
+import multiprocessing
 import os
 import random
 import runpy
 import selectors
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,7 +48,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.warm_client import VARIABLE, fixed
+from tests.support.warm_client import TAKEN_OVER, VARIABLE, fixed
 
 CLIENT = Path(__file__).with_name("warm_client.py")
 COMMAND = [sys.executable, "-IS", str(CLIENT)]
@@ -68,9 +75,12 @@ def serving() -> Iterator[None]:
         environ = {name: value for name, value in os.environ.items() if name not in _COVERAGE}
         root = str(Path(__file__).parents[2])
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
+        executable = Path(folder, "python")
+        executable.write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND)} "$@"\n')
+        executable.chmod(0o755)
         with listener:
             server = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(listener.fileno())],
+                [sys.executable, "-m", __name__, str(listener.fileno()), str(executable)],
                 stdin=subprocess.PIPE, env=environ, cwd=root, pass_fds=[listener.fileno()], start_new_session=True,
             )  # fmt: skip
         os.environ[VARIABLE] = address
@@ -91,7 +101,7 @@ def _serve(listener: socket.socket) -> tuple[list[str], dict[str, str], str] | N
     signal.set_wakeup_fd(wake.fileno())
     clients: dict[socket.socket, int] = {}
     ready = False
-    hello = marshal.dumps(fixed(os.environ))
+    hello = marshal.dumps(fixed())
     with selectors.DefaultSelector() as selector:
         for source in (listener, woken, sys.stdin):
             selector.register(source, selectors.EVENT_READ)
@@ -196,6 +206,14 @@ def _become(request: tuple[Any, ...], here: Sequence[int]) -> tuple[list[str], d
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)
+    beside = Path(sys.executable).parent
+    if shutil.which("mpirun", path=str(beside)):  # `find_mpirun` looks next to `sys.executable` first
+        os.environ["PATH"] = os.pathsep.join([str(beside), os.environ.get("PATH", os.defpath)])
+    multiprocessing.set_executable(sys.executable)  # its children inherit open files that only this process knows
+    sys.executable = sys.argv[2]
+    for name in TAKEN_OVER:
+        if name in environ:
+            _tell_jax(name.lower(), environ[name])
     random.seed()
     import numpy as np
 
@@ -203,10 +221,15 @@ def _become(request: tuple[Any, ...], here: Sequence[int]) -> tuple[list[str], d
     return arguments, environ, folder
 
 
+def _tell_jax(name: str, text: str) -> None:
+    import jax
+
+    kind = type(jax.config.values[name])
+    jax.config.update(name, text if kind is type(None) else kind(text))
+
+
 def _run(arguments: list[str]) -> None:
     """Runs a program as `python ARGUMENTS` would, in this process's `__main__`."""
-    while arguments and arguments[0] in ("-u", "-I", "-S", "-IS"):
-        arguments = arguments[1:]
     kind, *rest = arguments
     if kind == "-m":
         sys.argv = ["-m", *rest[1:]]

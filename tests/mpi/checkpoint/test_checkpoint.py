@@ -3,10 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import warm_python
 
 pytestmark = pytest.mark.integration
 
@@ -16,7 +17,7 @@ BENCHMARK = Path(__file__).parents[3] / "benchmarks/kill_resume.py"
 
 def killed(tmp_path, *options, timeout, env=()):
     out = tmp_path / "out.json"
-    line = [sys.executable, str(BENCHMARK), "--json", str(out), *options]
+    line = [*warm_python.COMMAND, str(BENCHMARK), "--json", str(out), *options]
     subprocess.run(line, check=True, timeout=timeout, env={**os.environ, **dict(env)})
     return json.loads(out.read_text())
 
