@@ -153,7 +153,7 @@ def on_four_devices(quick_compiler: dict[str, str]) -> Callable[..., str]:
             "PYTHONPATH": str(TESTS.parent),
         }
         done = subprocess.run(
-            [sys.executable, "-c", script, *words],
+            [*warm_python.COMMAND, "-c", script, *words],
             env=env,
             capture_output=True,
             text=True,

@@ -53,7 +53,8 @@ def main():
             os.close(file)
     status = int.from_bytes(_received(connection, 4), "little", signed=True)
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status != signal.SIGKILL:  # whose effect can't be set
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 
@@ -62,7 +63,7 @@ def _connect():
     """Returns a connection to the server, or None if this program needs an interpreter of its own."""
     address = os.environ.get(VARIABLE)
     options = [word for word in sys.argv[1:2] if word.startswith("-") and word not in ("-c", "-m")]
-    if address is None or options:
+    if address is None or options or "JAXCROSS_RANK" in os.environ:  # a rank's child finds its rank by `os.getppid()`
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -17,10 +17,10 @@ In a warm process `sys.executable` starts a warm process as well. So if a test s
 
 What a fork can't provide gets an ordinary interpreter: other variables that Python, NumPy or JAX read when they're
 imported (`JAX_ENABLE_X64`, `PYTHONHASHSEED`, `MALLOC_...`), options of Python (`-I`), the network of a lab, fewer CPUs,
-a server that is gone. `XLA_FLAGS` and `NPROC` are read when the backend starts, so they work as usual, and JAX is told
-where its cache of compiled programs is. `GLIBC_TUNABLES`, which keeps a rank's memory from going back to the kernel, is
-ignored: it changes a rank's speed, but no result. Tests of the start, the end, signals and `jaxcross launch` don't come
-here, since they're about real processes and their parents.
+a rank as parent, a server that is gone. `XLA_FLAGS` and `NPROC` are read when the backend starts, so they work as
+usual, and JAX is told where its cache of compiled programs is. `GLIBC_TUNABLES`, which keeps a rank's memory from going
+back to the kernel, is ignored: it changes a rank's speed, but no result. Tests of the start, the end, signals and
+`jaxcross launch` don't come here, since they're about real processes and their parents.
 
     python -m tests.support.warm_python SOCKET EXECUTABLE      # serves until its standard input is closed
 """

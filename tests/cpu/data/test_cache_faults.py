@@ -12,6 +12,7 @@ from jaxcross.data import open_records, synthesise, train_batches
 from jaxcross.data.cache import streams
 from jaxcross.data.cache.feed import Passes
 from jaxcross.data.cache.streams import Streams
+from tests.support import warm_python
 from tests.support.data_caches import IMAGES, STREAM, digest, digests, records_of
 
 
@@ -83,7 +84,7 @@ def test_processes_share_one_folder(folder, tmp_path):
     (tmp_path / "memory").mkdir()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     places = [str(folder), str(tmp_path / "cache"), str(tmp_path / "memory")]
-    children = [subprocess.Popen([sys.executable, "-c", RUN, *places, str(seed)], **pipes) for seed in (1, 1, 2)]
+    children = [subprocess.Popen([*warm_python.COMMAND, "-c", RUN, *places, str(seed)], **pipes) for seed in (1, 1, 2)]
     assert [child.stdout.readline() for child in children] == ["open\n"] * 3
     for child in children:
         child.stdin.write("\n")
@@ -116,7 +117,7 @@ os.kill(os.getpid(), 9)
 @pytest.mark.integration
 def test_a_killed_run_leaves_a_good_cache(folder, plain, open_cache, tmp_path):
     places = [str(folder), str(tmp_path / "cache"), str(tmp_path / "memory")]
-    assert subprocess.run([sys.executable, "-c", KILLED, *places], check=False, timeout=120).returncode == -9
+    assert subprocess.run([*warm_python.COMMAND, "-c", KILLED, *places], check=False, timeout=120).returncode == -9
     assert list((tmp_path / "cache" / "streams").iterdir())
     cache = open_cache(disk_bytes=90_000, memory_bytes=70_000)
     assert digests(train_batches(folder, steps=20, cache=cache, **STREAM)) == plain
@@ -128,7 +129,7 @@ def test_a_killed_run_leaves_a_good_cache(folder, plain, open_cache, tmp_path):
 def test_memory_of_a_killed_run_is_freed(folder, open_cache, tmp_path):
     """By the next cache of the same user, be it another one."""
     places = [str(folder), str(tmp_path / "killed"), str(tmp_path / "memory")]
-    assert subprocess.run([sys.executable, "-c", KILLED, *places], check=False, timeout=120).returncode == -9
+    assert subprocess.run([*warm_python.COMMAND, "-c", KILLED, *places], check=False, timeout=120).returncode == -9
     (left,) = (tmp_path / "memory").iterdir()
     cache = open_cache(memory_bytes=70_000)
     (own,) = (tmp_path / "memory").iterdir()

@@ -12,6 +12,7 @@ import pytest
 
 from jaxcross.data import Batches, eval_batches, open_records, synthesise, train_batches
 from jaxcross.data.augment import centre_crop, decode, eval_image, random_crop, train_image
+from tests.support import warm_python
 
 IMAGES = 24
 
@@ -124,7 +125,8 @@ for batch in it:
 @pytest.mark.integration
 def test_killed_and_resumed(folder: Path, tmp_path: Path) -> None:
     def go(name: str, kill_at: int) -> int:
-        command = [sys.executable, "-c", RESUME, folder, tmp_path / f"{name}.json", tmp_path / f"{name}.log", kill_at]
+        places = [folder, tmp_path / f"{name}.json", tmp_path / f"{name}.log"]
+        command = [*warm_python.COMMAND, "-c", RESUME, *places, kill_at]
         return subprocess.run([str(word) for word in command], check=False, timeout=120).returncode
 
     assert go("killed", 3) == -9

@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from random import Random
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 
 from jaxcross.data.cache import page_store
 from jaxcross.data.cache.next_use import NEVER, PAGE_BYTES
+from tests.support import warm_python
 from tests.support.examples import scaled
 from tests.support.page_stores import BUDGET, RECORDS, content, open_store
 
@@ -275,7 +275,7 @@ for number in range(63, -1, -1):
 def test_kill_while_writing_leaves_whole_records(tmp_path, place):
     """In the middle of a record's bytes, between its pages and its row, and while others are dropped for it."""
     store = open_store(tmp_path)
-    command = [sys.executable, "-c", KILLED, str(tmp_path), place]
+    command = [*warm_python.COMMAND, "-c", KILLED, str(tmp_path), place]
     done = subprocess.run(command, check=False, timeout=120, cwd=ROOT)
     assert done.returncode == -signal.SIGKILL
     assert len(kept(store)) >= 1
@@ -309,7 +309,8 @@ def test_processes_fill_one_level_together(tmp_path):
     store = open_store(tmp_path)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     children = [
-        subprocess.Popen([sys.executable, "-c", FILLS, str(tmp_path), str(n)], cwd=ROOT, **pipes) for n in (1, 5, 11)
+        subprocess.Popen([*warm_python.COMMAND, "-c", FILLS, str(tmp_path), str(n)], cwd=ROOT, **pipes)
+        for n in (1, 5, 11)
     ]
     assert [child.stdout.readline() for child in children] == ["open\n"] * 3
     for child in children:

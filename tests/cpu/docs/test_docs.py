@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from jaxcross import cli
+from tests.support import warm_python
 from tests.support.pages import PAGES, ROOT, blocks
 
 TIMEOUT_S = 240
@@ -123,7 +123,7 @@ def helps() -> dict[str, str]:
     named = {word for _, command in commands() for word in command.split() if re.fullmatch(r"\w+(/\w+)+\.py", word)}
     scripts = [str(ROOT / word) for word in sorted(named) if (ROOT / word).is_file()]
     done = subprocess.run(
-        [sys.executable, "-c", ASK, *scripts], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [*warm_python.COMMAND, "-c", ASK, *scripts], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(part.split("\n", 1) for part in done.stdout.split(MARK)[1:])

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from jaxcross.data import synthesise
+from tests.support import warm_python
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def run(env: Mapping[str, str], *words: object, timeout: float = 240) -> str:
     """Runs an example to its end and returns what it printed; fails with all of it if the example fails."""
-    command = [sys.executable, str(EXAMPLES / str(words[0])), *map(str, words[1:])]
+    command = [*warm_python.COMMAND, str(EXAMPLES / str(words[0])), *map(str, words[1:])]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=timeout, env={**os.environ, **env}
     )

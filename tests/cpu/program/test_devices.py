@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import warm_python
 
 SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np
@@ -91,7 +92,7 @@ def output() -> str:
     root = Path(__file__).parents[3]
     env = {**os.environ, "PYTHONPATH": str(root), "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=200, env=env, check=False
+        [*warm_python.COMMAND, "-c", SCRIPT], capture_output=True, text=True, timeout=200, env=env, check=False
     )
     return done.stdout + done.stderr
 

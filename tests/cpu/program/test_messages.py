@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -22,6 +21,7 @@ from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.trace import Traced, trace
 from jaxcross.step.advice import advise
 from jaxcross.testing import LocalRanks
+from tests.support import warm_python
 
 AXES = {"batch": 2}
 X = jnp.ones((4, 2))
@@ -261,7 +261,7 @@ def script() -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[3]
     env = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, env=env, check=False
+        [*warm_python.COMMAND, "-c", SCRIPT], capture_output=True, text=True, timeout=120, env=env, check=False
     )
     assert done.stdout.endswith("end\n"), done.stdout + done.stderr
     return done

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 
+from tests.support import warm_python
 from tests.support.script_text import RAISED
 
 SCRIPT = (
@@ -109,7 +109,7 @@ print("passed")
 @pytest.mark.integration
 def test_fuse_on_one_rank(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path,
+        [*warm_python.COMMAND, "-c", SCRIPT], capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
     )  # fmt: skip
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxcross.step.nnx import holds_objects
+from tests.support import warm_python
 
 CHECKS = """
 import threading
@@ -208,6 +208,7 @@ assert len(set(map(id, pures))) == 1
 """,
 }
 
+
 RUN = """
 import traceback
 for name, code in CASES.items():
@@ -217,22 +218,19 @@ for name, code in CASES.items():
     except BaseException:
         print(f"{name}: failed\\n{traceback.format_exc()}", flush=True)
 """
+PLAIN = ("dict", "positional", "returned", "failure", "threads")
 
 
-@pytest.fixture(scope="module")
-def script(quick_compiler: dict[str, str]) -> subprocess.CompletedProcess[str]:
+@pytest.mark.mostly_integration("plain")
+@pytest.mark.parametrize("cases", [PLAIN, tuple(sorted(CASES.keys() - set(PLAIN)))], ids=["plain", "others"])
+def test_objects_change_as_under_nnx_jit(quick_compiler: dict[str, str], cases: tuple[str, ...]) -> None:
+    """The cases of a tier share a process, so that no worker of pytest runs another's cases."""
     pytest.importorskip("mpi4jax")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **quick_compiler}
-    code = f"{CHECKS}\nCASES = {CASES!r}\n{RUN}"
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env, check=False
-    )
-
-
-@pytest.mark.mostly_integration("dict", "positional", "returned", "failure", "threads")
-@pytest.mark.parametrize("case", CASES)
-def test_objects_change_as_under_nnx_jit(script: subprocess.CompletedProcess[str], case: str) -> None:
-    assert f"{case}: passed\n" in script.stdout, script.stdout + script.stderr
+    code = f"{CHECKS}\nCASES = { {case: CASES[case] for case in cases}!r}\n{RUN}"
+    line = [*warm_python.COMMAND, "-c", code]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=env, check=False)
+    assert done.stdout.splitlines() == [f"{case}: passed" for case in cases], done.stdout + done.stderr
 
 
 @pytest.mark.integration

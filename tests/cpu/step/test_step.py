@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from jaxcross._jax_compat import trace_context
 from jaxcross.errors import JobError
 from jaxcross.step.crossover import crossover, positions
 from jaxcross.world.exchange_owner import ExchangeOwner
+from tests.support import warm_python
 from tests.support.script_text import RAISED
 
 CHECKS = (
@@ -117,7 +117,7 @@ def lines() -> list[str]:
     pytest.importorskip("mpi4jax")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
-        [sys.executable, "-c", CHECKS], capture_output=True, text=True, timeout=200, env=env, check=False
+        [*warm_python.COMMAND, "-c", CHECKS], capture_output=True, text=True, timeout=200, env=env, check=False
     )
     assert done.stdout.endswith("end\n"), done.stdout + done.stderr
     return done.stdout.splitlines()

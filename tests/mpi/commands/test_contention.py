@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,11 @@ import pytest
 
 from jaxcross.commands.contention import RANK
 from jaxcross.plan import MachineContention
+from tests.support import warm_python
 
 
 def _run(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", *words]
+    line = [*warm_python.COMMAND, "-m", *words]
     return subprocess.run(line, capture_output=True, text=True, timeout=240, env={**os.environ, **env}, check=False)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import warm_python
 from tests.support.shard_map_table import ROWS, cases
 
 pytestmark = pytest.mark.integration
@@ -32,7 +32,7 @@ def test_the_example_on_ranks_equals_devices(
 ) -> None:
     """The example itself holds its parameters against those of the devices, within 2e-5."""
     script, environ = ROOT / "examples" / "shard_map_mlp.py", {"PYTHONPATH": str(ROOT), **quick_compiler}
-    line = [sys.executable, str(script), "--devices", str(ranks), "--save", str(tmp_path / "devices.npz")]
+    line = [*warm_python.COMMAND, str(script), "--devices", str(ranks), "--save", str(tmp_path / "devices.npz")]
     subprocess.run(line, check=True, timeout=900, env={**os.environ, **environ})
     words = ("--compare", str(tmp_path / "devices.npz"))
     done = mpirun(ranks, str(script), *words, timeout=900, env=environ).check()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import warm_python
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -56,7 +57,7 @@ if jobs:
 
 
 def estimated(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "jaxcross.cli", "estimate", "-n", "2", *words]
+    line = [*warm_python.COMMAND, "-m", "jaxcross.cli", "estimate", "-n", "2", *words]
     return subprocess.run(line, capture_output=True, text=True, timeout=240, env=env, check=False)
 
 

@@ -2,9 +2,10 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
+
+from tests.support import warm_python
 
 SCRIPT = """
 import jaxcross
@@ -48,7 +49,7 @@ def test_command_sweeps_a_script(tmp_path):
             "-n",
             "2",
         ]
-        line = [sys.executable, "-m", "jaxcross", "sweep", "train.py", *words]
+        line = [*warm_python.COMMAND, "-m", "jaxcross", "sweep", "train.py", *words]
         done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
