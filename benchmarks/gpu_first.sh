@@ -82,9 +82,9 @@ parts() {
     local gpu=(python3 benchmarks/gpu.py "${STAND_IN[@]}")
     # Visits have ended before crossover was measured, so it comes first. The limits of these four parts leave room for
     # the installation within the default LIMIT, so even if all of them run out, `tests` gets its full time.
-    part ranks_resnet50 240 "${gpu[@]}" --cases ranks --steps 10 --repeats 3 --json "$OUT/gpu_ranks_resnet50.json"
-    part target_config 40 python3 benchmarks/gpu_target.py "${STAND_IN[@]}" --json "$OUT/gpu_target_config.json" "$OUT"
-    part doctor 40 python3 -m jaxcross doctor
+    part ranks_resnet50 220 "${gpu[@]}" --cases ranks --steps 10 --repeats 3 --json "$OUT/gpu_ranks_resnet50.json"
+    part target_config 60 python3 benchmarks/gpu_target.py "${STAND_IN[@]}" --json "$OUT/gpu_target_config.json" "$OUT"
+    part doctor 60 python3 -m jaxcross doctor
     part tests 120 python3 -m pytest -q "${TESTS[@]}"
     # What is left is shared by the rest.
     part resnet50 150 "${gpu[@]}" --cases split,depth --rivals jit,whole,copied --steps 10 --repeats 3 \
