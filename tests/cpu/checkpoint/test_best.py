@@ -55,20 +55,27 @@ def test_nan_is_never_the_best(values, tmp_path):
             best_of(tmp_path)
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["equal", "own"])
+def never_killed(request, tmp_path_factory):
+    """A run that nothing stops: whether ranks have leaves of their own, its folder, each rank's `w` of step 6."""
+    folder = tmp_path_factory.mktemp("never_killed")
+    jobs = train(2, folder, best="max", keep=1, own=request.param, save_every=1)
+    return request.param, folder, tuple(w_of(job, 6) for job, _ in jobs)
+
+
 @pytest.mark.integration
-@pytest.mark.parametrize("own", [False, True], ids=["equal", "own"])
 @pytest.mark.parametrize("stop", [{"after": n} for n in (5, 6, 7, 11)] + [{"fails_at": n} for n in (6, 8)], ids=str)
-def test_the_best_is_that_of_a_run_that_was_not_killed(stop, own, tmp_path):
+def test_the_best_is_that_of_a_run_that_was_not_killed(stop, never_killed, tmp_path):
+    own, whole, w_of_rank = never_killed
     common = {"best": "max", "keep": 1, "own": own, "save_every": 1}
-    whole = train(2, tmp_path / "whole", **common)
-    train(2, tmp_path / "c", **common, **stop)
-    train(2, tmp_path / "c", **common)
-    assert steps_on_disk(tmp_path / "c") == steps_on_disk(tmp_path / "whole") == [6, STEPS]
+    train(2, tmp_path, **common, **stop)
+    train(2, tmp_path, **common)
+    assert steps_on_disk(tmp_path) == steps_on_disk(whole) == [6, STEPS]
     for rank in range(2):
         like = LIKE | ({"residual": np.zeros(2)} if own else {})
-        mine, theirs = (jaxcross.load(tmp_path / f, "a", like, best=True, rank=rank * own)[0] for f in ("c", "whole"))
+        mine, theirs = (jaxcross.load(f, "a", like, best=True, rank=rank * own)[0] for f in (tmp_path, whole))
         same(mine, theirs)
-        assert mine["w"].sum() == dict(evaluations(whole[rank][0]))[6]["w"]
+        assert mine["w"].sum() == w_of_rank[rank]
 
 
 @pytest.mark.integration
