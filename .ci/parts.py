@@ -1,13 +1,14 @@
 """Which tests a change needs: what `.ci/run` runs of the integration tests, and what is left of `.ci/more`.
 
     python .ci/parts.py select FOLDER     # for .ci/run: writes what to run to FOLDER, and says why
-    python .ci/parts.py drawn FOLDER      # runs the drawn cases; what fails before the change, too, is only reported
+    python .ci/parts.py drawn FOLDER      # runs the drawn cases; failures that also occur at the base are only reported
     python .ci/parts.py more [PART ...]   # for .ci/more: runs the parts that haven't passed since their folders changed
     python .ci/parts.py show              # which parts have passed, and at which commit
 
 A *part* is the tests of one folder in one tier, such as `integration:wire`. It covers the folder of the package, all
-folders that this one imports, however indirectly, and the tests themselves, so a change of `wire` concerns the parts of
-`wire`, `world`, `jobs` and everything else above it. The import graph is grimp's, the one that `lint-imports` checks.
+folders that this one imports, however indirectly, the folders that the tests name, and the tests themselves. So a
+change of `wire` concerns the parts of `wire`, `world`, `jobs` and everything else above it. The import graph comes from
+grimp, which `lint-imports` uses, too.
 
 `.ci/more` writes down in `.ci/passed.json` at which commit each part has passed. Commit that file: it's what a later
 run on another machine starts from. A change is what differs from the base, which is `CI_BASE`, or else where this
@@ -21,8 +22,10 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -31,31 +34,39 @@ import grimp
 from rich.console import Console
 from rich.table import Table
 
+import jaxcross
+
 ROOT = Path(__file__).parents[1]
 RECORDS = ".ci/passed.json"
 PACKAGE = "jaxcross"
+EVERYTHING = "everything"
 RUNS_ON = ("null", "cpu", "mpi")
 
 # A change of these concerns every part.
 ALL = (
-    "pyproject.toml",
-    "tests/conftest.py",
-    "tests/__init__.py",
-    "tests/support",
-    "tests/mpi/conftest.py",
+    ".ci/with-openmpi",
+    "jaxcross/__init__.py",
     "jaxcross/testing.py",
+    "pyproject.toml",
+    "tests/__init__.py",
+    "tests/conftest.py",
+    "tests/mpi/conftest.py",
+    "tests/support",
 )
-# Folders that aren't part of the package -> the test folders that a change of them concerns.
+# What isn't part of the package -> the test folders that a change of it concerns.
 ROWS = {
-    "benchmarks": ("benchmarks", "checkpoint", "docs", "health"),
-    "deploy": ("deploy",),
-    "docs": ("docs",),
-    "examples": ("docs", "examples"),
-    "tests/model": ("interleave",),
+    "CHANGELOG.md": ("docs",),
     "README.md": ("docs",),
+    "benchmarks": ("benchmarks", "checkpoint", "docs", "exchange", "health", "lab", "plan", "program"),
+    "deploy": ("commands", "deploy"),
+    "docs": ("docs",),
+    "examples": ("docs", "examples", "program", "step"),
+    "tests/model": ("interleave",),
+    "tests/mutation": ("jaxcross",),
 }
-# Open MPI runs, with the newest Python and JAX, if one of these has changed.
+# Open MPI runs, with the newest Python and JAX, if one of these folders has changed, or what its ranks run on.
 ON_OPEN_MPI = ("wire", "world", "health", "server", "lab", "commands")
+UNDER_OPEN_MPI = (*ALL, "jaxcross/_jax_compat", "tests/mpi/cases")
 
 # One integration case of each kind, which every change runs.
 ALWAYS = (
@@ -81,7 +92,10 @@ TIERS = {
     "exhaustive": ["uv", "run", "pytest", "-m", "exhaustive", "--hypothesis-profile", "full", "-n", "3"],
     "openmpi": [".ci/with-openmpi", "-m", "not exhaustive", "-n", "4"],
 }
-NO_TESTS = 5  # pytest's exit code
+COLD = {
+    "JAXCROSS_TESTS_COLD": "1"
+}  # forks share the salt of `hash`, so only real processes iterate sets in other orders
+NO_TESTS = 5  # pytest's exit code: in most folders nothing is exhaustive
 
 console = Console(soft_wrap=True, highlight=False)
 
@@ -125,24 +139,50 @@ def paths_of(folder: str, tiers: Sequence[str] = RUNS_ON) -> list[str]:
 
 
 def covered(folder: str) -> list[str]:
-    """Returns the paths whose change concerns the tests of a folder."""
+    """Returns the paths whose change concerns the tests of a folder.
+
+    These are the folder of the package and all that it imports, however indirectly, and the folders that the tests and
+    their programs name, since the tests of `checkpoint` run jobs, for instance.
+    """
+    if folder == EVERYTHING:
+        return [PACKAGE, "tests", *ALL]
     if folder == PACKAGE:
-        return [PACKAGE, *paths_of(PACKAGE), *ALL]
-    package = [f"{PACKAGE}/{name}" for name in imported().get(folder, ())]
-    package = [path if (ROOT / path).is_dir() else f"{path}.py" for path in package]
-    rows = [path for path, folders in ROWS.items() if folder in folders]
+        package = [PACKAGE]
+    else:
+        package = [path_of(name) for name in imported().get(folder, set()) | named_by_tests(folder)]
+    rows = [path for path, concerned in ROWS.items() if folder in concerned]
     return [*sorted(package), *rows, *paths_of(folder), *cases_of(folder), *ALL]
 
 
-def cases_of(folder: str) -> list[str]:
-    """Returns the programs in `tests/mpi/cases` that the tests of a folder name."""
+def path_of(name: str) -> str:
+    return f"{PACKAGE}/{name}" if (ROOT / PACKAGE / name).is_dir() else f"{PACKAGE}/{name}.py"
+
+
+def named_by_tests(folder: str) -> set[str]:
+    """Returns the folders of the package that the tests of a folder name, in imports and in the programs they run."""
+    files = [file for path in paths_of(folder) for file in (ROOT / path).rglob("*.py")]
+    text = "".join(file.read_text() for file in [*files, *(ROOT / case for case in cases_of(folder))])
+    words = set(re.findall(rf"{PACKAGE}\.(\w+)", text))
+    for names in re.findall(rf"from {PACKAGE} import \(?([^)\n]*)", text):
+        words |= set(re.findall(r"\w+", names))
+    homes = {name: home.partition(".")[0] for name, home in jaxcross._HOMES.items()}
+    return {homes.get(word, word) for word in words} & set(imported())
+
+
+@cache
+def cases_of(folder: str) -> tuple[str, ...]:
+    """Returns the programs in `tests/mpi/cases` that the tests of a folder name, and those that these import."""
+    cases = {path.stem: path.read_text() for path in (ROOT / "tests/mpi/cases").glob("*.py")}
     text = "".join(path.read_text() for path in (ROOT / "tests" / "mpi" / folder).glob("*.py"))
-    return [f"tests/mpi/cases/{path.name}" for path in (ROOT / "tests/mpi/cases").glob("*.py") if path.name in text]
+    found = {name for name in cases if f"{name}.py" in text}
+    while more := {name for name in cases for user in found if re.search(rf"\b{name}\b", cases[user])} - found:
+        found |= more
+    return tuple(f"tests/mpi/cases/{name}.py" for name in sorted(found))
 
 
 def changed_since(commit: str) -> list[str] | None:
     """Returns the files that differ from a commit, uncommitted ones included, or None if the commit isn't known."""
-    named = git("diff", "--name-only", commit)
+    named = git("diff", "--name-only", "--no-renames", commit)
     new = git("ls-files", "--others", "--exclude-standard")
     return None if named is None else [file for file in f"{named}\n{new}".split("\n") if file not in ("", RECORDS)]
 
@@ -161,9 +201,10 @@ def find_base() -> str | None:
     """Returns the commit to compare with, or None if each part has to be compared with its own."""
     if named := os.environ.get("CI_BASE"):
         return named
-    head = git("rev-parse", "HEAD")
     left = git("merge-base", "HEAD", "origin/main")
-    return left if left != head else None
+    if left is None or (left == git("rev-parse", "HEAD") and not changed_since("HEAD")):
+        return None
+    return left
 
 
 def passed() -> dict[str, str]:
@@ -229,24 +270,26 @@ def select(out: Path) -> int:
 def concerns_open_mpi(folder: str, base: str | None) -> bool:
     """Whether the folder itself has changed: what it imports counts for its integration tests only."""
     files = None if base is None else changed_since(base)
-    paths = (f"{PACKAGE}/{folder}/", f"tests/mpi/{folder}/")
-    return files is None or any(file.startswith(paths) or file == "pyproject.toml" for file in files)
+    paths = (f"{PACKAGE}/{folder}/", f"tests/mpi/{folder}/", *UNDER_OPEN_MPI)
+    return files is None or any(file.startswith(paths) for file in files)
 
 
 def drawn(out: Path) -> int:
     """Runs the drawn cases. Those that fail at the base, too, don't fail the run."""
-    failed = failures(ROOT, out / "drawn")
+    tests = (out / "drawn").read_text().split("\n")
+    failed = failures(ROOT, tests, out)
+    if failed is None:
+        return 1
     if not failed:
         return 0
-    base = (out / "base").read_text() or None
-    if base is None:
+    base = (out / "base").read_text()
+    if not base:
         console.print(f"{len(failed)} drawn cases failed, and there's no base to run them at.")
         return 1
     tree = out / "tree"
     subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, base], cwd=ROOT, check=True)
     try:
-        (out / "failed").write_text("\n".join(failed))
-        before = failures(tree, out / "failed")
+        before = failures(tree, failed, out) or []
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=False)
     for test in failed:
@@ -254,16 +297,18 @@ def drawn(out: Path) -> int:
     return int(not set(failed) <= set(before))
 
 
-def failures(tree: Path, tests: Path) -> list[str]:
-    """Runs the tests that a file names, one per line, and returns those that fail."""
-    if not tests.read_text().strip():
+def failures(tree: Path, tests: Sequence[str], out: Path) -> list[str] | None:
+    """Runs tests in a checkout and returns those that fail, or None if pytest couldn't run them."""
+    if not any(tests):  # without arguments, pytest would run everything
         return []
-    kept = tests.with_suffix(".cache")
-    line = ["uv", "run", "pytest", "-m", "not exhaustive", "-n", "4", "-o", f"cache_dir={kept}", f"@{tests}"]
-    code = subprocess.run(line, cwd=tree, check=False).returncode
-    last = kept / "v" / "cache" / "lastfailed"
-    failed = list(json.loads(last.read_text())) if last.exists() else []
-    return failed or ([] if code in (0, NO_TESTS) else tests.read_text().split("\n"))
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        names = Path(folder, "tests")
+        names.write_text("\n".join(tests))
+        line = [*TIERS["integration"], "-o", f"cache_dir={folder}/cache", f"@{names}"]
+        code = subprocess.run(line, cwd=tree, check=False).returncode
+        last = Path(folder, "cache", "v", "cache", "lastfailed")
+        failed = list(json.loads(last.read_text())) if last.exists() else []
+    return None if code not in (0, 1) or (code and not failed) else failed
 
 
 def parts() -> dict[str, tuple[list[str], str]]:
@@ -276,7 +321,7 @@ def parts() -> dict[str, tuple[list[str], str]]:
             if paths := paths_of(folder, ("mpi",) if tier == "openmpi" else RUNS_ON):
                 found[f"{tier}:{folder}"] = ([*command, *paths], folder)
     kills = ["uv", "run", "python", "benchmarks/kill_resume.py", "--trials", "3", "--ranks", "2", "--seed", "100"]
-    return {**found, "kills": (kills, "checkpoint"), "mutants": ([".ci/mutants"], PACKAGE)}
+    return {**found, "kills": (kills, "checkpoint"), "mutants": ([".ci/mutants"], EVERYTHING)}
 
 
 def more(named: Sequence[str]) -> int:
@@ -296,7 +341,8 @@ def more(named: Sequence[str]) -> int:
             console.print(f"{name}: the working tree has changes, so a pass won't be recorded", style="yellow")
             head = None
         console.print(f"\n== {name}: {reason}", style="bold")
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        cold = COLD if name.startswith("openmpi:") else {}
+        code = subprocess.run(command, cwd=ROOT, env={**os.environ, **cold}, check=False).returncode
         if code not in (0, NO_TESTS):
             bad.append(name)
         elif head is not None:

@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # offering the core to others: a fifth of the CPU time of two ranks that train eight small trials.
     os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
     os.environ.pop("PYTHONUNBUFFERED", None)  # a line is one write where Python buffers; else ranks' lines get mixed
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput") and not os.environ.get("JAXCROSS_TESTS_COLD"):
         warm = warm_python.serving()
         warm.__enter__()
         config.add_cleanup(lambda: warm.__exit__(None, None, None))

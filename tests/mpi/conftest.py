@@ -34,12 +34,6 @@ class Finished:
         return self
 
 
-@pytest.fixture(scope="session", autouse=True)
-def whole_lines() -> None:
-    """A line is one write where Python buffers; else those of several ranks get into each other."""
-    os.environ.pop("PYTHONUNBUFFERED", None)
-
-
 @pytest.fixture(scope="session")
 def mpirun() -> Callable[..., Finished]:
     """`mpirun(n, case, *args, timeout=240, env={})`: `case` is a file (relative to `cases/`) or Python source.

@@ -1,4 +1,4 @@
-"""Prints what became of the mutants, by folder, and each mutant that survived."""
+"""Prints how many mutants each suite killed, by folder, and each mutant that survived."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from tests.mutation.judge import Verdict
 
 KILLS = (Verdict.KILLED, Verdict.HUNG)
-COLUMNS = ("mutants", "quick", "integration", "hung", "survive both", "old only", "open")
+COLUMNS = ("mutants", "quick", "integration", "hung", "survive both", "old only", "absent", "open")
 
 
 def column(new: Mapping | None, old: Mapping | None) -> str:
@@ -24,8 +24,10 @@ def column(new: Mapping | None, old: Mapping | None) -> str:
         return "hung"
     if new["verdict"] == Verdict.KILLED:
         return "quick" if new["stage"] == 0 else "integration"
-    if old is None or old["verdict"] == Verdict.ABSENT:
+    if old is None:
         return "open"
+    if old["verdict"] == Verdict.ABSENT:
+        return "absent"
     return "old only" if old["verdict"] in KILLS else "survive both"
 
 
@@ -56,7 +58,7 @@ def show(
     if cut_off:
         table.caption = f"For {cut_off} mutants a suite ran out of time, so it might have killed them: see README.md."
     console.print(table)
-    for name in ("old only", "open", "survive both", "hung"):
+    for name in ("old only", "open", "absent", "survive both", "hung"):
         chosen = [each for each in mutants if columns[each["key"]] == name]
         if chosen:
             console.print(f"\n[bold]{name}[/bold]")
@@ -67,11 +69,11 @@ def show(
             )
             for suite in (new, old):
                 if result := results.get(suite, {}).get(each["key"]):
-                    console.print(f"  {suite}: {escape(_told(result))}", soft_wrap=True)
+                    console.print(f"  {suite}: {escape(_verdict(result))}", soft_wrap=True)
     return not counts["all"]["old only"] and not counts["all"]["open"]
 
 
-def _told(result: Mapping) -> str:
+def _verdict(result: Mapping) -> str:
     verdict = Verdict(result["verdict"])
     if verdict in KILLS:
         return f"{verdict} by {result['killer']} {result['reason']}".strip()

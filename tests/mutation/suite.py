@@ -180,13 +180,14 @@ def with_probes(tree: Path, mutants: Iterable[m.Mutant]) -> dict[str, bytes]:
 
 
 def commit(tree: Path) -> str:
-    """Returns the commit of a checkout, with a plus if files differ from it."""
-    git = ["git", "-C", os.fspath(tree)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    changed = subprocess.run(
-        [*git, "status", "--porcelain"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return f"{head[:12]}{'+' if changed else ''}"
+    """Returns the last commit that changed the package or the tests, with a plus if files differ from it."""
+    paths = ["--", "jaxcross", "tests", "benchmarks", "examples", "pyproject.toml"]
+
+    def git(*words: str) -> str:
+        line = ["git", "-C", os.fspath(tree), *words, *paths]
+        return subprocess.run(line, capture_output=True, text=True, check=False).stdout.strip()
+
+    return f"{git('log', '-1', '--format=%H')[:12]}{'+' if git('status', '--porcelain') else ''}"
 
 
 def lines(path: Path) -> list[dict]:

@@ -124,7 +124,7 @@ def f(a, b=2):
         ("limited", "hung", "old only"),
         ("uncovered", "survived", "survive both"),
         ("survived", None, "open"),
-        ("survived", "absent", "open"),
+        ("survived", "absent", "absent"),
         ("absent", "killed", "open"),
         (None, None, "open"),
     ],

@@ -51,7 +51,7 @@ def main():
     for file in files:  # else a reader at the other end waits for this process, too
         if file != 2:
             os.close(file)
-    status = int.from_bytes(_received(connection, 4), "little", signed=True)
+    status = int.from_bytes(received(connection, 4), "little", signed=True)
     if status < 0:
         if -status != signal.SIGKILL:  # whose effect can't be set
             signal.signal(-status, signal.SIG_DFL)
@@ -68,18 +68,19 @@ def _connect():
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(address)
-        size = int.from_bytes(_received(connection, 4), "little")
-        same = marshal.loads(_received(connection, size)) == fixed()
+        size = int.from_bytes(received(connection, 4), "little")
+        same = marshal.loads(received(connection, size)) == fixed()
     except OSError:
         return None
     return connection if same else None
 
 
-def _received(connection, size):
+def received(connection, size):
+    """Returns so many bytes. Raises ConnectionError if the other end is gone before."""
     data = b""
     while len(data) < size:
         if not (more := connection.recv(size - len(data))):
-            raise ConnectionError("the server of warm processes is gone")
+            raise ConnectionError("the other end of a warm process is gone")
         data += more
     return data
 

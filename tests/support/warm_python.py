@@ -13,14 +13,18 @@ over and runs the program from its first line. To the program it's a fresh proce
 handlers and death. There is nothing to clean up or to leak, and a crash takes nobody else along.
 
 In a warm process `sys.executable` starts a warm process as well. So if a test starts a benchmark or a command by
-`COMMAND`, the ranks that this one starts are warm, too, and it needs to know nothing of it.
+`COMMAND`, the ranks that this program starts are warm, too.
 
 What a fork can't provide gets an ordinary interpreter: other variables that Python, NumPy or JAX read when they're
 imported (`JAX_ENABLE_X64`, `PYTHONHASHSEED`, `MALLOC_...`), options of Python (`-I`), the network of a lab, fewer CPUs,
 a rank as parent, a server that is gone. `XLA_FLAGS` and `NPROC` are read when the backend starts, so they work as
 usual, and JAX is told where its cache of compiled programs is. `GLIBC_TUNABLES`, which keeps a rank's memory from going
-back to the kernel, is ignored: it changes a rank's speed, but no result. Tests of the start, the end, signals and
-`jaxcross launch` don't come here, since they're about real processes and their parents.
+back to the kernel, is ignored: it changes a rank's speed, but no result.
+
+There are two differences. Forks share the salt of Python's `hash`, so all ranks iterate their sets in the same order;
+with `JAXCROSS_TESTS_COLD=1` no process is warm, and `.ci/more` runs Open MPI's part like that. And a rank is a child of
+the server: its client, the launcher's child, passes on signals and exit codes. Tests of how a rank starts, is signalled
+or dies call `mpirun(..., warm=False)`.
 
     python -m tests.support.warm_python SOCKET EXECUTABLE      # serves until its standard input is closed
 """
@@ -44,11 +48,11 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tests.support.warm_client import TAKEN_OVER, VARIABLE, fixed
+from tests.support.warm_client import TAKEN_OVER, VARIABLE, fixed, received
 
 CLIENT = Path(__file__).with_name("warm_client.py")
 COMMAND = [sys.executable, "-IS", str(CLIENT)]
@@ -61,7 +65,7 @@ _IMPORTS = (
     "jaxcross.sweeps", "jaxcross.plan", "jaxcross.report", "flax.linen", "flax.nnx",
     "flax.training.train_state", "optax", "jax.numpy", "numpy", "rich.console",
 )  # fmt: skip
-_COVERAGE = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+_PATIENCE_S = 20.0  # a client that is stopped while it connects must not hold up the others
 
 
 @contextlib.contextmanager
@@ -72,7 +76,7 @@ def serving() -> Iterator[None]:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(address)
         listener.listen(64)
-        environ = {name: value for name, value in os.environ.items() if name not in _COVERAGE}
+        environ = dict(os.environ)
         root = str(Path(__file__).parents[2])
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
         executable = Path(folder, "python")
@@ -92,89 +96,126 @@ def serving() -> Iterator[None]:
             server.wait()
 
 
-def _serve(listener: socket.socket) -> tuple[list[str], dict[str, str], str] | None:
-    """Forks a child for each client until standard input is closed. Returns None then, and the request in a child."""
-    woken, wake = socket.socketpair()
-    woken.setblocking(False)
-    wake.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake.fileno())
-    clients: dict[socket.socket, int] = {}
-    ready = False
-    hello = marshal.dumps(fixed())
-    with selectors.DefaultSelector() as selector:
-        for source in (listener, woken, sys.stdin):
-            selector.register(source, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                source: Any = key.fileobj
-                if source is sys.stdin:
-                    for pid in clients.values():
-                        _signal(pid, signal.SIGKILL)
-                    return None
-                if source is woken:
-                    with contextlib.suppress(BlockingIOError):
-                        woken.recv(4096)
-                    _tell_ended(clients, selector)
-                elif source is listener:
-                    connection, _ = listener.accept()
-                    connection.sendall(len(hello).to_bytes(4, "little") + hello)
-                    if (received := _request(connection)) is None:
-                        connection.close()
-                        continue
-                    if not ready:
-                        _import_all()
-                        ready = True
-                    request, here = received
-                    pid = os.fork()
-                    if pid == 0:
-                        signal.set_wakeup_fd(-1)
-                        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                        selector.close()  # its number may be one that the client's files need
-                        for other in (listener, woken, wake, connection, *clients):
-                            other.close()
-                        return _become(request, here)
-                    os.setpgid(pid, pid)
-                    for file in here:
-                        os.close(file)
-                    clients[connection] = pid
-                    selector.register(connection, selectors.EVENT_READ)
-                else:
-                    try:
-                        numbers = source.recv(16)
-                    except ConnectionError:
-                        numbers = b""
-                    if source in clients:
-                        for number in numbers or [signal.SIGKILL]:
-                            _signal(clients[source], number)
-                    if not numbers:
-                        selector.unregister(source)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What a client sent: the program's arguments, its environment and folder, and its open files.
+
+    Attributes:
+        there: The numbers of the files in the client, which the program needs.
+        here: Their numbers in this process.
+    """
+
+    arguments: list[str]
+    environ: dict[str, str]
+    folder: str
+    there: list[int]
+    here: list[int]
 
 
-def _request(connection: socket.socket) -> tuple[tuple[Any, ...], list[int]] | None:
-    """Returns what a client wants and its open files as they're numbered here, or None if it has thought better."""
-    head, here, _, _ = socket.recv_fds(connection, 4, 8)
-    if len(head) < 4:
-        return None
-    size, data = int.from_bytes(head, "little"), b""
-    while len(data) < size:
-        if not (more := connection.recv(size - len(data))):
+class _Server:
+    """Forks a child for each client, passes on its signals, and reports its exit code."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._hello = marshal.dumps(fixed())
+        self._environ = dict(os.environ)
+        self._children: dict[socket.socket, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wake = socket.socketpair()
+        for end in (self._woken, self._wake):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake.fileno())
+
+    def serve(self) -> _Request | None:
+        """Serves until standard input is closed, and then returns None. Returns the request in a child."""
+        for source in (self._listener, self._woken, sys.stdin):
+            self._selector.register(source, selectors.EVENT_READ)
+        try:
+            while True:
+                for source in [key.fileobj for key, _ in self._selector.select()]:
+                    if source is sys.stdin:
+                        return None
+                    if source is self._listener:
+                        request = self._fork()
+                        if request is not None:
+                            return request
+                    elif source is self._woken:
+                        with contextlib.suppress(BlockingIOError):
+                            self._woken.recv(4096)
+                        self._report_ended()
+                    elif source in self._children:  # else its child has ended during this round
+                        self._pass_on(source)  # type: ignore[arg-type]
+        finally:  # in a child there are none
+            for pid in self._children.values():
+                _signal(pid, signal.SIGKILL)
+
+    def _fork(self) -> _Request | None:
+        """Accepts a client and forks a child for it. Returns the request in the child."""
+        connection, _ = self._listener.accept()
+        request = self._received(connection)
+        if request is None:
+            connection.close()
             return None
-        data += more
-    return marshal.loads(data), here
+        if "jax" not in sys.modules:
+            _import_all()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setpgid(0, 0)
+            self._selector.close()  # its number may be one that the client's files need
+            for other in (self._listener, self._woken, self._wake, connection, *self._children):
+                other.close()
+            self._children.clear()
+            _become(request, self._environ)
+            return request
+        with contextlib.suppress(OSError):  # the child does the same, whichever is first
+            os.setpgid(pid, pid)
+        for file in request.here:
+            os.close(file)
+        self._children[connection] = pid
+        self._selector.register(connection, selectors.EVENT_READ)
+        return None
 
+    def _received(self, connection: socket.socket) -> _Request | None:
+        """Returns a client's request, or None if the client runs the program itself, or dies before it has sent all."""
+        here: list[int] = []
+        connection.settimeout(_PATIENCE_S)
+        try:
+            connection.sendall(len(self._hello).to_bytes(4, "little") + self._hello)
+            head, here, _, _ = socket.recv_fds(connection, 4, 8)
+            data = received(connection, int.from_bytes(head, "little")) if len(head) == 4 else b""
+            arguments, environ, folder, there = marshal.loads(data)
+        except (OSError, EOFError):
+            for file in here:
+                os.close(file)
+            return None
+        connection.settimeout(None)
+        return _Request(arguments=arguments, environ=environ, folder=folder, there=there, here=here)
 
-def _tell_ended(clients: dict[socket.socket, int], selector: selectors.BaseSelector) -> None:
-    for connection, pid in list(clients.items()):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if not ended:
-            continue
-        del clients[connection]
-        with contextlib.suppress(KeyError):
-            selector.unregister(connection)
-        with contextlib.suppress(OSError):
-            connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "little", signed=True))
-        connection.close()
+    def _pass_on(self, client: socket.socket) -> None:
+        """Sends a child the signals that its client received, and kills the child if the client is gone."""
+        try:
+            numbers = client.recv(16)
+        except OSError:
+            numbers = b""
+        for number in numbers or [signal.SIGKILL]:
+            _signal(self._children[client], number)
+        if not numbers:
+            self._selector.unregister(client)
+
+    def _report_ended(self) -> None:
+        for client, pid in list(self._children.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            del self._children[client]
+            with contextlib.suppress(KeyError):  # the client may have been gone first
+                self._selector.unregister(client)
+            with contextlib.suppress(OSError):
+                client.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "little", signed=True))
+            client.close()
 
 
 def _signal(pid: int, number: int) -> None:
@@ -185,43 +226,44 @@ def _signal(pid: int, number: int) -> None:
 
 def _import_all() -> None:
     for name in _IMPORTS:
-        with contextlib.suppress(ImportError):  # an extra that is not installed
+        with contextlib.suppress(Exception):  # an extra that isn't installed, or a bug: the program will meet it, too
             __import__(name)
     logging.root.handlers.clear()  # some of them print a warning while they're imported, which installs one
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, all that is shared
 
 
-def _become(request: tuple[Any, ...], here: Sequence[int]) -> tuple[list[str], dict[str, str], str]:
+def _become(request: _Request, started_with: Mapping[str, str]) -> None:
     """Takes over a client's files, environment and folder, in a child."""
-    arguments, environ, folder, there = request
-    high = [os.dup2(file, 200 + n, inheritable=False) for n, file in enumerate(here)]  # out of each other's way
-    for file in here:
+    high = [os.dup2(file, 200 + n, inheritable=False) for n, file in enumerate(request.here)]  # out of each other's way
+    for file in request.here:
         os.close(file)
-    for file, number in zip(high, there, strict=True):
+    for file, number in zip(high, request.there, strict=True):
         os.dup2(file, number, inheritable=True)
         os.close(file)
-    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[1 : 1 + len(own)] = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
+    of_server = started_with.get("PYTHONPATH", "").split(os.pathsep)
+    of_client = request.environ.get("PYTHONPATH", "").split(os.pathsep)
+    rest = [path for path in sys.path[1:] if path not in of_server]
+    sys.path[1:] = [*filter(None, of_client), *rest]
+    set_by_imports = {name: value for name, value in os.environ.items() if name not in started_with}
     os.environ.clear()
-    os.environ.update(environ)
-    os.chdir(folder)
+    os.environ.update({**set_by_imports, **request.environ})
+    os.chdir(request.folder)
     beside = Path(sys.executable).parent
     if shutil.which("mpirun", path=str(beside)):  # `find_mpirun` looks next to `sys.executable` first
         os.environ["PATH"] = os.pathsep.join([str(beside), os.environ.get("PATH", os.defpath)])
-    multiprocessing.set_executable(sys.executable)  # its children inherit open files that only this process knows
+    multiprocessing.set_executable(sys.executable)  # its children inherit open files that only this process has
     sys.executable = sys.argv[2]
     for name in TAKEN_OVER:
-        if name in environ:
-            _tell_jax(name.lower(), environ[name])
+        if name in request.environ:
+            _configure_jax(name.lower(), request.environ[name])
     random.seed()
     import numpy as np
 
     np.random.seed()
-    return arguments, environ, folder
 
 
-def _tell_jax(name: str, text: str) -> None:
+def _configure_jax(name: str, text: str) -> None:
     import jax
 
     kind = type(jax.config.values[name])
@@ -249,15 +291,9 @@ def _run(arguments: list[str]) -> None:
 
 
 def _main() -> None:
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    request = _serve(listener)
-    if request is None:
-        return
-    if any(name in os.environ for name in _COVERAGE):
-        import coverage
-
-        coverage.process_startup()
-    _run(request[0])
+    request = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    if request is not None:
+        _run(request.arguments)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support.pages import ROOT, blocks
 
-FIRST = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0"
+FIRST = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == "0"
 
 
 def lines(text):

@@ -1,8 +1,17 @@
 """A rank whose script has ended, or has failed outside of a run: the others say so and end."""
 
+from functools import partial
+
 import pytest
 
 from tests.support.fault_scripts import START, WAIT
+
+
+@pytest.fixture
+def mpirun(mpirun):
+    """Starts real processes, because these tests are about how they start, end and are signalled."""
+    return partial(mpirun, warm=False)
+
 
 pytestmark = pytest.mark.integration
 

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,13 @@ import faults
 
 from jaxcross.report.event_files import read
 from tests.support.fault_scripts import HURT, START, WAIT
+
+
+@pytest.fixture
+def mpirun(mpirun):
+    """Starts real processes, because these tests are about how they start, end and are signalled."""
+    return partial(mpirun, warm=False)
+
 
 pytestmark = pytest.mark.integration
 

@@ -3,12 +3,16 @@
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 
+from tests.support.warm_client import VARIABLE
 from tests.support.warm_python import COMMAND
+
+pytestmark = pytest.mark.skipif(VARIABLE not in os.environ, reason="JAXCROSS_TESTS_COLD is set")
 
 IS_WARM = "import sys; print('jax' in sys.modules)"
 
@@ -78,3 +82,13 @@ def test_program_dies_with_its_client():
         process.wait(60)
         assert select.select([watched], [], [], 60)[0]
     os.close(watched)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\xff", b"\x08\0\0\0half"])
+def test_clients_that_die_early_leave_the_server_alone(sent):
+    """Launchers kill ranks that are just starting, even before the server has accepted them or read their request."""
+    for _ in range(20):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect(os.environ[VARIABLE])
+            client.send(sent)
+    assert run("-c", IS_WARM).stdout == "True\n"

@@ -1,10 +1,18 @@
 """Worker processes of ranks: they have the rank's numbers, join nothing, and are told at once where they go wrong."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture
+def mpirun(mpirun):
+    """Starts real processes, because these tests are about how they start, end and are signalled."""
+    return partial(mpirun, warm=False)
+
 
 pytestmark = pytest.mark.integration
 

@@ -5,8 +5,16 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+
+
+@pytest.fixture
+def mpirun(mpirun):
+    """Starts real processes, because these tests are about how they start, end and are signalled."""
+    return partial(mpirun, warm=False)
+
 
 START = "import threading, sys\nfrom jaxcross.world import initialize\nworld = initialize(stall_timeout_s={watchdog})\n"
 TOGETHER = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()  # one start may take longer than others\n"
@@ -15,7 +23,7 @@ WAIT = "\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Dup().Barrier()\n"
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_agreements_and_communicators(mpirun, ranks):
-    done = mpirun(ranks, "world_checks.py").check()
+    done = mpirun(ranks, "world_checks.py", warm=True).check()
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert {name: outcome for name, outcome in found.items() if outcome != "ok"} == {}
     assert len(found) == 7

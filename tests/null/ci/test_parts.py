@@ -35,9 +35,17 @@ def due(parts, base="base"):
 def test_change_concerns_every_folder_above(parts, changed):
     changed("jaxcross/wire/lower.py")
     assert {"wire", "world", "jobs", "step", "sweeps", "commands", "jaxcross"} <= due(parts)
-    assert not {"tensor", "exchange", "program", "interleave", "docs", "examples"} & due(parts)
-    changed("jaxcross/tensor/mesh.py")
-    assert due(parts) == {"tensor", "jaxcross"}
+    assert not {"interleave", "report", "docs", "examples"} & due(parts)
+    changed("jaxcross/sweeps/search.py")
+    assert due(parts) == {"commands", "sweeps", "jaxcross"}
+
+
+def test_change_concerns_tests_that_use_the_folder(parts, changed):
+    """No checkpoint imports jobs, but its tests run them; and the programs of ranks import each other."""
+    changed("jaxcross/jobs/runner.py")
+    assert "checkpoint" in due(parts)
+    changed("tests/mpi/cases/runner_faults.py")
+    assert "jobs" in due(parts)
 
 
 def test_module_at_the_top_of_the_package_is_like_a_folder(parts, changed):
@@ -50,8 +58,9 @@ def test_module_at_the_top_of_the_package_is_like_a_folder(parts, changed):
     [
         ("tests/cpu/tensor/test_mesh.py", {"tensor"}),
         ("tests/mpi/cases/tensor_table.py", {"tensor"}),
-        ("benchmarks/race.py", {"benchmarks", "checkpoint", "docs", "health"}),
-        ("examples/gpt.py", {"docs", "examples"}),
+        ("benchmarks/race.py", {"benchmarks", "checkpoint", "docs", "exchange", "health", "lab", "plan", "program"}),
+        ("examples/gpt.py", {"docs", "examples", "program", "step"}),
+        ("CHANGELOG.md", {"docs"}),
         ("docs/howto/cluster.md", {"docs"}),
         (".ci/run", set()),
     ],
@@ -126,18 +135,51 @@ def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
         parts.more(["other"])
 
 
-def drawn_tests(parts, monkeypatch, tmp_path, before):
-    """Runs `drawn` where two tests fail now, and `before` failed at the base."""
+@pytest.fixture
+def pytest_runs(parts, monkeypatch, tmp_path):
+    """Pretends that pytest ran: `runs(here, before)` are its exit codes and failures, now and at the base."""
     (tmp_path / "drawn").write_text("a\nb")
     (tmp_path / "base").write_text("base")
-    found = {parts.ROOT: ["a", "b"], tmp_path / "tree": before}
-    monkeypatch.setattr(parts, "failures", lambda tree, tests: found[tree])
-    monkeypatch.setattr(parts.subprocess, "run", lambda *words, **options: None)
-    return parts.drawn(tmp_path)
+
+    def drawn(here, before):
+        def run(line, cwd, **options):
+            code, failed = here if cwd == parts.ROOT else before
+            if "pytest" in line:
+                cache = Path(next(str(word) for word in line if "cache_dir=" in str(word)).partition("=")[2])
+                (cache / "v" / "cache").mkdir(parents=True)
+                (cache / "v" / "cache" / "lastfailed").write_text(json.dumps(dict.fromkeys(failed, True)))
+                return subprocess.CompletedProcess(line, code)
+            return subprocess.CompletedProcess(line, 0)
+
+        monkeypatch.setattr(parts.subprocess, "run", run)
+        return parts.drawn(tmp_path)
+
+    return drawn
 
 
-def test_drawn_case_that_failed_before_is_reported_only(parts, monkeypatch, tmp_path, capsys):
-    assert drawn_tests(parts, monkeypatch, tmp_path, ["a", "b", "c"]) == 0
+def test_drawn_case_that_failed_before_is_reported_only(pytest_runs, capsys):
+    assert pytest_runs((0, []), (1, [])) == 0
+    assert pytest_runs((1, ["a", "b"]), (1, ["a", "b", "c"])) == 0
     assert capsys.readouterr().out.count("fails at the base, too") == 2
-    assert drawn_tests(parts, monkeypatch, tmp_path, ["a"]) == 1
+    assert pytest_runs((1, ["a", "b"]), (1, ["a"])) == 1
     assert "b: fails since this change" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", [1, 2, 4, 5])
+def test_drawn_cases_that_cannot_run_fail_the_run(pytest_runs, code):
+    """A base that can't be installed or collected excuses nothing."""
+    assert pytest_runs((code, []), (0, [])) == 1
+    assert pytest_runs((1, ["a"]), (code, [])) == 1
+
+
+def test_open_mpi_runs_for_what_its_ranks_run_on(parts, changed):
+    for file in (
+        "jaxcross/wire/lower.py",
+        "jaxcross/_jax_compat/__init__.py",
+        ".ci/with-openmpi",
+        "tests/support/zoo.py",
+    ):
+        changed(file)
+        assert parts.concerns_open_mpi("wire", "base"), file
+    changed("jaxcross/tensor/mesh.py")
+    assert not parts.concerns_open_mpi("wire", "base")
