@@ -2,6 +2,7 @@
 
     python .ci/parts.py select FOLDER     # for .ci/run: writes what to run to FOLDER, and says why
     python .ci/parts.py drawn FOLDER      # runs the drawn cases; failures that also occur at the base are only reported
+    python .ci/parts.py record FOLDER     # writes down that what `.ci/run` selected has passed
     python .ci/parts.py more [PART ...]   # for .ci/more: runs the parts that haven't passed since their folders changed
     python .ci/parts.py show              # which parts have passed, and at which commit
 
@@ -10,7 +11,7 @@ folders that this one imports, however indirectly, the folders that the tests na
 change of `wire` concerns the parts of `wire`, `world`, `jobs` and everything else above it. The import graph comes from
 grimp, which `lint-imports` uses, too.
 
-`.ci/more` writes down in `.ci/passed.json` at which commit each part has passed. Commit that file: it's what a later
+Both scripts write down in `.ci/passed.json` at which commit each part has passed. Commit that file: it's what a later
 run on another machine starts from. A change is what differs from the base, which is `CI_BASE`, or else where this
 branch left `origin/main`. On main itself there's no such base, and each part is compared with the commit at which it
 passed.
@@ -264,6 +265,7 @@ def select(out: Path) -> int:
     (out / "drawn").write_text("\n".join(drawn))
     (out / "base").write_text(base or "")
     (out / "openmpi").write_text(" ".join(on_open_mpi))
+    (out / "parts").write_text("\n".join(f"integration:{folder}" for folder in due))
     return 0
 
 
@@ -346,9 +348,25 @@ def more(named: Sequence[str]) -> int:
         if code not in (0, NO_TESTS):
             bad.append(name)
         elif head is not None:
-            (ROOT / RECORDS).write_text(json.dumps({**passed(), name: head}, indent=1, sort_keys=True) + "\n")
+            record([name], head)
     console.print(f"failed: {', '.join(bad)}" if bad else "All of these parts have passed.")
     return int(bool(bad))
+
+
+def record(names: Iterable[str], commit: str) -> None:
+    """Writes down that parts have passed at a commit."""
+    known = {**passed(), **dict.fromkeys(names, commit)}
+    (ROOT / RECORDS).write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+def record_selected(out: Path) -> int:
+    """Records the parts that `.ci/run` has selected and run, unless files were changed that no commit has."""
+    head = git("rev-parse", "HEAD")
+    names = (out / "parts").read_text().split()
+    if head and names and not changed_since("HEAD"):
+        record(names, head)
+        console.print(f"{RECORDS} now says that these parts have passed: {', '.join(names)}")
+    return 0
 
 
 def show() -> int:
@@ -363,13 +381,14 @@ def show() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("select", "drawn"):
+    with_folder = {"select": select, "drawn": drawn, "record": record_selected}
+    for name in with_folder:
         commands.add_parser(name).add_argument("folder", type=Path)
     commands.add_parser("more").add_argument("parts", nargs="*")
     commands.add_parser("show")
     args = parser.parse_args()
-    if args.command in ("select", "drawn"):
-        return {"select": select, "drawn": drawn}[args.command](args.folder)
+    if args.command in with_folder:
+        return with_folder[args.command](args.folder)
     return more(args.parts) if args.command == "more" else show()
 
 

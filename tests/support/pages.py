@@ -19,4 +19,5 @@ class Block(NamedTuple):
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text()
+    assert len(re.findall(r"^```", text, re.MULTILINE)) % 2 == 0, f"{page}: a fence isn't closed"
     return [Block(found[2].strip(), text.count("\n", 0, found.start(3)), found[3]) for found in FENCED.finditer(text)]

@@ -128,6 +128,10 @@ def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
     assert "ran" in capfd.readouterr().out
     assert parts.more(["good"]) == 0
     assert "nothing that it covers has changed" in capfd.readouterr().out
+    (tmp_path / "parts").write_text("integration:wire")
+    assert parts.record_selected(tmp_path) == 0
+    assert set(json.loads((tmp_path / parts.RECORDS).read_text())) == {"also", "good"}, "there's a new file"
+    (tmp_path / "parts").unlink()
     (tmp_path / "file").write_text("2")
     assert parts.more(["good"]) == 0
     assert "the working tree has changes" in capfd.readouterr().out
