@@ -18,7 +18,6 @@ from jaxcross.program.ir import Program
 from jaxcross.program.labels import labelled, order_of
 from jaxcross.program.trace import Traced, trace
 from jaxcross.testing import LocalRanks, decide
-from tests.support.examples import scaled
 from tests.support.label_ranks import verdict
 from tests.support.random_steps import RECIPES, Op, Recipe, arguments, build
 from tests.support.zoo import ZOO
@@ -66,7 +65,7 @@ FUZZ = settings(
     database=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
-    max_examples=scaled(120),
+    max_examples=120,
 )
 KINDS = ("psum", "psum", "psum", "psum", "pmean", "psum_tree", "tanh", "scale", "matmul", "sub")
 ALIKE = st.builds(
