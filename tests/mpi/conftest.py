@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxcross.commands.launch import find_mpirun, mpirun_command
-from jaxcross.world import xla_pool
+from jaxcross.world import workers, xla_pool
 from tests.support import warm_python
 
 CASES = Path(__file__).parent / "cases"
@@ -53,6 +53,7 @@ def mpirun() -> Callable[..., Finished]:
         program: Sequence[str] = [str(CASES / case)] if case.endswith(".py") else ["-c", case]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # cases import `tests.support`
         environ = {**os.environ, "PYTHONPATH": path, **(env or {})}
+        environ.pop(workers.VARIABLE, None)  # a test that called `initialize` in this process has made it a rank
         line, extra = mpirun_command(
             mpirun=launcher,
             ranks=n,

@@ -9,12 +9,19 @@ import sys
 
 import pytest
 
+from jaxcross.world import workers
 from tests.support.warm_client import VARIABLE
 from tests.support.warm_python import COMMAND
 
 pytestmark = pytest.mark.skipif(VARIABLE not in os.environ, reason="JAXCROSS_TESTS_COLD is set")
 
 IS_WARM = "import sys; print('jax' in sys.modules)"
+
+
+@pytest.fixture(autouse=True)
+def no_child_of_a_rank(monkeypatch):
+    """A test that called `initialize` in this process has made it a rank, whose children are never warm."""
+    monkeypatch.delenv(workers.VARIABLE, raising=False)
 
 
 def run(*words, **options):
@@ -67,8 +74,8 @@ def started():
 
 def test_signals_reach_the_program():
     process, program = started()
-    assert program != process.pid
     with process:
+        assert program != process.pid
         process.terminate()
         assert process.wait(60) == -signal.SIGTERM
 
