@@ -119,10 +119,15 @@ def imported() -> Mapping[str, set[str]]:
     for module in graph.modules:
         names = found.setdefault(folder_of(module), {folder_of(module)})
         names |= {folder_of(other) for other in graph.find_modules_directly_imported_by(module)}
+    return closed(found)
+
+
+def closed(found: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Returns the transitive closure of a relation."""
     while True:
         more = {name: set().union(*(found[other] for other in others)) for name, others in found.items()}
         if more == found:
-            return found
+            return more
         found = more
 
 
@@ -139,30 +144,43 @@ def paths_of(folder: str, tiers: Sequence[str] = RUNS_ON) -> list[str]:
     return [f"tests/{tier}/{folder}/" for tier in tiers if (ROOT / "tests" / tier / folder).is_dir()]
 
 
-def covered(folder: str) -> list[str]:
-    """Returns the paths whose change concerns the tests of a folder.
+def files_of(folder: str) -> tuple[str, ...]:
+    return tuple(str(file.relative_to(ROOT)) for path in paths_of(folder) for file in _python_files(ROOT / path))
+
+
+def _python_files(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+@cache
+def covered(folder: str, file: str | None = None) -> list[str]:
+    """Returns the paths whose change concerns the tests of a folder, or of one of its files.
 
     These are the folder of the package and all that it imports, however indirectly, and the folders that the tests and
-    their programs name, since the tests of `checkpoint` run jobs, for instance.
+    their programs name. For instance, some tests of `checkpoint` run jobs.
     """
     if folder == EVERYTHING:
         return [PACKAGE, "tests", *ALL]
-    if folder == PACKAGE:
-        package = [PACKAGE]
-    else:
-        package = [path_of(name) for name in imported().get(folder, set()) | named_by_tests(folder)]
+    tests = files_of(folder) if file is None else (file, f"{Path(file).parent}/conftest.py")
+    cases = programs_of(tests)
+    names = imported().get(folder, set()) | named([*tests, *cases])
+    package = [PACKAGE] if folder == PACKAGE else map(path_of, names)
     rows = [path for path, concerned in ROWS.items() if folder in concerned]
-    return [*sorted(package), *rows, *paths_of(folder), *cases_of(folder), *ALL]
+    return [*sorted(package), *rows, *(paths_of(folder) if file is None else tests), *cases, *ALL]
 
 
 def path_of(name: str) -> str:
     return f"{PACKAGE}/{name}" if (ROOT / PACKAGE / name).is_dir() else f"{PACKAGE}/{name}.py"
 
 
-def named_by_tests(folder: str) -> set[str]:
-    """Returns the folders of the package that the tests of a folder name, in imports and in the programs they run."""
-    files = [file for path in paths_of(folder) for file in (ROOT / path).rglob("*.py")]
-    text = "".join(file.read_text() for file in [*files, *(ROOT / case for case in cases_of(folder))])
+@cache
+def text_of(file: str) -> str:
+    return (ROOT / file).read_text() if (ROOT / file).exists() else ""
+
+
+def named(files: Iterable[str]) -> set[str]:
+    """Returns the folders of the package that files name, in imports and in the programs that they hold as text."""
+    text = "".join(map(text_of, files))
     words = set(re.findall(rf"{PACKAGE}\.(\w+)", text))
     for names in re.findall(rf"from {PACKAGE} import \(?([^)\n]*)", text):
         words |= set(re.findall(r"\w+", names))
@@ -171,14 +189,17 @@ def named_by_tests(folder: str) -> set[str]:
 
 
 @cache
-def cases_of(folder: str) -> tuple[str, ...]:
-    """Returns the programs in `tests/mpi/cases` that the tests of a folder name, and those that these import."""
-    cases = {path.stem: path.read_text() for path in (ROOT / "tests/mpi/cases").glob("*.py")}
-    text = "".join(path.read_text() for path in (ROOT / "tests" / "mpi" / folder).glob("*.py"))
-    found = {name for name in cases if f"{name}.py" in text}
-    while more := {name for name in cases for user in found if re.search(rf"\b{name}\b", cases[user])} - found:
-        found |= more
-    return tuple(f"tests/mpi/cases/{name}.py" for name in sorted(found))
+def programs() -> dict[str, set[str]]:
+    """Returns the programs in `tests/mpi/cases`, each with those that it imports, however indirectly, and itself."""
+    files = {path.stem: str(path.relative_to(ROOT)) for path in (ROOT / "tests/mpi/cases").glob("*.py")}
+    words = {name: set(re.findall(r"\w+", text_of(file))) & set(files) | {name} for name, file in files.items()}
+    return {files[name]: {files[other] for other in others} for name, others in closed(words).items()}
+
+
+def programs_of(tests: Iterable[str]) -> list[str]:
+    """Returns the programs that tests over MPI name, and those that these import."""
+    text = "".join(text_of(file) for file in tests if file.startswith("tests/mpi/"))
+    return sorted(set().union(*(used for file, used in programs().items() if Path(file).name in text)))
 
 
 def changed_since(commit: str) -> list[str] | None:
@@ -188,12 +209,11 @@ def changed_since(commit: str) -> list[str] | None:
     return None if named is None else [file for file in f"{named}\n{new}".split("\n") if file not in ("", RECORDS)]
 
 
-def why(folder: str, base: str | None) -> str:
-    """Returns why the tests of a folder must run: a changed file that they cover. Empty if they needn't."""
+def why(paths: Sequence[str], base: str | None) -> str:
+    """Returns why tests that cover some paths must run: what has changed there. Empty if they needn't."""
     files = None if base is None else changed_since(base)
     if files is None:
         return "nothing to compare with"
-    paths = covered(folder)
     hits = [file for file in files if any(file == path or file.startswith(f"{path.rstrip('/')}/") for path in paths)]
     return f"{hits[0]}{f' and {len(hits) - 1} more' if len(hits) > 1 else ''}" if hits else ""
 
@@ -226,35 +246,44 @@ def is_drawn(test: str, commit: str) -> bool:
     return int(hashlib.sha256(f"{commit} {test}".encode()).hexdigest(), 16) % 10 == 0
 
 
-def chosen(tests: Iterable[str], changed: Iterable[str], commit: str) -> tuple[list[str], list[str]]:
-    """Returns which integration tests a change of these folders runs, and which others are drawn by its commit."""
-    paths = [path for folder in changed for path in paths_of(folder)]
+def chosen(tests: Iterable[str], files: Iterable[str], commit: str) -> tuple[list[str], list[str]]:
+    """Returns which integration tests run if these files of tests are concerned, and which others a commit draws."""
+    concerned = set(files)
     run, drawn = [], []
     for test in tests:
-        if test in ALWAYS or test.startswith(tuple(paths)):
+        if test in ALWAYS or test.partition("::")[0] in concerned:
             run.append(test)
         elif is_drawn(test, commit):
             drawn.append(test)
     return run, drawn
 
 
+def reasons(folder: str, base: str | None) -> dict[str, str]:
+    """Returns the files of a folder's tests that a change concerns, and why."""
+    if not why(covered(folder), base):
+        return {}
+    every = {file: why(covered(folder, file), base) for file in files_of(folder)}
+    return {file: reason for file, reason in every.items() if reason}
+
+
 def select(out: Path) -> int:
     base, records = find_base(), passed()
-    reasons = {f: why(f, base or records.get(f"integration:{f}")) for f in folders()}
-    due = [folder for folder, reason in reasons.items() if reason]
+    due = {folder: reasons(folder, base or records.get(f"integration:{folder}")) for folder in folders()}
+    due = {folder: files for folder, files in due.items() if files}
     on_open_mpi = [f for f in ON_OPEN_MPI if concerns_open_mpi(f, base or records.get(f"openmpi:{f}"))]
     tests = collected("-m", "(integration or hypothesis) and not exhaustive")
     integration = set(collected("-m", "integration and not exhaustive"))
-    run, drawn = chosen(tests, due, git("rev-parse", "HEAD") or "")
+    files = [file for files in due.values() for file in files]
+    run, drawn = chosen(tests, files, git("rev-parse", "HEAD") or "")
     drawn = [test for test in drawn if test in integration]
     missing = set(ALWAYS) - set(run)
     if missing:
         sys.exit(f".ci/parts.py names tests that don't exist: {sorted(missing)}")
     table = Table(
-        "Tests of", "run because of", title=f"Compared with {(base or 'the commits in .ci/passed.json')[:40]}"
+        "Tests of", "files", "because of", title=f"Compared with {(base or f'the commits in {RECORDS}')[:40]}"
     )
-    for folder in due:
-        table.add_row(folder, reasons[folder])
+    for folder, files in due.items():
+        table.add_row(folder, f"{len(files)} of {len(files_of(folder))}", next(iter(files.values())))
     console.print(table)
     left = [folder for folder in folders() if folder not in due]
     console.print(f"Left to .ci/more: the integration tests of {', '.join(left) or 'no folder'}; all exhaustive tests.")
@@ -336,7 +365,7 @@ def more(named: Sequence[str]) -> int:
         if named and name not in named and name.partition(":")[0] not in named:
             continue
         head = git("rev-parse", "HEAD")
-        if not (reason := why(folder, passed().get(name))):
+        if not (reason := why(covered(folder), passed().get(name))):
             console.print(f"{name}: passed at {passed()[name][:10]}, and nothing that it covers has changed")
             continue
         if changed_since("HEAD"):
@@ -373,7 +402,7 @@ def show() -> int:
     table = Table("Part", "Passed at", "Due because of")
     for name, (_, folder) in parts().items():
         commit = passed().get(name)
-        table.add_row(name, (commit or "-")[:10], why(folder, commit))
+        table.add_row(name, (commit or "-")[:10], why(covered(folder), commit))
     console.print(table)
     return 0
 

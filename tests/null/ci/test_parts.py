@@ -29,7 +29,7 @@ def changed(parts, monkeypatch):
 
 
 def due(parts, base="base"):
-    return {folder for folder in parts.folders() if parts.why(folder, base)}
+    return {folder for folder in parts.folders() if parts.reasons(folder, base)}
 
 
 def test_change_concerns_every_folder_above(parts, changed):
@@ -43,7 +43,8 @@ def test_change_concerns_every_folder_above(parts, changed):
 def test_change_concerns_tests_that_use_the_folder(parts, changed):
     """No checkpoint imports jobs, but its tests run them; and the programs of ranks import each other."""
     changed("jaxcross/jobs/runner.py")
-    assert "checkpoint" in due(parts)
+    assert "tests/cpu/checkpoint/test_checkpoint.py" in parts.reasons("checkpoint", "base")
+    assert "tests/cpu/checkpoint/test_rank_local.py" not in parts.reasons("checkpoint", "base")
     changed("tests/mpi/cases/runner_faults.py")
     assert "jobs" in due(parts)
 
@@ -85,12 +86,13 @@ def test_without_a_base_everything_runs(parts, changed, base):
 
 def test_rest_is_drawn_by_commit(parts):
     tests = [f"tests/cpu/tensor/test_mesh.py::test_it[{n}]" for n in range(2000)]
-    run, drawn = parts.chosen([*tests, *parts.ALWAYS], ["wire"], "a")
+    wire, tensor = ["tests/mpi/wire/test_table.py"], ["tests/cpu/tensor/test_mesh.py"]
+    run, drawn = parts.chosen([*tests, *parts.ALWAYS], wire, "a")
     assert run == list(parts.ALWAYS)
     assert 150 < len(drawn) < 250
-    assert parts.chosen(tests, ["wire"], "a") == ([], drawn)
-    assert parts.chosen(tests, ["wire"], "b")[1] != drawn
-    assert parts.chosen(tests, ["tensor"], "a") == (tests, [])
+    assert parts.chosen(tests, wire, "a") == ([], drawn)
+    assert parts.chosen(tests, wire, "b")[1] != drawn
+    assert parts.chosen(tests, tensor, "a") == (tests, [])
 
 
 def test_every_part_says_what_it_covers(parts):
@@ -117,7 +119,7 @@ def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
     git("add", ".")
     git("commit", "--quiet", "-m", "first")
     monkeypatch.setattr(parts, "ROOT", tmp_path)
-    monkeypatch.setattr(parts, "covered", lambda folder: ["file"])
+    monkeypatch.setattr(parts, "covered", lambda folder, file=None: ["file"])
     monkeypatch.setattr(
         parts, "parts", lambda: {"good": (["echo", "ran"], "x"), "bad": (["false"], "x"), "also": (["true"], "x")}
     )
