@@ -43,16 +43,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # offering the core to others: a fifth of the CPU time of two ranks that train eight small trials.
     os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
     os.environ.pop("PYTHONUNBUFFERED", None)  # a line is one write where Python buffers; else ranks' lines get mixed
-    if not hasattr(config, "workerinput") and not os.environ.get("JAXCROSS_TESTS_COLD"):
-        warm = warm_python.serving()
-        warm.__enter__()
-        config.add_cleanup(lambda: warm.__exit__(None, None, None))
     if not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__ or 2)
     # Started in the background of a script: children would inherit it and be deaf to what tests send.
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+    # Last, since its forks inherit all of this.
+    if not hasattr(config, "workerinput") and not os.environ.get("JAXCROSS_TESTS_COLD"):
+        warm = warm_python.serving()
+        warm.__enter__()
+        config.add_cleanup(lambda: warm.__exit__(None, None, None))
 
 
 def keep_bytecode(config: pytest.Config) -> None:
