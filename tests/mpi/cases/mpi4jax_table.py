@@ -99,8 +99,11 @@ STEPS = {
     "scan": lambda x: mpi4jax.scan(x, MPI.SUM, comm=comm),
     "scatter": lambda x: mpi4jax.scatter(jnp.stack([x * r for r in range(size)]) if rank == 0 else x, 0, comm=comm),
     "sendrecv": lambda x: mpi4jax.sendrecv(x, x, np.int64(down), np.int64(up), comm=comm, status=status),
-    "nowhere": lambda x: mpi4jax.sendrecv(x, x, down if rank else MPI.PROC_NULL, up if up else MPI.PROC_NULL, comm=comm)
-    * (rank > 0),
+    "nowhere": lambda x: jnp.where(  # what rank 0 receives from nowhere is undefined, and may be NaN
+        rank > 0,
+        mpi4jax.sendrecv(x, x, down if rank else MPI.PROC_NULL, up if up else MPI.PROC_NULL, comm=comm),
+        0,
+    ),
     "alone": lambda x: mpi4jax.allgather(x, comm=alone),
     "gradient": lambda x: jax.grad(lambda v: mpi4jax.allreduce(jnp.sin(v), MPI.SUM, comm=comm).sum())(x),
     **{f.__name__: f for f in (
