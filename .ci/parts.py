@@ -1,4 +1,4 @@
-"""Which tests a change needs: what `.ci/run` runs of the integration tests, and what is left of `.ci/more`.
+"""Chooses the integration tests that `.ci/run` runs for a change, and the parts of `.ci/more` that are still due.
 
     python .ci/parts.py select FOLDER     # for .ci/run: writes what to run to FOLDER, and says why
     python .ci/parts.py drawn FOLDER      # runs the drawn cases; failures that also occur at the base are only reported
@@ -93,9 +93,8 @@ TIERS = {
     "exhaustive": ["uv", "run", "pytest", "-m", "exhaustive", "--hypothesis-profile", "full", "-n", "3"],
     "openmpi": [".ci/with-openmpi", "-m", "not exhaustive", "-n", "4"],
 }
-COLD = {
-    "JAXCROSS_TESTS_COLD": "1"
-}  # forks share the salt of `hash`, so only real processes iterate sets in other orders
+# Forks share the salt of `hash`, so only real processes iterate their sets in different orders.
+COLD = {"JAXCROSS_TESTS_COLD": "1"}
 NO_TESTS = 5  # pytest's exit code: in most folders nothing is exhaustive
 
 console = Console(soft_wrap=True, highlight=False)
@@ -202,16 +201,17 @@ def programs_of(tests: Iterable[str]) -> list[str]:
     return sorted(set().union(*(used for file, used in programs().items() if Path(file).name in text)))
 
 
-def changed_since(commit: str) -> list[str] | None:
+def changed_since(commit: str | None) -> list[str] | None:
     """Returns the files that differ from a commit, uncommitted ones included, or None if the commit isn't known."""
+    if commit is None:
+        return None
     named = git("diff", "--name-only", "--no-renames", commit)
     new = git("ls-files", "--others", "--exclude-standard")
     return None if named is None else [file for file in f"{named}\n{new}".split("\n") if file not in ("", RECORDS)]
 
 
-def why(paths: Sequence[str], base: str | None) -> str:
-    """Returns why tests that cover some paths must run: what has changed there. Empty if they needn't."""
-    files = None if base is None else changed_since(base)
+def why(paths: Sequence[str], files: Sequence[str] | None) -> str:
+    """Returns why tests that cover some paths must run if these files have changed. Empty if they needn't."""
     if files is None:
         return "nothing to compare with"
     hits = [file for file in files if any(file == path or file.startswith(f"{path.rstrip('/')}/") for path in paths)]
@@ -260,9 +260,10 @@ def chosen(tests: Iterable[str], files: Iterable[str], commit: str) -> tuple[lis
 
 def reasons(folder: str, base: str | None) -> dict[str, str]:
     """Returns the files of a folder's tests that a change concerns, and why."""
-    if not why(covered(folder), base):
+    files = changed_since(base)
+    if not why(covered(folder), files):
         return {}
-    every = {file: why(covered(folder, file), base) for file in files_of(folder)}
+    every = {file: why(covered(folder, file), files) for file in files_of(folder)}
     return {file: reason for file, reason in every.items() if reason}
 
 
@@ -300,7 +301,7 @@ def select(out: Path) -> int:
 
 def concerns_open_mpi(folder: str, base: str | None) -> bool:
     """Whether the folder itself has changed: what it imports counts for its integration tests only."""
-    files = None if base is None else changed_since(base)
+    files = changed_since(base)
     paths = (f"{PACKAGE}/{folder}/", f"tests/mpi/{folder}/", *UNDER_OPEN_MPI)
     return files is None or any(file.startswith(paths) for file in files)
 
@@ -365,7 +366,7 @@ def more(named: Sequence[str]) -> int:
         if named and name not in named and name.partition(":")[0] not in named:
             continue
         head = git("rev-parse", "HEAD")
-        if not (reason := why(covered(folder), passed().get(name))):
+        if not (reason := why(covered(folder), changed_since(passed().get(name)))):
             console.print(f"{name}: passed at {passed()[name][:10]}, and nothing that it covers has changed")
             continue
         if changed_since("HEAD"):
@@ -402,7 +403,7 @@ def show() -> int:
     table = Table("Part", "Passed at", "Due because of")
     for name, (_, folder) in parts().items():
         commit = passed().get(name)
-        table.add_row(name, (commit or "-")[:10], why(covered(folder), commit))
+        table.add_row(name, (commit or "-")[:10], why(covered(folder), changed_since(commit)))
     console.print(table)
     return 0
 

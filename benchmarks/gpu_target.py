@@ -26,7 +26,7 @@ from workloads import parser, write_json
 
 
 def target_config(devices: list[Any]) -> str | None:
-    """Returns XLA's description of these devices as a text, or None on a platform that has none."""
+    """Returns XLA's target configuration of these devices as text, or None if the platform doesn't provide one."""
     return getattr(xla_client.get_topology_for_devices(devices), "target_config", None)
 
 

@@ -49,7 +49,7 @@ def end_all() -> None:
 
 
 def descendants() -> list[int]:
-    """Returns the processes that have this one as an ancestor, whatever their sessions and groups."""
+    """Returns all descendants of this process, including those in other sessions or process groups."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

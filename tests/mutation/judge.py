@@ -1,4 +1,4 @@
-"""Runs the tests that cover a mutant, and says what became of it."""
+"""Runs the tests that cover a mutant, and returns a verdict."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class Judge:
 
 
 class _Watch:
-    """Says when to end pytest: a test takes longer than allowed, or one starts after the mutant's time is over.
+    """Decides when to stop pytest: if a test runs too long, or if one starts after the mutant's time limit.
 
     The test that is running at that time may go on, because only its end tells a hang from a long test.
     """

@@ -234,7 +234,7 @@ def in_tree(tree: Path, sources: Iterable[str]) -> dict[str, Mutant]:
 
 
 def sample(tree: Path, mutants: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Returns up to `count` mutants, at most one per line, leaving out those that don't compile or change nothing."""
+    """Returns up to `count` mutants, at most one per line. Skips those that don't compile or that change nothing."""
     chosen: list[Mutant] = []
     lines: set[tuple[str, int]] = set()
     for each in sorted(mutants, key=lambda mutant: hashlib.sha1(f"{seed} {mutant.key}".encode()).hexdigest()):

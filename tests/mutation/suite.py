@@ -14,7 +14,7 @@ from tests.mutation import mutants as m
 from tests.mutation.workspace import INSIDE, Workspace
 
 STAGES = (("-m", "not exhaustive and not integration"), ("-m", "integration and not exhaustive"))
-"""Arguments of pytest for each part of a suite, in the order in which the parts are tried on a mutant."""
+"""Pytest's arguments for each part of a suite. A mutant is tried on the first part, then on the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class Covering:
         return (test.duration_s if test else 0) + self._setup_s[name.partition("::")[0]]
 
     def of(self, mutant: m.Mutant) -> tuple[list[str], list[str]]:
-        """Returns the tests that evaluate the mutant, and the other tests of their files, those to run first first.
+        """Returns the tests that evaluate the mutant, and the other tests of their files, both in running order.
 
         A mutant that is evaluated on import is covered by whatever enters a function of its file or of a file that
         imports that one. If its place was evaluated while pytest collected a file, all tests of this file cover it.

@@ -13,13 +13,16 @@ from jaxcross.health.process import this_process
 from jaxcross.health.sigterm import SigtermHandler
 """
 
-COLLECT = """
+IN_COLLECTION = """
 def callback(phase, info):
     if phase == "start" and not sent:
         sent.append(True)
         os.kill(os.getpid(), number)
 sent = []
 gc.callbacks.append(callback)
+"""
+
+COLLECT = f"""{IN_COLLECTION}
 try:
     gc.collect()
     print("collected", flush=True)
@@ -53,21 +56,14 @@ def test_signal_in_a_collection_is_raised_after_it(install, number, error):
     assert printed(f"{install}\nnumber = signal.{number}\n{COLLECT}") == f"collected\n{error}\n"
 
 
-EXIT = """
+EXIT = f"""
 class Timer(threading.Timer):  # runs out once the interpreter is exiting, however long that takes
     def run(self):
         exiting.wait(60)
         self.function(*self.args)
 threading.Timer = Timer
 exiting = threading.Event()
-
-def callback(phase, info):
-    if phase == "start" and not sent:
-        sent.append(True)
-        os.kill(os.getpid(), number)
-sent = []
-gc.callbacks.append(callback)
-
+{IN_COLLECTION}
 @atexit.register
 def close():
     exiting.set()

@@ -29,7 +29,7 @@ def run(*words, **options):
 
 
 def test_ranks_are_warm(mpirun):
-    """Otherwise every rank imports JAX again, and nothing but the time would show it."""
+    """If ranks weren't warm, each would import JAX again. All other tests would still pass, only slower."""
     assert mpirun(2, IS_WARM).check().stdout == "True\nTrue\n"
     assert mpirun(2, IS_WARM, warm=False).check().stdout == "False\nFalse\n"
 
