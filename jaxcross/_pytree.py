@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -182,15 +182,19 @@ def _leaf(form: Form, array: np.ndarray, like: Any) -> Any:
     return weakly_typed(value) if form.weak else value
 
 
-def array_bytes(tree: PyTree, *, without: Sequence[object] = ()) -> int:
-    """Returns the bytes of the JAX arrays of a tree: each one once, none that was donated.
+def buffer_of(array: jax.Array) -> Hashable:
+    """Returns a key that is the same for all arrays in the same memory, however many objects of JAX there are."""
+    try:
+        return array.unsafe_buffer_pointer()
+    except ValueError:  # on several devices
+        if array.is_deleted():
+            return id(array)
+        return tuple(shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards)
+    except (AttributeError, RuntimeError):  # the backend doesn't say, or the array was donated
+        return id(array)
 
-    Args:
-        tree: The tree.
-        without: Arrays that do not count.
-    """
-    passed = set(map(id, without))
-    arrays = {
-        id(leaf): leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and id(leaf) not in passed
-    }
-    return sum(array.nbytes for array in arrays.values() if not array.is_deleted())
+
+def arrays_by_buffer(tree: PyTree) -> dict[Hashable, jax.Array]:
+    """Returns the JAX arrays of a tree: one for each buffer, none that was donated."""
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not leaf.is_deleted())
+    return {buffer_of(array): array for array in arrays}

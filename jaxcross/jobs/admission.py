@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Self, final
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self, TypeAlias, final
 
 import jax
 import numpy as np
 
+from jaxcross._pytree import PyTree, arrays_by_buffer, buffer_of
 from jaxcross.errors import JobError
 from jaxcross.plan.memory import PROCESS_BYTES, JobMemory, device_limit_bytes, needed_bytes
 from jaxcross.program.ir import Program, human_bytes
@@ -17,6 +21,85 @@ from jaxcross.world.control_plane import Control, gather
 
 _NO_LIMIT = int(np.iinfo(np.int64).max)
 _log = logging.getLogger("jaxcross")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a program of a job needs on one rank.
+
+    Attributes:
+        memory: Its memory, all arrays included.
+        lasting: Those of the arrays that other jobs may hold, too, by their buffers, with their bytes. The references
+            are weak, so that admission keeps no memory in use. An address says nothing once its array is gone, because
+            the next array may be put there.
+    """
+
+    memory: JobMemory
+    lasting: Mapping[Hashable, tuple[weakref.ref[jax.Array], int]]
+
+    @classmethod
+    def of(
+        cls, memory: JobMemory, lasting: Iterable[tuple[jax.Array, int]], *, without: Collection[Hashable] = ()
+    ) -> Self:
+        """Returns the need of a program.
+
+        Args:
+            memory: Its memory, in which an array counts as often as it is in `lasting`.
+            lasting: Arrays that other jobs may hold, too, and their bytes.
+            without: Buffers that are this job's own nevertheless.
+        """
+        found: dict[Hashable, tuple[weakref.ref[jax.Array], int]] = {}
+        repeated = 0
+        for array, nbytes in lasting:
+            buffer = buffer_of(array)
+            if buffer in found:
+                repeated += nbytes
+            elif buffer not in without:
+                found[buffer] = weakref.ref(array), nbytes
+        return cls(memory.with_resting(-repeated), found)
+
+    @classmethod
+    def of_state(cls, state: PyTree) -> Self:
+        """Returns the need of a job that is over and whose state is kept."""
+        arrays = [(array, array.nbytes) for array in arrays_by_buffer(state).values()]
+        nbytes = sum(nbytes for _, nbytes in arrays)
+        return cls.of(JobMemory(peak_bytes=nbytes, boundary_bytes=nbytes), arrays)
+
+    def present(self) -> dict[Hashable, int]:
+        """Returns the bytes of the lasting arrays that still exist, by their buffers."""
+        arrays = ((buffer, reference(), nbytes) for buffer, (reference, nbytes) in self.lasting.items())
+        return {buffer: nbytes for buffer, array, nbytes in arrays if array is not None and not array.is_deleted()}
+
+
+Booking: TypeAlias = Sequence[Need]  # of one job, with a `Need` for each of its programs
+
+
+def needed_by(bookings: Sequence[Booking]) -> int:
+    """Returns the bytes of arrays that jobs need next to each other, where a buffer that several jobs hold counts once.
+
+    Args:
+        bookings: What each of the jobs has booked.
+    """
+    present = [[need.present() for need in booking] for booking in bookings]
+    holders = Counter(buffer for programs in present for buffer in frozenset[Hashable]().union(*programs))
+    shared = {
+        buffer: nbytes
+        for programs in present
+        for buffers in programs
+        for buffer, nbytes in buffers.items()
+        if holders[buffer] > 1
+    }
+    own = [
+        JobMemory.largest(
+            [
+                need.memory.with_resting(-sum(nbytes for buffer, nbytes in buffers.items() if buffer in shared))
+                for need, buffers in zip(booking, programs, strict=True)
+            ]
+        )
+        for booking, programs in zip(bookings, present, strict=True)
+    ]
+    return needed_bytes(own) + sum(shared.values())
 
 
 @final
@@ -39,8 +122,8 @@ class MemoryAdmission:
         self.limit_bytes = limit_bytes
         self._process_bytes = process_bytes
         self.most_booked_bytes = 0
-        self._booked: dict[str, JobMemory] = {}
-        self._kept: dict[str, Callable[[], int]] = {}  # the bytes that each job still holds after its end
+        self._booked: dict[str, Booking] = {}
+        self._kept: dict[str, Callable[[], PyTree]] = {}  # the state that each job still holds after its end
         self._warned = False
 
     @classmethod
@@ -51,19 +134,19 @@ class MemoryAdmission:
             limit_bytes = device_limit_bytes(device, world.local_size)
         return cls(limit_bytes, PROCESS_BYTES if device.platform == "cpu" else 0)
 
-    def admit(self, control: Control, job: str, memory: JobMemory, *, remedy: str = "") -> None:
+    def admit(self, control: Control, job: str, need: Need, *, remedy: str = "") -> None:
         """Books memory for a job, next to what it has booked, if all ranks have it. Waits for all ranks.
 
         Args:
             control: The ranks.
             job: Its name.
-            memory: What it is about to need.
+            need: What its next program needs.
             remedy: What would make it need less, as the end of a sentence.
 
         Raises:
             JobError: On every rank: it does not fit on some rank.
         """
-        wanted = JobMemory.largest([memory, self._booked.get(job, memory)])
+        wanted = [*self._booked.get(job, ()), need]
         needed = self._needed([*self._others(job), wanted])
         left = _NO_LIMIT if self.limit_bytes is None else self.limit_bytes - needed
         least = int(control.allreduce_min(np.array([left], np.int64))[0])
@@ -79,23 +162,22 @@ class MemoryAdmission:
         self._booked[job] = wanted
         self.most_booked_bytes = max(self.most_booked_bytes, needed)
 
-    def give_back(self, job: str, kept_bytes: Callable[[], int]) -> None:
-        """Ends a job's booking, but for the bytes that its latest state holds from now on. Does not wait."""
+    def give_back(self, job: str, kept: Callable[[], PyTree]) -> None:
+        """Ends a job's booking, but for the latest state, which `kept` returns from now on. Does not wait."""
         self._booked.pop(job, None)
-        self._kept[job] = kept_bytes
+        self._kept[job] = kept
 
-    def _needed(self, jobs: Sequence[JobMemory]) -> int:
-        return self._process_bytes + needed_bytes(jobs)
+    def _needed(self, jobs: Sequence[Booking]) -> int:
+        return self._process_bytes + needed_by(jobs)
 
-    def _others(self, job: str) -> list[JobMemory]:
+    def _others(self, job: str) -> list[Booking]:
         return [*(booked for name, booked in self._booked.items() if name != job), *self._states()]
 
-    def _states(self) -> list[JobMemory]:
-        """Returns the memory of the states of jobs that are over."""
-        sizes = [kept() for kept in self._kept.values()]
-        return [JobMemory(peak_bytes=size, boundary_bytes=size) for size in sizes if size]
+    def _states(self) -> list[Booking]:
+        """Returns what the states of jobs that are over hold."""
+        return [[need] for kept in self._kept.values() if (need := Need.of_state(kept())).lasting]
 
-    def _refusal(self, job: str, wanted: JobMemory, rank: int, remedy: str) -> str:
+    def _refusal(self, job: str, wanted: Booking, rank: int, remedy: str) -> str:
         limit, states = self.limit_bytes or 0, self._states()
         running = [booked for name, booked in self._booked.items() if name != job]
         alone, needed = self._needed([*states, wanted]), self._needed([*states, *running, wanted])
@@ -110,15 +192,15 @@ class MemoryAdmission:
             fitting = self._fitting(states, running, wanted)
             where = f"next to {fitting} of them" if fitting else "alone only"
             lines.append(f"It fits {where}: alone it needs {human_bytes(alone)}.")
-        if held := sum(state.boundary_bytes for state in states):
+        if held := needed_by(states):
             lines.append(f"States of jobs that are over hold {human_bytes(held)}: set their `job.state` to None.")
         others = "run fewer jobs at once, " if running else ""
         lines.append(f"To make it fit, {others}{remedy}give `Runner(memory=...)` if a rank may use more.")
         return " ".join(lines)
 
-    def _fitting(self, states: Sequence[JobMemory], running: Sequence[JobMemory], wanted: JobMemory) -> int:
-        """Returns next to how many of the running jobs, the smallest first, a job fits."""
-        smallest = sorted(running, key=lambda own: (own.boundary_bytes, own.peak_bytes))
+    def _fitting(self, states: Sequence[Booking], running: Sequence[Booking], wanted: Booking) -> int:
+        """Returns how many of the running jobs this job fits alongside, counting from the smallest."""
+        smallest = sorted(running, key=lambda booking: needed_by([booking]))
         counts = range(len(running), -1, -1)
         limit = self.limit_bytes or 0
         return next((n for n in counts if self._needed([*states, *smallest[:n], wanted]) <= limit), 0)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import final, get_args
 
-from jaxcross._pytree import PyTree, array_bytes
+from jaxcross._pytree import PyTree, arrays_by_buffer
 from jaxcross.errors import CutError, JobError
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
-from jaxcross.jobs.admission import MemoryAdmission, remedies
+from jaxcross.jobs.admission import MemoryAdmission, Need, remedies
 from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.examples import ExampleCount
 from jaxcross.jobs.latest_state import LatestState
@@ -265,19 +265,26 @@ class JobHost:
             JobError: On every rank: some rank has not enough memory left.
         """
         driver, record = self._life.running()
+        given = arrays_by_buffer(leaves)
         state, _ = self.latest.latest()
-        resting = array_bytes(state, without=leaves) + sum(loop.ahead_bytes for loop in self.loops)
-        memory, remedy = memory_of(compiled).with_resting(resting), remedies(compiled.program)
+        resting = [(a, a.nbytes) for buffer, a in arrays_by_buffer(state).items() if buffer not in given]
+        memory = memory_of(compiled).with_resting(
+            sum(nbytes for _, nbytes in resting) + sum(loop.ahead_bytes for loop in self.loops)
+        )
+        # The first batch may be the same array in several jobs, which later are at different batches.
+        batches = frozenset[Hashable]().union(*(loop.first_batch for loop in self.loops))
+        need = Need.of(memory, [*compiled.lasting_inputs(leaves), *resting], without=batches)
+        remedy = remedies(compiled.program)
         with self.preparing():
             driver.start_gate.wait(record.number)
         self.run_on_all_ranks(
             f"memory of `{compiled.program.name}`",
-            lambda control: self._admission.admit(control, self.name, memory, remedy=remedy),
+            lambda control: self._admission.admit(control, self.name, need, remedy=remedy),
         )
 
     def give_back_memory(self) -> None:
         """Ends what the job has booked, but for its latest state. Does not wait."""
-        self._admission.give_back(self.name, lambda: array_bytes(self.latest.latest()[0]))
+        self._admission.give_back(self.name, lambda: self.latest.latest()[0])
 
     def _refuse_to_skip(self, compiled: Compiled) -> None:
         """Raises CutError for a step that could not be skipped; a program without exchanges need not be."""

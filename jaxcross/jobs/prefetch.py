@@ -6,14 +6,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from typing import Any, Protocol, final, runtime_checkable
 
 import jax
 import numpy as np
 
-from jaxcross._pytree import PyTree, array_bytes
+from jaxcross._pytree import PyTree, arrays_by_buffer
 from jaxcross.jobs.data_position import START, DataPosition, iterator_state, seek
 from jaxcross.runtime.job_record import JobRecord
 
@@ -92,6 +92,7 @@ class Prefetcher(Iterator[Any]):
         position: The position behind the last batch that was handed out, whatever was prepared beyond it.
         storage: The level of storage that reading this batch waited for; "" if for none, or if it is not known.
         closed: Whether no further batch will be requested.
+        first_batch: The buffers of its first batch; none before that is there.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Prefetcher(Iterator[Any]):
         self._steps, self._prepare = None if steps is None else max(0, steps - start.n_batches), prepare
         self.position, self._resumable = start, resumable
         self._buffer_size, self._batch_bytes = buffer_size, 0
+        self.first_batch: frozenset[Hashable] = frozenset()
         self._free = threading.Semaphore(buffer_size)
         self._batches: deque[tuple[Any, str | None, str]] = deque()
         self.storage = ""
@@ -185,7 +187,10 @@ class Prefetcher(Iterator[Any]):
                 level = storage.slowest()
                 prepared = self._prepare(batch)
                 if count == 0:
-                    self._batch_bytes = array_bytes(prepared)
+                    arrays = arrays_by_buffer(prepared)
+                    self.first_batch = frozenset(arrays)
+                    self._batch_bytes = sum(array.nbytes for array in arrays.values())
+                    del arrays
                 ready = prepared, iterator_state(source) if self._resumable else None, level
                 with self._lock:
                     if not self.closed:

@@ -52,8 +52,10 @@ class Runner:
         depth: Compute segments on the device at once; if None, as many as suit JAX's backend, so far 2 on each.
         link: Hold exchanges as a slow network would. A string describes a real link for the report.
         memory: Bytes of arrays that this rank may hold, as a number or a text such as `80GB`. A job whose step does not
-            fit next to the others fails, alone and on every rank, before its first step. If None: what the device
-            states; on CPUs the rank's share of the machine's memory, or of a control group's. May differ by rank.
+            fit next to the others fails, alone and on every rank, before its first step. An array that several jobs'
+            steps are given and don't donate, such as the base model under adapters, counts once. If None: what the
+            device states; on CPUs the rank's share of the machine's memory, or of a control group's. May differ by
+            rank.
         start: `together`: the jobs that begin the run make their first steps once all of them have compiled theirs, so
             that none trains next to another one's compiler. A job is waited for while it traces and compiles, and
             through 30 s of other work. `as ready`: each begins as soon as it can, as always under

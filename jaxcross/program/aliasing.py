@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxcross._pytree import buffer_of
 
 
 def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool) -> None:
@@ -22,7 +24,7 @@ def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool)
     """
     if not donated or not (new_types or len(set(map(id, leaves))) < len(leaves)):
         return
-    key: Callable[[Any], int] = _buffer if new_types else id
+    key: Callable[[Any], Hashable] = buffer_of if new_types else id
     seen = {key(x) for place, x in enumerate(leaves) if place not in donated and isinstance(x, jax.Array)}
     for place in sorted(donated):
         leaf = leaves[place]
@@ -35,15 +37,8 @@ def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool)
 
 def find_shared(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
     """Returns the names of the first two arrays that share a buffer; None if none do."""
-    seen: dict[int, str] = {}
+    seen: dict[Hashable, str] = {}
     for name, array in arrays.items():
-        if isinstance(array, jax.Array) and (first := seen.setdefault(_buffer(array), name)) != name:
+        if isinstance(array, jax.Array) and (first := seen.setdefault(buffer_of(array), name)) != name:
             return first, name
     return None
-
-
-def _buffer(array: jax.Array) -> int:
-    try:
-        return array.unsafe_buffer_pointer()
-    except (ValueError, AttributeError, RuntimeError):  # on several devices, random keys, donated
-        return id(array)

@@ -5,6 +5,7 @@ Knows neither MPI nor threads: `Execution` offers what a driver needs (dispatch,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -132,6 +133,26 @@ class Compiled:
         another one's segment runs.
         """
         return self.live_bytes()[1]
+
+    def lasting_inputs(self, inputs: Sequence[Any]) -> list[tuple[jax.Array, int]]:
+        """Returns the arrays that a call only reads and its successors are given again, with their bytes, such as the
+        frozen weights under an adapter.
+
+        They are the constants and the arguments that aren't donated, except those whose shape and type is that of a
+        result which overwrites no donated argument: the result may take the argument's place in the next step.
+
+        Args:
+            inputs: As for `execution`.
+        """
+        program, values = self.program, self.program.values
+        form = {v: (values[v].shape, values[v].dtype) for v in (*program.inputs, *program.outputs)}
+        results = Counter(form[v] for v in program.outputs)
+        replaced = results - Counter(form[v] for v in program.donated)
+        arguments = program.inputs[program.constants :]
+        read = [v for v in arguments if v not in program.donated and form[v] not in replaced]
+        given = dict(zip(program.inputs, (*self.constants, *inputs), strict=True))
+        lasting = (*program.inputs[: program.constants], *read)
+        return [(given[v], values[v].nbytes) for v in lasting if isinstance(given[v], jax.Array)]
 
     def exchange_temporary_bytes(self) -> int:
         """Returns the most bytes of XLA's temporaries in one collective segment."""

@@ -258,6 +258,9 @@ class FakeCompiled:
     def exchange_temporary_bytes(self) -> int:
         return 0
 
+    def lasting_inputs(self, inputs: Sequence[Any]) -> list[tuple[Any, int]]:
+        return []
+
 
 class FakeExecution:
     """One step in flight of a `FakeCompiled`."""

@@ -11,6 +11,7 @@ import pytest
 
 import jaxcross
 from jaxcross import JobError, Runner
+from jaxcross.plan.memory import PROCESS_BYTES
 
 WORLD = jaxcross.initialize(stall_timeout_s=60)
 LAST = WORLD.size - 1
@@ -175,9 +176,38 @@ def ranks_with_other_limits_agree():
     assert [job.status for job in runner.jobs] == ["ended", "failed"]
 
 
+@jaxcross.crossover(axes="batch", donate_argnums=0)
+def adapted(scale, base, batch):
+    return scale + jax.lax.pmean(jnp.mean(base) * jnp.mean(batch), "batch")
+
+
+def adapt(job, base):
+    scale = job.restore(jnp.float32(1))
+    for batch in job.batches(data(8, 2)):
+        scale = adapted(scale, base, batch)
+    return scale
+
+
+def a_base_that_jobs_share_is_booked_once():
+    """On each rank by itself: where a rank's jobs have copies, all ranks refuse the second job."""
+    base = jnp.ones(BIG)
+    for copies in (False, True):
+        runner = Runner(WORLD, memory=PROCESS_BYTES + int(1.9 * base.nbytes))
+        for n in range(4):
+            runner.add(f"job{n}", adapt, base=jnp.copy(base) if copies and WORLD.rank == LAST else base)
+        if copies:
+            with pytest.raises(JobError) as raised:
+                runner.run()
+            refused(str(raised.value), "job1", LAST)
+            assert [job.status for job in runner.jobs] == ["ended", "failed", "failed", "failed"]
+        else:
+            runner.run()
+            assert runner.booked_bytes - PROCESS_BYTES <= 1.1 * base.nbytes
+
+
 CASES = [
     a_job_too_many_fails_alone, the_last_of_equal_jobs_is_refused, a_job_that_joins_is_refused,
-    a_job_that_leaves_makes_room, ranks_with_other_limits_agree,
+    a_job_that_leaves_makes_room, ranks_with_other_limits_agree, a_base_that_jobs_share_is_booked_once,
 ]  # fmt: skip
 
 for case in CASES:
