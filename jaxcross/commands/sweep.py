@@ -1,4 +1,4 @@
-"""`jaxcross sweep train.py --set lr=0.1,0.2 -n 2`: trains with all choices of parameters, a few at a time.
+"""`jaxcross sweep train.py --set lr=0.1,0.2 --metric loss --mode min -n 2`: trains with all choices, a few at a time.
 
 The script defines `train(job, lr, ...)`. Started again with the same folder, the sweep goes on where it stood.
 """
@@ -32,7 +32,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="the values of a parameter, as Python or JSON writes them; again for each parameter",
     )
     parser.add_argument("--metric", required=True, help="what trials log and are compared by, as `accuracy`")
-    parser.add_argument("--mode", choices=("max", "min"), default="max", help="what is best (default: %(default)s)")
+    parser.add_argument(
+        "--mode", choices=("max", "min"), required=True, help="whether a large or a small value of the metric is better"
+    )
     parser.add_argument("--concurrent", type=int, default=2, help="trials at a time (default: %(default)s)")
     parser.add_argument("--trials", type=int, help="draw so many of the combinations at random")
     parser.add_argument("--seed", type=int, default=0, help="of that (default: %(default)s)")

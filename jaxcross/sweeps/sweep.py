@@ -77,7 +77,8 @@ def sweep(
         metric: The name under which trials log what counts; `eval/accuracy` for one in a dict. A sweep ends with an
             error when an evaluation by `job.every` that could return it first returns something else, or when a trial
             comes to its end without it, unless another trial has logged it.
-        mode: Whether the metric is to be large (`max`, the default) or small (`min`). A study says it itself.
+        mode: Whether a large (`max`) or a small (`min`) value of the metric is better. Needed unless `search` is a
+            study, whose direction says it.
         concurrent: Number of trials at a time. Their states must fit into memory together.
         trials: How many. Needed with a function or a study; of a grid, so many drawn at random.
         space: With a study: a dict of distributions and lists, or a function of an Optuna trial that suggests
@@ -104,7 +105,7 @@ def sweep(
         KeyboardInterrupt: Somebody interrupted a rank; the same call goes on from there.
 
     Example:
-        >>> result = jaxcross.sweep(train, {"lr": [0.1, 0.4]}, metric="accuracy")  # doctest: +SKIP
+        >>> result = jaxcross.sweep(train, {"lr": [0.1, 0.4]}, metric="accuracy", mode="max")  # doctest: +SKIP
         >>> print(result.best.params)  # doctest: +SKIP
         {'lr': 0.4}
     """
@@ -160,6 +161,11 @@ def _checked(
     check_pruner(asked.prune)
     known: list[Parameters] = []
     if asked.study is None:
+        if mode is None:
+            raise ValueError(
+                f'`mode` must say which `{metric}` is better: `mode="max"` for the largest, `mode="min"` for the'
+                " smallest. Only an Optuna study says it itself."
+            )
         if asked.space is not None:
             raise ValueError("`space` goes with an Optuna study: `search` has the values already.")
         known = listed(asked.search, trials, numbers["seed"])
@@ -175,7 +181,7 @@ def _checked(
     pruner = asked.prune if asked.study is None or asked.prune is not None else asked.study.pruner
     settings = SweepSettings(
         metric=metric,
-        mode=mode or "max",
+        mode=mode,
         trials=trials or len(known),
         kind="list" if asked.study is None else "study",
         pruner="" if pruner is None else type(pruner).__name__,

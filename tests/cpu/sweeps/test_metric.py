@@ -41,7 +41,7 @@ def training(world, *, begun=None, evaluate: Any = None, late=False, logs="loss"
 def on_ranks(ranks, lr, *, metric="score", folder=None, concurrent=2, **options):
     def work(world):
         train, search = training(world, **options), {"lr": lr}
-        return sweep(train, search, metric=metric, world=world, folder=folder, concurrent=concurrent)
+        return sweep(train, search, metric=metric, mode="max", world=world, folder=folder, concurrent=concurrent)
 
     return run_ranks(ranks, work)
 
@@ -49,7 +49,13 @@ def on_ranks(ranks, lr, *, metric="score", folder=None, concurrent=2, **options)
 def refused(begun, *, match, metric="score", ranks=2, **options):
     def work(world):
         with pytest.raises(JobError, match=match):
-            sweep(training(world, begun=begun, **options), {"lr": [1, 2, 3, 4, 5, 6]}, metric=metric, world=world)
+            sweep(
+                training(world, begun=begun, **options),
+                {"lr": [1, 2, 3, 4, 5, 6]},
+                metric=metric,
+                mode="max",
+                world=world,
+            )
 
     run_ranks(ranks, work)
 

@@ -105,7 +105,7 @@ def test_grid_can_be_pruned():
     def work(world):
         grid = {"lr": [0.11, 0.23, 0.37, 0.53, 0.71], "steps": [8]}
         prune = optuna.pruners.ThresholdPruner(lower=0.3)
-        return sweep(train_of(world), grid, metric="score", prune=prune, world=world)
+        return sweep(train_of(world), grid, metric="score", mode="max", prune=prune, world=world)
 
     first, second = run_ranks(2, work)
     assert facts(first) == facts(second)
@@ -171,7 +171,7 @@ def test_trial_is_pruned_by_an_evaluation():
 
         prune = optuna.pruners.MedianPruner(n_startup_trials=1)
         grid = {"lr": [0.5, 0.4, 0.3]}
-        return sweep(train, grid, metric="eval/score", prune=prune, concurrent=1, world=world)
+        return sweep(train, grid, metric="eval/score", mode="max", prune=prune, concurrent=1, world=world)
 
     first, _ = run_ranks(2, work)
     assert [(t.status, t.step) for t in first.trials] == [("finished", 4), ("pruned", 2), ("pruned", 2)]

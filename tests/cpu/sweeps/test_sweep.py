@@ -37,7 +37,7 @@ def training(world, *, steps=6, every=2, begun=None):
 
 
 def on_ranks(search, ranks=2, make=training, **options):
-    options = {"metric": "score", **options}
+    options = {"metric": "score", "mode": "max", **options}
     return run_ranks(ranks, lambda world: sweep(make(world), search, world=world, **options))
 
 
@@ -88,7 +88,7 @@ def test_trial_that_raises_on_one_rank_fails_alone(tmp_path):
 def test_all_trials_failing_is_an_error_on_every_rank():
     def work(world):
         with pytest.raises(JobError, match="All 2 trials of the sweep failed. The first: Job `0 lr=1"):
-            sweep(training(world), {"lr": [1, 2], "fails": [True]}, metric="score", world=world)
+            sweep(training(world), {"lr": [1, 2], "fails": [True]}, metric="score", mode="max", world=world)
 
     run_ranks(2, work)
 
@@ -115,7 +115,7 @@ def test_saving_before_logging_is_refused(tmp_path):
 
     def work(world):
         with pytest.raises(JobError, match=r"logged `score` after it had saved its state, at step 1"):
-            sweep(make(world), {"lr": [1]}, metric="score", world=world, folder=tmp_path)
+            sweep(make(world), {"lr": [1]}, metric="score", mode="max", world=world, folder=tmp_path)
 
     on_ranks({"lr": [1]}, make=make)  # without a folder nothing can be lost
     run_ranks(2, work)
@@ -167,6 +167,7 @@ def test_best_trials_state_stays_on_disk(tmp_path):
         ({"lr": [1]}, {"metric": ""}, ValueError, "`metric` is empty"),
         ({"lr": [1]}, {"metric": None}, TypeError, "`metric` must be the name"),
         ({"lr": [1]}, {"mode": "most"}, ValueError, "`mode` must be `max` or `min`"),
+        ({"lr": [1]}, {"metric": "error", "mode": None}, ValueError, "`mode` must say which `error` is better"),
         ({"lr": [1]}, {"concurrent": 0}, ValueError, "`concurrent` must be at least 1"),
         ({"lr": [1]}, {"keep": 0}, ValueError, "`keep` must be at least 1"),
         ({"lr": [1]}, {"policy": None}, TypeError, "`sweep` has no argument `policy`"),
@@ -179,7 +180,7 @@ def test_wrong_arguments_are_refused_before_the_first_step(tmp_path, search, opt
     begun = []
 
     def work(world):
-        options_here = {"metric": "score", **options, "folder": tmp_path / "sweep"}
+        options_here = {"metric": "score", "mode": "max", **options, "folder": tmp_path / "sweep"}
         with pytest.raises(error) as raised:
             sweep(training(world, begun=begun), search, world=world, **options_here)
         assert text in str(raised.value)
@@ -194,7 +195,9 @@ def test_wrong_arguments_are_refused_before_the_first_step(tmp_path, search, opt
 def test_argument_that_is_wrong_on_one_rank_is_refused_on_all():
     def work(world):
         with pytest.raises((TypeError, JobError)) as raised:
-            sweep(training(world), {"lr": [1]}, metric="score", world=world, concurrent=[1, "a"][world.rank])
+            sweep(
+                training(world), {"lr": [1]}, metric="score", mode="max", world=world, concurrent=[1, "a"][world.rank]
+            )
         return str(raised.value)
 
     first, second = run_ranks(2, work)
@@ -204,7 +207,7 @@ def test_argument_that_is_wrong_on_one_rank_is_refused_on_all():
 def test_ranks_with_different_sweeps_are_refused():
     def work(world):
         with pytest.raises(JobError, match="Ranks 0 and 1 want different sweeps: `search` is"):
-            sweep(training(world), {"lr": [1 + world.rank]}, metric="score", world=world)
+            sweep(training(world), {"lr": [1 + world.rank]}, metric="score", mode="max", world=world)
 
     run_ranks(2, work)
 
@@ -221,7 +224,7 @@ def test_folder_of_another_sweep_is_left_alone(tmp_path):
 
     def work(world):
         for changes, text in refused:
-            options = {"search": {"lr": [1, 2]}, "metric": "score", "folder": tmp_path, **changes}
+            options = {"search": {"lr": [1, 2]}, "metric": "score", "mode": "max", "folder": tmp_path, **changes}
             with pytest.raises(ValueError, match=text):
                 sweep(training(world), world=world, **options)
 
@@ -234,7 +237,7 @@ def test_folder_with_other_files_is_left_alone(tmp_path):
 
     def work(world):
         with pytest.raises(ValueError, match="is to hold a sweep, and holds other files"):
-            sweep(training(world), {"lr": [1]}, metric="score", world=world, folder=tmp_path)
+            sweep(training(world), {"lr": [1]}, metric="score", mode="max", world=world, folder=tmp_path)
 
     run_ranks(2, work)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
@@ -245,7 +248,7 @@ def test_pruning_without_optuna_names_the_extra(monkeypatch):
 
     def work(world):
         with pytest.raises(MissingExtraError, match=r"jaxcross\[sweep\]"):
-            sweep(training(world), {"lr": [1]}, metric="score", world=world, prune=object())
+            sweep(training(world), {"lr": [1]}, metric="score", mode="max", world=world, prune=object())
 
     run_ranks(2, work)
 
@@ -269,7 +272,7 @@ def test_values_before_a_stop_are_not_lost(at, tmp_path):
                 return state
 
             with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
-                return sweep(train, {"lr": [1, 2, 3]}, metric="score", world=world, folder=folder)
+                return sweep(train, {"lr": [1, 2, 3]}, metric="score", mode="max", world=world, folder=folder)
 
         return run_ranks(2, work)
 

@@ -44,6 +44,8 @@ def test_command_sweeps_a_script(tmp_path):
             "fails=false,true",
             "--metric",
             "score",
+            "--mode",
+            "max",
             "--concurrent",
             "3",
             "-n",

@@ -56,7 +56,7 @@ def run(tmp_path, monkeypatch, text, *words):
     script = tmp_path / "train.py"
     if text is not None:
         script.write_text(text)
-    code = cli.main(["sweep", str(script), "--metric", "accuracy", *words])
+    code = cli.main(["sweep", str(script), "--metric", "accuracy", "--mode", "min", *words])
     return code, started
 
 
@@ -84,7 +84,7 @@ def test_commands_that_cannot_be_meant_start_nothing(tmp_path, monkeypatch, caps
     "text", [SCRIPT, "from fit import train\n", "train = print\n", "def train(job, **k): pass\n"], ids=range(4)
 )
 def test_ranks_are_started_as_launch_does(tmp_path, monkeypatch, text):
-    words = ["--set", "lr=0.1,0.2", "--concurrent", "3", "-n", "4", "--mode", "min", "--trials", "2"]
+    words = ["--set", "lr=0.1,0.2", "--concurrent", "3", "-n", "4", "--trials", "2"]
     code, (args,) = run(tmp_path, monkeypatch, text, *words)
     module, script, task = args.module
     assert (code, args.ranks, module, script) == (0, 4, "jaxcross.sweeps.script", str(tmp_path / "train.py"))
@@ -92,3 +92,12 @@ def test_ranks_are_started_as_launch_does(tmp_path, monkeypatch, text):
         "grid": {"lr": [0.1, 0.2]}, "folder": "sweep", "metric": "accuracy", "mode": "min", "concurrent": 3,
         "trials": 2, "seed": 0, "prune": None,
     }  # fmt: skip
+
+
+def test_command_does_not_guess_what_is_better(tmp_path, capsys):
+    """An error would otherwise be maximised."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["sweep", str(tmp_path / "train.py"), "--set", "lr=0.1,0.2", "--metric", "error"])
+    assert ended.value.code == 2
+    assert "the following arguments are required: --mode" in capsys.readouterr().err
