@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, final
 
 from jaxcross._pytree import PyTree
-from jaxcross.errors import JobError
+from jaxcross.errors import JobError, first_line, shortened
 from jaxcross.health.abort import print_error
 from jaxcross.interleave.instrument import SpanKind
 from jaxcross.interleave.vote import JobRequest
@@ -86,6 +86,10 @@ class JobContext:
         self.unread: Exception | None = None
         self.skipped = 0
         self._loops = BatchLoops(life, host, world, self.finish_step)
+
+    def __repr__(self) -> str:
+        error = f" ({shortened(first_line(str(self.error)), 100)})" if self.error else ""
+        return f"<job `{self.name}`, {self.status or 'not over'}{error}, after step {self.step}>"
 
     # For the job's function.
 

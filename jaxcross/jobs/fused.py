@@ -147,6 +147,10 @@ class Fusion(Sequence[Job | FusedJob]):
     def __len__(self) -> int:
         return len(self.jobs)
 
+    def __repr__(self) -> str:
+        fused = sum(isinstance(job, FusedJob) for job in self.jobs)
+        return f"<Fusion: {len(self.jobs)} to run, {fused} of them fused; print() says which, and why>"
+
     def __str__(self) -> str:
         return "\n".join(self.reasons)
 

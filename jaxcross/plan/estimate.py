@@ -79,6 +79,9 @@ class Estimate:
         """Returns all fields as numbers, texts, lists and dictionaries."""
         return {**asdict(self), "cost": self.cost.as_dict(), "recommendation": self.recommendation}
 
+    def __repr__(self) -> str:
+        return f"<Estimate of `{self.cost.whole.name}`: {self.recommendation.rstrip('.')}; print() shows the numbers>"
+
     def __str__(self) -> str:
         return "\n".join((*_lines(self), f"  {self.recommendation}"))
 

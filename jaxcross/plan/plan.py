@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
 from jaxcross.plan import bounded
 from jaxcross.report.summary import LOST_TIME
+from jaxcross.report.units import plural
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -203,6 +204,13 @@ class Plan:
         from jaxcross.plan.table import render
 
         return render(self)
+
+    def __repr__(self) -> str:
+        jobs = sum(len(group.jobs) for group in self.groups)
+        return (
+            f"<Plan of {plural(jobs, 'job')} in {plural(len(self.groups), 'group')} on {plural(self.ranks, 'rank')};"
+            " print() shows the table>"
+        )
 
     def __str__(self) -> str:
         from jaxcross.plan.table import render

@@ -18,6 +18,7 @@ from jaxcross.plan import bounded
 from jaxcross.plan.memory import JobMemory
 from jaxcross.report.summary import RunData
 from jaxcross.report.timeline import in_lane_order, shortest_exchanges
+from jaxcross.report.units import plural, seconds
 
 FORMAT = 1
 MAX_FILE_BYTES = 10_000_000
@@ -114,6 +115,12 @@ class Profile:
             link=report.link,
             mbit_per_s=mbit_per_s,
             memory=JobMemory.from_data(facts.program["memory"]),
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<Profile of `{self.name}` on {plural(self.ranks, 'rank')}: {seconds(self.compute_s)} of computation and"
+            f" {seconds(self.exchange_s)} of exchange in {plural(len(self.seconds), 'segment')}>"
         )
 
     def cut_evenly(self, pieces: int) -> Self:

@@ -21,6 +21,7 @@ from jaxcross.plan.profile import Profile
 from jaxcross.report.report import Report
 from jaxcross.report.summary import JobSummary, RunData, TimeBreakdown
 from jaxcross.report.time_breakdown import break_down
+from jaxcross.report.units import plural, seconds
 
 VOTE_S = 0.0005
 """Seconds of a vote on a local network: latency, not bandwidth. It matters below some 20 ms a step."""
@@ -68,6 +69,10 @@ class Prediction:
             ValueError: Jobs, policy or segments differ, or one of both has no steady state.
         """
         return difference(self, run)
+
+    def __repr__(self) -> str:
+        jobs, steps = plural(len(self.steps), "job"), plural(sum(self.steps), "step")
+        return f"<Prediction of {jobs}, {self.policy.name}: {steps} in {seconds(self.wall_s)}>"
 
     @property
     def s_per_step(self) -> float:
@@ -246,5 +251,5 @@ def _checked(profiles: Sequence[Profile], policy: Policy | None, steps: int | Se
 
 def _equally_long(profiles: Sequence[Profile], steps: int) -> Iterator[int]:
     alone_s = [profile.compute_s + profile.exchange_s + profile.host_s for profile in profiles]
-    for seconds in alone_s:
-        yield math.ceil(steps * (max(alone_s) / seconds)) if seconds else steps
+    for own_s in alone_s:
+        yield math.ceil(steps * (max(alone_s) / own_s)) if own_s else steps

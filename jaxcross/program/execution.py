@@ -107,6 +107,9 @@ class Compiled:
     on_host: Mapping[int, Any]
     out_tree: Any
 
+    def __repr__(self) -> str:
+        return f"<Compiled step `{self.program.name}` of {len(self.runnables)} executables>"
+
     def execution(self, inputs: Sequence[Any]) -> Execution:
         """Starts a step. `inputs` are the flat arguments of the step, without its constants."""
         return Execution(self, inputs)

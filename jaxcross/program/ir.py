@@ -233,6 +233,10 @@ class Program:
             lines.append(f"{segment.index} {segment.kind}{what} <- {','.join(map(str, needs)) or 'inputs'}")
         return lines
 
+    def __repr__(self) -> str:
+        compute, collective = len(self.segments) - len(self.collectives), len(self.collectives)
+        return f"<Program `{self.name}`: segments {compute} compute, {collective} collective; print() lists them>"
+
     def __str__(self) -> str:
         """Formats the program with one line for each segment."""
         axes = ", ".join(f"{n}={s}" for n, s in self.axes)

@@ -85,6 +85,10 @@ class Traced:
                 self._own[id(x)] = x, jnp.array(x)
         return jax.block_until_ready(tuple(self._own[id(x)][1] for x in self.consts))
 
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self.axes.items())
+        return f"<Traced step `{self.name}` over {axes}; print() shows the jaxpr>"
+
     def __str__(self) -> str:
         return str(self.jaxpr)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rich.console import Group
 from rich.table import Table
@@ -30,8 +30,8 @@ class Comparison:
         where: Where they ran, and over what link.
     """
 
-    first: TimeBreakdown
-    second: TimeBreakdown
+    first: TimeBreakdown = field(repr=False)
+    second: TimeBreakdown = field(repr=False)
     names: tuple[str, str]
     where: str = ""
 

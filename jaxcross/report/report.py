@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from jaxcross.interleave.instrument import Span
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
 from jaxcross.report.summary import JobSummary, RunData, TimeBreakdown
 from jaxcross.report.time_breakdown import break_down
+from jaxcross.report.units import plural, seconds
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -281,6 +283,14 @@ class Report:
         from jaxcross.report.table import render
 
         return render(self)
+
+    def __repr__(self) -> str:
+        outcomes = ", ".join(f"{count} {how}" for how, count in Counter(job.how for job in self.jobs).items())
+        steps = sum(job.steps for job in self.jobs)
+        return (
+            f"<Report of {plural(len(self.jobs), 'job')}{outcomes and f' ({outcomes})'}: {plural(steps, 'step')} in"
+            f" {seconds(self.rounds.wall_s)} on {plural(len(self.wall_ns), 'rank')}; print() shows the table>"
+        )
 
     def __str__(self) -> str:
         from jaxcross.report.table import plain

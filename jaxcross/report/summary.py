@@ -58,7 +58,7 @@ class JobSummary:
     replicas: str = ""
     first_step: int = 0
     unit: str = "examples"
-    program: Mapping[str, Any] | None = None
+    program: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def is_carried(self) -> bool:
@@ -135,7 +135,7 @@ class TimeBreakdown:
         wall_s: Seconds of the whole run on the rank that took longest.
     """
 
-    jobs: tuple[JobTiming, ...]
+    jobs: tuple[JobTiming, ...] = field(repr=False)
     period_s: float | None
     bound_s: float | None
     bottleneck: str

@@ -57,6 +57,9 @@ class SweepResult:
         """The table, for `rich.print`."""
         return _table(self)
 
+    def __repr__(self) -> str:
+        return f"<{_title(self)}. {shortened(headline(self).rstrip('.'), 200)}; print() shows the table>"
+
     def __str__(self) -> str:
         from jaxcross.report.table import printed
 

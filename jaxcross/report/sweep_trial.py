@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -30,4 +30,4 @@ class SweepTrial:
     value: float | None
     digest: str = ""
     error: str = ""
-    values: tuple[tuple[int, float], ...] = ()
+    values: tuple[tuple[int, float], ...] = field(default=(), repr=False)

@@ -37,6 +37,11 @@ def seconds(value: float | None) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
+def plural(count: int, noun: str) -> str:
+    """Returns a number with its noun, as `1 step` or `2 steps`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def share(value: float | None) -> str:
     """A share as a percentage."""
     return "-" if value is None else f"{value:.0%}"

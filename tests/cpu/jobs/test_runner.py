@@ -72,6 +72,25 @@ def test_listeners_hear_how_a_job_ended():
     assert notes["good"][-1] == ("done", "ended")
 
 
+def test_a_job_is_shown_in_a_line():
+    def fails(job, step):
+        step(0.0, 1.0)
+        raise ValueError("boom")
+
+    def work(world):
+        runner = Runner(world)
+        job = runner.add("a", fails, step=make_step(world))
+        shown = [repr(job)]
+        with pytest.raises(JobError):
+            runner.run()
+        return [*shown, repr(job), repr(runner.report)]
+
+    before, after, report = run_ranks(1, work)[0]
+    assert before == "<job `a`, not over, after step 0>"
+    assert after.startswith("<job `a`, failed (") and after.endswith("), after step 1>") and "boom" in after
+    assert report.startswith("<Report of 1 job (1 failed): 1 step in ")
+
+
 def test_logs_are_read_back_in_order():
     def work(world):
         log = SpanLog()

@@ -53,6 +53,13 @@ def test_only_results_and_inputs_remain_at_the_end(cut: Any) -> None:
     )
 
 
+def test_stages_are_shown_in_a_line() -> None:
+    done, _ = compiled(cut="whole")
+    name, axes = done.program.name, ", ".join(f"{axis}={size}" for axis, size in AXES.items())
+    assert repr(done.program.traced) == f"<Traced step `{name}` over {axes}; print() shows the jaxpr>"
+    assert repr(done) == f"<Compiled step `{name}` of {len(done.runnables)} executables>"
+
+
 def test_state_is_overwritten_after_the_last_exchange() -> None:
     """State outlives every exchange and is overwritten after the last one."""
     done, args = compiled()

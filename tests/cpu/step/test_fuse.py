@@ -85,6 +85,7 @@ jaxcross.run(fusion)
 assert [job.step for job in found] == [3, 3, 3, 0]
 fused = jaxcross.fuse(jobs(cross, 3), when="always")
 assert [job.name for job in fused] == ["j0+j1+j2"] and "fused, as asked" in str(fused)
+assert repr(fused) == "<Fusion: 1 to run, 1 of them fused; print() says which, and why>"
 report = jaxcross.run(fused)
 assert report.jobs[0].steps == 3 and report.fusion == fused.reasons and "fused, as asked" in str(report)
 report.to_json("report.json")
