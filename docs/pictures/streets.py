@@ -29,7 +29,7 @@ FOLDERS = {
     "data": "records and batches",
     "checkpoint": "save and restore",
     "report": "tables, pictures, bounds",
-    "plan": "choose an exchange",
+    "plan": "decisions before a run",
     "sweeps": "trials of one function",
     "commands": "`jaxcross launch`, `demo`,\n`doctor`, ...",
     "lab": "hosts and links to test on",

@@ -1,6 +1,8 @@
 """The numbers in the documentation are those of the kept results."""
 
 import json
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,8 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import pages.race  # pyright: ignore[reportMissingImports]
 import tables as tables_script  # pyright: ignore[reportMissingImports]
 
+from jaxcross.report import Comparison
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -25,6 +29,25 @@ def tables(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_page_is_what_the_results_say() -> None:
     done = tables("--check")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_tutorial_has_the_numbers_of_its_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "pictures")
+    reports = runpy.run_path(str(ROOT / "docs/pictures/crossover.py"))["reports"]
+    comparison = Comparison.of(*reports())
+    page = (ROOT / "docs/tutorial/first-run.md").read_text()
+
+    def words(line: str) -> list[str]:
+        return re.sub("[\u2500-\u257f]", " ", line).split()
+
+    printed = [words(line) for line in str(comparison).splitlines()]
+    shown = [words(line) for line in page.splitlines()]
+    left_out = (["A", "round", "is"], ["Rates", "of", "a"])  # explained on the page
+    rows = [line for line in printed if line and line[:3] not in left_out]
+    assert len(rows) == 11
+    assert [line for line in rows if line not in shown] == []
+    rounds = comparison.second
+    assert f"crossover it is {rounds.hidden_share:.0%}." in page and f"{comparison.ratio:.2f} times here" in page
 
 
 def test_table_without_a_stored_result_is_left_out(tmp_path: Path) -> None:

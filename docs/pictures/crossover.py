@@ -1,0 +1,51 @@
+"""Draws `docs/images/crossover.png`: the run of `jaxcross demo` whose table the tutorial shows.
+
+    python docs/pictures/crossover.py [FILE]
+
+`benchmarks/results/demo.json` holds the reports that the demo wrote, two of each way. As in the demo, the table is of
+all four, and the picture of the last two. A test compares the tutorial's table with these reports.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from style import IMAGES
+
+from jaxcross.report import Comparison, Report
+from jaxcross.report.gantt import draw
+
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
+WAYS = ("sequential", "crossover")
+
+
+def reports() -> list[list[Report]]:
+    """Returns the reports of each way, in their order."""
+    kept = json.loads(RESULT.read_text())
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        for way in WAYS:
+            loaded = []
+            for report in kept[way]:
+                path.write_text(json.dumps(report))
+                loaded.append(replace(Report.load(path), policy=way))
+            found.append(loaded)
+    return found
+
+
+def main() -> int:
+    ways = reports()
+    comparison = Comparison.of(*ways)
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES / "crossover.png"
+    draw(ways[1][-1], path, compare=ways[0][-1], headline=comparison.headline)
+    print(comparison)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
