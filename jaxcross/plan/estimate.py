@@ -40,7 +40,8 @@ class Gain:
         most_narrow, expected_narrow: The same with exchanges in 16 bits, still compared with full exchanges one after
             the other.
         memory_bytes: Bytes of arrays on a rank: the largest peak of a job, the other jobs' bytes between segments, and
-            the temporaries of an exchange.
+            the temporaries of an exchange. An array that jobs are to share, such as a base model, counts for each of
+            them here, and once in a run.
         fits: Whether that is within the limit; None if there is no limit known.
     """
 
