@@ -5,7 +5,7 @@ equal signatures, and each would receive the values of the other exchange. A lab
 make the same exchange. It does not depend on the order of tracing, nor, but for the last kind below, on shapes, which
 may differ on one rank.
 
-An exchange has up to four labels. They are hashes of
+An exchange has up to four labels of its origin and use together. They are hashes of
 
 - the leaves of the step's arguments that its operand comes from and of the step's results that it reaches, through
   layout and element-wise equations only;
@@ -16,10 +16,17 @@ An exchange has up to four labels. They are hashes of
   way: for exchanges of parts of one leaf. Left out where the parts that the results go to do not tell it from another
   exchange: ranks may take the parts of a batch in any order if the results are added up.
 
+A result may go to a place in a list or tuple, and what stands there follows from the order of tracing: where names are
+iterated in two orders, the first exchange is of "loss" for `result[0]` on one rank, and of "acc" for `result[0]` on the
+other. No label of origin and use together is then on both ranks. Hence an exchange has the same four labels for its
+origin alone, and four for its use alone. Those of the origin are left out where another exchange is for the same parts
+of the results, and those of the use where another one is of the same parts of the arguments: the two may be swapped.
+
 A label that occurs twice on a rank identifies nothing and is left out. Ranks may take turns: one exchanges its value
-where the others exchange zeros. Where zeros and values are exchanged for the same results, these exchanges have no
-labels. In a pipeline or on a ring, a rank sends what its neighbour needs next, so permutations have the last label
-only, and mpi4jax's point-to-point calls have none.
+where the others exchange zeros, as in `[psum(x if n == rank else zeros) for n in range(ranks)]`. So zeros have no
+labels, and two ranks may have one label at two places if each exchanges zeros at the other's place. In a pipeline or on
+a ring, a rank sends what its neighbour needs next, so permutations have only the label of all equations before and
+after them, and mpi4jax's point-to-point calls have none.
 """
 
 from __future__ import annotations
@@ -39,7 +46,10 @@ from jaxcross.program.provenance import Mark, Scope, hash_of_text, leaf_hashes, 
 from jaxcross.program.trace import Traced
 
 _KINDS = 4
+_LABELS = 3 * _KINDS  # of origin and use, of the origin, of the use
 _DIGITS = 16  # of a label as text
+_NO_LABEL = "0" * _DIGITS
+_EMPTY = "f" * _DIGITS  # in place of each label of zeros
 _POINT_TO_POINT = frozenset({"mpi.send", "mpi.recv", "mpi.sendrecv"})
 
 
@@ -53,14 +63,14 @@ class Labelled:
         use: Where the result goes.
         empty: Whether its operand is zeros, or infinities, written as such: what a rank exchanges that adds nothing.
         labels: By leaves, by leaves and the equations around them, by all equations, by parts; 0 for one that it does
-            not have.
+            not have. First those of its origin and use, then those of its origin alone and of its use alone.
     """
 
     exchange: Exchange
     origin: Mark
     use: Mark
     empty: bool
-    labels: tuple[int, int, int, int]
+    labels: tuple[int, ...]
 
 
 def labelled(traced: Traced) -> dict[int, list[Labelled]]:
@@ -84,15 +94,22 @@ def _labelled(traced: Traced) -> dict[int, list[Labelled]]:
     return found
 
 
-def _labels(x: Exchange, origin: Mark, use: Mark) -> tuple[int, int, int, int]:
+def _labels(x: Exchange, origin: Mark, use: Mark) -> tuple[int, ...]:
     if x.op in _POINT_TO_POINT:
-        return 0, 0, 0, 0
+        return (0,) * _LABELS
     kind = hash_of_text(x.line())
-    exact = mixed(3, kind, origin.exact, use.exact)
     if x.op == "ppermute":
-        return 0, 0, exact, 0
-    leaves = mixed(1, kind, origin.leaves, use.leaves) if origin.leaves or use.leaves else 0
-    return leaves, mixed(2, kind, origin[:2], use[:2]), exact, mixed(4, kind, origin.placed, use.placed)
+        return 0, 0, mixed(3, kind, origin.exact, use.exact), *(0,) * (_LABELS - 3)
+    pairs = (origin, use), (origin, Mark()), (Mark(), use)
+    return tuple(label for n, pair in enumerate(pairs) for label in _hashes(_KINDS * n, kind, *pair))
+
+
+def _hashes(before: int, kind: int, origin: Mark, use: Mark) -> Iterator[int]:
+    """Yields one label of each kind, which differ from those with another number `before` them."""
+    yield mixed(before + 1, kind, origin.leaves, use.leaves) if origin.leaves or use.leaves else 0
+    yield mixed(before + 2, kind, origin[:2], use[:2])
+    yield mixed(before + 3, kind, origin.exact, use.exact)
+    yield mixed(before + 4, kind, origin.placed, use.placed)
 
 
 def _ends(traced: Traced, scope: Scope, i: int) -> Iterator[tuple[Mark, Mark, bool]]:
@@ -115,7 +132,11 @@ def _ends(traced: Traced, scope: Scope, i: int) -> Iterator[tuple[Mark, Mark, bo
 def _is_empty(atom: compat.Atom, makers: Mapping[Any, Any]) -> bool:
     while not isinstance(atom, compat.Literal):
         eqn = makers.get(atom)
-        if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
+        if eqn is None:
+            return False
+        if eqn.primitive.name == "mul" and any(isinstance(a, compat.Literal) and a.val == 0 for a in eqn.invars):
+            return True
+        if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
             return False
         atom = eqn.invars[0]
     return atom.val in (0, math.inf, -math.inf)
@@ -169,23 +190,24 @@ def _travelling(program: Program) -> Iterator[Labelled]:
 
 
 def label_text(order: Sequence[Member]) -> str:
-    """Returns the labels that are unique on this rank, as text of a fixed length: 64 bytes for each array."""
+    """Returns the labels that are unique on this rank, as text of a fixed length: 192 bytes for each array."""
     members = [member.labelled for member in order]
-    by_use: dict[Any, set[bool]] = {}  # whether what is exchanged for these results is empty, or not, or both
-    for x in members:
-        by_use.setdefault(_purpose(x), set()).add(x.empty)
-    parts = Counter((x.exchange.line(), x.use.placed) for x in members)
+    origins = Counter((x.exchange.line(), x.origin.placed) for x in members)
+    uses = Counter((x.exchange.line(), x.use.placed) for x in members)
     known = []
     for x in members:
-        *others, part = (0,) * _KINDS if len(by_use[_purpose(x)]) == 2 else x.labels
-        known.append((*others, part if parts[x.exchange.line(), x.use.placed] == 1 else 0))
-    labels = [label for each in known for label in each]
-    seen = Counter(labels)
-    return "".join(f"{label if seen[label] == 1 else 0:0{_DIGITS}x}" for label in labels)
-
-
-def _purpose(x: Labelled) -> tuple[str, tuple[int, ...]]:
-    return x.exchange.line(), x.use.leaves
+        labels = list(x.labels)
+        if uses[x.exchange.line(), x.use.placed] > 1:
+            labels[_KINDS - 1 : 2 * _KINDS] = [0] * (_KINDS + 1)
+        if origins[x.exchange.line(), x.origin.placed] > 1:
+            labels[2 * _KINDS :] = [0] * _KINDS
+        known.append(labels)
+    seen = Counter(label for labels in known for label in labels)
+    return "".join(
+        _EMPTY if x.empty else f"{label if seen[label] == 1 else 0:0{_DIGITS}x}"
+        for x, labels in zip(members, known, strict=True)
+        for label in labels
+    )
 
 
 def find_swapped(
@@ -199,20 +221,26 @@ def find_swapped(
             that another place holds another exchange.
 
     Returns:
-        Each rank with its place; None if no label has different places on two ranks that exchange with one another.
+        Each rank with its place; None if no label has different places on two ranks that exchange with one another,
+        apart from ranks that take turns.
     """
     alike: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         alike.setdefault(text, []).append(rank)
     found: dict[str, dict[int, list[int]]] = {}
+    empty: set[tuple[int, int]] = set()
     for text, ranks in alike.items():
         for n, start in enumerate(range(0, len(text), _DIGITS)):
-            found.setdefault(text[start : start + _DIGITS], {}).setdefault(n // _KINDS, []).extend(ranks)
-    found.pop("0" * _DIGITS, None)
+            label, place = text[start : start + _DIGITS], n // _LABELS
+            if label == _EMPTY:
+                empty.update((rank, place) for rank in ranks)
+            elif label != _NO_LABEL:
+                found.setdefault(label, {}).setdefault(place, []).extend(ranks)
     for places in found.values():
         for (here, ranks), (there, others) in combinations(sorted(places.items()), 2):
             for one, other in product(ranks, others):
-                if other in peers(here, one) or other in peers(there, one):
+                in_turns = (one, there) in empty and (other, here) in empty
+                if not in_turns and (other in peers(here, one) or other in peers(there, one)):
                     return min(((one, here), (other, there)), ((other, there), (one, here)))
     return None
 

@@ -77,5 +77,6 @@ def order_mismatch(name: str, ranks: tuple[int, int], exchanges: Sequence[str]) 
     return (
         f"ranks {ranks[0]} and {ranks[1]} make the exchanges of `{name}` in different orders, which would mix their"
         f" values:{lines}\nAll ranks must trace the exchanges in the same order. If a loop over names makes them, sort"
-        " the names: a set of strings has another order in each process, and a dict the order in which it was filled."
+        " the names: a set of strings has another order in each process, and a dict the order in which it was filled. A"
+        " rank that means another part of an array than the others selects it by an index that is an array."
     )

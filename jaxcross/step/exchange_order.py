@@ -39,7 +39,7 @@ def agree_on_order(control: Control, program: Program, own: int) -> None:
 def check_order(control: Control, program: Program) -> None:
     """`agree_on_order` for ranks of which some have different labels. Waits for all ranks.
 
-    Gathers 64 bytes for each array that is exchanged, from each rank.
+    Gathers 192 bytes for each array that is exchanged, from each rank.
 
     Raises:
         ExchangeError: They make the same exchange at different places; on every rank.

@@ -138,15 +138,67 @@ def of_split_rows(order: Any, tree: Any) -> Any:
     return jnp.concatenate([means[k] for k in sorted(order)])
 
 
+# Into a list or tuple. The place of a result follows from the order of tracing, so no exchange of one rank has both the
+# origin and the use of one of another rank.
+
+
+def into_a_list(order: Any, tree: Any) -> Any:
+    return [lax.pmean(tree[k], "x") for k in order]
+
+
+def into_a_tuple(order: Any, tree: Any) -> Any:
+    return tuple(lax.psum(X @ tree[k].T, "x") for k in order)
+
+
+def next_to_a_state(order: Any, tree: Any) -> Any:
+    return {k: v + 1 for k, v in tree.items()}, [lax.pmean(jnp.sum(tree[k]), "x") for k in order]
+
+
+def list_of_gradients(order: Any, tree: Any) -> Any:
+    grads = jax.grad(lambda t: sum(jnp.sum(jnp.tanh(X @ t[k].T)) for k in sorted(t)))(tree)
+    return [lax.pmean(grads[k], "x") for k in order]
+
+
+def list_of_a_dict(order: Any, tree: Any) -> Any:
+    filled = {k: 2 * tree[k] for k in order}
+    return [lax.pmean(v, "x") for v in filled.values()]
+
+
+def list_of_rows(order: Any, tree: Any) -> Any:
+    return [lax.pmean(tree["a"][sorted(order).index(k)], "x") for k in order]
+
+
+def list_with_zeros(order: Any, tree: Any) -> Any:
+    """The other two cannot be meant as turns: a value meets a value."""
+    known = {**tree, "c": jnp.zeros_like(tree["c"])}
+    return [lax.pmean(known[k], "x") for k in order]
+
+
+def named_by_place(order: Any, tree: Any) -> Any:
+    """Here the use has a name, and the origin a place."""
+    return {k: lax.pmean(v, "x") for k, v in zip(order, (tree[k] for k in sorted(order)), strict=True)}
+
+
 SWAPPED = [
     of_rows, of_scaled_rows, of_stacked_layers, of_sliced_rows, of_split_rows, of_leaves, of_computed, of_gradients,
     added_up, of_constants, of_functions, gathered, passed_on, in_a_long_scan, in_a_while, in_a_scan_and_a_cond,
-    by_data, rematerialised,
+    by_data, rematerialised, into_a_list, into_a_tuple, next_to_a_state, list_of_gradients, list_of_a_dict,
+    list_of_rows, list_with_zeros, named_by_place,
 ]  # fmt: skip
 
 
 @pytest.mark.mostly_integration(
-    "gathered-0", "gathered-1048576", "passed_on-0", "passed_on-1048576", "in_a_long_scan-0"
+    "gathered-0",
+    "gathered-1048576",
+    "passed_on-0",
+    "passed_on-1048576",
+    "in_a_long_scan-0",
+    "into_a_list-0",
+    "list_of_gradients-0",
+    "list_of_a_dict-0",
+    "list_of_rows-0",
+    "list_with_zeros-0",
+    "named_by_place-0",
 )
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("step", SWAPPED)

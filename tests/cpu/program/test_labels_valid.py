@@ -93,14 +93,35 @@ def test_parts_of_a_batch_in_any_order() -> None:
     assert both(step, TREE) == ""
 
 
-def test_ranks_may_place_their_own_parts_differently() -> None:
-    """Each takes its row for the first result: no exchange of one rank is that of another."""
+def test_microbatches_of_a_list_in_any_order() -> None:
+    """What goes through products has no parts: a batch may have any micro-batch first."""
 
     def step(order: Any, tree: Any) -> Any:
         n = {k: n for n, k in enumerate(sorted(order))}
-        return {place: lax.psum(tree["a"][n[k]], "x") for place, k in enumerate(order)}
+        return [lax.pmean(jnp.mean(jnp.tanh(tree["a"][n[k]] @ X.T)), "x") for k in order]
 
     assert both(step, TREE) == ""
+
+
+def test_ranks_may_choose_their_own_rows_by_data() -> None:
+    """An index that the step reads from an array: no exchange of one rank is that of another."""
+
+    def step(order: Any, tree: Any) -> Any:
+        rows = tree["a"][jnp.array([sorted(order).index(k) for k in order])]
+        return [lax.psum(row, "x") for row in rows]
+
+    assert both(step, TREE) == ""
+
+
+@pytest.mark.parametrize("nothing", [jnp.zeros_like, lambda x: x * False], ids=["zeros", "product"])
+def test_all_gather_by_sums(nothing: Any) -> None:
+    """A rank's own value is at a place of its own, and so is the result that it needs of its neighbour."""
+
+    def step(rank: Any, x: Any) -> Any:
+        every = [lax.psum(x if n == rank else nothing(x), "x") for n in range(3)]
+        return {"every": every, "mine": every[rank], "left": every[rank - 1], "right": every[(rank + 1) % 3]}
+
+    assert both(step, X, orders=range(3), axes={"x": 3}) == ""
 
 
 def test_parts_of_a_batch_that_is_short_on_one_rank() -> None:

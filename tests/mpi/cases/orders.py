@@ -44,6 +44,18 @@ def alone():
         same(by_name(sorted(NAMES), **options)(TREE), TREE)
 
 
+def into_a_list():
+    """Each origin and each use is at another place, but no exchange of one rank has both of one of the other."""
+    for made in (list, tuple):
+
+        def step(t, made=made):
+            return made(lax.pmean(t[k], "x") for k in NAMES)
+
+        with pytest.raises(jaxcross.ExchangeError, match=f"^{SWAPPED}") as error:
+            jaxcross.crossover(step, axes="x")(TREE)
+        assert len(set(WORLD.control.allgather_text(str(error.value)))) == 1
+
+
 def in_a_runner():
     seen = []
 
@@ -184,7 +196,8 @@ def random_steps():
 
 
 CASES = [
-    alone, in_a_runner, mpi4jax_calls, mpi4jax_calls_from_rank_to_rank, batches_of_each_rank, stages, random_steps,
+    alone, into_a_list, in_a_runner, mpi4jax_calls, mpi4jax_calls_from_rank_to_rank, batches_of_each_rank, stages,
+    random_steps,
 ]  # fmt: skip
 wanted = sys.argv[1:] or [case.__name__ for case in CASES]
 for case in [case for case in CASES if case.__name__ in wanted]:
