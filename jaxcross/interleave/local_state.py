@@ -146,9 +146,9 @@ class LocalJob:
         point = None
         if graph.collectives:
             # The steps since the last common one are part of the point: otherwise ranks whose exchanges look alike
-            # at different calls would mix their steps.
-            text = f"called step {made + 1}\n{graph.text}"
-            point = Point("step", point_hash("step", graph.signature, self.local_steps), text)
+            # at different calls would mix their steps. So is the function: several may make equal exchanges.
+            text = f"called step {made + 1}{graph.function and f' by {graph.function}'}\n{graph.text}"
+            point = Point("step", point_hash("step", graph.signature, graph.function, self.local_steps), text)
         self.wait_at(point)
 
     def want_sync(self, label: str) -> None:

@@ -25,6 +25,8 @@ class StepGraph:
             SGD. Other programs without exchanges, such as an evaluation, are not steps.
         signature: A number that must be equal on all ranks before the step is exchanged (see `vote.point_hash`).
         text: The same for people, one exchange a line.
+        function: The function of its job that the program is of, as a text that is equal on all ranks: its name and its
+            number. Two functions may make equal exchanges.
         collectives: Indices of the collective segments, in order.
         readers: For each segment, the compute segments that need it.
     """
@@ -37,6 +39,7 @@ class StepGraph:
     local_step: bool = False
     signature: int = 0
     text: str = ""
+    function: str = ""
     collectives: tuple[int, ...] = field(init=False)
     readers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 

@@ -212,7 +212,7 @@ class JobHost:
             )
         )
 
-    def run(self, compiled: Compiled, leaves: Sequence[object]) -> PyTree:
+    def run(self, compiled: Compiled, leaves: Sequence[object], step: object) -> PyTree:
         """Runs one call of a `crossover` function in this job: waits until its last segment was dispatched.
 
         Raises:
@@ -225,7 +225,7 @@ class JobHost:
         resumption = self._life.resumption
         if self.registry.first_run(compiled):
             self._book_memory(compiled, leaves)
-        graph = self.registry.graph(compiled)
+        graph = self.registry.graph(compiled, step)
         leads = self.registry.leads(compiled) and not self.evaluations.running
         if leads:
             self.evaluations.check_step(self)

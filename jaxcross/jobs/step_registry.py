@@ -11,8 +11,13 @@ from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 
 
-def step_graph_of(program: Program) -> StepGraph:
-    """Returns the step graph of a program, which is all that the interleaver knows about it."""
+def step_graph_of(program: Program, function: str = "") -> StepGraph:
+    """Returns the step graph of a program, which is all that the interleaver knows about it.
+
+    Args:
+        program: The program.
+        function: See `StepGraph`.
+    """
     return StepGraph(
         kinds=tuple(s.kind for s in program.segments),
         needs=program.order.needs,
@@ -22,6 +27,7 @@ def step_graph_of(program: Program) -> StepGraph:
         local_step=program.local_step,
         signature=program.exchange_hash(),
         text=program.exchange_signature(),
+        function=function,
     )
 
 
@@ -60,7 +66,7 @@ class StepRegistry:
         training: The name of the function whose calls are the job's steps: the first step that it called. None before.
     """
 
-    __slots__ = ("_agreed", "_booked", "_graphs", "_programs", "_records", "training")
+    __slots__ = ("_agreed", "_booked", "_graphs", "_numbers", "_programs", "_records", "training")
 
     def __init__(self) -> None:
         self.training: str | None = None
@@ -69,6 +75,9 @@ class StepRegistry:
         self._agreed: dict[tuple[int, tuple[int, ...], str], object] = {}
         self._booked: set[tuple[object, ...]] = set()
         self._records: dict[int, ProgramRecord] = {}
+        self._numbers: dict[
+            int, tuple[int, object]
+        ] = {}  # of each step with exchanges, in the order of their first runs
 
     @property
     def any(self) -> bool:
@@ -109,12 +118,24 @@ class StepRegistry:
         self._booked.add(key)
         return True
 
-    def graph(self, compiled: Compiled) -> StepGraph:
-        """Returns the step graph of executables."""
+    def graph(self, compiled: Compiled, step: object) -> StepGraph:
+        """Returns the step graph of executables of a step, which numbers the job's steps with exchanges.
+
+        The numbers are the same on every rank, because calls of such steps come in one order: each is compared, with
+        its number, before it is admitted.
+
+        Args:
+            compiled: The executables.
+            step: Any object that identifies the step.
+        """
         known = self._graphs.get(id(compiled))
         if known is None:
+            program, function = compiled.program, ""
+            if program.exchanges:
+                number, _ = self._numbers.setdefault(id(step), (len(self._numbers) + 1, step))  # kept alive, as above
+                function = f"`{program.name}` (function {number} of the job)"
             # The pair keeps `compiled` alive, hence its id unique.
-            known = self._graphs[id(compiled)] = (compiled, step_graph_of(compiled.program))
+            known = self._graphs[id(compiled)] = (compiled, step_graph_of(program, function))
         return known[1]
 
     def trains(self, compiled: Compiled) -> bool:
@@ -125,7 +146,7 @@ class StepRegistry:
         if leads:
             record = self._records.get(id(compiled))
             if record is None:
-                record = self._records[id(compiled)] = ProgramRecord.of(compiled, self.graph(compiled))
+                record = self._records[id(compiled)] = ProgramRecord.of(compiled, self._graphs[id(compiled)][1])
             record.steps += 1
         return leads
 
@@ -141,9 +162,9 @@ class StepRegistry:
         }
 
     def leads(self, compiled: Compiled) -> bool:
-        """Whether a call is a step of the job, if all ranks commit it."""
-        return self.graph(compiled).is_step and self.training in (None, compiled.program.name)
+        """Whether a call is a step of the job, if all ranks commit it. `graph` was asked for its graph before."""
+        return self._graphs[id(compiled)][1].is_step and self.training in (None, compiled.program.name)
 
     def forget(self) -> None:
         """Drops all programs with their constants. The name of the training function stays known."""
-        self._graphs, self._programs, self._agreed = {}, {}, {}
+        self._graphs, self._programs, self._agreed, self._numbers = {}, {}, {}, {}

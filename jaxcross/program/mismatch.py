@@ -65,6 +65,21 @@ def branch_call_mismatch(name: str, calls: Sequence[str]) -> str:
     )
 
 
+def step_mismatch(name: str, steps: Sequence[str]) -> str:
+    """Returns the text of an `ExchangeError` for ranks that call different steps at the same time.
+
+    Args:
+        name: What calls them: a job, or the script.
+        steps: The step of each rank, in rank order.
+    """
+    where = ", ".join(f"rank {rank} {step}" for rank, step in enumerate(steps))
+    return (
+        f"the ranks of {name} call different steps: {where}. Exchanges match by their order alone, so the steps"
+        " would mix their values. All ranks must call the same steps in the same order: decide which one comes next"
+        " by what is equal on all ranks, such as the number of steps, and not by a clock or by data of one rank."
+    )
+
+
 def order_mismatch(name: str, ranks: tuple[int, int], exchanges: Sequence[str]) -> str:
     """Returns the text of an `ExchangeError` for ranks that make equal-looking exchanges in different orders.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxcross.errors import ExchangeError, JobError, clause, first_line, shortened
-from jaxcross.program.mismatch import branch_call_mismatch, signature_mismatch
+from jaxcross.program.mismatch import branch_call_mismatch, signature_mismatch, step_mismatch
 
 _LONGEST = 4000  # characters of an exception that one rank sends to all others
 
@@ -57,11 +57,14 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             )
     kinds = {kind for kind, _ in parts}
     heads, signatures = zip(*(body.partition("\n")[::2] for _, body in parts), strict=True)
+    calls, functions = zip(*(head.removeprefix("called ").partition(" by ")[::2] for head in heads), strict=True)
+    if kinds == {"step"} and len(set(functions)) > 1:
+        return ExchangeError(f"Job `{job}`, step {step + 1}: {step_mismatch(f'job `{job}`', functions)}")
     same = kinds == {"step"} or (kinds == {"sync"} and len(set(heads)) == 1)
     if same and len(set(signatures)) > 1:
         return ExchangeError(f"Job `{job}`, step {step + 1}: {signature_mismatch(job, signatures)}")
     if kinds == {"step"}:
-        return ExchangeError(f"Job {branch_call_mismatch(job, [head.removeprefix('called ') for head in heads])}")
+        return ExchangeError(f"Job {branch_call_mismatch(job, calls)}")
     lines = [clause(first_line(body)) if body else "was busy" for _, body in parts]
     by_rank = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
     shapes = (

@@ -76,7 +76,7 @@ class Standalone:
         """Returns a context that the flight recorder shows as compilation."""
         return self.world.flight.during("compile", job=name, step=0)
 
-    def run(self, compiled: Compiled, leaves: Sequence[object]) -> PyTree:
+    def run(self, compiled: Compiled, leaves: Sequence[object], step: object) -> PyTree:  # noqa: ARG002
         """Runs one step. Waits for its exchanges, not for the computation after them."""
         ended: dict[int, bool] = {}
         try:

@@ -88,6 +88,12 @@ class StepHost(Protocol):
         """Returns a context that records the time in it as compilation of `name`."""
         ...
 
-    def run(self, compiled: Compiled, leaves: Sequence[object]) -> PyTree:
-        """Runs one step on its flat arguments. Waits for its exchanges, not for the results to be computed."""
+    def run(self, compiled: Compiled, leaves: Sequence[object], step: object) -> PyTree:
+        """Runs one step on its flat arguments. Waits for its exchanges, not for the results to be computed.
+
+        Args:
+            compiled: The executables.
+            leaves: The flat arguments.
+            step: The object that stands for the step in `first_use`.
+        """
         ...

@@ -220,7 +220,7 @@ class Step(Generic[P, R]):
             estimate_in_script(variant, leaves, job)
         copy_shared(leaves, variant.traced.donated, new_types=self._last is not last)
         if job is not None:
-            return job.host.run(prepare(variant, job.host), leaves)
+            return job.host.run(prepare(variant, job.host), leaves, self._record)
         world.exchange_owner.check_not_stray(self.__name__)
         return self._run_standalone(variant, world, leaves)
 
@@ -232,7 +232,7 @@ class Step(Generic[P, R]):
             host = self._standalone = Standalone(world, self.__name__)
         host.calls += 1
         if world.size == 1 or (variant is not self._agreed and not variant.program.exchanges):
-            return host.run(prepare(variant, host), leaves)
+            return host.run(prepare(variant, host), leaves, self._record)
         owner = world.exchange_owner
         with owner.step(self.__name__):
             self._agree(variant, host)
@@ -243,7 +243,7 @@ class Step(Generic[P, R]):
                     owner.broken_step = self.__name__
                 owner.must_agree = True
                 raise
-            return host.run(compiled, leaves)
+            return host.run(compiled, leaves, self._record)
 
     def pure_step(self) -> Step[..., PyTree]:
         """Returns the step over NNX graphs and states; made once, so that it is compiled once."""

@@ -143,7 +143,7 @@ class RankModel:
                 x, self.late = self.late, None
                 assert x is not None
                 self._post(m.SegmentFailed(x.job, x.call, x.segment, "inputs", "failed"))
-                self._arrive(("exchange", x.job, x.step, x.segment), True)
+                self._arrive(self._exchange(x), True)
             case ("feed", job, stream):
                 self._post(self.feeds[job, stream].popleft())
             case ("excuse", job):
@@ -173,7 +173,7 @@ class RankModel:
                 ballot, failed, infinite = result
                 self.spec.voted(failed, infinite)
                 self._post(m.VoteDone(Verdict(np.frombuffer(ballot, np.int64))))
-            case ("exchange", job, _, segment):
+            case ("exchange", job, _, segment, _):
                 found = None if zero else self._step(job).fails.get(segment)
                 done = m.ExchangeDone(job, segment, found != "skip")
                 if found in ("raise", "eject"):
@@ -272,12 +272,12 @@ class RankModel:
                 self.threads[job].does = "unwinds"
             case m.Dispatch():
                 self._dispatch(instruction)
-            case m.RunExchange(job, call, step, segment, zero):
+            case m.RunExchange(job, call, _, segment, zero):
                 needs = self.spec.call(job).graph.needs[segment]
                 if not zero and any((job, call, need) in self.broken for need in needs):
                     self.late = instruction
                 else:
-                    self._arrive(("exchange", job, step, segment), zero)
+                    self._arrive(self._exchange(instruction), zero)
             case m.CastVote(ballot):
                 self._arrive(("vote",), (ballot.tobytes(), frozenset(self.spec.failed), self.spec.infinite))
             case m.CompareTexts(job, text):
@@ -333,6 +333,9 @@ class RankModel:
         action = self.scripts[job][self.threads[job].at - 1]
         assert isinstance(action, Step)
         return action
+
+    def _exchange(self, run: m.RunExchange) -> tuple[Any, ...]:
+        return "exchange", run.job, run.step, run.segment, self.spec.call(run.job).graph.function
 
     def _arrive(self, slot: tuple[Any, ...], said: Any = None) -> None:
         if self.arrival is not None or self.gathers:

@@ -31,7 +31,7 @@ def make_step(world, name="step", result=lambda new: new):
         return result(new | ({"residual": state["residual"] / 2 + world.rank} if "residual" in state else {}))
 
     compiled = FakeCompiled(plain_program(name), world, compute)
-    return lambda state, batch: current_job().host.run(compiled, [state, batch])
+    return lambda state, batch: current_job().host.run(compiled, [state, batch], compiled)
 
 
 def batches(world, seed=0):

@@ -1,5 +1,7 @@
 """Step graphs, scripts and small cases for the model checker, and how the jobs of a case can end."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxcross.interleave import messages as m
@@ -17,6 +19,7 @@ TWICE = StepGraph(
 )
 SHORT = StepGraph(kinds=("compute", "collective"), needs=((), (0,)), signature=3, text="z")
 WIDE = StepGraph(kinds=("compute", "compute", "collective"), needs=((), (), (0, 1)), signature=4, text="w")
+TRAIN, EVALUATE = (replace(SHORT, function=name) for name in ("train", "evaluate"))
 LOCAL = StepGraph(kinds=("compute",), needs=((),))
 BETWEEN = StepGraph(kinds=("compute",), needs=((),), local_step=True)
 

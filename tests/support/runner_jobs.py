@@ -18,7 +18,7 @@ def make_step(world, name="step", *, exchanges=1, compute=add, shape=(), program
     compiled = FakeCompiled(program or plain_program(name, exchanges=exchanges, shape=shape), world, compute)
 
     def step(state, batch):
-        return current_job().host.run(compiled, [state, batch])
+        return current_job().host.run(compiled, [state, batch], compiled)
 
     return step
 

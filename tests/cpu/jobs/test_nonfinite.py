@@ -123,7 +123,7 @@ def test_what_one_rank_alone_sees_counts_on_all(policy):
             job.nonfinite = policy
             return loop(
                 job,
-                lambda state, batch: current_job().host.run(compiled, [state, batch]),  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+                lambda state, batch: current_job().host.run(compiled, [state, batch], compiled),  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
                 [1.0, 2.0, 3.0, 4.0],
             )
 

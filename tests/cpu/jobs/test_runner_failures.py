@@ -121,8 +121,8 @@ def test_different_step_counts_are_an_error_on_all():
 
     for error, bad in failing_loop_results(2, 0, start):
         assert str(error).startswith(
-            "Job `bad` does different things on different ranks after step 2: rank 0 called step 3; rank 1 ended after"
-            " step 2. All ranks must"
+            "Job `bad` does different things on different ranks after step 2: rank 0 called step 3 by `bad`"
+            " (function 1 of the job); rank 1 ended after step 2. All ranks must"
         )
         assert bad.step == 2
 
@@ -227,7 +227,7 @@ def test_exchanges_at_different_calls_are_reported():
         def fn(job):
             state = 0.0
             for n in range(world.rank, world.rank + 6):
-                state = exchanges(state, 1.0) if n % 3 == 2 else job.host.run(compiled, [state, 1.0])
+                state = exchanges(state, 1.0) if n % 3 == 2 else job.host.run(compiled, [state, 1.0], compiled)
 
         runner = Runner(world)
         bad = runner.add("bad", fn)

@@ -125,6 +125,16 @@ def test_explains_equal_exchanges_at_different_calls():
     assert str(unlike).startswith("Job `a`, step 4: ranks 0 and 1 exchange different things in `a`: exchange 0 is")
 
 
+def test_explains_equal_exchanges_of_different_functions():
+    texts = [f"step\ncalled step 4 by `{name}` (function {n} of the job)\npsum" for n, name in ((1, "f"), (2, "g"))]
+    error = explain("a", 3, texts)
+    assert isinstance(error, ExchangeError)
+    assert str(error).startswith(
+        "Job `a`, step 4: the ranks of job `a` call different steps: rank 0 `f` (function 1 of the job), rank 1 `g`"
+        " (function 2 of the job). Exchanges match"
+    )
+
+
 def test_explains_shape_changes_on_one_rank_only():
     """The explanation covers shapes that change on one rank only."""
     error = explain("a", 3, ["sync\nfirst call of `step`", "step\ncalled step 4"])

@@ -78,7 +78,7 @@ class Job:
     def compiling(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run(self, compiled: Compiled, leaves: Sequence[object]) -> None:
+    def run(self, compiled: Compiled, leaves: Sequence[object], step: object) -> None:
         raise NotImplementedError
 
 

@@ -78,6 +78,44 @@ def in_a_runner():
     assert len(seen) == 1 and job.status == "ended"
 
 
+def two_steps(name="train", other="evaluate"):
+    """Two steps with equal exchanges, and what they return of ones."""
+    made = []
+    for each, factor in ((name, 1), (other, 10)):
+
+        def step(x, factor=factor):
+            return lax.pmean(factor * x + factor * RANK, "x")
+
+        step.__name__ = each
+        made.append(jaxcross.crossover(step, axes="x"))
+    return made
+
+
+def steps_of_a_job():
+    """Also where both were called before, in one order, and where they have one name."""
+    for names in (("train", "evaluate"), ("step", "step")):
+        f, g = two_steps(*names)
+        seen = []
+
+        def loop(job, f=f, g=g, seen=seen):
+            x = jnp.ones(3)
+            same((f(x), g(x)), (jnp.full(3, 1 + (P - 1) / 2), jnp.full(3, 10 + 5 * (P - 1))))
+            for step in (f, g) if RANK == 0 else (g, f):
+                try:
+                    step(x)
+                except jaxcross.ExchangeError as error:
+                    seen.append(str(error))
+                    raise
+
+        runner = jaxcross.Runner(WORLD)
+        runner.add("job", loop)
+        one, other = f"`{names[0]}` (function 1 of the job)", f"`{names[1]}` (function 2 of the job)"
+        with pytest.raises(jaxcross.ExchangeError) as error:
+            runner.run()
+        assert f": the ranks of job `job` call different steps: rank 0 {one}, rank 1 {other}" in str(error.value)
+        assert len(seen) == 1
+
+
 def mpi4jax_calls():
     def step(names, t):
         return {k: mpi4jax.allreduce(t[k], op=MPI.SUM, comm=COMM) for k in names}
@@ -196,8 +234,8 @@ def random_steps():
 
 
 CASES = [
-    alone, into_a_list, in_a_runner, mpi4jax_calls, mpi4jax_calls_from_rank_to_rank, batches_of_each_rank, stages,
-    random_steps,
+    alone, into_a_list, in_a_runner, steps_of_a_job, mpi4jax_calls, mpi4jax_calls_from_rank_to_rank,
+    batches_of_each_rank, stages, random_steps,
 ]  # fmt: skip
 wanted = sys.argv[1:] or [case.__name__ for case in CASES]
 for case in [case for case in CASES if case.__name__ in wanted]:

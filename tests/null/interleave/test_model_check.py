@@ -14,10 +14,12 @@ from tests.model.model_rank import RankModel
 from tests.model.model_state import clone, name
 from tests.support.model_scripts import (
     BETWEEN,
+    EVALUATE,
     EXHAUSTIVE,
     LOCAL,
     PLAIN,
     SHORT,
+    TRAIN,
     TWICE,
     alike,
     ends,
@@ -56,7 +58,7 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
     assert ends(case) == {tuple((n, "ended") for n in steps)}
 
 
-@pytest.mark.mostly_integration("bad0-good0-steps0", "bad2-good2-steps2", "bad8-good8-steps8")
+@pytest.mark.mostly_integration("bad0-good0-steps0", "bad2-good2-steps2", "bad8-good8-steps8", "bad14-good14-steps14")
 @pytest.mark.parametrize(
     ("bad", "good", "steps"),
     [
@@ -76,6 +78,10 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
         # The same exchanges, at different calls of a step that exchanges now and then.
         ((step(BETWEEN), step(SHORT)), (step(SHORT), step(BETWEEN)), {0}),
         ((step(SHORT), step(BETWEEN), step(SHORT)), (step(SHORT), step(SHORT), step(BETWEEN)), {1}),
+        # The same exchanges, of two functions in another order.
+        ((step(TRAIN), step(EVALUATE)), (step(EVALUATE), step(TRAIN)), {0}),
+        ((step(TRAIN), step(EVALUATE), step(TRAIN)), (step(TRAIN), step(TRAIN), step(EVALUATE)), {1}),
+        ((step(TRAIN), step(TRAIN)), (step(TRAIN), step(LOCAL), step(EVALUATE), step(TRAIN)), {1}),
     ],
 )
 def test_in_any_order_a_fault_ends_the_job_on_all(bad, good, steps):

@@ -14,9 +14,11 @@ from jaxcross.interleave.shared_state import SharedState, Slot
 from jaxcross.interleave.vote import JobRequest
 from tests.model.explore import explore
 from tests.support.model_scripts import (
+    EVALUATE,
     LOCAL,
     PLAIN,
     SHORT,
+    TRAIN,
     WIDE,
     alike,
     ends,
@@ -159,6 +161,21 @@ class LeavesThreadsBehind(Interleaver):
         self._out = [told for told in self._out if not isinstance(told, m.Raised)]
 
 
+class BlindJob(LocalJob):
+    def begin_call(self, event, made):
+        super().begin_call(event, made)
+        if self.point is not None:
+            self.point = replace(self.point, hash=event.graph.signature)
+
+
+class MixesFunctions(Interleaver):
+    """Functions of a job are told apart by their exchanges only."""
+
+    def __init__(self, jobs, policy, depth=2):
+        super().__init__(jobs, policy, depth)
+        self._jobs = {job: BlindJob() for job in self._jobs}
+
+
 class CountsForItself(Interleaver):
     """A rank grants batches as far as its own data goes."""
 
@@ -198,6 +215,7 @@ FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
         (ForgetsBatches, alike(2, fed(1)), "ranks meet for ever and nothing comes of it"),
         (ForgetsOpenLoops, alike(1, loops(0, 1, 2, 0)), "ranks meet for ever and nothing comes of it"),
         (LeavesThreadsBehind, FAILING, r"all is over, but the threads of jobs \[0\] wait"),
+        (MixesFunctions, unlike((step(TRAIN),), (step(EVALUATE),)), "ranks meet in different slots"),
     ],
 )
 def test_a_wrong_interleaver_is_found_out(wrong, case, message):

@@ -5,6 +5,7 @@ themselves after every event (needs met, nothing before its commit, the compute 
 """
 
 import random
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,6 +76,8 @@ def script(rng: random.Random, plan, local, *, fault=None, fault_step=-1, segmen
             return
         if n == fault_step and fault == "other":
             graph = StepGraph(kinds=graph.kinds, needs=graph.needs, signature=99, text="y")
+        if n == fault_step and fault == "function":
+            graph = replace(graph, function="another")
         fails = {}
         if n == fault_step and fault == "segment":
             compute = [i for i, kind in enumerate(graph.kinds) if kind == "compute"]
@@ -131,7 +134,7 @@ def test_every_rank_makes_every_exchange_in_one_order(part, seed, kind, data):
 @settings(max_examples=scaled(120), deadline=None)
 @given(
     seed=SEEDS,
-    fault=st.sampled_from(("raise", "return", "other", "segment", "segment")),
+    fault=st.sampled_from(("raise", "return", "other", "function", "segment", "segment")),
     how=st.sampled_from(("dispatch", "complete")),
 )
 def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
@@ -152,7 +155,7 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
     ]  # fmt: skip
     results = run(rng, ranks, scripts, RoundRobin())
     compute = "compute" in plan[at].kinds
-    harmless = (ranks == 1 and fault in ("return", "other")) or (fault == "segment" and not compute)
+    harmless = (ranks == 1 and fault in ("return", "other", "function")) or (fault == "segment" and not compute)
     for result in results:
         assert result.slots == results[0].slots
         assert result.finished == results[0].finished
@@ -171,7 +174,11 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
         if fault in ("raise", "segment"):
             assert [t.startswith("failed\n") for t in texts] == [rank == guilty_rank for rank in range(ranks)]
         else:
-            said = f"end\nended after step {at}" if fault == "return" else f"step\ncalled step {at + 1}\ny"
+            said = {
+                "return": f"end\nended after step {at}",
+                "other": f"step\ncalled step {at + 1}\ny",
+                "function": f"step\ncalled step {at + 1} by another\nx",
+            }[fault]
             assert texts[guilty_rank] == said
             assert {t for rank, t in enumerate(texts) if rank != guilty_rank} == {f"step\ncalled step {at + 1}\nx"}
         # Nothing overwrote the state of a step that was not committed; a fault after the commit may cost one step.

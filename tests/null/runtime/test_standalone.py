@@ -81,7 +81,7 @@ def test_after_an_error_no_exchange_is_left_under_way(
     with ThreadPoolExecutor(1) as exchanger:
         world: Any = SimpleNamespace(exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner)
         with pytest.raises(RuntimeError, match="out of memory"):
-            Standalone(world, "step").run(compiled, [])
+            Standalone(world, "step").run(compiled, [], None)
         assert execution.ended == ended
         check_goes_on(owner, expected=goes_on, anew=goes_on and not ended)
 
@@ -90,7 +90,7 @@ def test_after_an_error_no_exchange_is_left_under_way(
 def test_who_speaks_to_nobody_goes_on_after_any_error(owner: ExchangeOwner, fails: int) -> None:
     world: Any = SimpleNamespace(exchange_owner=owner)
     with pytest.raises(RuntimeError, match="out of memory"):
-        Standalone(world, "step").run(overlapped(Execution(fails), is_single_rank=True), [])
+        Standalone(world, "step").run(overlapped(Execution(fails), is_single_rank=True), [], None)
     check_goes_on(owner, expected=True)
 
 
@@ -121,7 +121,7 @@ def test_interrupt_leaves_no_exchange_and_begins_none(owner: ExchangeOwner) -> N
     with ThreadPoolExecutor(1) as exchanger:
         world: Any = SimpleNamespace(exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner)
         with pytest.raises(KeyboardInterrupt):
-            Standalone(world, "step").run(overlapped(execution), [])
+            Standalone(world, "step").run(overlapped(execution), [], None)
         assert execution.ended == [1]
         exchanger.submit(lambda: None).result()
         assert execution.ended == [1]
@@ -152,6 +152,6 @@ def test_carried_exchange_begins_before_the_computation(owner: ExchangeOwner) ->
     compiled.carried = frozenset({1})
     with ThreadPoolExecutor(1) as exchanger:
         world: Any = SimpleNamespace(exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner)
-        assert Standalone(world, "step").run(compiled, []) == "results"
+        assert Standalone(world, "step").run(compiled, [], None) == "results"
     assert execution.ended[:2] == [1, 0] and sorted(execution.ended) == [*range(5)], "each once"
     check_goes_on(owner, expected=True)
