@@ -10,6 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxcross._pytree import PyTree
+from jaxcross.exchange.rounds import next_in_round
 from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, typed_like, whole_number
 
 
@@ -44,7 +45,8 @@ def accumulate(
     Args:
         optimizer: Any optax transformation, exchanges included. It gets the `params` and extra arguments of the call
             in which it steps.
-        every: Gradients of a step; the first step is in call `every`. Every rank has the same number.
+        every: Gradients of a step; the first step is in call `every`. Every rank has the same number. It may change at
+            a restart: the sum is divided by the gradients that it holds.
         dtype: Element type of the sum; None: that of the gradients, floats in float32 at least.
 
     Raises:
@@ -75,8 +77,12 @@ def accumulate(
     ) -> tuple[optax.Updates, AccumulateState]:
         total = jax.tree.map(lambda t, g: t + jnp.asarray(g, t.dtype), state.total, updates)
 
+        held = state.mini_step + 1
+        mini_step = next_in_round(state.mini_step, every)
+
         def step() -> tuple[optax.Updates, PyTree, optax.OptState]:
-            mean = jax.tree.map(lambda t, g: (t / every).astype(jnp.result_type(g)), total, updates)
+            # By what the sum holds: a restart may have changed `every` within a round.
+            mean = jax.tree.map(lambda t, g: (t / held).astype(jnp.result_type(g)), total, updates)
             stepped, inner_state = inner.update(mean, state.inner, params, **extra)
             return stepped, jax.tree.map(jnp.zeros_like, total), jax.tree.map(typed_like, inner_state, state.inner)
 
@@ -84,7 +90,6 @@ def accumulate(
             stepped, *_ = jax.eval_shape(step)  # an optimizer may return updates of another type than its gradients'
             return jax.tree.map(_zeros_of, stepped), total, state.inner
 
-        mini_step = (state.mini_step + 1) % every
         stepped, total, inner_state = step() if every == 1 else jax.lax.cond(mini_step == 0, step, wait)
         return stepped, AccumulateState(mini_step, total, inner_state)
 

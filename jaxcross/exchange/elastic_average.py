@@ -10,6 +10,7 @@ import optax
 
 from jaxcross.exchange.collectives import AxisName, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.rounds import next_in_round
 from jaxcross.exchange.validation import add_moves, as_number, optimizer_in, require_params, sum_of, whole_number
 
 
@@ -100,7 +101,7 @@ def elastic_average(
                 centre = add_moves(centre, jax.tree.map(lambda d: (pull * d).astype(d.dtype), total))
             return pulled, centre
 
-        since = (state.since + 1) % every
+        since = next_in_round(state.since, every)
         if every == 1:
             updates, centre = exchange()
         else:

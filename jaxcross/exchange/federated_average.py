@@ -13,6 +13,7 @@ import optax
 
 from jaxcross.exchange import collectives
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.rounds import next_in_round
 from jaxcross.exchange.validation import (
     accumulation_dtype,
     as_number,
@@ -108,7 +109,7 @@ def federated_average(
             targets = jax.tree.map(lambda total, x: total.astype(x.dtype), sum_of(mine, axis), params)
             return updates_towards(updates, params, targets)
 
-        since = (state.since + 1) % every
+        since = next_in_round(state.since, every)
         updates = exchange() if every == 1 else jax.lax.cond(since == 0, exchange, lambda: updates)
         return updates, FederatedAverageState(since, state.round + (since == 0), inner_state)
 

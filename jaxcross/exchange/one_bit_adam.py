@@ -21,11 +21,13 @@ from jaxcross.exchange.validation import as_number, check_real, check_state, who
 class OneBitAdamState(NamedTuple):
     """Moments and the first residual in the tree of the parameters, and the second residual, a vector.
 
-    All are float32. The vector is as long as a rank's share of all elements, padded with zeros. Step and moments
-    are the same on every rank; residuals are the rank's own.
+    All are float32. The vector is as long as a rank's share of all elements, padded with zeros. `nu_steps` counts the
+    gradients in the second moment: a restart may have changed `freeze_step`. Steps and moments are the same on every
+    rank; residuals are the rank's own.
     """
 
     step: jax.Array
+    nu_steps: jax.Array
     mu: PyTree
     nu: PyTree
     worker_residual: PyTree
@@ -60,7 +62,8 @@ def one_bit_adam(
     ```
 
     Args:
-        freeze_step: The first step that exchanges signs.
+        freeze_step: The first step that exchanges signs. It may change at a restart; if it becomes a later step,
+            gradients are averaged again until then.
         axis_name: One axis.
         ranks: Of that axis: residuals are made before it is bound.
         b1: Decay of the momentum.
@@ -98,6 +101,7 @@ def one_bit_adam(
 
         return OneBitAdamState(
             step=jnp.zeros((), jnp.int32),
+            nu_steps=jnp.zeros((), jnp.int32),
             mu=zeros(),
             nu=zeros(),
             worker_residual=zeros(),
@@ -123,7 +127,7 @@ def one_bit_adam(
         moments = jax.lax.cond(state.step < freeze_step, adam_step, sign_step, grads, state)
         state = OneBitAdamState(step, *moments)
         # As optax.scale_by_adam: powers of the decays, the second one as it was when it froze.
-        first, second = 1 - b1**step, 1 - b2 ** jnp.minimum(step, freeze_step)
+        first, second = 1 - b1**step, 1 - b2**state.nu_steps
         directions = jax.tree.map(
             lambda m, v, g: ((m / first) / (jnp.sqrt(v / second) + eps)).astype(g.dtype), state.mu, state.nu, updates
         )
@@ -132,8 +136,8 @@ def one_bit_adam(
     return exchange_once("one_bit_adam", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
-Moments = tuple[PyTree, PyTree, PyTree, jax.Array]
-"""Both moments and both residuals, as `OneBitAdamState` orders them."""
+Moments = tuple[jax.Array, PyTree, PyTree, PyTree, jax.Array]
+"""The count of the second moment, both moments and both residuals, as `OneBitAdamState` orders them."""
 
 
 def _adam_step(axis: Hashable, b1: float, b2: float, grads: optax.Updates, state: OneBitAdamState) -> Moments:
@@ -141,7 +145,8 @@ def _adam_step(axis: Hashable, b1: float, b2: float, grads: optax.Updates, state
     grads = jax.lax.pmean(grads, axis)
     mu = jax.tree.map(lambda m, g: (1 - b1) * g + b1 * m, state.mu, grads)
     nu = jax.tree.map(lambda v, g: (1 - b2) * (g * g) + b2 * v, state.nu, grads)
-    return mu, nu, state.worker_residual, state.server_residual
+    nu_steps = jnp.asarray(optax.safe_increment(state.nu_steps))
+    return nu_steps, mu, nu, state.worker_residual, state.server_residual
 
 
 def _sign_step(
@@ -168,7 +173,7 @@ def _sign_step(
     # An element that never had a gradient gets a sign, too, which would be divided by `eps` alone: it stays zero. What
     # is not finite is kept, so that it is seen.
     mu = jax.tree.map(lambda m, v: jnp.where((v == 0) & jnp.isfinite(m), 0, m), mu, state.nu)
-    return mu, state.nu, lay.unravel(rest), server_rest
+    return state.nu_steps, mu, state.nu, lay.unravel(rest), server_rest
 
 
 def _layout(tree: PyTree, ranks: int, block: int) -> Layout:

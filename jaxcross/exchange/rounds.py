@@ -18,8 +18,11 @@ State = TypeVar("State")
 
 
 def next_in_round(since: jax.Array, every: int) -> jax.Array:
-    """Returns the number of local steps since the last merge, this one included; 0 where this step merges."""
-    return (since + 1) % every
+    """Returns the number of local steps since the last merge, this one included; 0 where this step merges.
+
+    A round that has begun with a larger `every`, before a restart, may be too long already: it ends in this step.
+    """
+    return jnp.where(since + 1 >= every, 0, since + 1)
 
 
 def end_round(

@@ -86,20 +86,18 @@ def optimizer_in(optimizer: optax.GradientTransformation, what: str) -> optax.Gr
 def check_state(
     state: optax.OptState, init: Callable[[optax.Params], optax.OptState], params: optax.Params, what: str
 ) -> None:
-    """Refuses a state whose arrays have other shapes than those that `init` makes of `params`.
+    """Refuses a state with other arrays than those that `init` makes of `params`.
 
     Raises:
-        ValueError: One has.
+        ValueError: One is missing, superfluous, or of another shape.
     """
-    fresh = jax.eval_shape(init, params)
-    if jax.tree.structure(state) != jax.tree.structure(fresh):
-        return  # the exchange reports it when it takes the state apart
-    for (path, x), new in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(fresh), strict=True):
-        if jnp.shape(x) != new.shape:
+    made, fresh = (dict(jax.tree.leaves_with_path(tree)) for tree in (state, jax.eval_shape(init, params)))
+    for path in made | fresh:
+        mine, new = (f"{list(jnp.shape(tree[path]))}" if path in tree else "nothing" for tree in (made, fresh))
+        if mine != new:
             raise ValueError(
-                f"the state of {what} is {list(jnp.shape(x))} at `{jax.tree_util.keystr(path)}`, but must be"
-                f" {list(new.shape)} here: it was made with other arguments, for other ranks, or for other parameters."
-                " Make it again; what it holds is lost."
+                f"the state of {what} is {mine} at `{jax.tree_util.keystr(path)}`, but must be {new} here: it was made"
+                " with other arguments, for other ranks, or for other parameters. Make it again; what it holds is lost."
             )
 
 

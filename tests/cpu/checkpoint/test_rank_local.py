@@ -27,7 +27,7 @@ STRATEGIES = {
     "gtop_k": (lambda: exchange.gtop_k(0.1, "b"), ALL, {"step"}),
     "demo": (lambda: exchange.demo(0.1, "b"), ALL, set()),
     "power_sgd": (lambda: exchange.power_sgd(1, "b"), ALL, {"factor"}),
-    "one_bit_adam": (lambda: exchange.one_bit_adam(3, "b", ranks=2), ALL, {"step", "mu", "nu"}),
+    "one_bit_adam": (lambda: exchange.one_bit_adam(3, "b", ranks=2), ALL, {"step", "nu_steps", "mu", "nu"}),
     "asynchronous": (lambda: exchange.asynchronous(optax.adam(0.1), "b", delays=2), ALL, {"step", "inner"}),
     "bounded_stale": (lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=2), [], {"step"}),
     "bounded_stale of 0": (lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=0), ALL, {"step", "inner"}),
