@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import jax
@@ -11,65 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, keystr
 
-from jaxcross.exchange.accumulate import AccumulateState
-from jaxcross.exchange.delayed_mean import DelayedMeanState
-from jaxcross.exchange.demo import DemoState
-from jaxcross.exchange.diloco import DiLoCoState
-from jaxcross.exchange.elastic_average import ElasticAverageState
-from jaxcross.exchange.federated_average import FederatedAverageState
-from jaxcross.exchange.gossip import GossipState
-from jaxcross.exchange.gtop_k import GTopKState
-from jaxcross.exchange.local_sgd import LocalSGDState
-from jaxcross.exchange.no_loco import NoLoCoState
-from jaxcross.exchange.one_bit_adam import OneBitAdamState
-from jaxcross.exchange.per_rank import PerRankState
-from jaxcross.exchange.power_sgd import PowerSGDState
-from jaxcross.exchange.sparse_loco import SparseLoCoState
-from jaxcross.exchange.staleness import BoundedStaleState, StaleState
-from jaxcross.exchange.streaming_diloco import StreamingDiLoCoState
-from jaxcross.exchange.top_k import TopKState
-
-_Fields = Mapping[type[Any], frozenset[str]]
-
-# States of exchanges, and which of their fields differ between ranks.
-_OWN: _Fields = {
-    TopKState: frozenset({"residual"}),
-    GTopKState: frozenset({"residual"}),
-    PowerSGDState: frozenset({"residual"}),
-    DemoState: frozenset({"momentum"}),
-    SparseLoCoState: frozenset({"residual"}),
-    OneBitAdamState: frozenset({"worker_residual", "server_residual"}),
-    StaleState: frozenset({"queue"}),
-    BoundedStaleState: frozenset({"late"}),
-    DelayedMeanState: frozenset({"pending"}),
-    StreamingDiLoCoState: frozenset({"pending"}),
-}
-
-# States of strategies under which each rank has a model of its own, and the fields that go with that model.
-_MODELS: _Fields = {
-    LocalSGDState: frozenset({"inner"}),
-    DiLoCoState: frozenset({"inner"}),
-    StreamingDiLoCoState: frozenset({"inner"}),
-    FederatedAverageState: frozenset({"inner"}),
-    ElasticAverageState: frozenset({"inner"}),
-    GossipState: frozenset({"inner"}),
-    NoLoCoState: frozenset({"anchor", "velocity", "inner"}),
-    SparseLoCoState: frozenset({"inner"}),
-    BoundedStaleState: frozenset({"inner"}),
-}
-
-# All fields that differ between ranks during training. A restart may give every rank a copy of those not in `_OWN`.
-_APART: tuple[_Fields, ...] = (
-    _OWN, _MODELS, {
-        PerRankState: frozenset({"per_rank"}), optax.MultiStepsState: frozenset({"acc_grads"}),
-        AccumulateState: frozenset({"total"}),
-    },
-)  # fmt: skip
-
-# Fields that may have no leaves.
-_MAY_BE_EMPTY = frozenset(
-    {"inner", "outer", "pending", "arrived", "inner_opt_state", "acc_grads", "skip_state", "total"}
-)
+from jaxcross import exchange
+from jaxcross.exchange.per_rank import RankLocal
 
 _STATISTICS = "batch_stats"
 """The name that Flax gives to the statistics of normalisation layers."""
@@ -79,7 +25,7 @@ def rank_local_leaves(state: Any) -> list[str]:
     """Paths of the leaves that an exchange keeps for its rank."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     strategies = _strategies(state, paths)
-    return [keystr(path) for path in paths if _owned(path, strategies, _OWN)]
+    return [keystr(path) for path in paths if _owned(path, strategies, _unsent)]
 
 
 def common_leaves(state: Any, except_: Collection[str] = ()) -> list[str]:
@@ -96,11 +42,11 @@ def common_leaves(state: Any, except_: Collection[str] = ()) -> list[str]:
     """
     found = jax.tree_util.tree_leaves_with_path(state)
     strategies = _strategies(state, [path for path, _ in found])
-    models = any(kind in _MODELS for kinds in strategies.values() for kind in kinds)
+    models = any(kind.model for kinds in strategies.values() for kind in kinds)
     names, statistics = {_STATISTICS, *except_}, _nnx_statistics(state)
 
     def common(path: KeyPath, leaf: Any) -> bool:
-        if any(_owned(path, strategies, fields) for fields in _APART):
+        if _owned(path, strategies, _differing):
             return False
         if any(_name(key) in names for key in path):
             return False
@@ -112,20 +58,31 @@ def common_leaves(state: Any, except_: Collection[str] = ()) -> list[str]:
     return [keystr(path) for path, leaf in found if common(path, leaf)]
 
 
-_Strategies = Mapping[KeyPath, Collection[type[Any]]]
+@cache
+def _declared() -> Mapping[type[Any], RankLocal]:
+    """What the classes of strategies' states declare."""
+    modules = (import_module(f"{exchange.__name__}.{found.name}") for found in iter_modules(exchange.__path__))
+    classes = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
+    ours = {each: each.rank_local for each in classes if isinstance(getattr(each, "rank_local", None), RankLocal)}
+    optional = ("acc_grads", "inner_opt_state", "skip_state")
+    return {**ours, optax.MultiStepsState: RankLocal(passing=("acc_grads",), maybe_empty=optional)}
+
+
+_Strategies = Mapping[KeyPath, Collection[RankLocal]]
 
 
 def _strategies(state: Any, paths: Collection[KeyPath]) -> _Strategies:
-    """The nodes of a tree that are states of strategies, and of which ones.
+    """The nodes of a tree that are states of strategies, and what these declare.
 
     NNX makes dicts of them: below a key `opt_state` they are known by the names of all their fields as well. Other
     dicts are the user's.
     """
-    kinds = {kind for fields in _APART for kind in fields}
-    found: dict[KeyPath, set[type[Any]]] = {}
-    for path, node in _nodes(state, tuple(kinds)):
-        if _is(type(node), {name for name in node._fields if jax.tree.leaves(getattr(node, name))}):
-            found[path] = {type(node)}
+    declared = _declared()
+    found: dict[KeyPath, set[RankLocal]] = {}
+    for path, node in _nodes(state, tuple(declared)):
+        kind = type(node)
+        if _is(kind, declared[kind], {name for name in node._fields if jax.tree.leaves(getattr(node, name))}):
+            found[path] = {declared[kind]}
     below: dict[KeyPath, set[str]] = {}
     for path in paths:
         names = [_name(key) for key in path]
@@ -133,15 +90,15 @@ def _strategies(state: Any, paths: Collection[KeyPath]) -> _Strategies:
             for depth in range(names.index("opt_state") + 1, len(path)):
                 below.setdefault(path[:depth], set()).add(names[depth])
     for path, fields in below.items():
-        if like := {kind for kind in kinds if _is(kind, fields)}:
+        if like := {local for kind, local in declared.items() if _is(kind, local, fields)}:
             found.setdefault(path, like)
     return found
 
 
-def _is(kind: type[Any], names: set[str]) -> bool:
+def _is(kind: type[Any], local: RankLocal, names: set[str]) -> bool:
     """Whether these fields of a node, those that have leaves, may be all of a strategy's state."""
     fields: set[str] = set(kind._fields)  # type: ignore[attr-defined]
-    return fields - _MAY_BE_EMPTY <= names <= fields
+    return fields - {*local.maybe_empty} <= names <= fields
 
 
 def _nodes(tree: Any, kinds: type[Any] | tuple[type[Any], ...], above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -156,18 +113,21 @@ def _nodes(tree: Any, kinds: type[Any] | tuple[type[Any], ...], above: KeyPath =
             yield from _nodes(part, kinds, (*above, *path))
 
 
-def _owned(path: KeyPath, strategies: _Strategies, fields: _Fields) -> bool:
-    return any(
-        _name(key) in fields[kind]
-        for n, key in enumerate(path)
-        for kind in strategies.get(path[:n], ())
-        if kind in fields
-    )
+def _owned(path: KeyPath, strategies: _Strategies, fields: Callable[[RankLocal], Collection[str]]) -> bool:
+    return any(_name(key) in fields(kind) for n, key in enumerate(path) for kind in strategies.get(path[:n], ()))
+
+
+def _unsent(kind: RankLocal) -> Collection[str]:
+    return kind.unsent
+
+
+def _differing(kind: RankLocal) -> Collection[str]:
+    return (*kind.unsent, *kind.model, *kind.passing)
 
 
 def _in_strategy(path: KeyPath, strategies: _Strategies) -> bool:
     """Whether a leaf is a field of a strategy's state, such as the centre of `elastic_average`."""
-    return any(kind in _MODELS for n in range(len(path)) for kind in strategies.get(path[:n], ()))
+    return any(kind.model for n in range(len(path)) for kind in strategies.get(path[:n], ()))
 
 
 def _name(key: Any) -> str:

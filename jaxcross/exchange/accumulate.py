@@ -10,6 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxcross._pytree import PyTree
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import next_in_round
 from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, typed_like, whole_number
 
@@ -20,6 +21,8 @@ class AccumulateState(NamedTuple):
     mini_step: jax.Array
     total: PyTree
     inner: optax.OptState
+
+    rank_local = RankLocal(passing=("total",), maybe_empty=("total", "inner"))
 
 
 def accumulate(

@@ -11,6 +11,7 @@ import optax
 from jaxcross._pytree import PyTree
 from jaxcross.exchange.collectives import AxisName, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import optimizer_in
 
 
@@ -24,6 +25,8 @@ class DelayedMeanState(NamedTuple):
 
     pending: PyTree
     inner: optax.OptState
+
+    rank_local = RankLocal(unsent=("pending",), maybe_empty=("pending", "inner"))
 
 
 def delayed_mean(optimizer: optax.GradientTransformation, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:

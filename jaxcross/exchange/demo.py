@@ -17,6 +17,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.exchange import chunks, collectives, sparse
 from jaxcross.exchange.chunks import Chunks
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import check_float32, check_state, mean_of, part_kept, whole_number
 
 
@@ -24,6 +25,8 @@ class DemoState(NamedTuple):
     """Attributes: `momentum`, of each compressed leaf what this rank has not sent, by tile and frequency, float32."""
 
     momentum: PyTree
+
+    rank_local = RankLocal(unsent=("momentum",))
 
 
 def demo(

@@ -10,6 +10,7 @@ import optax
 
 from jaxcross.exchange.collectives import AxisName, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import copied, end_round, model_of, next_in_round, outer_step, pseudo_gradient
 from jaxcross.exchange.validation import mean_of, optimizer_in, require_params, whole_number
 
@@ -28,6 +29,8 @@ class DiLoCoState(NamedTuple):
     anchor: optax.Params
     outer: optax.OptState
     inner: optax.OptState
+
+    rank_local = RankLocal(model=("inner",), maybe_empty=("outer", "inner"))
 
     def model(self, params: optax.Params) -> optax.Params:
         """Returns the model to evaluate: the anchor."""

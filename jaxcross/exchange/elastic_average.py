@@ -10,6 +10,7 @@ import optax
 
 from jaxcross.exchange.collectives import AxisName, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import next_in_round
 from jaxcross.exchange.validation import add_moves, as_number, optimizer_in, require_params, sum_of, whole_number
 
@@ -26,6 +27,8 @@ class ElasticAverageState(NamedTuple):
     since: jax.Array
     centre: optax.Params
     inner: optax.OptState
+
+    rank_local = RankLocal(model=("inner",), maybe_empty=("inner",))
 
 
 def elastic_average(

@@ -13,6 +13,7 @@ import optax
 
 from jaxcross.exchange import collectives
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import next_in_round
 from jaxcross.exchange.validation import (
     accumulation_dtype,
@@ -31,6 +32,8 @@ class FederatedAverageState(NamedTuple):
     since: jax.Array
     round: jax.Array
     inner: optax.OptState
+
+    rank_local = RankLocal(model=("inner",), maybe_empty=("inner",))
 
 
 def federated_average(

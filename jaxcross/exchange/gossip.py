@@ -14,6 +14,7 @@ import optax
 
 from jaxcross.exchange import collectives
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import add_moves, optimizer_in, ravel_floats, require_params
 
 Topology = Literal["ring", "torus", "exponential", "complete"]
@@ -25,6 +26,8 @@ class GossipState(NamedTuple):
 
     round: jax.Array
     inner: optax.OptState
+
+    rank_local = RankLocal(model=("inner",), maybe_empty=("inner",))
 
 
 class Hop(NamedTuple):

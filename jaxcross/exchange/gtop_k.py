@@ -12,6 +12,7 @@ import optax
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives, sparse
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.select import Selection, check_selection, select
 from jaxcross.exchange.validation import check_float32, check_state
 
@@ -25,6 +26,8 @@ class GTopKState(NamedTuple):
 
     step: jax.Array
     residual: PyTree
+
+    rank_local = RankLocal(unsent=("residual",), maybe_empty=("residual",))
 
 
 def gtop_k(

@@ -10,6 +10,7 @@ import optax
 
 from jaxcross.exchange.collectives import AxisName, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import end_round, next_in_round
 from jaxcross.exchange.validation import mean_of, optimizer_in, require_params, whole_number
 
@@ -19,6 +20,8 @@ class LocalSGDState(NamedTuple):
 
     since: jax.Array
     inner: optax.OptState
+
+    rank_local = RankLocal(model=("inner",), maybe_empty=("inner",))
 
 
 def local_sgd(

@@ -15,6 +15,7 @@ import optax
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import copied, next_in_round
 from jaxcross.exchange.validation import (
     as_number,
@@ -42,6 +43,8 @@ class NoLoCoState(NamedTuple):
     anchor: optax.Params
     velocity: optax.Params
     inner: optax.OptState
+
+    rank_local = RankLocal(model=("anchor", "velocity", "inner"), maybe_empty=("inner",))
 
 
 def no_loco(

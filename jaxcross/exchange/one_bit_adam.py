@@ -15,6 +15,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.exchange import bits, collectives
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.flat import Layout, layout
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import as_number, check_real, check_state, whole_number
 
 
@@ -32,6 +33,8 @@ class OneBitAdamState(NamedTuple):
     nu: PyTree
     worker_residual: PyTree
     server_residual: jax.Array
+
+    rank_local = RankLocal(unsent=("worker_residual", "server_residual"))
 
 
 def one_bit_adam(

@@ -1,16 +1,37 @@
-"""An optimizer whose state differs between ranks, declared by the type of its state."""
+"""State that differs between ranks, declared by its type, and an optimizer whose whole state does."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optax
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLocal:
+    """The fields of a strategy's state that differ between ranks, as an attribute `rank_local` of the state's class.
+
+    Attributes:
+        unsent: What this rank alone has, such as residuals. A number of ranks that changes would lose it.
+        model: What goes with a model of this rank's own. If there is such a field, parameters differ as well.
+        passing: What differs for a few steps only; a checkpoint of one rank may be copied to several.
+        maybe_empty: Fields without arrays under some arguments. NNX turns the state into a dict, which is recognised by
+            its other fields.
+    """
+
+    unsent: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    passing: tuple[str, ...] = ()
+    maybe_empty: tuple[str, ...] = ()
 
 
 class PerRankState(NamedTuple):
     """Attributes: `per_rank`, the state of an optimizer that steps on this rank's own gradients or parameters."""
 
     per_rank: optax.OptState
+
+    rank_local = RankLocal(passing=("per_rank",))
 
 
 def per_rank(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:

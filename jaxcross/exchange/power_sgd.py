@@ -13,6 +13,7 @@ import optax
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import as_number, check_float32, check_state, whole_number
 
 # A column of which the projections leave less than this share is a combination of earlier ones: what is left is noise.
@@ -28,6 +29,8 @@ class PowerSGDState(NamedTuple):
 
     factor: PyTree
     residual: PyTree
+
+    rank_local = RankLocal(unsent=("residual",))
 
 
 def power_sgd(

@@ -15,6 +15,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.exchange import chunks, collectives, sparse
 from jaxcross.exchange.chunks import Chunks
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import copied, end_round, model_of, next_in_round, outer_step, pseudo_gradient
 from jaxcross.exchange.validation import (
     check_float32,
@@ -46,6 +47,8 @@ class SparseLoCoState(NamedTuple):
     residual: PyTree
     outer: optax.OptState
     inner: optax.OptState
+
+    rank_local = RankLocal(unsent=("residual",), model=("inner",), maybe_empty=("residual", "outer", "inner"))
 
     def model(self, params: optax.Params) -> optax.Params:
         """Returns the model to evaluate: the anchor."""

@@ -17,6 +17,7 @@ import optax
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, whole_number
 
 
@@ -33,6 +34,8 @@ class StaleState(NamedTuple):
     queue: PyTree
     inner: optax.OptState
 
+    rank_local = RankLocal(unsent=("queue",), maybe_empty=("inner",))
+
 
 class BoundedStaleState(NamedTuple):
     """State of the other ranks' late gradients.
@@ -46,6 +49,8 @@ class BoundedStaleState(NamedTuple):
     step: jax.Array
     late: PyTree
     inner: optax.OptState
+
+    rank_local = RankLocal(unsent=("late",), model=("inner",), maybe_empty=("inner",))
 
 
 def bounded_stale(

@@ -17,6 +17,7 @@ from jaxcross.exchange import integers
 from jaxcross.exchange.collectives import AxisName, axis_names
 from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import outer_step
 from jaxcross.exchange.turns import Clock, Turn, Turns
 from jaxcross.exchange.validation import (
@@ -51,6 +52,8 @@ class StreamingDiLoCoState(NamedTuple):
     pending: tuple[PyTree, ...]
     arrived: jax.Array | None
     inner: optax.OptState
+
+    rank_local = RankLocal(unsent=("pending",), model=("inner",), maybe_empty=("outer", "pending", "arrived", "inner"))
 
     def model(self, params: optax.Params) -> optax.Params:
         """Returns the anchor as a tree like `params`: the model to evaluate."""

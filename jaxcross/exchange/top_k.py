@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import blocks, collectives, sparse
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.select import Selection, check_selection, select
 from jaxcross.exchange.validation import check_float32, check_state, whole_number
 
@@ -32,6 +33,8 @@ class TopKState(NamedTuple):
 
     step: jax.Array
     residual: PyTree
+
+    rank_local = RankLocal(unsent=("residual",), maybe_empty=("residual",))
 
 
 def top_k(

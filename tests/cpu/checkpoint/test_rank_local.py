@@ -71,6 +71,32 @@ def test_common_leaves_of_each_strategy(make, params, fields):
     assert not set(found) & set(rank_local_leaves(state))
 
 
+VECTORS = {"a": jnp.ones(64), "b": jnp.zeros(3)}
+ON_VECTORS = {
+    "sparse_loco": (
+        lambda: exchange.sparse_loco(
+            optax.adam(0.1), optax.sgd(0.5, momentum=0.9), "b", every=4, skip=lambda path, leaf: True
+        ),
+        {"since", "anchor", "outer"},
+    ),
+    "top_k": (lambda: exchange.top_k(0.1, "b", skip=lambda path, leaf: True), {"step", "params"}),
+    "demo": (lambda: exchange.demo(0.1, "b", skip=lambda path, leaf: True), {"params"}),
+    "power_sgd": (lambda: exchange.power_sgd(1, "b"), {"params"}),
+}
+
+
+@pytest.mark.parametrize("nnx_dicts", [False, True])
+@pytest.mark.parametrize(("make", "common"), ON_VECTORS.values(), ids=ON_VECTORS)
+def test_a_strategy_that_compresses_nothing_is_recognised(make, common, nnx_dicts):
+    """Of a model of vectors there are no residuals, but under `sparse_loco` each rank has a model all the same."""
+    inner = make().init(VECTORS)
+    dicts = {name: value for name, value in inner._asdict().items() if jax.tree.leaves(value)}
+    state = {"params": VECTORS, "opt_state": dicts if nnx_dicts else inner}
+    found = {path.removeprefix("['opt_state']").strip(".['").partition("'")[0] for path in common_leaves(state)}
+    assert {name.partition("[")[0].partition(".")[0] for name in found} == common
+    assert rank_local_leaves(state) == []
+
+
 def test_all_leaves_of_a_plain_optimizer_are_common():
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
