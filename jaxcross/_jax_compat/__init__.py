@@ -29,6 +29,7 @@ from jax.extend import core as _excore
 from jax.extend import random as _exrandom
 from jax.extend.core import primitives as _primitives
 from jax.interpreters import partial_eval
+from jax.sharding import NamedSharding
 
 Var = _excore.Var
 Literal = _excore.Literal
@@ -102,6 +103,14 @@ def sub_jaxprs(eqn: Any) -> Iterator[Any]:
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if is_jaxpr(item):
+                yield item
+
+
+def shardings_of(eqn: Any) -> Iterator[NamedSharding]:
+    """The layouts on a mesh that an equation holds in its parameters."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, NamedSharding):
                 yield item
 
 

@@ -1,16 +1,18 @@
-"""Checks that `crossover` is given a function, jitted or not, and nothing that has chosen its devices already."""
+"""Checks that `crossover` is given a function, jitted or not, and nothing that takes ranks for local devices."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxcross import _jax_compat as compat
+from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError
 
 _PMAP = (
@@ -35,6 +37,60 @@ def check_step(step: object, name: str) -> None:
         raise TypeError(f"`crossover` takes a function, not {what}")
     if any(compat.runs_pmap(getattr(function, "__code__", None)) for function in _layers(step)):
         raise TypeError(f"`{name}` is a `jax.pmap`. {_PMAP}")
+
+
+def check_mesh_axes(jaxpr: compat.Jaxpr, args: PyTree, axes: Collection[str], name: str) -> None:
+    """Makes sure that no sharding in a step names an axis that stands for ranks.
+
+    A local mesh may have any other axes. But a program for one global array, with a mesh axis in place of `psum`, would
+    run without an error: XLA exchanges between the devices of the mesh alone, so each rank would train by itself.
+
+    Args:
+        jaxpr: The step; not a `shard_map` over ranks.
+        args: Its arguments, `(args, kwargs)`.
+        axes: The names of the axes over ranks.
+        name: Of the step in messages.
+
+    Raises:
+        CutError: An argument, or an equation of the step, is laid out along such an axis.
+    """
+    for path, leaf in jax.tree.leaves_with_path(args):
+        if axis := _axis_in_spec(getattr(leaf, "sharding", None), axes):
+            _refuse_axis(name, axis, f"argument `{argument_path(path)}` is sharded")
+    _check_equations(jaxpr, axes, name)
+
+
+def _check_equations(jaxpr: compat.Jaxpr, axes: Collection[str], name: str) -> None:
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        for sharding in compat.shardings_of(eqn):
+            axis = _axis_in_spec(sharding, axes)
+            # A user's `reshard(grads, P())` means a sum over the mesh. JAX itself reshards constants.
+            if eqn.primitive.name in _LAYS_OUT and not all(isinstance(a, compat.Literal) for a in eqn.invars):
+                axis = axis or next((a for a in sharding.mesh.axis_names if a in axes), None)
+            if axis is not None:
+                _refuse_axis(name, axis, f"`{eqn.primitive.name}` at {compat.source_of(eqn)} lays out an array")
+        for inner in compat.sub_jaxprs(eqn):
+            _check_equations(inner, axes, name)
+
+
+_LAYS_OUT = frozenset({"reshard", "sharding_constraint", "jit", "pjit"})
+
+
+def _axis_in_spec(sharding: object, axes: Collection[str]) -> str | None:
+    """Returns the first of `axes` along which a sharding splits an array; None if there is none."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    named = (a for entry in sharding.spec for a in (entry if isinstance(entry, tuple) else (entry,)))
+    return next((a for a in named if a in axes), None)
+
+
+def _refuse_axis(name: str, axis: str, what: str) -> None:
+    raise CutError(
+        f"{what} along `{axis}`, which is an axis over ranks in `{name}`: a mesh reaches the devices of this rank"
+        " only, so XLA would exchange nothing with other ranks, and each rank would train alone. Exchange over ranks by"
+        f' name, e.g. `grads = jax.lax.pmean(grads, "{axis}")`, or make the whole step a `jax.shard_map` over'
+        f" `{axis}`. If the mesh is meant for this rank's own devices, give its axis another name."
+    )
 
 
 def explain_failed_trace(step: Callable[..., Any], error: Exception, name: str) -> None:
@@ -77,3 +133,9 @@ def _layers(step: Any) -> Iterator[Callable[..., Any]]:
         yield step
         inner = step.func if isinstance(step, functools.partial) else getattr(step, "__wrapped__", None)
         step = inner if inner is not None else getattr(step, "__func__", None)
+
+
+def argument_path(path: tuple[Any, ...]) -> str:
+    """Returns the tree path of a leaf of `(args, kwargs)` as the user would write it."""
+    which = path[0].idx  # 0: args, 1: kwargs
+    return ("args" if which == 0 else "kwargs") + jax.tree_util.keystr(path[1:])

@@ -23,7 +23,7 @@ from jaxcross.program.ir import RankDecision, Wire
 from jaxcross.program.jaxpr_utils import holds_shard_map
 from jaxcross.program.shard_map import check_nothing_else, is_shard_map, trace_shards
 from jaxcross.program.solver import call_solvers
-from jaxcross.program.step_checks import copy_signature, explain_failed_trace
+from jaxcross.program.step_checks import argument_path, check_mesh_axes, copy_signature, explain_failed_trace
 from jaxcross.program.wire_types import convert_wire_types
 
 
@@ -120,7 +120,8 @@ def trace(
 
     Raises:
         CutError: An argument leaf is not an array, an axis name is unknown, the step is the body of a `shard_map`
-            without the `shard_map` (`pcast`), or an exchange is where it cannot be cut.
+            without the `shard_map` (`pcast`), an array is laid out along an axis over ranks, or an exchange is where it
+            cannot be cut.
     """
     kwargs = dict(kwargs or {})
     leaves, in_tree = jax.tree.flatten((tuple(args), kwargs))
@@ -154,7 +155,7 @@ def trace(
         raise
     whole = convert_wire_types(whole, axes, wire)
     out_tree, results = box[-1]
-    given = [_argument(path) for path, _ in jax.tree.leaves_with_path((tuple(args), kwargs))]
+    given = [argument_path(path) for path, _ in jax.tree.leaves_with_path((tuple(args), kwargs))]
     blank = Traced(
         name=step_name(step),
         axes=dict(axes),
@@ -206,6 +207,7 @@ def _trace_whole(
     if not is_shard_map(whole, axes):
         if holds_shard_map(whole, axes):
             check_nothing_else(whole, name)
+        check_mesh_axes(whole, (args, kwargs), axes, name)
         return whole
     shards = trace_shards(flat_step, avals, axes, name)
     if shards is None:
@@ -228,7 +230,7 @@ def check_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
             if isinstance(leaf, np.ndarray | np.generic):
                 what = f"a NumPy array of type `{leaf.dtype}`, which JAX does not have"
             raise CutError(
-                f"argument `{_argument(path)}` of `{step_name(step)}` holds {what}. Register the class as a pytree"
+                f"argument `{argument_path(path)}` of `{step_name(step)}` holds {what}. Register the class as a pytree"
                 " (flax.struct.dataclass), name a hashable argument by `static_argnums`, or close over it."
             )
 
@@ -276,9 +278,3 @@ def step_name(step: Callable[..., Any]) -> str:
     """Returns the name of a step for messages; of a `functools.partial` the name of the function inside."""
     inner = getattr(step, "func", step)
     return getattr(step, "__name__", getattr(inner, "__name__", type(step).__name__))
-
-
-def _argument(path: tuple[Any, ...]) -> str:
-    """Returns the tree path of a leaf of `(args, kwargs)` as the user would write it."""
-    which = path[0].idx  # 0: args, 1: kwargs
-    return ("args" if which == 0 else "kwargs") + jax.tree_util.keystr(path[1:])
