@@ -9,6 +9,7 @@ from itertools import zip_longest
 from jaxcross.program.ir import LAYOUT
 
 _UNTIL = re.compile(r" until='\w+'")
+_WIDTH = re.compile(r"\b(u?int|float|complex)(32|64|128)\b")
 
 
 def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
@@ -41,6 +42,14 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
             f" in it differently: it depends only on numbers in the code, and these differ. Exchange {number} is"
             f"\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
             "Pass a rank's own number to the step as an argument: ranks then agree before each iteration."
+        )
+    if _WIDTH.sub(r"\1", mine) == _WIDTH.sub(r"\1", theirs):
+        return (
+            f"ranks 0 and {other} exchange elements of different widths in `{name}`: exchange {number} is"
+            f"\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
+            "JAX's 64-bit types (`jax_enable_x64`) are probably enabled on some ranks only. Enable them on all ranks or"
+            " none: look at the variable `JAX_ENABLE_X64` of each rank, and at `jax.config.update` and"
+            " `jax.enable_x64` in the script. Otherwise, look for an argument that has another type there."
         )
     return (
         f"ranks 0 and {other} exchange different things in `{name}`: exchange {number} is"

@@ -143,6 +143,16 @@ def test_digest_sees_structure_types_and_donation() -> None:
     assert len({program_digest(p) for p in programs}) == 4
 
 
+def test_mismatch_of_widths_names_the_64_bit_types() -> None:
+    """Ranks whose exchanges differ in the width of their elements only are told of `jax_enable_x64`."""
+    mine = program().exchange_signature()
+    theirs = with_segment(1, exchanges=(replace(SUM, dtype="float64"),)).exchange_signature()
+    message = signature_mismatch("step", [mine, theirs])
+    assert message.startswith("ranks 0 and 1 exchange elements of different widths in `step`: exchange 1 is\n")
+    assert "rank 0: psum batch float32[4, 2]" in message and "rank 1: psum batch float64[4, 2]" in message
+    assert "`JAX_ENABLE_X64`" in message and "branch" not in message
+
+
 def test_mismatch_names_both_ranks_and_the_first_line() -> None:
     """The message about a mismatch names both ranks and the first line that differs."""
     mine = program().exchange_signature()
