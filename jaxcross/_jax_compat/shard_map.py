@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from traceback import walk_tb
 from typing import Any, Self
 
 import jax
@@ -183,3 +184,13 @@ def first_shard_map(
             pairs = zip(asked.arguments, asked.parameters["in_specs"], strict=True)
             return asked.parameters["mesh"], [(place.get(id(a)), spec) for a, spec in pairs]
     return None
+
+
+def begins_under_vmap(function: Callable[..., Any], shapes: Sequence[tuple[Sequence[int], Any]]) -> bool:
+    """Whether `first_shard_map` fails because the `shard_map` that `function` begins with is under a `jax.vmap`."""
+    with _config.traceback_filtering("off"):  # JAX takes its own frames out of tracebacks
+        try:
+            first_shard_map(function, shapes)
+        except Exception as error:
+            return any(frame.f_code.co_name == "vmap_f" for frame, _ in walk_tb(error.__traceback__))
+    return False

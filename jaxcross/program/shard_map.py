@@ -16,7 +16,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcross import _jax_compat as compat
-from jaxcross._jax_compat.shard_map import first_shard_map, with_input_shapes
+from jaxcross._jax_compat.shard_map import begins_under_vmap, first_shard_map, with_input_shapes
 from jaxcross.errors import CutError
 
 Specs = Sequence[tuple[int | None, Any]]
@@ -52,6 +52,20 @@ def trace_shards(
     return None
 
 
+def check_no_vmap(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int], name: str) -> None:
+    """Makes sure that a flat step which `trace_shards` cannot trace is not a `jax.vmap` of a `shard_map`.
+
+    Raises:
+        CutError: It is.
+    """
+    if begins_under_vmap(step, _divisible(avals, axes)):
+        raise CutError(
+            f"`{name}` is a `jax.vmap` of a `shard_map`, whose specs are those of one element of the `vmap`: how a"
+            " rank's arguments are cut cannot be told. Put the `vmap` inside, `jax.shard_map(jax.vmap(f), in_specs=...,"
+            " out_specs=...)`, with a `None` in each spec for the dimension that it maps, such as `P(None, 'data')`."
+        )
+
+
 def is_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
     """Whether a jaxpr is a `shard_map` over ranks, jitted or not, and nothing else."""
     eqns = compat.open_jaxpr(jaxpr)[0].eqns
@@ -68,13 +82,16 @@ def _over_ranks(mesh: Any, axes: Mapping[str, int]) -> bool:
 
 
 def _ask(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int]) -> tuple[Any, Specs] | None:
-    # Whatever the specs are, lengths that are multiples of all ranks can be cut by them.
-    ranks = math.prod(axes.values())
-    divisible = [(tuple(n * ranks for n in a.shape), a.dtype) for a in avals]
     try:
-        return first_shard_map(step, divisible)
+        return first_shard_map(step, _divisible(avals, axes))
     except Exception:  # a trace with the step's real arguments raises a better error
         return None
+
+
+def _divisible(avals: Sequence[Any], axes: Mapping[str, int]) -> list[tuple[tuple[int, ...], Any]]:
+    """Returns lengths that any specs can cut, since they are multiples of all ranks, and the types of the elements."""
+    ranks = math.prod(axes.values())
+    return [(tuple(n * ranks for n in a.shape), a.dtype) for a in avals]
 
 
 def _spec_of_each(specs: Specs, name: str) -> dict[int, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator
@@ -133,6 +134,35 @@ def _layers(step: Any) -> Iterator[Callable[..., Any]]:
         yield step
         inner = step.func if isinstance(step, functools.partial) else getattr(step, "__wrapped__", None)
         step = inner if inner is not None else getattr(step, "__func__", None)
+
+
+def remedy_for(leaf: object, tree: PyTree) -> str:
+    """Returns what to do about a leaf of `tree` that is not an array."""
+    holder = _holder_of(leaf, tree)
+    if holder is not None and (callable(leaf) or type(leaf).__module__ == "builtins"):
+        return (
+            f"`{type(holder).__name__}` is a pytree that has it among its leaves. Make that field static"
+            " (`flax.struct.field(pytree_node=False)`, `eqx.field(static=True)`), or pass the arrays alone and close"
+            " over the rest: with Equinox, `params, static = eqx.partition(model, eqx.is_array)` outside the step, and"
+            " `model = eqx.combine(params, static)` in it."
+        )
+    if dataclasses.is_dataclass(leaf):
+        return (
+            "A dataclass is a pytree only once it is registered: put `@jax.tree_util.register_dataclass` above"
+            f" `{type(leaf).__name__}`, or make it a `flax.struct.dataclass`."
+        )
+    return (
+        "Register the class as a pytree (flax.struct.dataclass), name a hashable argument by `static_argnums`, or close"
+        " over it."
+    )
+
+
+def _holder_of(leaf: object, tree: PyTree) -> object | None:
+    """Returns the innermost node around a leaf that is of a class of its own; None if only containers are around it."""
+    nodes: list[object] = []
+    jax.tree.leaves(tree, is_leaf=lambda node: bool(nodes.append(node)))
+    around = (node for node in reversed(nodes) if node is not leaf and type(node) not in (tuple, list, dict))
+    return next((node for node in around if any(each is leaf for each in jax.tree.leaves(node))), None)
 
 
 def argument_path(path: tuple[Any, ...]) -> str:

@@ -21,9 +21,15 @@ from jaxcross.program.conditional import Predicate
 from jaxcross.program.flatten import Flattener
 from jaxcross.program.ir import RankDecision, Wire
 from jaxcross.program.jaxpr_utils import holds_shard_map
-from jaxcross.program.shard_map import check_nothing_else, is_shard_map, trace_shards
+from jaxcross.program.shard_map import check_no_vmap, check_nothing_else, is_shard_map, trace_shards
 from jaxcross.program.solver import call_solvers
-from jaxcross.program.step_checks import argument_path, check_mesh_axes, copy_signature, explain_failed_trace
+from jaxcross.program.step_checks import (
+    argument_path,
+    check_mesh_axes,
+    copy_signature,
+    explain_failed_trace,
+    remedy_for,
+)
 from jaxcross.program.wire_types import convert_wire_types
 
 
@@ -138,7 +144,7 @@ def trace(
         results = step(*a, **k)
         out, tree = jax.tree.flatten(results)
         paths = [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(results)]
-        _check_results(step_name(step), paths, out)
+        _check_results(step_name(step), paths, results)
         box.append((tree, paths))
         return out
 
@@ -203,6 +209,8 @@ def _trace_whole(
                 " has pmap's semantics, in which `psum` transposes to `psum`: its gradients would be other numbers."
                 " Make the whole step the `shard_map`: `jax.shard_map(step, in_specs=..., out_specs=...)`."
             ) from error
+        if "shard_map" in str(error):
+            check_no_vmap(flat_step, avals, axes, name)
         raise
     if not is_shard_map(whole, axes):
         if holds_shard_map(whole, axes):
@@ -211,6 +219,7 @@ def _trace_whole(
         return whole
     shards = trace_shards(flat_step, avals, axes, name)
     if shards is None:
+        check_no_vmap(flat_step, avals, axes, name)
         raise CutError(
             f"how the arguments of the `shard_map` of `{name}` are cut cannot be told: it has no `in_specs`, or takes"
             " what the step computes before it. Pass it the step's own arguments, and for each a PartitionSpec."
@@ -229,18 +238,16 @@ def check_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
             what = f"a `{type(leaf).__name__}`, which is not an array"
             if isinstance(leaf, np.ndarray | np.generic):
                 what = f"a NumPy array of type `{leaf.dtype}`, which JAX does not have"
-            raise CutError(
-                f"argument `{argument_path(path)}` of `{step_name(step)}` holds {what}. Register the class as a pytree"
-                " (flax.struct.dataclass), name a hashable argument by `static_argnums`, or close over it."
-            )
+            remedy = remedy_for(leaf, (args, kwargs))
+            raise CutError(f"argument `{argument_path(path)}` of `{step_name(step)}` holds {what}. {remedy}")
 
 
-def _check_results(name: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    for path, leaf in zip(paths, leaves, strict=True):
+def _check_results(name: str, paths: Sequence[str], results: Any) -> None:
+    for path, leaf in zip(paths, jax.tree.leaves(results), strict=True):
         if not compat.is_array_type(leaf):
             raise CutError(
                 f"`{path}` of `{name}` is a `{type(leaf).__name__}`, but a step returns arrays, and pytrees of them."
-                " Return it from where the step is called, or register its class as a pytree (flax.struct.dataclass)."
+                f" Return it from where the step is called. Otherwise: {remedy_for(leaf, results)}"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -50,6 +51,45 @@ def test_state_that_is_no_pytree() -> None:
     message = "^argument `args\\[0\\]\\['m'\\]` of `train_step` holds a `Model`, which is not an array"
     with pytest.raises(CutError, match=message):
         traced(train_step, {"m": Model()}, X)
+
+
+@jax.tree_util.register_pytree_node_class
+class Linear:
+    """A module as Equinox makes them: a pytree, whose activation function is a leaf."""
+
+    def __init__(self, w: jax.Array, activation: object) -> None:
+        self.w, self.activation = w, activation
+
+    def tree_flatten(self) -> tuple[tuple[object, ...], None]:
+        return (self.w, self.activation), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, leaves: tuple[jax.Array, object]) -> Linear:
+        return cls(*leaves)
+
+
+@pytest.mark.parametrize("inside", [lambda m: m, lambda m: {"model": (m, m)}])
+@pytest.mark.parametrize("leaf", [jax.nn.relu, jnp.tanh, len, "relu"])
+def test_a_pytree_with_static_leaves_is_told_to_be_partitioned(inside, leaf) -> None:
+    """A module whose leaves are not all arrays is a pytree already, so it cannot be registered as one."""
+    with pytest.raises(CutError, match="holds a `.*`, which is not an array. `Linear` is a pytree that has") as error:
+        traced(lambda m, x: lax.pmean(x, "batch"), inside(Linear(X, leaf)), X)
+    assert "eqx.partition(model, eqx.is_array)" in str(error.value)
+    with pytest.raises(CutError, match="`Linear` is a pytree that has .* eqx.partition"):
+        traced(lambda x: inside(Linear(lax.pmean(x, "batch"), leaf)), X)
+
+
+@dataclasses.dataclass
+class Plain:
+    w: jax.Array
+
+
+def test_a_dataclass_is_told_to_be_registered() -> None:
+    cure = "put `@jax.tree_util.register_dataclass` above `Plain`, or make it a `flax.struct.dataclass`"
+    with pytest.raises(CutError, match=f"^argument .* holds a `Plain`, which is not an array. A dataclass .* {cure}"):
+        traced(lambda p, x: lax.pmean(x @ p.w, "batch"), {"p": Plain(X)}, X)
+    with pytest.raises(CutError, match=f"^`result` of .* is a `Plain`, .* A dataclass .* {cure}"):
+        traced(lambda x: Plain(lax.pmean(x, "batch")), X)
 
 
 @pytest.mark.parametrize("wrong", [np.array(["a"]), np.array([None]), np.zeros(2, ">f4"), np.datetime64("2020-01-01")])

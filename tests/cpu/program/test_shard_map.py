@@ -105,6 +105,16 @@ def test_specs_that_are_left_out_are_asked_for() -> None:
         traced(step, jnp.ones((4, 2)))
 
 
+@pytest.mark.parametrize("mesh", MESHES, ids=["auto", "explicit"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_vmap_of_a_shard_map_is_asked_to_be_inside(mesh: Any, wrap: Any) -> None:
+    step = jax.shard_map(lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    with pytest.raises(CutError, match=r"^`<lambda>` is a `jax.vmap` of a `shard_map`, .* Put the `vmap` inside"):
+        traced(wrap(jax.vmap(step)), jnp.ones((3, 4, 2)))
+    inside = jax.shard_map(jax.vmap(lambda x: lax.psum(x, "data")), mesh=mesh, in_specs=P(None, "data"), out_specs=P())
+    assert traced(inside, jnp.ones((3, 4, 2))).jaxpr.out_avals[0].shape == (3, 4, 2)
+
+
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: jax.jit(lambda *a: f(*a)), lambda f: lambda *a: f(*a)])
 def test_jitted_and_called_by_another_function(wrap: Any) -> None:
     step = wrap(mapped(ROWS["inserted"], True, MESH))
