@@ -14,6 +14,7 @@ import jax
 from jaxcross._arguments import is_whole
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import clause, shortened
+from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.interleave.compute_queue import depth_of
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import Policy, Weighted
@@ -121,6 +122,21 @@ def check_folder(what: str, folder: Any) -> None:
     """
     if folder is not None and not isinstance(folder, str | os.PathLike):
         raise _wrong(what, "the path of a folder, or None", folder)
+
+
+def record_events(flight: FlightRecorder, folder: str | os.PathLike[str]) -> None:
+    """Lets this rank write what it does to a folder, from now on.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    try:
+        flight.record_to(folder)
+    except OSError as error:
+        raise ValueError(
+            f"`events` is `{os.fspath(folder)}`, where this rank cannot write down what it does: {clause(str(error))}."
+            " Name a folder that every rank may make or write to, or leave `events` out."
+        ) from error
 
 
 def check_checkpoints(checkpoints: Any) -> None:

@@ -77,8 +77,8 @@ class Runner:
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: `depth` is below 1, `memory` is no number of bytes, `progress` is a number that is not above 0, or
-            `start` is another word.
+        ValueError: `depth` is below 1, `memory` is no number of bytes, `progress` is a number that is not above 0,
+            `start` is another word, or this rank cannot write to the folder `events`.
 
     Example:
         >>> with jaxcross.Runner(world) as runner:
@@ -129,7 +129,7 @@ class Runner:
         self.report: Report | None = None
         self._recorder = Recorder()
         if events is not None:
-            self.world.flight.record_to(events)
+            arguments.record_events(self.world.flight, events)
         self._writes_metrics = metrics is not None
         self._metric_files: MetricFiles | None = None
         if metrics is not None and self.world.rank == 0:

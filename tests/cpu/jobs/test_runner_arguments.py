@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -45,6 +46,17 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"checkpoints": "folder"}, TypeError, "`checkpoints` must be `jaxcross.Checkpoints.* got 'folder'."),
     ({"events": 3}, TypeError, "`events` must be the path of a folder, or None, got 3."),
 ]
+
+
+def test_a_folder_of_events_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+
+    def work(world: Any) -> None:
+        with pytest.raises(ValueError, match=f"^`events` is `{file / 'events'}`, where this rank cannot write down"):
+            Runner(world, events=file / "events")
+
+    run_ranks(1, work)
 
 
 @pytest.mark.parametrize("given", [Runner, functools.partial(run, [])], ids=["Runner", "run"])
