@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,15 +93,31 @@ class Listeners:
 
     def span(self, span: Span) -> None:
         for hook in self._span:
-            hook(span)
+            try:
+                hook(span)
+            except Exception as error:
+                _name_instrument(error, hook)
+                raise
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
         for hook in self._note:
-            hook(job=job, kind=kind, step=step, value=value)
+            try:
+                hook(job=job, kind=kind, step=step, value=value)
+            except Exception as error:
+                _name_instrument(error, hook)
+                raise
 
     def metrics(self, *, job: str, step: int, values: object) -> None:
         for hook in self._metrics:
-            hook(job=job, step=step, values=values)
+            try:
+                hook(job=job, step=step, values=values)
+            except Exception as error:
+                _name_instrument(error, hook)
+                raise
+
+
+def _name_instrument(error: Exception, hook: Callable[..., None]) -> None:
+    error.add_note(f"raised by `{hook.__qualname__}`, a hook of an instrument, which must not raise")
 
 
 class SpanLog(Instrument):

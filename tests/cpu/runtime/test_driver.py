@@ -139,8 +139,9 @@ def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
             world, policy=Sequential(), instruments=[BreaksIn(kind)], checkpoints=Checkpoints(tmp_path / "kept")
         )
         second = runner.add("b", runner._runs[0]._function)
-        with pytest.raises(OSError, match="no space left"):
+        with pytest.raises(OSError, match="no space left") as broken:
             runner.run()
+        assert broken.value.__notes__[0] == ("raised by `BreaksIn.span`, a hook of an instrument, which must not raise")
         assert all(job.done.wait(60) for job in runner.jobs)
         assert second.status == "failed"
         assert str(second.error) == "Job `b` cannot go on: the run broke."
