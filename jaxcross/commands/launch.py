@@ -14,9 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,6 +98,12 @@ def run(args: argparse.Namespace, variables: Mapping[str, str] | None = None) ->
         args: The command line.
         variables: Variables for the ranks, in addition to the environment. With any, no live table is shown.
     """
+    start = prepared(args)
+    return start if isinstance(start, int) else start(variables or {})
+
+
+def prepared(args: argparse.Namespace) -> int | Callable[[Mapping[str, str]], int]:
+    """Checks a command line; returns a function that runs it, as `run` does, or an exit code, having said why."""
     program = ["-m", *args.module] if args.module else args.program
     program = program[1:] if program[:1] == ["--"] else program
     try:
@@ -106,13 +115,23 @@ def run(args: argparse.Namespace, variables: Mapping[str, str] | None = None) ->
     if mpirun is None:
         print("No `mpirun` was found. Remedy: `pip install mpich`, or load your MPI module.", file=sys.stderr)
         return 1
+    return partial(_start, args, program, hosts, mpirun)
+
+
+def _start(
+    args: argparse.Namespace,
+    program: Sequence[str],
+    hosts: Sequence[str],
+    mpirun: Mpirun,
+    variables: Mapping[str, str],
+) -> int:
     folder = args.events or os.environ.get("JAXCROSS_EVENTS") or None
     # What ranks on other hosts write must be readable here: they share the working directory, if anything.
     where = Path.cwd() if hosts else None
     events = Path(folder or "jaxcross-events")
 
     def run_once(hosts: Sequence[str]) -> Ended:
-        return _run_once(args, program, mpirun, hosts, events, named=folder is not None, variables=variables or {})
+        return _run_once(args, program, mpirun, hosts, events, named=folder is not None, variables=variables)
 
     made = folder is None and not args.dry_run
     with run_end.terminable():
@@ -148,9 +167,38 @@ def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...
             f"`-n {args.ranks}` must be a multiple of the {len(hosts)} hosts, which share the ranks equally."
         )
     elsewhere = hosts or args.dry_run  # where other files may be
-    if not elsewhere and not args.module and not Path(program[0]).exists():
-        raise ValueError(f"There is no script `{program[0]}` in `{Path.cwd()}`.")
+    if not elsewhere and (why := _missing_module(args.module[0]) if args.module else _missing_script(program[0])):
+        raise ValueError(why)
     return hosts
+
+
+def _missing_script(name: str) -> str:
+    """Returns why Python could not run a script of that name; "" if it can."""
+    if not Path(name).exists():
+        return f"There is no script `{name}` in `{Path.cwd()}`."
+    if Path(name).is_dir() and not Path(name, "__main__.py").exists():
+        return (
+            f"`{name}` is a folder. Name the script in it, as `{Path(name, 'train.py')}`, or give it a `__main__.py`."
+        )
+    return ""
+
+
+def _missing_module(name: str) -> str:
+    """Returns why `python -m` could not run that module; "" if it can. Imports nothing."""
+    top, *inner = name.split(".")
+    spec = PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top)
+    for n, part in enumerate(inner):
+        places = None if spec is None else spec.submodule_search_locations
+        spec = None if places is None else PathFinder.find_spec(".".join([top, *inner[:n], part]), places)
+    if spec is None:
+        return (
+            f"There is no module `{name}`, neither in `{Path.cwd()}` nor installed for `{sys.executable}`."
+            " For a script, leave out `-m`."
+        )
+    places = spec.submodule_search_locations
+    if places is not None and PathFinder.find_spec(f"{name}.__main__", places) is None:
+        return f"`{name}` is a package without a `__main__.py`. Name a module in it, as `-m {name}.train`."
+    return ""
 
 
 def _run_once(
@@ -183,6 +231,8 @@ def _run_once(
     )
     extra |= {name: value for name, value in notes.items() if named or name != "JAXCROSS_EVENTS"}
     print(printed(line, extra), flush=True)
+    if not hosts and (text := crowded(ranks, xla_pool.cores())):
+        print(f"jaxcross launch: {text}", file=sys.stderr, flush=True)
     if args.dry_run:
         return Ended(code=0)
     files = RunFiles(events=events, earlier=latest_run(events), hosts=hosts, ranks=ranks)
@@ -363,6 +413,16 @@ def _placement(vendor: str, ranks: int, hosts: Sequence[str], variables: Collect
         passed = [word for name in variables if not name.startswith(("OMPI_", "PRTE_")) for word in ("-x", name)]
         return ["--host", ",".join(f"{host}:{share}" for host in hosts), *passed]
     return ["-hosts", ",".join(hosts), "-ppn", str(share)]
+
+
+def crowded(ranks: int, cores: int) -> str:
+    """A line about more ranks on this machine than it has cores; empty if each has its own. Pure."""
+    if ranks <= cores:
+        return ""
+    return (
+        f"{ranks} ranks share {cores} core{'s' * (cores > 1)}, so they compute in turns, and wait for one another in"
+        f" every exchange. Results stay right, but times say nothing; `-n {cores}` gives each rank a core."
+    )
 
 
 def printed(line: Sequence[str], extra: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -112,11 +113,44 @@ def test_a_module_and_its_arguments(capsys, monkeypatch):
         (("-n", "2"), "Name the script to start: `jaxcross launch -n 2 train.py`."),
         (("-n", "0", "train.py"), "`-n` must be at least 1 rank, got 0."),
         (("-n", "2", "none.py"), "There is no script `none.py` in `"),
+        (("tests",), "`tests` is a folder. Name the script in it, as `tests/train.py`, or give it"),
+        (("-m", "nowhere", "-n", "7"), "There is no module `nowhere`, neither in `"),
+        (("-m", "nowhere.train"), "There is no module `nowhere.train`, neither in `"),
+        (("-m", "json.nowhere"), "There is no module `json.nowhere`, neither in `"),
+        (("-m", "json.tool.main"), "There is no module `json.tool.main`, neither in `"),
+        (("-m", "json"), "`json` is a package without a `__main__.py`. Name a module in it, as `-m json.train`."),
     ],
 )
-def test_nothing_to_run(capsys, words, message):
+def test_nothing_to_run(capsys, monkeypatch, words, message):
+    monkeypatch.chdir(Path(launch.__file__).parents[2])
     assert launch.run(parse(*words)) == 2
     assert capsys.readouterr().err.startswith(message)
+
+
+@pytest.mark.parametrize("words", [("-m", "json.tool"), ("-m", "unittest"), ("-m", "package.train"), ("package",)])
+def test_modules_and_folders_that_python_runs(monkeypatch, tmp_path, words):
+    """Those of this folder, installed ones, packages and folders with a `__main__.py`. None is imported."""
+    (tmp_path / "package").mkdir()
+    for name in ("__init__.py", "__main__.py", "train.py"):
+        (tmp_path / "package" / name).write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
+    assert callable(launch.prepared(parse(*words)))
+
+
+def test_more_ranks_than_cores_are_told():
+    assert launch.crowded(2, 2) == ""
+    assert launch.crowded(99, 2).startswith("99 ranks share 2 cores, so they compute in turns")
+    assert "share 1 core," in launch.crowded(3, 1)
+
+
+def test_more_ranks_than_cores_are_told_before_the_start(capsys, monkeypatch):
+    monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
+    monkeypatch.setattr(launch, "_run", lambda *_, **__: (0, False))
+    assert launch.run(parse("-n", "9999", __file__)) == 0
+    assert capsys.readouterr().err.startswith("jaxcross launch: 9999 ranks share ")
+    assert launch.run(parse("-n", "9998", "--hosts", "a,b", __file__)) == 0
+    assert not capsys.readouterr().err, "how many cores they have is not known here"
 
 
 @pytest.mark.parametrize(
