@@ -15,6 +15,8 @@ from pathlib import Path
 
 from jaxcross.commands import launch
 
+_STOPPED = (130, 143)  # exit codes after Ctrl-C and SIGTERM
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `estimate` to the command line."""
@@ -37,24 +39,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the script up to its first step; returns its exit code, or 1 if it ended without such a step."""
+    start = launch.prepared(args)
+    if isinstance(start, int):
+        return start
     # What a rank on another host writes must be readable here: they share the working directory, if anything.
     where = Path.cwd() if args.hosts else None
     with tempfile.TemporaryDirectory(prefix="jaxcross-estimate-", dir=where) as folder:
         written = Path(folder, "estimate.json") if args.json is None else args.json.absolute()
         written.unlink(missing_ok=True)
-        code = launch.run(args, {"JAXCROSS_ESTIMATE": request_of(args, written)})
-        if code or args.dry_run or written.exists():
+        code = start({"JAXCROSS_ESTIMATE": request_of(args, written)})
+        if args.dry_run or written.exists() or code in _STOPPED:
             return code
     which, hint = "`crossover` step", "Is its train step decorated with `jaxcross.crossover`?"
     if args.step is not None:
         which = f"`crossover` step `{args.step}`"
         hint = "A step has its function's name; without `--step` the first is timed."
-    print(
-        f"jaxcross estimate: the script came to its end and called no {which}. {hint}"
-        " Steps of a `ParameterServer` cannot be estimated.",
-        file=sys.stderr,
-    )
-    return 1
+    if code:
+        text = f"the script ended with exit code {code} before it called a {which}, so nothing was measured."
+    else:
+        text = (
+            f"the script came to its end and called no {which}. {hint}"
+            " Steps of a `ParameterServer` cannot be estimated."
+        )
+    print(f"jaxcross estimate: {text}", file=sys.stderr)
+    return code or 1
 
 
 def request_of(args: argparse.Namespace, written: Path) -> str:

@@ -102,6 +102,16 @@ def test_a_script_without_a_step_is_an_error(environ: dict[str, str], tmp_path: 
 
 
 @pytest.mark.integration
+def test_a_script_that_exits_before_its_step_is_an_error(environ: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\n\nsys.exit(3)\n")
+    done = estimated(str(script), env=environ)
+    assert done.returncode == 3
+    words = "jaxcross estimate: the script ended with exit code 3 before it called a `crossover` step, so nothing was"
+    assert words in done.stderr
+
+
+@pytest.mark.integration
 def test_the_sweep_of_the_examples(environ: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     words = (str(EXAMPLES / "mnist_sweep.py"), "--folder", str(tmp_path / "sweep"))
