@@ -39,6 +39,7 @@ from jaxcross.step.signature import (
     check_hashable,
     check_leaves,
     describe_change,
+    describe_structures,
 )
 from jaxcross.step.skip_nonfinite import commit_flag, with_commit_flag
 from jaxcross.step.step_record import StepRecord
@@ -383,13 +384,17 @@ class Step(Generic[P, R]):
     def _notice_change(
         self, last: _Call, cache_key: _CacheKey, arg_types: list[ArgType], args: PyTree, kwargs: PyTree
     ) -> None:
-        """Logs the first time why the step is compiled again."""
+        """Logs the first time why the step is traced again."""
         if self._noticed or self.may_change:
             return
         self._noticed = True
         old_key, old_types, _ = last
-        change = "the structure of its arguments changed"
-        if old_key[0] == cache_key[0]:
+        if old_key[0] != cache_key[0]:
+            # Often only what is static in an argument is new; then the executables are found by what they compute.
+            change = describe_structures(old_key[0], cache_key[0])
+            text = "`%s` is traced again, and compiled where its program is new: %s. This notice comes once."
+        else:
             change = "a static argument changed" if old_key[1] != cache_key[1] else "JAX's configuration changed"
             change = describe_change(old_types, arg_types, args, kwargs) or change
-        _log.warning("`%s` is compiled again: %s. This notice comes once.", self.__name__, change)
+            text = "`%s` is compiled again: %s. This notice comes once."
+        _log.warning(text, self.__name__, change)

@@ -10,7 +10,7 @@ import jax
 
 from jaxcross._arguments import positions
 from jaxcross._jax_compat import ArrayImpl, ShapedArray, Tracer, aval_of
-from jaxcross._pytree import PyTree
+from jaxcross._pytree import PyTree, TreeDef
 
 R = TypeVar("R")
 ArgType = ShapedArray | tuple[ShapedArray, jax.sharding.Sharding | None]
@@ -120,6 +120,32 @@ def describe_change(old: Sequence[ArgType], new: Sequence[ArgType], args: PyTree
         if before != after:
             return f"argument {path} was {_short(before)}, is {_short(after)}"
     return None
+
+
+def describe_structures(old: TreeDef, new: TreeDef) -> str:
+    """Returns where two structures of `(args, kwargs)` differ first, and a cure if it is static data, in words."""
+    path, before, after = _first_difference(old, new)
+    if len(path) < 2:
+        return "it got other arguments"
+    which = f"args[{path[1]}]" if path[0] == 0 else f"kwargs[{old.children()[1].node_data()[1][path[1]]!r}]"
+    if before is None or after is None or before[0] is not after[0] or before[0] in (tuple, list, dict):
+        return f"the structure of `{which}` changed"
+    if "GradientTransformation" in f"{before[1]}{after[1]}":
+        return (
+            f"`{which}` holds another `optax` object. Make one for all jobs: with `optax.inject_hyperparams`, a value"
+            ' that differs can be set in its state, as `opt_state.hyperparams["learning_rate"] = rate`'
+        )
+    return f"what is static in `{which}`, of type `{after[0].__name__}`, is another object or value"
+
+
+def _first_difference(old: TreeDef, new: TreeDef, path: tuple[int, ...] = ()) -> tuple[tuple[int, ...], Any, Any]:
+    """Returns the way to the first node that differs, and its type and static data in each; None for a leaf's."""
+    before, after = old.node_data(), new.node_data()
+    if before == after and old.num_nodes > 1 and len(old.children()) == len(new.children()):
+        for n, (mine, theirs) in enumerate(zip(old.children(), new.children(), strict=True)):
+            if mine != theirs:
+                return _first_difference(mine, theirs, (*path, n))
+    return path, before, after
 
 
 @cache
