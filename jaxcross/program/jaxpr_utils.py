@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Exchange, Wire
+
+V = TypeVar("V")
 
 
 def holds(jaxpr: compat.Jaxpr, concerns: Callable[[compat.Equation], bool]) -> bool:
@@ -26,6 +29,38 @@ def holds_exchange(
 def holds_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
     """Whether a jaxpr, or one inside it, has a `shard_map` along one of `axes`."""
     return holds(jaxpr, lambda eqn: is_shard_map(eqn, axes))
+
+
+def forward(
+    jaxpr: compat.Jaxpr,
+    args: Sequence[V],
+    rule: Callable[[compat.Equation, Sequence[V]], Sequence[V]],
+    *,
+    constant: V,
+) -> list[V]:
+    """Carries a property of values from the inputs of a jaxpr to its results, through functions that it calls.
+
+    Args:
+        jaxpr: Open or closed.
+        args: The property of each input.
+        rule: Returns that of an equation's results, given that of its operands.
+        constant: The property of constants.
+    """
+    inner, _ = compat.open_jaxpr(jaxpr)
+    known = dict.fromkeys(inner.constvars, constant) | dict(zip(inner.invars, args, strict=True))
+
+    def of(atom: compat.Atom) -> V:
+        return constant if isinstance(atom, compat.Literal) else known[atom]
+
+    for eqn in inner.eqns:
+        operands = [of(a) for a in eqn.invars]
+        called = next(compat.sub_jaxprs(eqn), None) if eqn.primitive.name in compat.INLINED else None
+        if called is not None and len(compat.open_jaxpr(called)[0].invars) == len(operands):
+            results: Sequence[V] = forward(called, operands, rule, constant=constant)
+        else:
+            results = rule(eqn, operands)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [of(a) for a in inner.outvars]
 
 
 def rewritten(

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
+from collections.abc import Iterator
 
-from jaxcross.program.ir import Exchange, Program
+from jaxcross import _jax_compat as compat
+from jaxcross._pytree import TreeDef
+from jaxcross.program.ir import Exchange, Program, human_bytes
+from jaxcross.program.mean_of_means import means_of_means
 from jaxcross.program.mini_steps import repeated_exchanges
+from jaxcross.program.own_derivatives import own_derivatives
+from jaxcross.program.repeated_sums import repeated_sums
 from jaxcross.program.trace import Traced
 
 _log = logging.getLogger("jaxcross")
 
 
 def advise(traced: Traced, program: Program, warned: set[str]) -> None:
-    """Warns about exchanges that are missing, inside a loop, or repeated in every mini-step.
+    """Warns about exchanges that are missing, inside a loop, or repeated in every mini- or micro-batch, about means of
+    means and optimizers that differentiate, and about a state whose types change.
 
     Args:
         traced: The step.
@@ -29,7 +37,10 @@ def advise(traced: Traced, program: Program, warned: set[str]) -> None:
         )
     if not program.is_unit:
         _advise_on_loops(program, warned)
-    _advise_on_accumulation(traced, warned)
+    for text in _advice(traced):
+        if text not in warned:
+            warned.add(text)
+            _log.warning("%s", text)
 
 
 def _advise_on_loops(program: Program, warned: set[str]) -> None:
@@ -56,16 +67,74 @@ def _advise_on_loops(program: Program, warned: set[str]) -> None:
         )
 
 
-def _advise_on_accumulation(traced: Traced, warned: set[str]) -> None:
-    """Warns about each `optax.MultiSteps` that exchanges in every mini-step."""
+def _advice(traced: Traced) -> Iterator[str]:
+    """Yields a text about each thing in a step that is rarely meant."""
+    name = traced.name
     for source in repeated_exchanges(traced.unflattened, traced.axes, traced.wire):
-        if source in warned:
-            continue
-        warned.add(source)
-        _log.warning(
-            "`%s` exchanges in every mini-step of `optax.MultiSteps`, at %s: it runs its optimizer each time and keeps"
-            " the last result. `jaxcross.exchange.accumulate(optimizer, every=k)` exchanges once for k gradients, with"
-            " the same updates to rounding.",
-            traced.name,
-            source,
+        yield (
+            f"`{name}` exchanges in every mini-step of `optax.MultiSteps`, at {source}: it runs its optimizer each time"
+            " and keeps the last result. `jaxcross.exchange.accumulate(optimizer, every=k)` exchanges once for k"
+            " gradients, with the same updates to rounding."
         )
+    for line in repeated_sums(traced):
+        less = human_bytes((line.times - 1) * line.nbytes)
+        yield (
+            f"`{name}` exchanges {human_bytes(line.nbytes)} of gradients {line.times} times per step, at {line.source},"
+            " and adds up the results. Add up the gradients of the micro-batches first, and exchange the sum behind the"
+            f" loop: that gives the same mean to rounding, and sends {less} less."
+        )
+    for source in means_of_means(traced):
+        yield (
+            f"`{name}` divides a loss by a count of this rank's batch, at {source}, and averages the result or its"
+            " gradient over ranks: that is the mean of the ranks' means, in which a rank with few examples weighs as"
+            " much as one with many. If counts differ, let them be the weights: `jaxcross.exchange.mean(axes,"
+            " weight=...)`, or `jax.lax.psum(count * grads, axes) / jax.lax.psum(count, axes)`."
+        )
+    for optimizer, source in own_derivatives(traced.unflattened, traced.axes, traced.wire):
+        yield (
+            f"`{optimizer}` in `{name}` differentiates the loss itself, at {source}, and exchanges no gradient. By"
+            " pmap's rules, which a bare function has, that derivative is this rank's own even if the loss is averaged,"
+            " so replicas drift apart. Make the whole step a `jax.shard_map(step, in_specs=..., out_specs=...)`, where"
+            " JAX inserts these exchanges."
+        )
+    if (changed := _changed_type(traced)) is not None:
+        path, before, after = changed
+        yield (
+            f"`{name}` takes `{path}` as {before.dtype} and returns it as {after.dtype}, so the next step is compiled"
+            f" again. Begin with the type that the step returns, as `jnp.asarray(value, jnp.{after.dtype})`, or convert"
+            " the result with `astype`."
+        )
+
+
+def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.ShapedArray] | None:
+    """Returns the first leaf of the state that comes back with another element type; None if there is none.
+
+    The state is what the step donates, otherwise its first argument, if something of its structure and shapes is
+    returned. A single array that is not donated need not be a state.
+    """
+    args = traced.in_tree.children()[0].children()
+    starts = list(itertools.accumulate((a.num_leaves for a in args), initial=0))
+    outs = [compat.array_type(v) for v in compat.open_jaxpr(traced.jaxpr)[0].outvars]
+    for n, (start, tree) in enumerate(zip(starts, args, strict=False)):
+        donated = start in traced.donated
+        if not tree.num_leaves or not (donated or (n == 0 and not traced.donated and tree.num_leaves > 1)):
+            continue
+        given = traced.in_avals[start : start + tree.num_leaves]
+        for at, result in _results(traced.out_tree):
+            pairs = list(zip(given, outs[at : at + tree.num_leaves], strict=False))
+            if result == tree and all(a.shape == b.shape for a, b in pairs):
+                changed = (k for k, (a, b) in enumerate(pairs) if a.dtype != b.dtype)
+                first = next(changed, None)
+                if first is not None:
+                    return traced.paths[0][start + first], *pairs[first]
+                break
+    return None
+
+
+def _results(tree: TreeDef) -> Iterator[tuple[int, TreeDef]]:
+    """Yields the structures of what a step returns, whole and element by element, each with its first leaf's number."""
+    yield 0, tree
+    node = tree.node_data()
+    if node is not None and node[0] is tuple:
+        starts = itertools.accumulate((c.num_leaves for c in tree.children()), initial=0)
+        yield from zip(starts, tree.children(), strict=False)

@@ -118,7 +118,7 @@ def describe_change(old: Sequence[ArgType], new: Sequence[ArgType], args: PyTree
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path((args, kwargs))]
     for path, before, after in zip(paths, old, new, strict=False):
         if before != after:
-            return f"argument {path} was {_short(before)}, is {_short(after)}"
+            return f"argument {path} was {_short(before)}, is {_short(after)}{_cure(before, after)}"
     return None
 
 
@@ -152,6 +152,14 @@ def _first_difference(old: TreeDef, new: TreeDef, path: tuple[int, ...] = ()) ->
 def _many_places() -> bool:
     """Whether an array may lie elsewhere than on the one device that there is."""
     return jax.local_device_count() > 1 or jax.default_backend() != "cpu"
+
+
+def _cure(before: ArgType, after: ArgType) -> str:
+    """Returns what to do about a state that begins as Python's number and comes back as an array; "" for the rest."""
+    old, new = (t[0] if isinstance(t, tuple) else t for t in (before, after))
+    if old.shape != new.shape or not old.weak_type or new.weak_type:
+        return ""
+    return f". Begin with the type that the step returns, `jnp.asarray(value, jnp.{new.dtype})`"
 
 
 def _short(arg_type: ArgType) -> str:

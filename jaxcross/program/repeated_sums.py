@@ -1,0 +1,103 @@
+"""Finds sums over ranks that are added up, once per micro-batch, where the sum of what is added would do."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.jaxpr_utils import forward
+from jaxcross.program.trace import Traced
+
+_SCALES = frozenset({"div", "mul"})
+_KEEPS = frozenset({"convert_element_type", "copy", "neg", "reshape", "squeeze", "transpose"})
+_ADDS = frozenset({"add", "add_any", "sub"})
+
+
+class RepeatedSum(NamedTuple):
+    """Exchanges of one line whose results are only added up.
+
+    Attributes:
+        source: The user's line.
+        times: Exchanges of each array.
+        nbytes: Bytes that one exchange of all arrays hands to the wire.
+    """
+
+    source: str
+    times: int
+    nbytes: int
+
+
+class _Value(NamedTuple):
+    """What is known of a value, by numbers of exchanges.
+
+    Attributes:
+        terms: The sums over ranks that it is a sum of, up to constant factors.
+        needs: All exchanges that it depends on, as bits.
+    """
+
+    terms: frozenset[int] = frozenset()
+    needs: int = 0
+
+
+def repeated_sums(traced: Traced) -> list[RepeatedSum]:
+    """Returns the lines that exchange a gradient more than once in a step, and add up the results.
+
+    A sum counts if none of its terms depends on another one, as the terms do where each micro-batch updates the
+    parameters, and if it has the shape of an argument that the step returns, as gradients have. A line is returned if
+    most of what the step sends is sent there.
+    """
+    inner, _ = compat.open_jaxpr(traced.jaxpr)
+    lines: list[str] = []
+    sizes: list[int] = []
+    needs: list[int] = []
+    sums: dict[str, dict[int, frozenset[int]]] = {}  # line -> (one of the exchanges -> all that are added to it)
+    state = {v.aval.shape for v in inner.outvars} & {a.shape for a in traced.in_avals}
+
+    def rule(eqn: compat.Equation, operands: Sequence[_Value]) -> list[_Value]:
+        needed = functools.reduce(operator.or_, (o.needs for o in operands), 0)
+        exchanges = traced.wire.recognise(eqn, traced.axes)
+        if exchanges and len(exchanges) == len(eqn.outvars) == len(operands):
+            made = []
+            for x, operand in zip(exchanges, operands, strict=True):
+                number = len(lines)
+                lines.append(compat.source_of(eqn))
+                sizes.append(x.nbytes)
+                needs.append(operand.needs)
+                made.append(_Value(frozenset({number} if x.op == "psum" else ()), operand.needs | 1 << number))
+            return made
+        terms = _terms(eqn, operands)
+        if len(operands) == 2 and all(o.terms for o in operands) and compat.array_type(eqn.outvars[0]).shape in state:
+            bits = sum(1 << n for n in terms)
+            if len({lines[n] for n in terms}) == 1 and not any(needs[n] & bits for n in terms):
+                mine = sums.setdefault(lines[min(terms)], {})
+                mine[min(terms)] = terms | mine.get(min(terms), frozenset())
+        return [_Value(terms, needed)] * len(eqn.outvars)
+
+    forward(inner, [_Value()] * (len(traced.consts) + len(traced.in_avals)), rule, constant=_Value())
+    found = []
+    for line, groups in sums.items():
+        times, once = max(map(len, groups.values())), sum(sizes[n] for n in groups)
+        if times > 1 and 2 * sum(sizes[n] for group in groups.values() for n in group) > sum(sizes):
+            found.append(RepeatedSum(line, times, once))
+    return found
+
+
+def _terms(eqn: compat.Equation, operands: Sequence[_Value]) -> frozenset[int]:
+    """Returns the terms of an equation's result."""
+    name = eqn.primitive.name
+    if name in _ADDS:
+        return operands[0].terms | operands[1].terms
+    if name in _KEEPS:
+        return operands[0].terms
+    if name in _SCALES:
+        return next(
+            (o.terms for o, a in zip(operands, reversed(eqn.invars), strict=True) if _is_literal(a)), frozenset()
+        )
+    return frozenset()
+
+
+def _is_literal(atom: compat.Atom) -> bool:
+    return isinstance(atom, compat.Literal)
