@@ -17,13 +17,13 @@ class CutError(Exception):
 class ExchangeError(Exception):
     """An exchange cannot be made: ranks disagree, a communicator cannot be had, or MPI failed."""
 
-    cause_rank: int | None = None  # the first rank with the same cause, which alone prints its traceback
+    cause_rank: int | None = None  # of a job that left: the first rank with the same cause, which printed it
 
 
 class JobError(Exception):
     """A job failed, or was used in a way its step cannot follow. Names the job, and where known step and rank."""
 
-    cause_rank: int | None = None  # the first rank with the same cause, which alone prints its traceback
+    cause_rank: int | None = None  # of a job that left: the first rank with the same cause, which printed it
 
 
 class InternalError(Exception):

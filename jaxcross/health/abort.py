@@ -88,6 +88,14 @@ def print_error(text: str) -> None:
         sys.stdout.flush()
 
 
+def traceback_text(error: BaseException) -> str:
+    """Returns an error's traceback, trimmed for users. Does not raise."""
+    with suppress(Exception):
+        trim(error)
+        return "".join(traceback.format_exception(error)).rstrip()
+    return f"{type(error).__name__} (its traceback cannot be made)"
+
+
 @final
 class ExceptionHooks:
     """Hooks with which an uncaught exception, in any thread, ends all ranks, its traceback printed once with the rank.
@@ -128,14 +136,13 @@ class ExceptionHooks:
 
     def _print(self, error: BaseException) -> None:
         heading = f"jaxcross: rank {self._rank} of {self._size} failed:"
-        with suppress(Exception):
-            trim(error)
-            if self._previous is sys.__excepthook__:  # in one write, or the tracebacks of several ranks interleave
-                heading += "\n" + "".join(traceback.format_exception(error)).rstrip()
+        text = traceback_text(error)
+        if self._previous is sys.__excepthook__:  # in one write, or the tracebacks of several ranks interleave
+            print_error(f"{heading}\n{text}")
+            return
         print_error(heading)
-        if self._previous is not sys.__excepthook__:
-            with suppress(Exception):
-                self._previous(type(error), error, error.__traceback__)
+        with suppress(Exception):
+            self._previous(type(error), error, error.__traceback__)
 
     def _on_exception(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         rank, size = self._rank, self._size
@@ -148,13 +155,9 @@ class ExceptionHooks:
         failure = AbortReason(text=f"rank {rank} failed with {_short(kind, value)}")
         if ends_run(value):  # the same on every rank: only an error that this rank raised itself needs a traceback
             self.report()
-            # Where several ranks have failed alike, the first of them prints the traceback; rank 0 the notes.
-            if value.__cause__ is not None:
-                if getattr(value, "cause_rank", None) in (None, rank):
-                    self._print(value.__cause__)
-                else:
-                    with suppress(BaseException):  # before this rank ends that one
-                        threading.Event().wait(_READ_S)
+            # A job that failed has printed its traceback when it left the run. Rank 0 prints the notes.
+            if value.__cause__ is not None and getattr(value, "cause_rank", None) is None:
+                self._print(value.__cause__)
             notes = getattr(value, "__notes__", ()) if rank == 0 else ()
             text = "\n".join([f"{kind.__name__}: {value}", *notes])
             abort_everywhere(f"jaxcross: rank {rank} of {size} ends after the run: {text}", failure, self.notify)

@@ -10,7 +10,8 @@ from typing import Any, final
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint import Session
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
-from jaxcross.errors import JobError
+from jaxcross.errors import ExchangeError, JobError
+from jaxcross.health.abort import print_error, traceback_text
 from jaxcross.interleave.instrument import Listeners
 from jaxcross.jobs.admission import MemoryAdmission
 from jaxcross.jobs.context import JobContext
@@ -135,6 +136,8 @@ class JobRun:
             status = record.status and life.final_status(record.status)
             context.status, context.error, context.skipped = status or "left out", record.error, record.skipped
             if context.error is not None:
+                if record.prints_error:
+                    self._print_failure(context.error)
                 forget_locals(context.error)
             if status != "ended":
                 host.latest.adopt_results()
@@ -158,6 +161,15 @@ class JobRun:
                 life.resumption = None
             host.observer = self._metrics.observer = None
         context.done.set()
+
+    def _print_failure(self, error: JobError | ExchangeError) -> None:
+        """Prints why the job has left, since the run may continue for days before it raises the error."""
+        cause = error.__cause__
+        if cause is None or self.context.status == "ejected":
+            print_error(f"jaxcross: {error}")
+        else:
+            heading = f"jaxcross: job `{self.name}` failed on rank {self._world.rank} of {self._world.size}:"
+            print_error(f"{heading}\n{traceback_text(cause)}")
 
     def close_unbegun(self) -> None:
         """Closes the job after the run broke, if it has no thread that does."""

@@ -47,7 +47,12 @@ def stop_text(jobs: Sequence[StoppedJob], folder: str | None) -> str:
 
 
 def _where(job: StoppedJob) -> str:
-    return f"ended after step {job.step}" if job.status == "ended" else f"after step {job.step}"
+    return f"{_ended(job)}after step {job.step}"
+
+
+def _ended(job: StoppedJob) -> str:
+    """Returns how the job ended, if it wasn't by the stop."""
+    return f"{job.status} " if job.status in ("ended", "failed") else "was ejected " if job.status == "ejected" else ""
 
 
 def _saved(job: StoppedJob, folder: str) -> str:
@@ -57,5 +62,5 @@ def _saved(job: StoppedJob, folder: str) -> str:
         made = f"of its {job.step} steps" if job.step else "since it has made no step"
         return f"Job `{job.name}`: nothing is saved {made}."
     of = f", {job.step - job.saved} before its last" if job.saved < job.step else ""
-    ended = "ended, and " if job.status == "ended" else ""
+    ended = f"{_ended(job).rstrip()}, and " if _ended(job) else ""
     return f"Job `{job.name}`: {ended}saved at step {job.saved}{of} in {folder}."

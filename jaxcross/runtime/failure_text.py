@@ -33,7 +33,7 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
         texts: By rank: a kind (`failed`, `ejected`, `step`, `end`, `batch`, `sync`, or nothing), a line break, and
             details.
     """
-    parts = [text.partition("\n")[::2] for text in texts]
+    parts = _parts(texts)
     for how, verb in (("failed", "failed"), ("ejected", "was ejected")):
         if guilty := [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == how]:
             alike: dict[str, list[str]] = {}
@@ -76,3 +76,21 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
         "same loop: the same number of steps, and the same calls in the same order. Let `job.batches(...)` end the "
         f"loop, and decide from values that are equal on all ranks.{shapes if {'step', 'sync'} <= kinds else ''}"
     )
+
+
+def printing_ranks(texts: Sequence[str]) -> list[int]:
+    """Returns the ranks that print why a job left: of those that failed alike, the first. Without any, rank 0.
+
+    Args:
+        texts: As of `explain`.
+    """
+    firsts = [(rank, kind) for rank, (kind, _) in enumerate(_parts(texts)) if texts.index(texts[rank]) == rank]
+    if failed := [rank for rank, kind in firsts if kind == "failed"]:
+        return failed
+    # The error names all ranks that ejected the job.
+    return [rank for rank, kind in firsts if kind == "ejected"][:1] or [0]
+
+
+def _parts(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the kind and the details of each rank's text."""
+    return [(kind, body) for kind, _, body in (text.partition("\n") for text in texts)]

@@ -113,7 +113,9 @@ class JobRecord:
         calls: How many calls there were.
         collective: The work that the exchange lanes of all ranks are to run for the job.
         cause: The first exception of this rank that is the job's failure.
-        done: Set once the job is over on every rank; `status` and `error` are final then.
+        prints_error: Whether this rank prints why the job failed: it is the first one with this cause.
+        done: Set once the job is over on every rank; `status`, `error` and
+            `prints_error` are final then.
         paused: Whether the job is paused on all ranks.
         is_only_job: Whether it was the run's only job ever, as of the latest `run_on_all_ranks`.
         skipped: Committed steps that kept their state.
@@ -138,6 +140,7 @@ class JobRecord:
         self.collective: CollectiveCall[Any] | None = None
         self.cause: BaseException | None = None
         self.error: JobError | ExchangeError | None = None
+        self.prints_error = False
         self.status: m.FinalStatus | None = None
         self.done = threading.Event()
         self.paused = False

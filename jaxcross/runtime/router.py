@@ -10,7 +10,7 @@ from typing import final
 from jaxcross.errors import InternalError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import Listeners
-from jaxcross.runtime.failure_text import describe, explain
+from jaxcross.runtime.failure_text import describe, explain, printing_ranks
 from jaxcross.runtime.job_record import JobRecord, StepCall
 from jaxcross.runtime.joint_start import late_warning, note_at_start
 
@@ -102,6 +102,7 @@ class Router:
             job.error = explain(job.name, end.step, end.texts)
             job.error.__cause__ = job.cause
             job.error.cause_rank = end.texts.index(end.texts[self._rank])
+            job.prints_error = self._rank in printing_ranks(end.texts)
         # Last of the job's fields: its thread and `Runner.run` read them as soon as this is set.
         job.done.set()
         if job.thread is None:

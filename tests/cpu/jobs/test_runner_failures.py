@@ -91,6 +91,57 @@ def test_an_exception_in_a_job_ends_it_on_every_rank():
         assert bad.step == 2
 
 
+@pytest.mark.parametrize("guilty", [(1,), (0, 1)])
+def test_a_failed_job_prints_one_traceback_when_it_leaves(capsys, guilty):
+    """Not at the end of the run, which may be days later, and once if ranks fail alike."""
+    both, printed = threading.Barrier(2), []
+
+    def work(world):
+        def fails(job, step):
+            step(job.restore(0.0), 1.0)
+            if world.rank in guilty:
+                raise KeyError("lost")
+            step(0.0, 1.0)
+
+        def waits(job, step):
+            state = step(job.restore(0.0), 1.0)
+            bad.done.wait()
+            both.wait(60)
+            if world.rank == 0:
+                printed.append(capsys.readouterr().err)
+            return step(state, 1.0)
+
+        runner = Runner(world)
+        bad = runner.add("bad", fails, step=make_step(world, "bad"))
+        runner.add("good", waits, step=make_step(world, "good"))
+        with pytest.raises(JobError):
+            runner.run()
+
+    run_ranks(2, work)
+    (text,) = printed
+    assert text.count("Traceback (most recent call last)") == 1
+    assert text.startswith(f"jaxcross: job `bad` failed on rank {guilty[0]} of 2:\n")
+    assert text.endswith("KeyError: 'lost'\n")
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_job_that_leaves_without_an_exception_prints_its_error_once(capsys):
+    def work(world):
+        def fn(job, step):
+            for _ in range(3 if world.rank == 0 else 2):
+                step(0.0, 1.0)
+
+        runner = Runner(world)
+        runner.add("bad", fn, step=make_step(world, "bad"))
+        with pytest.raises(JobError):
+            runner.run()
+
+    run_ranks(2, work)
+    text = capsys.readouterr().err
+    assert text.startswith("jaxcross: Job `bad` does different things on different ranks after step 2: ")
+    assert text.count("\n") == 1
+
+
 def test_data_error_on_one_rank_ends_the_job_on_all():
     """Data that raises on one rank ends the job on every rank."""
 

@@ -13,7 +13,7 @@ from jaxcross.health.abort import _short
 from jaxcross.jobs.outcome import raise_errors
 from jaxcross.jobs.runner import Runner
 from jaxcross.runtime.collective_call import run_collectively
-from jaxcross.runtime.failure_text import describe, explain
+from jaxcross.runtime.failure_text import describe, explain, printing_ranks
 from jaxcross.step.timed_trial import gather_failures
 from tests.support.fakes import run_ranks
 
@@ -154,3 +154,16 @@ def test_any_exception_can_be_told_of_in_few_words():
     assert describe(MuteError()) == "MuteError: (its text cannot be made: RuntimeError)"
     text = describe(ValueError("x" * 10**6))
     assert len(text) < 5000 and text.endswith("(1000000 characters)")
+
+
+@pytest.mark.parametrize(
+    ("texts", "ranks"),
+    [
+        (["", "failed\na", "failed\na", "failed\nb"], [1, 3]),
+        (["ejected\nx", "failed\na"], [1]),
+        (["", "ejected\nx", "ejected\ny"], [1]),
+        (["step\na", "end\nb"], [0]),
+    ],
+)
+def test_a_cause_is_printed_by_its_first_rank(texts: list[str], ranks: list[int]) -> None:
+    assert printing_ranks(texts) == ranks

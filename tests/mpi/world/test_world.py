@@ -236,7 +236,7 @@ with jaxcross.Runner(world) as runner:
     runner.add("a", train)
     runner.run()
 """
-JOB_LINES = """jaxcross: rank 1 of 2 failed:
+JOB_LINES = """jaxcross: job `a` failed on rank 1 of 2:
 Traceback (most recent call last):
   File "{script}", line 18, in train
     state = step(state, load(batch))

@@ -11,6 +11,8 @@ def test_each_job_is_named_with_its_step_and_folder():
         StoppedJob(name="d", status="stopped", step=0, begun=True),
         StoppedJob(name="e", status="failed", step=7, begun=True),
         StoppedJob(name="f", status="stopped", step=0),
+        StoppedJob(name="g", status="failed", step=7, begun=True, saved=6),
+        StoppedJob(name="h", status="ejected", step=7, begun=True, saved=7),
     ]
     assert stop_text(jobs, "runs/ck").splitlines() == [
         "jaxcross: the run has stopped.",
@@ -20,15 +22,21 @@ def test_each_job_is_named_with_its_step_and_folder():
         "Job `d`: nothing is saved since it has made no step.",
         "Job `e`: nothing is saved of its 7 steps.",
         "Job `f`: had not begun; what earlier runs saved of it stays.",
+        "Job `g`: failed, and saved at step 6, 1 before its last in runs/ck.",
+        "Job `h`: was ejected, and saved at step 7 in runs/ck.",
         "Start the same command again to go on.",
     ]
 
 
 def test_without_checkpoints_nothing_was_saved():
-    jobs = [StoppedJob(name="a", status="stopped", step=5), StoppedJob(name="b", status="ended", step=7)]
+    jobs = [
+        StoppedJob(name="a", status="stopped", step=5),
+        StoppedJob(name="b", status="ended", step=7),
+        StoppedJob(name="c", status="failed", step=3),
+    ]
     assert stop_text(jobs, None) == (
-        "jaxcross: the run has stopped: job `a` after step 5, job `b` ended after step 7. Nothing was saved, because "
-        "the runner has no `checkpoints`."
+        "jaxcross: the run has stopped: job `a` after step 5, job `b` ended after step 7, job `c` failed after step 3. "
+        "Nothing was saved, because the runner has no `checkpoints`."
     )
 
 
