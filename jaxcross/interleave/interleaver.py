@@ -102,6 +102,19 @@ class Interleaver:
                 found[number] = wait
         return found
 
+    def all_paused(self) -> list[int]:
+        """Returns all jobs that are left if each is paused and its thread waits for a `resume`; else none."""
+        left = {number: job for number, job in self.shared.jobs.items() if not job.finished}
+        if self.shared.stopping or not all(job.paused and not job.remaining for job in left.values()):
+            return []
+        for number in left:
+            mine = self._jobs[number]
+            # A paused job still gets a batch, and its function then runs until it calls its step.
+            at_rest = mine.point is not None and mine.point.kind != "batch"
+            if mine.thread_started and not at_rest:
+                return []
+        return list(left)
+
     def coming(self) -> list[int]:
         """Returns the jobs that a joint start awaits on this rank."""
         awaited = self.shared.start.awaited(self.shared.running)

@@ -37,6 +37,7 @@ from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.flight_notes import FlightNotes
 from jaxcross.runtime.job_record import check_choice
 from jaxcross.runtime.joint_start import Start
+from jaxcross.runtime.paused_run import nobody_resumes
 from jaxcross.runtime.stall_watch import after_run
 from jaxcross.world import World, current_world
 
@@ -57,9 +58,9 @@ class Runner:
             device states; on CPUs the rank's share of the machine's memory, or of a control group's. May differ by
             rank.
         start: `together`: the jobs that begin the run make their first steps once all of them have compiled theirs, so
-            that none trains next to another one's compiler. A job is waited for while it traces and compiles, and
-            through 30 s of other work. `as ready`: each begins as soon as it can, as always under
-            `Sequential`. Results are the same to the bit. Same on every rank.
+            that none trains next to another one's compiler. They wait for a job as long as it traces and compiles, but
+            30 s at most for everything else it does before its first step. `as ready`: each begins as soon as it can,
+            as always under `Sequential`. Results are the same to the bit. Same on every rank.
         chaos: For tests: a seed by which the run's threads are late now and then, differently on each rank. Results
             are the same to the bit. If None, `JAXCROSS_CHAOS` in the environment names the seed.
         events: A folder where each rank writes down what it does, for `jaxcross doctor --post-mortem`; else what the
@@ -288,6 +289,7 @@ class Runner:
             SystemExit: The same, with exit code 143, after SIGTERM on any rank.
             BaseException: The same, whatever your own handler of another signal raised, on the ranks where it did;
                 `KeyboardInterrupt` on the others.
+            JobError: All jobs that are left are paused, and no thread or signal handler on any rank can resume them.
             ValueError: There are no jobs, or `Weighted` has not a share for each.
         """
         with self.world.exchange_owner.run():
@@ -361,6 +363,9 @@ class Runner:
                 link="" if self.link is None else str(self.link),
                 watch=after_run(self.world, "report"),
             )
+            if driver.router.paused_run.is_over:  # stopped, but by nobody's signal
+                paused = [job.name for job in jobs if job.paused and job.status == "stopped"]
+                missing, stopped = missing or nobody_resumes(paused), False
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
                 print_error(stop_text([run.at_stop() for run in self._runs], folder))

@@ -99,7 +99,12 @@ class Driver:
         self._compute = ComputeLane(self)
         self._exchange = ExchangeLane(self)
         self.router = Router(
-            self.records, self._compute.put, self._exchange.put, listeners=self.listeners, rank=world.rank
+            self.records,
+            self._compute.put,
+            self._exchange.put,
+            listeners=self.listeners,
+            rank=world.rank,
+            ranks=world.size,
         )
         self._job_waits = JobWaits(world)
 
@@ -162,6 +167,11 @@ class Driver:
             waits = {jobs[number].name: wait for number, wait in found.items() if number in jobs}
             coming = {number: jobs[number].preparing > 0 for number in self._interleaver.coming()}
             late = [jobs[number] for number in self._start_limit.look(self.clock_ns() / 1e9, coming)]
+            paused = [] if self._fatal is not None else self._interleaver.all_paused()
+            names = [jobs[number].name for number in paused if number in jobs]
+            text = self.router.paused_run.look(self.clock_ns() / 1e9, names)
+        if text is not None:
+            self.submit(text)
         self._job_waits.look(waits)
         for job in late:
             self.excuse_start(job, late=True)
@@ -190,9 +200,12 @@ class Driver:
         try:
             with self._lock:
                 texts = self._follow(event)
+                stops = self.router.paused_run.take_end()
             # Not under the lock: the callback may take locks of its own, as the runner's.
             for text in texts:
                 self._on_text(text)
+            if stops:
+                self.post(m.StopRequested())
         except Exception as error:
             # Any thread may post; an error here is the run's, not that thread's.
             self.fail(error)

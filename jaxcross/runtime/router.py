@@ -13,6 +13,7 @@ from jaxcross.interleave.instrument import Listeners
 from jaxcross.runtime.failure_text import describe, explain, printing_ranks
 from jaxcross.runtime.job_record import JobRecord, StepCall
 from jaxcross.runtime.joint_start import late_warning, note_at_start
+from jaxcross.runtime.paused_run import PausedRun
 
 _log = logging.getLogger("jaxcross")
 
@@ -27,11 +28,13 @@ class Router:
         exchange: Queues an instruction on the exchange lane, with the call that it is for if it is an exchange.
         listeners: Receive every note.
         rank: This rank.
+        ranks: Number of ranks.
 
     Attributes:
         jobs: Jobs that joined and whose threads have not ended, by the number that the interleaver knows them by.
         joining: Jobs that were added and have not joined, by name.
         threads: Threads of jobs; some have ended.
+        paused_run: Ends the run if its jobs are paused for ever.
         texts: Texts to deliver once the lock is free.
         left_out: After the run: names of the jobs that were added here and never joined.
     """
@@ -44,12 +47,14 @@ class Router:
         *,
         listeners: Listeners,
         rank: int,
+        ranks: int,
     ) -> None:
         self.jobs = dict(enumerate(records))
         self.joining: dict[str, JobRecord] = {}
         self.threads: list[threading.Thread] = []
         self.texts: list[str] = []
         self.left_out: tuple[str, ...] = ()
+        self.paused_run = PausedRun(rank, ranks)
         self._compute, self._exchange, self._listeners, self._rank = compute, exchange, listeners, rank
 
     def route(self, instruction: m.Instruction) -> None:
@@ -75,10 +80,12 @@ class Router:
             case m.JobJoined(number, name):
                 job = self.jobs[number] = self.joining.pop(name)
                 job.number = number
+                self.paused_run.changes += 1
                 self._listeners.note(job=name, kind="status", value="joined")
             case m.JobPaused(number, paused):
                 job = self.jobs[number]
                 job.paused = paused
+                self.paused_run.changes += 1
                 job.on_pause(paused)
                 self._listeners.note(job=job.name, kind="status", value="paused" if paused else "goes on")
             case m.JobAtStart(number, arrival, awaited):
@@ -88,7 +95,8 @@ class Router:
                 if arrival == "late" and self._rank == 0:
                     _log.warning("%s", late_warning(name))
             case m.TextDelivered(text):
-                self.texts.append(text)
+                if not self.paused_run.take(text):
+                    self.texts.append(text)
             case m.Finish(left_out):
                 self.left_out = left_out
                 self._exchange(instruction, None)

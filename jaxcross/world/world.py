@@ -78,7 +78,7 @@ class World:
     unpickle: Callable[[], World] = field(repr=False)
     exchange_owner: ExchangeOwner = field(default_factory=ExchangeOwner, repr=False)
     exchanger: ThreadPoolExecutor = field(
-        default_factory=partial(ThreadPoolExecutor, 1, "exchanges", ask_for_short_slices), repr=False
+        default_factory=partial(ThreadPoolExecutor, 1, "jaxcross-exchanges", ask_for_short_slices), repr=False
     )
     estimate_request: str = field(default="", repr=False)
     _base: Any = field(repr=False)

@@ -8,6 +8,7 @@ from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.jobs.runner import Runner
+from jaxcross.runtime import paused_run
 from tests.support.fakes import run_ranks
 from tests.support.membership_jobs import endless, loop, solo, until
 from tests.support.runner_jobs import make_step
@@ -136,6 +137,32 @@ def test_one_rank_stops_a_job_and_the_others_go_on(ranks):
 
     steps = run_ranks(ranks, work)
     assert len(set(steps)) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_jobs_that_nobody_can_resume_end_the_run(monkeypatch, ranks):
+    """Ranks are threads here, and count as such: the test decides whether one could resume the jobs."""
+    monkeypatch.setattr(paused_run, "can_resume", lambda: False)
+
+    def train(job, step):
+        state = job.restore(0.0)
+        for batch in job.batches([1.0] * 9):
+            if job.step == 3:
+                job.pause()
+            state = step(state, batch)
+        return state
+
+    def work(world):
+        runner = Runner(world)
+        jobs = [runner.add(name, train, step=make_step(world, name)) for name in "ab"]
+        with pytest.raises(JobError) as raised:
+            runner.run()
+        assert str(raised.value).startswith("All jobs that were left are paused (`a`, `b`), and no rank has a thread")
+        return [(job.status, job.step) for job in jobs]
+
+    results = run_ranks(ranks, work)
+    assert all(result == results[0] for result in results)
+    assert all(status == "stopped" and 3 <= step <= 4 for status, step in results[0])
 
 
 def test_a_paused_job_takes_no_turn_until_it_goes_on():
