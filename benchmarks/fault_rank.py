@@ -20,7 +20,7 @@ import jaxcross
 
 STEPS, AT_STEP = 8, 3
 FAULT, POINT, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-SAID = {"agreement": "restore or the like", "carried": "exchange"}.get(POINT, POINT)  # what the recorder calls it
+SAID = {"agreement": "checkpoint: save", "carried": "exchange"}.get(POINT, POINT)  # what the recorder calls it
 RUNNER_SAVES = FAULT == "term" or (FAULT in ("raise", "memory") and POINT == "compute")
 WORLD = jaxcross.initialize(heartbeat_timeout_s=float(sys.argv[4]), stall_timeout_s=float(sys.argv[5]))
 VICTIM = WORLD.size - 1
@@ -86,6 +86,9 @@ class Injector:
             self.near |= activity.job == "b" and activity.step == AT_STEP
             here = activity.job == "b" and (activity.step == AT_STEP or POINT == "compile")
             here |= self.near and (POINT == "vote" or (POINT == "agreement" and activity.job == "b"))
+            here &= (
+                POINT != "agreement" or activity.number > 0
+            )  # the exchange lane's; a job's thread waits for it as well
             now = not self.done and here and activity.what == SAID
             self.done |= now
         return now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -16,17 +16,18 @@ def run(folder: Path) -> int:
     """Prints the post-mortem of a folder; returns 1 if there is nothing to read, else 0. Does not communicate."""
     from jaxcross.report.event_files import read
 
+    skipped: dict[int, str] = {}
     try:
-        records = read(folder)
+        records = read(folder, skipped=skipped)
     except (OSError, ValueError) as error:
         print(f"jaxcross doctor: {error}", file=sys.stderr)
         return 1
-    show(records, sys.stdout)
+    show(records, sys.stdout, skipped)
     return 0
 
 
-def show(records: Sequence[RankRecord], stream: TextIO) -> None:
-    """Prints the table and the verdict."""
+def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, str]) -> None:
+    """Prints the table and the verdict; `skipped` says by rank why its file was not read."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -46,7 +47,9 @@ def show(records: Sequence[RankRecord], stream: TextIO) -> None:
         table.add_row(str(record.rank), process, last, escape(record.place), since, escape(words))
     console = Console(file=stream, soft_wrap=False)
     console.print(table)
-    if absent := missing(records):
+    for rank, reason in skipped.items():
+        console.print(f"The events of rank {rank} are skipped. {escape(reason)}")
+    if absent := [rank for rank in missing(records) if rank not in skipped]:
         console.print(f"No file of ranks {', '.join(map(str, absent))}: they never came so far, or wrote elsewhere.")
     if unread := sum(record.unread for record in records):
         console.print(f"{unread} lines could not be read.")

@@ -60,10 +60,14 @@ def is_explained(code: int, records: Sequence[RankRecord]) -> bool:
 def explain(records: Sequence[RankRecord], events: Path) -> None:
     """Prints the post-mortem, and where the files are."""
     from jaxcross.commands.post_mortem import show
+    from jaxcross.report.event_files import read
 
     if not records:
         with suppress(OSError):
             events.rmdir()  # if it is empty
         return
-    show(records, sys.stderr)
+    skipped: dict[int, str] = {}
+    with suppress(OSError, ValueError):
+        read(events, skipped=skipped)
+    show(records, sys.stderr, skipped)
     print(f"Again: jaxcross doctor --post-mortem {shlex.quote(str(events))}", file=sys.stderr, flush=True)

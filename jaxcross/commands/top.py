@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"jaxcross top: {error}", file=sys.stderr)
         return 1
+    for rank, reason in state.skipped.items():
+        print(f"The events of rank {rank} are skipped. {reason}")
     if state.ended and state.how:
         print(f"How it ended: jaxcross doctor --post-mortem {shlex.quote(str(args.dir))}")
     return 0

@@ -85,7 +85,7 @@ class AbortNotices:
                 if alike:
                     activity = self._flight.record_exit(own.kind, own.text)
                     print_error(
-                        f"jaxcross: rank {self._rank} of {self._size} fails alike while {activity}: see rank {sender}."
+                        f"jaxcross: rank {self._rank} of {self._size} fails alike ({activity}): see rank {sender}."
                     )
                 self._reports = not alike
                 self._answer(sender)

@@ -348,11 +348,11 @@ class Interleaver:
             mine = self._jobs[slot.job]
             if mine.goes_on() or self._compute.busy(slot.job, but=mine.open_call()):
                 return
-            instruction = m.CompareTexts(slot.job, mine.text())
+            instruction = m.CompareTexts(slot.job, mine.text(), self.step(slot.job))
         elif slot.kind == "gather":
             instruction = m.GatherAnnouncements()
         elif slot.kind == "sync":
-            instruction = m.RunSync(slot.job)
+            instruction = m.RunSync(slot.job, self.step(slot.job))
         else:
             instruction = m.Finish(self._ballot_writer.pending.names)
         self._slot, self._backing_off = slot, False

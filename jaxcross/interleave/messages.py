@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -313,10 +313,11 @@ class CastVote(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class CompareTexts(Instruction):
-    """Exchange lane: gather every rank's text about a job that cannot go on."""
+    """Exchange lane: gather every rank's text about a job that cannot go on, after `step` steps."""
 
     job: int
     text: str
+    step: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,9 +327,10 @@ class GatherAnnouncements(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class RunSync(Instruction):
-    """Exchange lane: run the work that the job's thread asked for."""
+    """Exchange lane: run the work that the job's thread asked for, after `step` steps."""
 
     job: int
+    step: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

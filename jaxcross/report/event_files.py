@@ -78,6 +78,7 @@ class RankRecord:
         last_s: Its last sign of life, in seconds of the epoch.
         under_way: What it had begun and not ended, by token.
         done: What it ended last for a job.
+        done_of: What it ended last for each job that was not over.
         entered: Waits for other ranks that it had begun.
         words: `left`, `failed`, `terminated`, `interrupted`, `told`, `reported`; "" if it ended without a word.
         text: Its last words.
@@ -95,6 +96,7 @@ class RankRecord:
     last_s: float
     under_way: dict[int, Begun] = field(default_factory=dict)
     done: Begun | None = None
+    done_of: dict[str, Begun] = field(default_factory=dict)
     entered: int = 0
     words: str = ""
     text: str = ""
@@ -126,26 +128,35 @@ class RankRecord:
 
     @property
     def places(self) -> str:
-        """All operations in which the rank was: a silent death does not tell which of its threads was at fault."""
-        rest = [b for b in self.under_way.values() if b is not self.where and b.job]
-        if self.words or not rest or (self.where is not None and not self.where.job and len(rest) == 1):
+        """All operations in which the rank was: a silent death does not tell which of its threads was at fault.
+
+        A job that was in no operation was in its own code, after the one that it ended last.
+        """
+        if self.words or self.where is None:
             return self.place
-        first = self.where if self.where is not None and self.where.job else None
-        listed = [str(b) for b in (first, *sorted(rest, key=lambda b: -b.at_s)) if b is not None]
-        before = "in " if first is not None else f"in {self.where}, next to "
-        return before + " and ".join(listed[:_MOST_PLACES])
+        rest = sorted((b for b in self.under_way.values() if b is not self.where and b.job), key=lambda b: -b.at_s)
+        idle = self.done_of.keys() - {b.job for b in self.under_way.values()}
+        own = sorted((self.done_of[job] for job in idle), key=lambda b: -b.at_s)
+        listed = [*map(str, rest), *(f"job {b.job!r} after step {b.step} ({b.what})" for b in own)][:_MOST_PLACES]
+        return f"in {self.where}{', next to ' if listed else ''}{' and '.join(listed)}"
 
 
-def read(folder: str | os.PathLike[str], *, tail_bytes: int | None = None) -> list[RankRecord]:
+def read(
+    folder: str | os.PathLike[str], *, tail_bytes: int | None = None, skipped: dict[int, str] | None = None
+) -> list[RankRecord]:
     """Reads the records of the latest run in `folder`, by rank.
+
+    A file that does not begin as an event file does is skipped, unless all are like that: a rank that was killed at its
+    start, or whose disk was full, leaves an empty one.
 
     Args:
         folder: The folder of events.
         tail_bytes: Reads only so much of the end of each file, for one who looks often.
+        skipped: Receives for each rank whose file was skipped why.
 
     Raises:
-        ValueError: There are no event files, or not of a version that this one reads; says which.
-        OSError: The folder or a file cannot be read.
+        ValueError: There are no event files, or none of a version that this one reads; says which.
+        OSError: The folder or all files cannot be read.
     """
     names = [
         (int(m[1]), name) for name in sorted(os.listdir(folder)) if (m := re.fullmatch(r"rank-(\d{1,6})\.jsonl", name))
@@ -157,7 +168,17 @@ def read(folder: str | os.PathLike[str], *, tail_bytes: int | None = None) -> li
         )
     if len(names) > MOST_RANKS:
         raise ValueError(f"`{folder}` holds {len(names)} event files, more than the {MOST_RANKS} ranks that are read.")
-    records = [_read_rank(Path(folder) / name, rank, tail_bytes) for rank, name in names]
+    records: list[RankRecord] = []
+    errors: dict[int, OSError | ValueError] = {}
+    for rank, name in names:
+        try:
+            records.append(_read_rank(Path(folder) / name, rank, tail_bytes))
+        except (OSError, ValueError) as error:
+            errors[rank] = error
+    if not records:
+        raise next(iter(errors.values()))
+    if skipped is not None:
+        skipped.update({rank: str(error) for rank, error in errors.items()})
     latest = max(records, key=lambda record: record.last_s)
     return sorted((r for r in records if r.run == latest.run and r.rank < latest.size), key=lambda r: r.rank)
 
@@ -184,6 +205,8 @@ def _read_file(path: Path, rank: int, before: RankRecord | None, tail_bytes: int
         facts, most_bytes = os.fstat(stream.fileno()), tail_bytes or MOST_BYTES
         if not stat.S_ISREG(facts.st_mode):
             raise ValueError(f"`{path}` is not a file.")
+        if not facts.st_size:
+            raise ValueError(f"`{path}` is empty: its rank was killed at its start, or the disk was full.")
         header = _parse(stream.readline(MOST_LINE_BYTES)) or {}
         if facts.st_size > most_bytes:
             stream.seek(-most_bytes, os.SEEK_END)
@@ -233,7 +256,9 @@ def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
     elif _is_int(token := event.get("end")):
         ended = record.under_way.pop(token, None)
         if ended is not None and ended.job:
-            record.done = ended
+            record.done = record.done_of[ended.job] = ended
+    elif _text(event, "note").startswith(("done: ", "closed: ")):
+        record.done_of.pop(_text(event, "job"), None)
     elif "checkpoint" in event:
         name = _text(event, "checkpoint")
         if _CHECKPOINT.fullmatch(name):

@@ -43,9 +43,9 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     for record in spoken:
         if record.words == "reported" and record.lost:
             lost = [by_rank[rank] for rank in record.lost if rank in by_rank]
-            if all(not r.words for r in lost) and "is gone" in record.text:
-                return lost, _SILENTLY
-            return lost, f"stopped first (rank {record.rank}: {record.text})"
+            silent = all(not r.words for r in lost) and "is gone" in record.text
+            why = _SILENTLY if silent else f"stopped first (rank {record.rank}: {record.text})"
+            return lost, why if lost else f"{_ranks(record.lost).capitalize()} {why}; its events cannot be read."
     waiting = max((r.entered for r in without_words if r.where is not None and r.where.number), default=0)
     left = [r for r in spoken if r.words == "left" and r.entered < waiting]
     if left:
@@ -64,8 +64,9 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     if early:
         return early, _SILENTLY
     return [], (
-        "All ranks ended without a word within a second or two, in the same place: a launcher that ends all when one "
-        "dies leaves no more than that. Its own message may name the first; `jaxcross launch` lets the others speak."
+        "All ranks ended without a word within two seconds, after the same number of exchanges, so their events do not "
+        "say which one was first. Does the launcher's own message? Many launchers end all ranks when one dies; "
+        "`jaxcross launch` lets the others speak."
     )
 
 

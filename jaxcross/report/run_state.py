@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,12 +30,14 @@ class RunState:
         run: How far its jobs are; None if none was run so far.
         ended: Whether its processes have ended, as far as that can be told from here.
         how: How they ended, or what is not as it should be.
+        skipped: Why the event file of a rank could not be read, by rank.
     """
 
     records: Sequence[RankRecord]
     run: RunProgress | None
     ended: bool
     how: str
+    skipped: Mapping[int, str]
 
 
 def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
@@ -45,14 +47,15 @@ def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
         ValueError: The folder holds no event files, or none that this version reads.
         OSError: It cannot be read.
     """
-    records = read(folder, tail_bytes=TAIL_BYTES)
+    skipped: dict[int, str] = {}
+    records = read(folder, tail_bytes=TAIL_BYTES, skipped=skipped)
     run = read_progress(folder)
     if run is not None and run.run != records[0].run:
         run = None  # of an earlier run
     if run is not None:
         run = with_late_ranks(run, records)
     ended, how = _end(records, run, now_s)
-    return RunState(records=records, run=run, ended=ended, how=how)
+    return RunState(records=records, run=run, ended=ended, how=how, skipped=skipped)
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:

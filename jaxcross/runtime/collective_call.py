@@ -12,21 +12,27 @@ from typing import Generic, TypeVar, final
 
 import numpy as np
 
-from jaxcross.errors import JobError
+from jaxcross.errors import JobError, first_line, shortened
 from jaxcross.runtime.failure_text import describe
 from jaxcross.world.control_plane import Control
 
 T = TypeVar("T")
+_LONGEST = 60  # characters that say what a rank is in
 _FAILED, _DONE, _GATHERS, _REDUCES = range(4)  # from _REDUCES on: the number of values above it
 
 
 @final
 class CollectiveCall(Generic[T]):
-    """Work that a job's thread asks for and the exchange lane runs; holds its result or error for the job."""
+    """Work that a job's thread asks for and the exchange lane runs; holds its result or error for the job.
 
-    __slots__ = ("_error", "_values", "_work")
+    Attributes:
+        what: A few words for the work, the same on every rank.
+    """
 
-    def __init__(self, work: Callable[[Control], T]) -> None:
+    __slots__ = ("_error", "_values", "_work", "what")
+
+    def __init__(self, label: str, work: Callable[[Control], T]) -> None:
+        self.what = shortened(first_line(label), _LONGEST)
         self._work = work
         self._values: tuple[T, ...] = ()
         self._error: Exception | None = None

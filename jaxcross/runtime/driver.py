@@ -320,7 +320,7 @@ class Driver:
 
     def run_on_all_ranks(self, job: JobRecord, label: str, work: Callable[[Control], T]) -> T:
         """Runs `work(control)` on the exchange lane of every rank at once, and returns or raises what it does."""
-        collective = CollectiveCall(work)
+        collective = CollectiveCall(label, work)
         job.collective = collective
         answer = self._ask(job, m.SyncWanted(job.number, label))
         assert isinstance(answer, m.SyncReturned)

@@ -323,20 +323,20 @@ class ExchangeLane:
                     event = m.VoteDone(Verdict(world.control.allreduce_min(ballot)))
                 # A vote costs the emulated link's latency. The rarer messages below are not held.
                 label = self._hold(start_ns, 0)
-            case m.CompareTexts(number, text):
+            case m.CompareTexts(number, text, step):
                 job, label = driver.router.jobs[number].name, "compare"
-                with world.monitor(job=job, step=0, segment=-1, what="comparison"):
+                with world.monitor(job=job, step=step, segment=-1, what="comparison"):
                     event = m.TextsCompared(number, tuple(world.control.allgather_text(text)))
             case m.GatherAnnouncements():
                 label = "news"
                 with world.monitor(job="", step=0, segment=-1, what="news of jobs"):
                     event = m.AnnouncementsGathered(tuple(world.control.allgather_text(driver.announcement())))
-            case m.RunSync(number):
+            case m.RunSync(number, step):
                 # An error of the work is the job's, not the lane's: it is raised in the job's thread.
                 record = driver.router.jobs[number]
                 job, label = record.name, TOGETHER
                 assert record.collective is not None
-                with world.monitor(job=job, step=0, segment=-1, what="restore or the like"):
+                with world.monitor(job=job, step=step, segment=-1, what=record.collective.what):
                     record.collective.run(world.control)
                 event = m.SyncDone(number)
             case _:

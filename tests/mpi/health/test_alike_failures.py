@@ -40,7 +40,7 @@ def test_a_script_that_fails_alike_everywhere_says_so_once(mpirun, ranks, case):
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert f"jaxcross: rank 0 of {ranks} failed:\n" in done.stderr
     for rank in range(1, ranks):
-        told = (f"rank {rank} of {ranks} fails alike while ", f"rank {rank} of {ranks} ends while ")
+        told = (f"rank {rank} of {ranks} fails alike (", f"rank {rank} of {ranks} ends while ")
         assert sum(done.stderr.count(text) for text in told) == 1
 
 

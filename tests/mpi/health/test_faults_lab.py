@@ -81,7 +81,7 @@ def test_both_sides_of_a_lost_link_name_the_other(tmp_path):
     [
         ("exchange", "in job 'b', step 3, segment 1 (exchange)"),
         ("vote", "in vote, "),
-        ("agreement", "in job 'b', step 0 (restore or the like)"),  # of ranks that save
+        ("agreement", "in job 'b', step 3 (checkpoint: save)"),
     ],
 )
 def test_run_that_lost_its_link_resumes_when_restarted(tmp_path, point, place):

@@ -170,6 +170,13 @@ def test_a_run_that_failed_names_the_post_mortem(tmp_path, capsys):
     assert "rank 0 failed: bad" in out and f"How it ended: jaxcross doctor --post-mortem {tmp_path}\n" in out
 
 
+def test_an_empty_event_file_is_skipped_with_a_line(tmp_path, capsys):
+    write(tmp_path, progress(at_s=time.time()), ())
+    (tmp_path / "rank-1.jsonl").touch()
+    assert cli.main(["top", str(tmp_path)]) == 0
+    assert f"The events of rank 1 are skipped. `{tmp_path / 'rank-1.jsonl'}` is empty" in capsys.readouterr().out
+
+
 def test_a_long_title_is_not_wrapped_to_the_table():
     out = io.StringIO()
     console = Console(file=out, width=80)

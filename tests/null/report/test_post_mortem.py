@@ -84,7 +84,7 @@ def test_nothing_is_made_up_where_nothing_is_known(tmp_path):
     for rank in range(4):
         write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=8), beat(20))
     text = verdict(read(tmp_path))
-    assert text.startswith("All ranks ended without a word within a second or two, in the same place")
+    assert text.startswith("All ranks ended without a word within two seconds, after the same number of exchanges, so")
     assert text.endswith("Ranks 0, 1, 2, 3 waited in job 'b', step 14, segment 3 (exchange).")
 
 
@@ -128,10 +128,25 @@ def test_every_activity_of_a_dead_rank_is_named(tmp_path):
     exchange, write_out = begin(1, 1, "exchange", "a", 4, 1, number=9), begin(2, 2, "checkpoint", "b", 3)
     write(tmp_path, 0, exchange, write_out, beat(3), size=2)
     write(tmp_path, 1, begin(1, 1, "vote", number=9), beat(9), size=2)
-    assert ", in job 'a', step 4, segment 1 (exchange) and job 'b', step 3 (checkpoint). " in verdict(read(tmp_path))
+    assert ", in job 'a', step 4, segment 1 (exchange), next to job 'b', step 3 (checkpoint). " in verdict(
+        read(tmp_path)
+    )
     write(tmp_path, 0, begin(1, 1, "vote", number=9), write_out, begin(3, 1, "compute", "a", 5, 0), beat(3), size=2)
     beside = "in vote, next to job 'b', step 3 (checkpoint) and job 'a', step 5, segment 0 (compute)"
     assert f", {beside}. " in verdict(read(tmp_path))
+
+
+def test_a_job_in_its_own_code_is_named_next_to_the_exchange_of_another_one(tmp_path):
+    """A rank that was killed in the code of one job, say by the kernel, may have waited in another job's exchange."""
+    ended = [begin(n, n, "compute", job, 40 + n, 0) for n, job in enumerate("abc")]
+    ended += [end(n, n + 0.5) for n in range(3)]
+    over = {"note": "done: ended", "job": "c", "step": 42, "at": 3}
+    write(tmp_path, 0, *ended, over, begin(9, 4, "replicas", "b", 41, number=9), beat(5), size=2)
+    write(tmp_path, 1, begin(1, 4, "replicas", "b", 41, number=9), beat(20), size=2)
+    assert verdict(read(tmp_path)) == (
+        "Rank 0 ended first, without a word (killed, crashed, or out of memory), in job 'b', step 41 (replicas), next "
+        "to job 'a' after step 40 (compute). Rank 1 waited in job 'b', step 41 (replicas)."
+    )
 
 
 def test_torn_last_line_is_normal_others_are_counted(tmp_path):
@@ -160,13 +175,31 @@ def test_files_of_another_run_are_left_out(tmp_path):
     assert (record.rank, record.entered, missing(records)) == (0, 1, [1])
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is empty: its rank was killed at its start, or the disk was full."),
+        ('{"jaxcross": 1, "ru', "does not begin as an event file of version 1 does"),
+    ],
+)
+def test_a_file_without_a_head_is_skipped_with_a_line(tmp_path, capsys, text, reason):
+    gone = "rank 1 is gone: its process 101 on host `h0` ended without a word."
+    write(tmp_path, 0, begin(1, 10, **EXCHANGE, number=5), words("reported", 12, gone, [1]), size=3)
+    (tmp_path / "rank-1.jsonl").write_text(text)
+    assert cli.main(["doctor", "--post-mortem", str(tmp_path)]) == 0
+    lines = " ".join(capsys.readouterr().out.split())
+    assert f"The events of rank 1 are skipped. `{tmp_path / 'rank-1.jsonl'}` {reason}" in lines
+    assert "No file of ranks 2:" in lines
+    assert "Rank 1 ended first, without a word (killed, crashed, or out of memory); its events cannot be read." in lines
+
+
 def test_a_folder_without_event_files_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"`{tmp_path}` holds no event files"):
         read(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "first", [b"", b"[]\n", b'{"jaxcross": 2, "time": 1, "at": 1}\n', b'{"jaxcross":1,"time":NaN,"at":0}\n']
+    "first", [b"\n", b"[]\n", b'{"jaxcross": 2, "time": 1, "at": 1}\n', b'{"jaxcross":1,"time":NaN,"at":0}\n']
 )
 def test_another_version_is_refused(tmp_path, first):
     (tmp_path / "rank-0.jsonl").write_bytes(first)
