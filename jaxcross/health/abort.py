@@ -88,6 +88,11 @@ def print_error(text: str) -> None:
         sys.stdout.flush()
 
 
+def is_interactive() -> bool:
+    """Whether somebody types at this process: Python's prompt, `python -i`, IPython, a notebook."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
 def traceback_text(error: BaseException) -> str:
     """Returns an error's traceback, trimmed for users. Does not raise."""
     with suppress(Exception):
@@ -100,7 +105,8 @@ def traceback_text(error: BaseException) -> str:
 class ExceptionHooks:
     """Hooks with which an uncaught exception, in any thread, ends all ranks, its traceback printed once with the rank.
 
-    In a process that this one forks, the hooks that were installed before run instead: its end is not the rank's.
+    In a process that this one forks, the hooks that were installed before run instead: its end is not the rank's. They
+    run in an interactive session, too, and if there is one rank only, whose end no other rank waits for.
 
     Args:
         rank: This rank.
@@ -144,15 +150,30 @@ class ExceptionHooks:
         with suppress(Exception):
             self._previous(type(error), error, error.__traceback__)
 
+    def _show(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        """Shows an exception as Python would, but not the cause of a job's failure again."""
+        if self._previous is sys.__excepthook__ and getattr(value, "cause_rank", None) is not None:
+            print_error("".join(traceback.format_exception(value, chain=False)).rstrip())
+        else:
+            self._previous(kind, value, trace)
+
     def _on_exception(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         rank, size = self._rank, self._size
-        if os.getpid() != self._pid:
-            self._previous(kind, value, trace)
+        if os.getpid() != self._pid or (is_interactive() and not issubclass(kind, Terminated)):
+            self._show(kind, value, trace)
             return
         if issubclass(kind, KeyboardInterrupt):
             stop = stop_reason(rank, terminated=issubclass(kind, Terminated))
             abort_everywhere(f"jaxcross: {stop.text}; all {size} ranks end.", stop, self.notify)
         failure = AbortReason(text=f"rank {rank} failed with {_short(kind, value)}")
+        if size == 1:
+            if self.notify is not None:
+                with suppress(Exception):
+                    self.notify(failure)  # into the event file
+            with suppress(Exception):
+                trim(value)
+            self._show(kind, value, value.__traceback__)
+            return
         if ends_run(value):  # the same on every rank: only an error that this rank raised itself needs a traceback
             self.report()
             # A job that failed has printed its traceback when it left the run. Rank 0 prints the notes.
@@ -169,7 +190,9 @@ class ExceptionHooks:
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         rank, size, error = self._rank, self._size, args.exc_value
-        if os.getpid() != self._pid:
+        own = args.thread is not None and args.thread.name.startswith("jaxcross-")
+        goes_on = not own and (size == 1 or is_interactive())  # without a thread of jaxcross, a run would wait for ever
+        if os.getpid() != self._pid or goes_on:
             self._previous_of_threads(args)
             return
         if args.exc_type is SystemExit:

@@ -52,10 +52,10 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
     """Joins the MPI world. Call it before the first JAX array; waits for every rank.
 
     From here on an uncaught exception, the end of a rank's process or its silence ends all ranks, each with
-    an error that names the rank; SIGTERM is an interrupt with exit code 143; where the variable `JAXCROSS_EVENTS` names
-    a folder, each rank writes down there what it does, for `jaxcross doctor --post-mortem`. XLA's CPU pool is large
-    enough for `lanes` waiting exchanges, and several ranks on one node each take their own accelerator. Without a
-    launcher the world has one rank.
+    an error that names the rank; an exception at Python's prompt or in a notebook ends nothing. SIGTERM is an interrupt
+    with exit code 143. Where the variable `JAXCROSS_EVENTS` names a folder, each rank writes down there what it does,
+    for `jaxcross doctor --post-mortem`. XLA's CPU pool is large enough for `lanes` waiting exchanges, and several ranks
+    on one node each take their own accelerator. Without a launcher the world has one rank.
     A second call returns the same world; it cannot ask for another one.
 
     In a worker process that a rank has started (`multiprocessing`, Grain) it neither joins nor waits: the world that it

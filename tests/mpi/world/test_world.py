@@ -309,3 +309,13 @@ def test_mpi_that_was_finalized_is_named(mpirun) -> None:
     done = mpirun(1, "from mpi4py import MPI; import jaxcross; MPI.Finalize(); jaxcross.initialize()")
     assert done.returncode != 0
     assert "ExchangeError: MPI was finalized in this process (`MPI.Finalize()`), and cannot start again." in done.stderr
+
+
+@pytest.mark.integration
+def test_a_typo_at_the_prompt_does_not_end_python():
+    typed = "import jaxcross\nworld = jaxcross.initialize()\nwrold\nprint('still', world.size)\n"
+    done = subprocess.run(
+        [sys.executable, "-i"], input=typed, capture_output=True, text=True, timeout=240, check=False
+    )  # fmt: skip
+    assert "NameError: name 'wrold' is not defined" in done.stderr
+    assert done.stdout.splitlines()[-1] == "still 1" and done.returncode == 0
