@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any
 
 _log = logging.getLogger("jaxcross")
@@ -21,3 +25,22 @@ def lock(file: IO[Any]) -> bool:
     except OSError as error:
         _log.debug("Whether another process uses `%s` cannot be known: %s.", file.name, error)
     return True
+
+
+def holder(path: Path) -> str:
+    """Returns words for the process that has the lock of a file: its number, its host, and when it started.
+
+    The kernel names it to processes of the same user, and knows none of another host.
+    """
+    for fd in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # the process has ended, or is another user's
+            if os.readlink(fd) == str(path.resolve()) and "FLOCK" in (fd.parents[1] / "fdinfo" / fd.name).read_text():
+                pid = fd.parts[2]
+                return f"process {pid} on host `{os.uname().nodename}` (started {_started(int(pid))})"
+    return "a process of another user or host"
+
+
+def _started(pid: int) -> str:
+    ticks = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    return time.strftime("%F %T", time.localtime(time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")))

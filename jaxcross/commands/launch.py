@@ -7,6 +7,7 @@ If a rank dies, the others get the time to say what they waited for, and the run
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shlex
 import shutil
@@ -36,6 +37,7 @@ HOLD_S = 40
 """Seconds that a dead rank's supervisor stays: other ranks need 3 s to report it missing, 30 s from another host."""
 
 _BY_SIGNAL = 128
+_PR_SET_PDEATHSIG = 1
 _LOOK_S = 5.0
 
 
@@ -307,7 +309,18 @@ def _run(
     }
     try:
         out, err = (None, None) if table is None else (table.pipe(sys.stdout), table.pipe(sys.stderr))
-        processes.append(subprocess.Popen(line, env=environ, start_new_session=True, stdout=out, stderr=err))
+        # Without a `mpirun` that outlives it, nobody could stop the ranks of a launcher that was killed.
+        ends_with_this_process = _ending_with(os.getpid())
+        processes.append(
+            subprocess.Popen(
+                line,
+                env=environ,
+                start_new_session=True,
+                stdout=out,
+                stderr=err,
+                preexec_fn=ends_with_this_process,  # noqa: PLW1509 - it takes no lock
+            )
+        )
         if table is not None:
             table.follow(processes[0])
         for number in early:
@@ -321,6 +334,23 @@ def _run(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _ending_with(parent: int) -> Callable[[], None] | None:
+    """Returns what a child calls before its program, so that it gets SIGTERM if the thread that started it ends.
+
+    That thread waits for the child, so only the end of the whole process ends it before the child.
+    """
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)  # loaded here: between fork and exec, a child must not wait for another thread's lock
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(_BY_SIGNAL + signal.SIGTERM)
+
+    return prepare
 
 
 def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:

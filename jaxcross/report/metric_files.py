@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
 
-from jaxcross._files import lock, replacing
+from jaxcross._files import holder, lock, replacing
 from jaxcross.interleave.instrument import Instrument
 
 _log = logging.getLogger("jaxcross")
@@ -75,7 +75,10 @@ class MetricFiles(Instrument):
         self._claim = marker.open()
         if not lock(self._claim):
             self._claim.close()
-            raise ValueError(f"A run writes its metrics to `{self._folder}` now. Name another folder.")
+            raise ValueError(
+                f"`{self._folder}` is in use: {holder(marker)} writes its metrics there. Wait until it has ended, or"
+                " name another folder."
+            )
 
     def begin(self, job: str, step: int, *, without: str = "") -> list[dict[str, Value]]:
         """Lets a job's files end with the step that it restored. Puts earlier ones aside if it restored none.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from jaxcross._files import lock, write_whole
+from jaxcross._files import holder, lock, write_whole
 from jaxcross.sweeps.schedule import Parameters, Pruned, Started, Status
 
 FORMAT = 1
@@ -96,7 +96,12 @@ class TrialLog:
             raise ValueError(f"`{self._folder}` is to hold a sweep, and holds other files. Name an empty folder.")
         self._file = (self._folder / "trials.jsonl").open("a+")
         if not lock(self._file):
-            raise ValueError(f"Another process sweeps in `{self._folder}` now. Name another folder.")
+            self._file.close()
+            raise ValueError(
+                f"`{self._folder}` is in use: {holder(self._folder / 'trials.jsonl')} sweeps there. Wait until it has"
+                " ended, or end it: the same command then continues that sweep. In another folder, a sweep begins from"
+                " nothing."
+            )
         if "sweep.json" not in found:
             if self._read():
                 raise ValueError(f"`{self._folder}` has trials and no `sweep.json`. Name an empty folder.")

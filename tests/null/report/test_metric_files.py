@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,8 @@ def test_two_runs_at_once_need_two_folders(tmp_path):
     """Also where both go on from the same checkpoints."""
     first, second = (MetricFiles(tmp_path, tmp_path / "checkpoints") for _ in range(2))
     first.claim()
-    with pytest.raises(ValueError, match="A run writes its metrics to"):
+    holder = rf"process {os.getpid()} on host `{os.uname().nodename}` \(started 2[\d: -]+\)"
+    with pytest.raises(ValueError, match=rf"`{tmp_path}` is in use: {holder} writes its metrics there\. Wait until"):
         second.claim()
     first.close()
     second.claim()

@@ -1,5 +1,6 @@
 """In whatever order threads come, and whatever is killed: a search is asked and told the same."""
 
+import os
 import random
 
 import pytest
@@ -192,3 +193,14 @@ def test_failing_search_ends_the_sweep_not_the_trial():
     assert isinstance(coordinator.error, ZeroDivisionError)
     coordinator.over(0, 5, "finished")
     assert coordinator.running == []
+
+
+def test_a_folder_in_use_names_who_has_it(tmp_path):
+    first, second = TrialLog(tmp_path), TrialLog(tmp_path)
+    first.open({})
+    holder = rf"process {os.getpid()} on host `{os.uname().nodename}` \(started 2[\d: -]+\)"
+    with pytest.raises(ValueError, match=rf"^`{tmp_path}` is in use: {holder} sweeps there\. Wait until it has ended"):
+        second.open({})
+    first.close()
+    second.open({})
+    second.close()
