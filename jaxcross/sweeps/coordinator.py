@@ -121,17 +121,27 @@ class Coordinator:
         with self._changed:
             return [trial for trial in self.trials if trial.status is None and self._schedule.has_begun(trial.number)]
 
-    def has_begun(self, number: int) -> bool:
-        """Whether the search has been asked for a trial."""
+    def is_due(self, number: int) -> bool:
+        """Whether it is decided that a trial runs or is over.
+
+        After a restart the search may not have asked for the trial yet. Or it has not said whether to prune it by a
+        value that it logged before a stop: the state that the stop saved covers that value, so that the trial won't
+        log it again.
+        """
         with self._changed:
-            return self._schedule.has_begun(number)
+            return self._schedule.has_begun(number) and not self._schedule.waits(number)
 
     def may_begin(self, number: int, stopping: Callable[[], bool]) -> bool:
-        """Whether a trial is to run, and not over. Waits for a trial that a restart brought back too early."""
+        """Whether a trial is to run, and not over. Waits until it is due."""
         with self._changed:
-            while not self._schedule.has_begun(number) and self._schedule.running and not stopping():
+            while not self.is_due(number) and self._schedule.running and not stopping():
                 self._changed.wait(_LOOK_S)
             return number in [trial.number for trial in self.running]
+
+    def is_pruned(self, number: int) -> bool:
+        """Whether the search has pruned the trial."""
+        with self._changed:
+            return self._log.trials[number].status == "pruned"
 
     def advanced(self, number: int, step: int) -> None:
         """Notes that a trial has made so many steps. Waits for a search that is being asked, if others wait for it."""
@@ -185,7 +195,7 @@ class Coordinator:
         with self._changed:
             value = self._log.trials[number].values[step]
             self._follow(lambda: self._schedule.report(number, step, value))
-            while self._schedule.waits(number, step) and not stopping():
+            while self._schedule.waits(number) and not stopping():
                 self._changed.wait(_LOOK_S)
             return bool(self._schedule.decided(number, step))
 

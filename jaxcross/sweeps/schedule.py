@@ -119,9 +119,9 @@ class Schedule:
         """Numbers of the trials that have begun and are not over."""
         return sorted(self._running)
 
-    def waits(self, number: int, step: int) -> bool:
-        """Whether the report of a trial at this step is not handed on yet."""
-        return any((each.number, each.step, each.is_end) == (number, step, False) for each in self._queue)
+    def waits(self, number: int) -> bool:
+        """Whether a report of the trial is not handed on yet."""
+        return any(each.number == number and not each.is_end for each in self._queue)
 
     def has_begun(self, number: int) -> bool:
         """Whether the trial has been asked for."""

@@ -101,8 +101,10 @@ class Trials:
             # The one whose place it takes first frees its memory, on this rank.
             with job.measure("host", "waits for a place"):
                 before.wait()
-        if observer.answer("start of the trial", lambda: str(int(self._may_begin(job, number)))) != "1":
-            return None  # a restart brought back a job that is over
+        begins = observer.answer("start of the trial", lambda: self._begins(job, number))
+        if begins != "begins":  # a restart brought back a job that is over
+            observer.pruned = begins == "pruned"
+            return None
         try:
             state = self._train(job, **params)
             if state is not None:
@@ -114,12 +116,14 @@ class Trials:
             return None
         return observer.finish(state)
 
-    def _may_begin(self, job: JobContext, number: int) -> bool:
+    def _begins(self, job: JobContext, number: int) -> str:
         assert self.coordinator is not None
         thread = threading.current_thread()
-        if not self.coordinator.has_begun(number) and isinstance(thread, JobThread):
+        if not self.coordinator.is_due(number) and isinstance(thread, JobThread):
             thread.excuse_start()  # it waits for others, which a joint start would have wait for it
-        return self.coordinator.may_begin(number, lambda: job.host.stopping)
+        if self.coordinator.may_begin(number, lambda: job.host.stopping):
+            return "begins"
+        return "pruned" if self.coordinator.is_pruned(number) else "over"
 
     def note_metric(self) -> None:
         """Notes that a trial has logged the metric."""

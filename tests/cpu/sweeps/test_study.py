@@ -1,8 +1,12 @@
 """Sweeps that ask Optuna: the same trials whatever the threads do, and a study that has them at the end."""
 
+import threading
+from contextlib import nullcontext
+
 import pytest
 
 from jaxcross.errors import JobError
+from jaxcross.interleave.messages import StopRequested
 from jaxcross.sweeps.sweep import sweep
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step
@@ -112,6 +116,44 @@ def test_grid_can_be_pruned():
     assert [t.params["lr"] for t in first.trials] == [0.11, 0.23, 0.37, 0.53, 0.71]
     for trial in first.trials:
         assert (trial.status == "pruned") == any(value < 0.3 for _, value in trial.values)
+
+
+def test_stop_before_a_decision_leaves_it_to_the_restart(tmp_path):
+    """The state that a stop saves covers the value that waits for it: a restart does not log that again."""
+
+    def run_all(folder, stops):
+        late = threading.Event()  # on rank 0, where trials are decided
+
+        def work(world):
+            step = make_step(world)
+
+            def train(job, lr):
+                state = job.restore(0.0)
+                for batch in job.batches([lr] * 6):
+                    state = step(state, batch)
+                    if stops and world.rank == 0:
+                        if lr == 2.0 and job.step == 1:
+                            late.wait(30)
+                            job._life.driver.post(StopRequested())  # what the main thread does on Ctrl-C
+                        elif lr == 1.0 and job.step == 2:
+                            late.set()
+                    if job.step % 2 == 0:
+                        job.log({"score": state})
+                        job.save(state)
+                return state
+
+            prune = optuna.pruners.ThresholdPruner(lower=10.0)
+            options = {"metric": "score", "prune": prune, "concurrent": 2, "folder": folder}
+            with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
+                return sweep(train, {"lr": [1.0, 2.0]}, world=world, **options)
+
+        return run_ranks(2, work)[0]
+
+    run_all(tmp_path / "stopped", True)
+    again, whole = run_all(tmp_path / "stopped", False), run_all(tmp_path / "whole", False)
+    assert facts(again) == facts(whole)
+    assert [(t.status, t.step) for t in again.trials] == [("pruned", 2), ("finished", 6)]
+    assert not [*(tmp_path / "stopped/checkpoints").glob("0*/0*")]  # of the pruned trial
 
 
 def test_stopped_trial_gives_its_place_away():
