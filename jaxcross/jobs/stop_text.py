@@ -16,7 +16,7 @@ class StoppedJob:
         name: The job's name.
         status: How it ended; None for a job whose turn never came.
         step: The number of steps that it has made.
-        begun: Whether it has restored its state, so that it could be saved.
+        begun: Whether it has restored its state, and is saved by the run.
         saved: The step of its newest checkpoint that is complete on all ranks; None without one.
     """
 
@@ -34,6 +34,8 @@ def stop_text(jobs: Sequence[StoppedJob], folder: str | None) -> str:
         jobs: The jobs of the run.
         folder: Where the run keeps its checkpoints; None if it keeps none.
     """
+    # A sweep may have many trials that are over: those that it goes on with come first.
+    jobs = sorted(jobs, key=_is_over)
     shown, more = jobs[:MAX_JOBS_SHOWN], len(jobs[MAX_JOBS_SHOWN:])
     if folder is None:
         steps = ", ".join(f"job `{job.name}` {_where(job)}" for job in shown)
@@ -46,6 +48,10 @@ def stop_text(jobs: Sequence[StoppedJob], folder: str | None) -> str:
     return "\n".join([*lines, "Start the same command again to go on."])
 
 
+def _is_over(job: StoppedJob) -> bool:
+    return job.status not in ("stopped", None, "left out")
+
+
 def _where(job: StoppedJob) -> str:
     return f"{_ended(job)}after step {job.step}"
 
@@ -56,6 +62,8 @@ def _ended(job: StoppedJob) -> str:
 
 
 def _saved(job: StoppedJob, folder: str) -> str:
+    if not job.begun and _is_over(job):
+        return f"Job `{job.name}`: was over before the stop."
     if not job.begun:
         return f"Job `{job.name}`: had not begun; what earlier runs saved of it stays."
     if job.saved is None:

@@ -7,25 +7,30 @@ def test_each_job_is_named_with_its_step_and_folder():
     jobs = [
         StoppedJob(name="a", status="stopped", step=120, begun=True, saved=120),
         StoppedJob(name="b", status="ended", step=40, begun=True, saved=40),
+        StoppedJob(name="i", status="ended", step=40),  # a trial of a sweep, whose checkpoints may be deleted
         StoppedJob(name="c", status="stopped", step=120, begun=True, saved=100),
         StoppedJob(name="d", status="stopped", step=0, begun=True),
         StoppedJob(name="e", status="failed", step=7, begun=True),
         StoppedJob(name="f", status="stopped", step=0),
         StoppedJob(name="g", status="failed", step=7, begun=True, saved=6),
-        StoppedJob(name="h", status="ejected", step=7, begun=True, saved=7),
     ]
     assert stop_text(jobs, "runs/ck").splitlines() == [
         "jaxcross: the run has stopped.",
         "Job `a`: saved at step 120 in runs/ck.",
-        "Job `b`: ended, and saved at step 40 in runs/ck.",
         "Job `c`: saved at step 100, 20 before its last in runs/ck.",
         "Job `d`: nothing is saved since it has made no step.",
-        "Job `e`: nothing is saved of its 7 steps.",
         "Job `f`: had not begun; what earlier runs saved of it stays.",
+        "Job `b`: ended, and saved at step 40 in runs/ck.",
+        "Job `i`: was over before the stop.",
+        "Job `e`: nothing is saved of its 7 steps.",
         "Job `g`: failed, and saved at step 6, 1 before its last in runs/ck.",
-        "Job `h`: was ejected, and saved at step 7 in runs/ck.",
         "Start the same command again to go on.",
     ]
+
+
+def test_an_ejected_job_says_so():
+    job = StoppedJob(name="h", status="ejected", step=7, begun=True, saved=7)
+    assert stop_text([job], "ck").splitlines()[1] == "Job `h`: was ejected, and saved at step 7 in ck."
 
 
 def test_without_checkpoints_nothing_was_saved():
@@ -38,6 +43,12 @@ def test_without_checkpoints_nothing_was_saved():
         "jaxcross: the run has stopped: job `a` after step 5, job `b` ended after step 7, job `c` failed after step 3. "
         "Nothing was saved, because the runner has no `checkpoints`."
     )
+
+
+def test_jobs_that_are_over_do_not_hide_those_that_go_on():
+    jobs = [StoppedJob(name=f"{n}", status="ended", step=4) for n in range(64)]
+    jobs.append(StoppedJob(name="last", status="stopped", step=3, begun=True, saved=3))
+    assert stop_text(jobs, "ck").splitlines()[1] == "Job `last`: saved at step 3 in ck."
 
 
 def test_many_jobs_are_a_few_lines():
