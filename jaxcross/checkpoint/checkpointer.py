@@ -28,7 +28,7 @@ class Progress:
         places: For each data source that its loops had open at that step: the number of batches taken, and the
             iterator's own state.
         cuts: The cut that was found fastest, by program.
-        notes: What the job's evaluations came to.
+        notes: What the job's evaluations came to, and its skipped steps.
         best_step: The step of the best state so far; None if there is none, or it is not to be kept.
     """
 

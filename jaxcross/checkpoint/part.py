@@ -55,7 +55,7 @@ class Part:
         places: Positions in this rank's data; see `jaxcross.jobs.data_position`.
         cuts: The cut that was found fastest, by program.
         environment: Everything else that decides the last bits of results: versions, device, threads.
-        notes: What the job's evaluations came to; see `jaxcross.jobs.evaluations`.
+        notes: What the job's evaluations came to, and its skipped steps; see `jaxcross.jobs.resumption`.
         best_step: The step of the best state by then, if best states are kept and there is one.
     """
 

@@ -65,7 +65,7 @@ class JobContext:
             added it. None before that.
         error: The reason, if it failed, was ejected or left out.
         done: An event, set once it is over and `state` and `history` are final: `job.done.wait()`.
-        skipped: How many of its steps kept the state; see `nonfinite`.
+        skipped: How many of its steps kept the state, earlier runs included; see `nonfinite`. Known once it is over.
         cuts: The number of segments that `cut="auto"` cut each program into, 0 for the cut next to other jobs, so that
             a restart does the same.
         host: Runs the job's steps; for jaxcross itself.

@@ -71,7 +71,7 @@ class JobHost:
         self.cuts: dict[str, int] = {}
         self.nonfinite: NonFinite = "ignore"
         self.latest = LatestState()
-        self._skipped_steps = SkippedSteps(life.name, self.latest)
+        self.skipped = SkippedSteps(life.name, self.latest)
         self.registry = StepRegistry()
         self.replicas = ReplicaChecks(life.name, rank=world.rank, ranks=world.size, latest=self.latest, checks=checks)
         self.examples = ExampleCount()
@@ -253,9 +253,10 @@ class JobHost:
             )
         self.latest.note_results(outputs, self.step)
         if trains:
+            self.skipped.count(skipped=record.skipped > skipped_before)
             together = partial(driver.run_on_all_ranks, record)
             self.replicas.stepped(self.step, local=graph.local_step, together=together)
-            self._skipped_steps.count(skipped=record.skipped > skipped_before)
+            self.skipped.check()
         return outputs
 
     def _book_memory(self, compiled: Compiled, leaves: Sequence[object]) -> None:

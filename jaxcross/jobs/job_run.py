@@ -102,7 +102,8 @@ class JobRun:
         evaluations = self._host.evaluations
         if session.best is not None:
             evaluations.keep_best(*session.best)
-        return Resumption(session.checkpointer(self.name, note), self.context.cuts, session.every, evaluations)
+        checkpointer = session.checkpointer(self.name, note)
+        return Resumption(checkpointer, self.context.cuts, session.every, evaluations, self._host.skipped)
 
     def call_function(self) -> None:
         """Runs the job's function and keeps what it returns. In the job's thread."""
@@ -134,7 +135,8 @@ class JobRun:
         record = life.record
         if record is not None:
             status = record.status and life.final_status(record.status)
-            context.status, context.error, context.skipped = status or "left out", record.error, record.skipped
+            context.status, context.error = status or "left out", record.error
+            context.skipped = host.skipped.before + record.skipped
             if context.error is not None:
                 if record.prints_error:
                     self._print_failure(context.error)

@@ -63,7 +63,7 @@ def _facts(job: JobContext) -> JobSummary:
         metrics=metrics,
         how=job.status or "ended",
         why=job.host.evaluations.stop_reason if job.error is None else str(job.error),
-        skipped=job.skipped,
+        skipped=job.skipped - job.host.skipped.before,
         replicas=job.host.replicas.findings.text,
         first_step=job.step - job.host.steps_made,
         unit=job.unit,

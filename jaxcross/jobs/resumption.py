@@ -11,6 +11,7 @@ from jaxcross.jobs.data_position import START, DataPosition
 from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.latest_state import holds_state
 from jaxcross.jobs.prefetch import Prefetcher
+from jaxcross.jobs.skipped_steps import SkippedSteps
 
 
 class Resumption:
@@ -24,15 +25,22 @@ class Resumption:
         cuts: The cuts that `cut="auto"` found, shared with the job.
         every: The number of steps after which the plain loop saves; None if it does not.
         evaluations: The job's evaluations, whose outcome so far is a part of its progress.
+        skipped: Its skipped steps, likewise.
 
     Attributes:
         first_step: The number of steps that earlier runs made.
     """
 
     def __init__(
-        self, checkpointer: JobCheckpointer, cuts: dict[str, int], every: int | None, evaluations: Evaluations
+        self,
+        checkpointer: JobCheckpointer,
+        cuts: dict[str, int],
+        every: int | None,
+        evaluations: Evaluations,
+        skipped: SkippedSteps,
     ) -> None:
-        self._checkpointer, self._cuts, self.every, self._evaluations = checkpointer, cuts, every, evaluations
+        self._checkpointer, self._cuts, self.every = checkpointer, cuts, every
+        self._evaluations, self._skipped = evaluations, skipped
         self.first_step = 0
         self._next_positions: list[DataPosition] = []  # of the loops that the job has not begun yet
         self._positions: tuple[DataPosition, ...] = ()  # at the latest step, to be saved
@@ -63,6 +71,7 @@ class Resumption:
         self._next_positions = list(self._positions)
         self._cuts.update(progress.cuts)
         self._evaluations.resume(progress.notes, has_best=progress.best_step is not None)
+        self._skipped.resume(progress.notes)
         return state
 
     def markers(self, together: RunOnAllRanks) -> tuple[bool, bool]:
@@ -149,6 +158,6 @@ class Resumption:
             step=step,
             places=places,
             cuts=cuts,
-            notes=self._evaluations.to_notes(),
+            notes=self._evaluations.to_notes() | self._skipped.to_notes(),
             best_step=self._evaluations.best_step,
         )

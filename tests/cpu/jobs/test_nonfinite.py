@@ -1,15 +1,18 @@
 """What becomes of a job that exchanges values that are not finite, for each policy, on every rank alike."""
 
 import re
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
+from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
 from jaxcross.jobs.context import current_job
 from jaxcross.jobs.plain_loop import Job
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
+from tests.support.checkpoint_jobs import ending
 from tests.support.fakes import FakeCompiled, FakeExecution, plain_program, run_ranks
 from tests.support.membership_jobs import loop, solo
 from tests.support.runner_jobs import make_step
@@ -97,6 +100,35 @@ def test_a_job_that_would_skip_for_ever_fails(spoilt):
     # Both ranks raise. The error names one of them if the other had not come to raise when the ranks met.
     assert bool(re.match("Job `bad` failed on (ranks 0, 1|rank [01]) after step 10: ", text)) == spoilt
     assert ("the last 10 steps were skipped, and `state` of the state" in text) == spoilt
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_skipped_steps_count_on_after_a_restart(spoilt, tmp_path):
+    """With them the limit of ten in a row: seven before the restart, three after it."""
+
+    def work(world):
+        checkpoints = Checkpoints(tmp_path)
+
+        def train(job, step, after):
+            job.nonfinite = "skip"
+            state = job.restore(np.full(1, np.nan if spoilt else 1.0))
+            for batch in job.batches(ending([np.full(1, 1.0 if spoilt else np.nan)] * 12, after)):
+                state = step(state, batch)
+            return state
+
+        found = []
+        for after in (7, 20):
+            runner = Runner(world, checkpoints=checkpoints)
+            bad = runner.add("bad", train, step=make_step(world, "bad", shape=(1,)), after=after)
+            with suppress(JobError):
+                runner.run()
+            report = runner.report
+            assert report is not None
+            found.append((bad.step, bad.skipped, report.jobs[0].skipped, "the last 10 steps" in str(bad.error)))
+        return found
+
+    for found in run_ranks(2, work):
+        assert found == [(7, 7, 7, False), (10, 10, 3, True) if spoilt else (12, 12, 5, False)]
 
 
 class OneSided(FakeCompiled):
