@@ -25,5 +25,6 @@ wire_types       random keys and small integers as types that MPI has; `buffers`
 shard_map        a step that is a `jax.shard_map`; `solver`: linear solvers whose operator exchanges
 step_checks      checks what `crossover` is given; `bound_arguments`: an executable whose first arguments are fixed
 aliasing         arguments that share a buffer, which XLA refuses to take twice
-mini_steps       exchanges that `optax.MultiSteps` makes for nothing
+mini_steps       exchanges that `optax.MultiSteps` makes for nothing; `repeated_sums`: those that micro-batches repeat
+mean_of_means    losses that are divided by a rank's own count; `own_derivatives`: optimizers that differentiate
 """

@@ -37,31 +37,34 @@ class _Value(NamedTuple):
     divided: frozenset[str] = frozenset()
 
 
+_NONE: frozenset[str] = frozenset()
 _CONSTANT, _INPUT = _Value(plain=True, constant=True), _Value(plain=True)
 
 
 def means_of_means(traced: Traced) -> Iterator[str]:
     """Yields the user's lines that divide a loss by a count, if the loss or its gradient is averaged by `pmean`."""
     inner, _ = compat.open_jaxpr(traced.jaxpr)
-    averaged = set(_averaged(traced))
+    averaged = {id(eqn) for eqn in _averaged(traced)}
     found: dict[str, None] = {}
 
     def rule(eqn: compat.Equation, operands: Sequence[_Value]) -> list[_Value]:
-        if eqn in averaged:
-            found.update(dict.fromkeys(sorted(line for o in operands for line in o.divided)))
-        if any(traced.wire.recognise(eqn, traced.axes) or ()):
+        name = eqn.primitive.name
+        lines = [o.divided for o in operands if o.divided]
+        divided = lines[0].union(*lines[1:]) if lines else _NONE
+        if traced.wire.recognise(eqn, traced.axes):
+            if id(eqn) in averaged:
+                found.update(dict.fromkeys(sorted(divided)))
             return [_Value()] * len(eqn.outvars)
-        divided = frozenset(line for o in operands for line in o.divided)
-        plain = eqn.primitive.name in _COUNTING and all(o.plain for o in operands)
+        plain = name in _COUNTING and all(o.plain for o in operands)
         counted = plain and any(o.counted for o in operands)
-        shape = compat.array_type(eqn.outvars[0]).shape if eqn.outvars else ()
-        counted |= plain and eqn.primitive.name == "reduce_sum" and not shape
+        if plain and name == "reduce_sum":
+            counted |= not compat.array_type(eqn.outvars[0]).shape
         # A gradient is divided in the backward pass, which begins with the number 1.
-        divides = eqn.primitive.name == "div" and operands[1].counted and not shape
-        if divides and (operands[0].constant or not operands[0].plain):
-            divided |= {compat.source_of(eqn)}
-        if eqn.primitive.name == "mul" and any(o.counted for o in operands):
-            divided = frozenset()  # weighed by the count again
+        if name == "div" and operands[1].counted and (operands[0].constant or not operands[0].plain):
+            if not compat.array_type(eqn.outvars[0]).shape:
+                divided |= {compat.source_of(eqn)}
+        elif name == "mul" and any(o.counted for o in operands):
+            divided = _NONE  # weighed by the count again
         constant = all(o.constant for o in operands)
         return [_Value(plain, constant, counted, divided)] * len(eqn.outvars)
 
@@ -72,15 +75,13 @@ def means_of_means(traced: Traced) -> Iterator[str]:
 
 def _averaged(traced: Traced) -> Iterator[compat.Equation]:
     """Yields the sums over ranks whose result is divided by the number of ranks, as that of `pmean`."""
-    makers = {v: eqn for eqn in compat.open_jaxpr(traced.jaxpr)[0].eqns for v in eqn.outvars}
+    makers: dict[compat.Atom, tuple[compat.Equation, int]] = {}
     for eqn in compat.open_jaxpr(traced.jaxpr)[0].eqns:
-        made = makers.get(eqn.invars[0]) if eqn.primitive.name == "div" and _is_var(eqn.invars[0]) else None
-        exchanges = () if made is None else traced.wire.recognise(made, traced.axes) or ()
-        if made is not None and any(x.op == "psum" for x in exchanges):
+        exchanges = traced.wire.recognise(eqn, traced.axes)
+        if exchanges and exchanges[0].op == "psum":
             ranks = math.prod(traced.axes[a] for a in exchanges[0].axes)
-            if isinstance(eqn.invars[1], compat.Literal) and eqn.invars[1].val == ranks:
+            makers.update(dict.fromkeys(eqn.outvars, (eqn, ranks)))
+        elif eqn.primitive.name == "div" and not isinstance(eqn.invars[0], compat.Literal):
+            made, ranks = makers.get(eqn.invars[0], (None, 0))
+            if made is not None and isinstance(eqn.invars[1], compat.Literal) and eqn.invars[1].val == ranks:
                 yield made
-
-
-def _is_var(atom: compat.Atom) -> bool:
-    return not isinstance(atom, compat.Literal)

@@ -126,7 +126,8 @@ def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.Shape
                 changed = (k for k, (a, b) in enumerate(pairs) if a.dtype != b.dtype)
                 first = next(changed, None)
                 if first is not None:
-                    return traced.paths[0][start + first], *pairs[first]
+                    paths, (before, after) = traced.paths[0], pairs[first]
+                    return str(paths[start + first]), before, after
                 break
     return None
 
