@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import threading
 import time
@@ -44,6 +45,44 @@ def missing_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
     with ThreadPoolExecutor(min(len(hosts), 32)) as pool:
         answers = pool.map(lambda host: _answers([*agent, host, "true"]), hosts)
         return [host for host, answer in zip(hosts, answers, strict=True) if not answer]
+
+
+def unknown_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
+    """Returns the hosts without an address here that the agent, which may know more names, doesn't reach either."""
+    return missing_hosts([host for host in hosts if not _has_address(host)], agent)
+
+
+def start_text(hosts: Sequence[str], missing: Sequence[str], agent: Sequence[str], checks: str) -> str:
+    """Returns what to check after a run in which no rank on these hosts came through the start. Pure.
+
+    Args:
+        hosts: The hosts.
+        missing: Those that do not answer now.
+        agent: The command that was tried.
+        checks: What to check if all answer.
+    """
+    if missing:
+        names = ", ".join(f"`{host}`" for host in missing)
+        return f"no rank has joined: {names} did not answer `{' '.join(agent)} {missing[0]} true`"
+    return f"no rank on {', '.join(hosts)} has joined. If the lines above are MPI's: {checks[0].lower()}{checks[1:-1]}"
+
+
+def is_here(host: str) -> bool:
+    """Whether a host is this machine, on which `mpirun` starts ranks without the agent."""
+    try:
+        address = socket.gethostbyname(host)
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _has_address(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 def wait_for_hosts(

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxcross.commands import run_end
-from jaxcross.commands.hosts import parse_hosts
+from jaxcross.commands.hosts import agent_of, is_here, missing_hosts, parse_hosts, start_text, unknown_hosts
 from jaxcross.commands.relaunch import Ended, RunFiles, latest_run, run_until_over
 
 if TYPE_CHECKING:
@@ -116,6 +116,11 @@ def prepared(args: argparse.Namespace) -> int | Callable[[Mapping[str, str]], in
     mpirun = find_mpirun()
     if mpirun is None:
         print("No `mpirun` was found. Remedy: `pip install mpich`, or load your MPI module.", file=sys.stderr)
+        return 1
+    if not args.dry_run and args.max_restarts == 0 and (unknown := unknown_hosts(hosts, agent_of(os.environ))):
+        names = ", ".join(f"`{host}`" for host in unknown)
+        remedy = f"Check the name: `{' '.join(agent_of(os.environ))} {unknown[0]} true` must work from here."
+        print(f"`--hosts`: {names} cannot be reached, and no address is known here. {remedy}", file=sys.stderr)
         return 1
     return partial(_start, args, program, hosts, mpirun)
 
@@ -217,6 +222,7 @@ def _run_once(
     from jaxcross.commands import live_table
     from jaxcross.report.table import screen_width
     from jaxcross.world import xla_pool
+    from jaxcross.world.start_limit import CHECKS
 
     notes = {"JAXCROSS_EVENTS": str(events), **variables}
     if "PYTHONFAULTHANDLER" not in os.environ:
@@ -252,6 +258,10 @@ def _run_once(
     records = files.read() if code else []
     text = run_end.stop_text(code, stops, records)
     if text:
+        print(f"jaxcross launch: {text}.", file=sys.stderr, flush=True)
+    elif code and hosts and not records:
+        agent = agent_of(os.environ)
+        text = start_text(hosts, missing_hosts([h for h in hosts if not is_here(h)], agent), agent, CHECKS)
         print(f"jaxcross launch: {text}.", file=sys.stderr, flush=True)
     explained = bool(text) or run_end.is_explained(code, records)
     if not explained:

@@ -1,6 +1,7 @@
 """The MPI world: who this process is, its communicators, its start and its end.
 
-start           `initialize`: MPI, the thread pool, the device, the hooks that end all ranks together; `start_notice`
+start           `initialize`: MPI, the thread pool, the device, the hooks that end all ranks together
+start_limit     a time limit for the start of MPI; `start_notice`: lines while nothing has begun
 world           `World`: rank, size, communicators, agreements, the watchdog
 exchange_owner  which thread or run may exchange now
 control_plane   small agreements between all ranks, on a communicator of their own

@@ -37,6 +37,7 @@ from jaxcross.world import malloc, xla_pool
 from jaxcross.world.control_plane import MpiControl
 from jaxcross.world.launch_env import MPI_SETTINGS, Launch, check_launch, read_launch, vendor_of
 from jaxcross.world.neighbours import Neighbours
+from jaxcross.world.start_limit import limited_start
 from jaxcross.world.start_notice import StartNotice, no_progress_wanted
 from jaxcross.world.workers import mark, world_of_worker
 from jaxcross.world.world import World
@@ -62,7 +63,8 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
     returns there has the numbers of that rank, and whatever would exchange with other ranks raises `ExchangeError`.
 
     Args:
-        stall_timeout_s: Seconds after which a wait for other ranks is reported, and all ranks are aborted.
+        stall_timeout_s: Seconds after which a wait for other ranks is reported, and all ranks are aborted. The start
+            of MPI itself counts as one.
         heartbeat_timeout_s: Seconds after which a rank whose process does not show that it lives is reported, and all
             ranks are aborted; 0 for never. It shows it about once a second, from a thread of its own, whatever it
             computes.
@@ -101,7 +103,8 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
 
 def _start(launch: Launch | None, stall_timeout_s: float, heartbeat_timeout_s: float, lanes: int) -> World:
     """Starts MPI, joins the other ranks and returns the world. Waits for every rank."""
-    mpi = load_mpi()
+    with limited_start(1 if launch is None else launch.size, stall_timeout_s, os.environ):
+        mpi = load_mpi()
     if mpi.Is_finalized():
         raise ExchangeError(
             "MPI was finalized in this process (`MPI.Finalize()`), and cannot start again. Call"

@@ -4,7 +4,18 @@ import threading
 
 import pytest
 
-from jaxcross.commands.hosts import agent_of, missing_hosts, parse_hosts, signal_ranks, wait_for_hosts
+from jaxcross import cli
+from jaxcross.commands import hosts as hosts_module
+from jaxcross.commands.hosts import (
+    agent_of,
+    is_here,
+    missing_hosts,
+    parse_hosts,
+    signal_ranks,
+    start_text,
+    unknown_hosts,
+    wait_for_hosts,
+)
 from jaxcross.commands.launch import Mpirun, mpirun_command
 
 
@@ -28,6 +39,37 @@ def test_hosts_that_do_not_answer_are_found(tmp_path):
     agent.chmod(0o755)
     assert missing_hosts(("a", "b", "c"), [str(agent)]) == ["b"]
     assert missing_hosts(("a",), [str(tmp_path / "none")]) == ["a"]
+
+
+def test_a_name_that_the_agent_knows_needs_no_address(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts_module, "_has_address", lambda host: host == "a")
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\n[ "$1" = alias ]\n')
+    agent.chmod(0o755)
+    assert unknown_hosts(("a", "alias", "wrong"), [str(agent)]) == ["wrong"]
+
+
+def test_a_wrong_host_name_is_one_clear_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hosts_module, "_has_address", lambda host: False)
+    monkeypatch.setenv("HYDRA_LAUNCHER_EXEC", "/bin/false")
+    (tmp_path / "train.py").touch()
+    assert cli.main(["launch", "-n", "2", "--hosts", "wrong,worse", str(tmp_path / "train.py")]) == 1
+    assert capsys.readouterr().err == (
+        "`--hosts`: `wrong`, `worse` cannot be reached, and no address is known here. Check the name: `/bin/false wrong"
+        " true` must work from here.\n"
+    )
+
+
+def test_a_start_that_failed_names_the_host_that_does_not_answer():
+    assert start_text(["a", "b"], ["b"], ["ssh"], "Check it.") == "no rank has joined: `b` did not answer `ssh b true`"
+    assert start_text(["a", "b"], [], ["ssh"], "Check it.") == (
+        "no rank on a, b has joined. If the lines above are MPI's: check it"
+    )
+
+
+def test_this_machine_is_known_by_its_address():
+    assert is_here("127.0.0.1") and is_here("localhost")
+    assert not is_here("192.0.2.1")  # of no machine: RFC 5737
 
 
 class Clock:

@@ -1,0 +1,70 @@
+"""A time limit for the start of MPI, during which a rank's own threads do not run.
+
+`MPI_Init` waits for every rank with Python's lock held. If a firewall lets a rank's messages disappear, or a rank never
+comes, it never returns, and no thread or signal handler of this process gets a turn. So a small process waits next to
+it, which ends as soon as its pipe is closed: when MPI has started, or the rank has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+_SPEAKER_FIRST_S = 2.0  # then `mpirun` has ended the other ranks, before they say the same
+
+_GUARD = """
+import os, select, signal, sys
+rank, limit_s, text = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+if not select.select([0], [], [], limit_s)[0]:
+    print(text, file=sys.stderr, flush=True)
+    os.kill(rank, signal.SIGKILL)
+"""
+
+
+@contextmanager
+def limited_start(size: int, limit_s: float, environ: Mapping[str, str]) -> Iterator[None]:
+    """Ends this rank, with a message, if the block has not ended in time; `mpirun` then ends the others.
+
+    Args:
+        size: Number of ranks; nothing is limited for a single one.
+        limit_s: The limit.
+        environ: The environment, in which the launcher names this rank.
+    """
+    if size == 1:
+        yield
+        return
+    rank = next((environ[name] for name in _RANKS if environ.get(name, "").isdecimal()), "")
+    wait_s = limit_s + (_SPEAKER_FIRST_S if rank not in ("", "0") else 0.0)
+    line = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(wait_s), limit_text(rank, size, limit_s)]
+    try:
+        guard = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    except OSError:  # without a guard, MPI may still start
+        yield
+        return
+    try:
+        yield
+    finally:
+        assert guard.stdin is not None
+        guard.stdin.close()
+        guard.wait()
+
+
+def limit_text(rank: str, size: int, limit_s: float) -> str:
+    """Returns the message of a rank that has waited too long; `rank` is "" if it is not known. Pure."""
+    return (
+        f"jaxcross: {f'rank {rank}' if rank else 'a rank'} of {size} has waited {limit_s:g} s in the start of MPI; all"
+        f" ranks end. Either the script of some rank hangs before `jaxcross.initialize()`, or ranks cannot reach each"
+        f" other. {CHECKS} For start-ups that take longer, raise `initialize(stall_timeout_s=...)`."
+    )
+
+
+CHECKS = (
+    "Check that no firewall is between the hosts (MPI uses any TCP port), that each host's name means the same address"
+    " on all hosts (`getent hosts NAME`), and which network interface MPI takes: name the one that the hosts share by"
+    " `FI_TCP_IFACE=eth0` (MPICH) or `OMPI_MCA_btl_tcp_if_include=eth0` (Open MPI)."
+)
+"""What to look at if the ranks on several hosts don't find each other."""
