@@ -2,7 +2,7 @@
 
 Starts the script as `jaxcross launch` does. The first `crossover` step that it calls is timed on copies of its
 arguments, in place of being made; then the script ends. Of a `Runner` only the first job runs, and nothing is written
-to its checkpoints or metrics. The script needs no change.
+to its checkpoints or metrics. A script with such a step needs no change.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="jaxcross-estimate-", dir=where) as folder:
         written = Path(folder, "estimate.json") if args.json is None else args.json.absolute()
         written.unlink(missing_ok=True)
+        if note := unconverted_note(args.module, args.program):
+            print(note, file=sys.stderr, flush=True)
         code = start({"JAXCROSS_ESTIMATE": request_of(args, written)})
         if args.dry_run or written.exists() or code in _STOPPED:
             return code
@@ -63,6 +65,21 @@ def run(args: argparse.Namespace) -> int:
         )
     print(f"jaxcross estimate: {text}", file=sys.stderr)
     return code or 1
+
+
+def unconverted_note(module: list[str] | None, program: list[str]) -> str:
+    """Returns a warning if the text of the script names no `crossover`; "" if it does, or cannot be read."""
+    script = Path(next((word for word in program if word != "--"), ""))
+    try:
+        if module or not script.is_file() or "crossover" in script.read_text(errors="replace"):
+            return ""
+    except OSError:
+        return ""
+    return (
+        f"jaxcross estimate: `{script}` names no `crossover`. Unless a module that it imports decorates the train step"
+        " with `jaxcross.crossover`, it will train to its end, and nothing can be estimated: decorate the step first, or"
+        " call `jaxcross.estimate(step, ...)`."
+    )
 
 
 def request_of(args: argparse.Namespace, written: Path) -> str:

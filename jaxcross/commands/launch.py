@@ -151,7 +151,7 @@ def _start(
                 with suppress(OSError):
                     events.rmdir()  # unless ranks have written
             raise
-    if made and (ended.code == 0 or ended.explained):
+    if made and (ended.code == 0 or ended.explained or not ended.records):
         shutil.rmtree(events, ignore_errors=True)
     return ended.code
 

@@ -154,7 +154,10 @@ def _plan(args: argparse.Namespace) -> int:
         _draw(plan, jobs, contention, number, args.picture)
     if args.launch is not None:
         kind, folder = args.launch
-        for path in write_launch_files(plan, kind, Path(folder), script=jobs.script, queue=args.queue):
+        measured = {each.platform for each in jobs.profiles}
+        for path in write_launch_files(
+            plan, kind, Path(folder), script=jobs.script, queue=args.queue, accelerators=measured != {"cpu"}
+        ):
             print(f"Written: {path}")
     return 0
 

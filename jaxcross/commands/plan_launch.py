@@ -16,7 +16,9 @@ MAX_ARRAY = 1000
 """Tasks of one array: what Slurm allows by default."""
 
 
-def write_launch_files(plan: Plan, kind: str, folder: Path, *, script: str, queue: str = "jaxcross") -> list[Path]:
+def write_launch_files(
+    plan: Plan, kind: str, folder: Path, *, script: str, queue: str = "jaxcross", accelerators: bool = True
+) -> list[Path]:
     """Writes the plan and files that start `script PLAN GROUP` for each group; returns their paths.
 
     For Slurm an array for each number of ranks; for the MPI operator an `MPIJob` for each group.
@@ -24,9 +26,11 @@ def write_launch_files(plan: Plan, kind: str, folder: Path, *, script: str, queu
     Args:
         plan: The plan.
         kind: `slurm` or `mpijob`.
-        folder: Where to write. Paths in the files are relative to the working directory, if this one is.
+        folder: Where to write. Paths in the files are relative to the working directory, if this one is; Slurm's
+            tasks run in that directory.
         script: The script. It gets the plan's file and a group's number, and runs the jobs of that group.
         queue: The Kueue queue of each `MPIJob`.
+        accelerators: Whether each rank needs one.
 
     Raises:
         ValueError: `kind` or `queue` is something else, or there is no script.
@@ -36,7 +40,11 @@ def write_launch_files(plan: Plan, kind: str, folder: Path, *, script: str, queu
     check_script(script)
     folder.mkdir(parents=True, exist_ok=True)
     written = [plan.to_json(folder / "plan.json")]
-    texts = _arrays(plan, script, written[0]) if kind == "slurm" else _manifests(plan, script, written[0], queue)
+    texts = (
+        _arrays(plan, script, written[0], accelerators)
+        if kind == "slurm"
+        else _manifests(plan, script, written[0], queue)
+    )
     for name, text in texts:
         (folder / name).write_text(text)
         written.append(folder / name)
@@ -65,7 +73,7 @@ def check_script(script: str) -> None:
         raise ValueError('`--launch` needs the script that runs a group: `script = "train.py"` in the file of jobs.')
 
 
-def _arrays(plan: Plan, script: str, file: Path) -> Iterator[tuple[str, str]]:
+def _arrays(plan: Plan, script: str, file: Path, accelerators: bool) -> Iterator[tuple[str, str]]:
     """Yields the name and the text of each array."""
     buckets: dict[int, list[int]] = defaultdict(list)
     for number, group in enumerate(plan.groups):
@@ -74,7 +82,8 @@ def _arrays(plan: Plan, script: str, file: Path) -> Iterator[tuple[str, str]]:
         for part, start in enumerate(range(0, len(numbers), MAX_ARRAY)):
             some = numbers[start : start + MAX_ARRAY]
             name = f"ranks-{ranks}{f'-{part}' if len(numbers) > MAX_ARRAY else ''}.sbatch"
-            yield name, _array(ranks, some, script, file, name)
+            text = _array(ranks, some, script, file, name)
+            yield name, text if accelerators else _replaced(text, {"#SBATCH --gpus-per-task=1\n": ""})
 
 
 def _array(ranks: int, numbers: list[int], script: str, file: Path, name: str) -> str:
@@ -83,9 +92,10 @@ def _array(ranks: int, numbers: list[int], script: str, file: Path, name: str) -
         _recipe("slurm/job.sbatch"),
         {
             "# Two nodes with four accelerators each:  sbatch job.sbatch train.py --lr 0.1": (
-                f"# Groups of {file.name} on {ranks} ranks each, one an array task:  sbatch {name}"
+                f"# Groups of {file.name} on {ranks} ranks each, one an array task:  sbatch {file.with_name(name)}"
             ),
             "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n": (
+                f"#SBATCH --chdir={shlex.quote(str(Path.cwd()))}\n"
                 f"#SBATCH --array=0-{len(numbers) - 1}\n#SBATCH --ntasks={ranks}\n"
             ),
             "#SBATCH --output=jaxcross-%j.log": "#SBATCH --output=jaxcross-%A-%a.log",

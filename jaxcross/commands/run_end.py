@@ -70,4 +70,9 @@ def explain(records: Sequence[RankRecord], events: Path) -> None:
     with suppress(OSError, ValueError):
         read(events, skipped=skipped)
     show(records, sys.stderr, skipped)
-    print(f"Again: jaxcross doctor --post-mortem {shlex.quote(str(events))}", file=sys.stderr, flush=True)
+    print(
+        "The events stay, since no rank has said why it ended. This table again: jaxcross doctor --post-mortem"
+        f" {shlex.quote(str(events))}",
+        file=sys.stderr,
+        flush=True,
+    )

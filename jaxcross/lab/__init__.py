@@ -276,6 +276,8 @@ def shape(rate: str, burst_kb: int) -> tuple[str, ...]:
 def _check_rate(rate: str) -> None:
     if not re.fullmatch(r"\d+(\.\d+)?[kmgt]?(bit|bps)", rate):
         raise ValueError(f"`{rate}` is not a rate: write 500mbit, 1gbit, ... as tc does.")
+    if not re.search("[1-9]", rate):
+        raise ValueError(f"a link needs a rate above 0, not `{rate}`; `Lab.set_link(host, up=False)` takes a host off.")
 
 
 def available() -> str | None:

@@ -42,6 +42,7 @@ class Profile:
         link: The link between them, in words.
         mbit_per_s: The rate of that link; None if unknown.
         memory: The memory of the job on a rank; None if unknown.
+        platform: JAX's name for the devices, such as `cpu`; "" if unknown.
 
     Raises:
         ValueError: The numbers do not fit the graph, or are negative or not finite.
@@ -55,6 +56,7 @@ class Profile:
     link: str = ""
     mbit_per_s: float | None = None
     memory: JobMemory | None = None
+    platform: str = ""
 
     def __post_init__(self) -> None:
         if len(self.seconds) != len(self.graph.kinds):
@@ -115,6 +117,7 @@ class Profile:
             link=report.link,
             mbit_per_s=mbit_per_s,
             memory=JobMemory.from_data(facts.program["memory"]),
+            platform=report.placement.partition(",")[0],
         )
 
     def __repr__(self) -> str:
@@ -189,6 +192,7 @@ class Profile:
             "link": self.link,
             "mbit_per_s": self.mbit_per_s,
             "memory": None if self.memory is None else asdict(self.memory),
+            "platform": self.platform,
         }
 
     @classmethod
@@ -223,6 +227,7 @@ class Profile:
             link=_of_type(data, "link", str),
             mbit_per_s=_of_type(data, "mbit_per_s", int, float, type(None)),
             memory=None if data.get("memory") is None else JobMemory.from_data(data["memory"]),
+            platform=_of_type({"platform": "", **data}, "platform", str),
         )
 
 

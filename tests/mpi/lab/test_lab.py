@@ -34,6 +34,7 @@ if world.rank == 0:
     [
         ({"hosts": 0}, "a lab has 1 to 200 hosts, not `0`"),
         ({"rate": "fast"}, "`fast` is not a rate"),
+        ({"rate": "0.0mbit"}, "a link needs a rate above 0, not `0.0mbit`"),
         ({"latency": "5"}, "`5` is not a latency"),
     ],
 )
@@ -66,7 +67,7 @@ def test_a_missing_tool_is_named(monkeypatch):
 @needs_lab
 def test_a_kernel_that_refuses_a_step_is_quoted():
     # a rate that passes for one and that tc cannot represent
-    with pytest.raises(OSError, match="no lab on this machine: `tc qdisc add dev to-h0"), Lab(rate="0bit"):
+    with pytest.raises(OSError, match="no lab on this machine: `tc qdisc add dev to-h0"), Lab(rate="0.1bit"):
         pass
 
 
@@ -116,8 +117,8 @@ def test_live_lab_rate_changes_in_both_directions():
     with Lab(hosts=2, rate="800mbit") as lab:
         lab.set_rate("40mbit")
         rates = lab.measure_rate(0.5)
-        with pytest.raises(OSError, match="the rate `0bit` was refused for host `h0`"):
-            lab.set_rate("0bit")
+        with pytest.raises(OSError, match="the rate `0.1bit` was refused for host `h0`"):
+            lab.set_rate("0.1bit")
         assert lab.rate == "40mbit" and "40mbit" in lab.description
     assert all(0 < rate <= most(40e6, lab, 0.5) for rate in rates), rates
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxcross import __version__, cli
 from jaxcross.commands import demo
+from jaxcross.commands.estimate import unconverted_note
 from jaxcross.interleave.instrument import Span
 from jaxcross.report import Comparison, JobSummary, Report
 
@@ -38,6 +39,16 @@ def test_a_misspelt_option_shows_the_commands_usage(capsys):
     shown = capsys.readouterr().err
     assert shown.startswith("usage: jaxcross launch ")
     assert shown.endswith("jaxcross launch: error: unrecognized arguments: --evnts\n")
+
+
+def test_an_estimate_of_an_unconverted_script_says_so_at_its_start(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import jax\n")
+    note = unconverted_note(None, ["--", str(script), "--lr", "0.1"])
+    assert note.startswith(f"jaxcross estimate: `{script}` names no `crossover`.")
+    script.write_text("from jaxcross import crossover\n")
+    assert unconverted_note(None, [str(script)]) == ""
+    assert unconverted_note(["train"], []) == unconverted_note(None, [str(tmp_path / "none.py")]) == ""
 
 
 def test_an_estimate_offers_no_restarts(capsys):

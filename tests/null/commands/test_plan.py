@@ -262,12 +262,19 @@ def test_slurm_gets_an_array_for_each_number_of_ranks(tmp_path: Path) -> None:
     files = write_launch_files(_plan(5), "slurm", tmp_path, script="my train.py")
     assert [path.name for path in files] == ["plan.json", "ranks-2.sbatch", "ranks-4.sbatch"]
     text = files[1].read_text()
+    assert f"sbatch {files[1]}\n" in text and f"#SBATCH --chdir={Path.cwd()}\n" in text
     assert "#SBATCH --array=0-2\n#SBATCH --ntasks=2\n" in text and "groups=(0 2 4)" in text
     assert f"python -m mpi4py 'my train.py' {files[0]} \"$group\"" in text
     for path in files[1:]:
         subprocess.run(["bash", "-n", str(path)], check=True)
         if shutil.which("shellcheck"):
             subprocess.run(["shellcheck", str(path)], check=True)
+
+
+def test_slurm_gives_jobs_that_were_measured_on_cpus_no_accelerators(tmp_path: Path) -> None:
+    for accelerators in (True, False):
+        files = write_launch_files(_plan(1), "slurm", tmp_path, script="t.py", accelerators=accelerators)
+        assert ("#SBATCH --gpus-per-task=1\n" in files[1].read_text()) == accelerators
 
 
 def test_slurm_s_arrays_are_not_longer_than_it_allows(tmp_path: Path) -> None:
