@@ -77,8 +77,8 @@ def unconverted_note(module: list[str] | None, program: list[str]) -> str:
         return ""
     return (
         f"jaxcross estimate: `{script}` names no `crossover`. Unless a module that it imports decorates the train step"
-        " with `jaxcross.crossover`, it will train to its end, and nothing can be estimated: decorate the step first, or"
-        " call `jaxcross.estimate(step, ...)`."
+        " with `jaxcross.crossover`, it will train to its end, and nothing can be estimated: decorate the step first,"
+        " or call `jaxcross.estimate(step, ...)`."
     )
 
 
