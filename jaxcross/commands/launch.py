@@ -7,7 +7,6 @@ If a rank dies, the others get the time to say what they waited for, and the run
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import shlex
 import shutil
@@ -24,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxcross.commands import run_end
+from jaxcross.commands import end_with, run_end
 from jaxcross.commands.hosts import agent_of, is_here, missing_hosts, parse_hosts, start_text, unknown_hosts
 from jaxcross.commands.relaunch import Ended, RunFiles, latest_run, run_until_over
 
@@ -37,7 +36,6 @@ HOLD_S = 40
 """Seconds that a dead rank's supervisor stays: other ranks need 3 s to report it missing, 30 s from another host."""
 
 _BY_SIGNAL = 128
-_PR_SET_PDEATHSIG = 1
 _LOOK_S = 5.0
 
 
@@ -319,18 +317,8 @@ def _run(
     }
     try:
         out, err = (None, None) if table is None else (table.pipe(sys.stdout), table.pipe(sys.stderr))
-        # Without a `mpirun` that outlives it, nobody could stop the ranks of a launcher that was killed.
-        ends_with_this_process = _ending_with(os.getpid())
-        processes.append(
-            subprocess.Popen(
-                line,
-                env=environ,
-                start_new_session=True,
-                stdout=out,
-                stderr=err,
-                preexec_fn=ends_with_this_process,  # noqa: PLW1509 - it takes no lock
-            )
-        )
+        tied = end_with.tied(line, os.getpid())
+        processes.append(subprocess.Popen(tied, env=environ, start_new_session=True, stdout=out, stderr=err))
         if table is not None:
             table.follow(processes[0])
         for number in early:
@@ -344,23 +332,6 @@ def _run(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _ending_with(parent: int) -> Callable[[], None] | None:
-    """Returns what a child calls before its program, so that it gets SIGTERM if the thread that started it ends.
-
-    That thread waits for the child, so only the end of the whole process ends it before the child.
-    """
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)  # loaded here: between fork and exec, a child must not wait for another thread's lock
-
-    def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(_BY_SIGNAL + signal.SIGTERM)
-
-    return prepare
 
 
 def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:

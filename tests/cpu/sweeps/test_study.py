@@ -143,7 +143,7 @@ def test_stop_before_a_decision_leaves_it_to_the_restart(tmp_path):
                 return state
 
             prune = optuna.pruners.ThresholdPruner(lower=10.0)
-            options = {"metric": "score", "prune": prune, "concurrent": 2, "folder": folder}
+            options = {"metric": "score", "mode": "max", "prune": prune, "concurrent": 2, "folder": folder}
             with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
                 return sweep(train, {"lr": [1.0, 2.0]}, world=world, **options)
 

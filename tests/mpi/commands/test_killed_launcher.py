@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from jaxcross.commands.launch import _ending_with
+from jaxcross.commands.end_with import tied
 
 CHILD = "import signal; print('ready', flush=True); signal.pause()"
 PARENT = """
 import os, signal, subprocess, sys, threading
-from jaxcross.commands.launch import _ending_with
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], preexec_fn=_ending_with(os.getpid()))
+from jaxcross.commands.end_with import tied
+child = subprocess.Popen(tied([sys.executable, "-c", sys.argv[1]], os.getpid()))
 print(child.pid, flush=True)
 signal.pause()
 """
@@ -57,7 +57,7 @@ def test_a_child_gets_sigterm_when_its_launcher_is_killed():
 
 
 def test_a_child_of_a_launcher_that_is_gone_does_not_start():
-    child = subprocess.Popen([sys.executable, "-c", CHILD], preexec_fn=_ending_with(os.getpid() + 1))  # noqa: PLW1509
+    child = subprocess.Popen(tied([sys.executable, "-c", CHILD], os.getpid() + 1))
     assert child.wait(60) == 128 + signal.SIGTERM
 
 
