@@ -64,9 +64,10 @@ def test_daemon_thread_error_ends_all_at_exit(mpirun):
     """An exception in a daemon thread ends all ranks even as the main thread ends."""
     code = START.format(watchdog=300) + (
         "def loader():\n    raise OSError('disk')\n"
-        "threading.Thread(target=loader, daemon=True).start()\nthreading.Event().wait(0.1)\n"
+        "if world.rank == 1:\n    threading.Thread(target=loader, daemon=True).start()\n"
+        "    threading.Event().wait(0.1)\nelse:" + WAIT.replace("\n", "\n    ")
     )
-    done = mpirun(1, code)
+    done = mpirun(2, code)
     assert done.returncode != 0
     assert "OSError: disk" in done.stderr
 
