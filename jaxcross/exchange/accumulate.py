@@ -13,16 +13,25 @@ from jaxcross._pytree import PyTree
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import next_in_round
 from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, typed_like, whole_number
+from jaxcross.exchange.weights import as_weight, divided, weighed
 
 
 class AccumulateState(NamedTuple):
-    """Attributes: `mini_step`, gradients since the last step, int32; `total`, their sum on this rank; `inner`."""
+    """Gradients since the last step.
+
+    Attributes:
+        mini_step: How many, int32.
+        weight: The sum of their weights on this rank, float32; without weights, how many.
+        total: Their sum on this rank, weighed.
+        inner: The optimizer's state.
+    """
 
     mini_step: jax.Array
+    weight: jax.Array
     total: PyTree
     inner: optax.OptState
 
-    rank_local = RankLocal(passing=("total",), maybe_empty=("total", "inner"))
+    rank_local = RankLocal(passing=("weight", "total"), maybe_empty=("total", "inner"))
 
 
 def accumulate(
@@ -42,6 +51,10 @@ def accumulate(
     updates, state = tx.update(grads, state, params)  # this rank's own gradients: a mean before it exchanges each time
     ```
 
+    Where batches have different numbers of tokens, give `update` the number in this one as `weight`, in each call. The
+    mean is then over all their tokens, and `optimizer` is given the sum of the weights as its `weight`, by which
+    `jaxcross.exchange.mean` weighs this rank.
+
     The sum is this rank's own: save it per rank. It is set to zero after each step, also where it was not finite.
     Deterministic.
 
@@ -54,7 +67,7 @@ def accumulate(
 
     Raises:
         ValueError: `every` is not a positive whole number, `dtype` is not a floating-point type, or `optimizer` is not
-            an optimizer.
+            an optimizer; `weight` of `update` is not one real number, or `optimizer` is an exchange that takes none.
 
     Bytes that a rank receives: those of `optimizer` at every `every`-th call, 0 otherwise.
 
@@ -73,28 +86,40 @@ def accumulate(
         return jax.tree.map(zero, params)
 
     def init(params: optax.Params) -> AccumulateState:
-        return AccumulateState(jnp.zeros((), jnp.int32), zeros(params), inner.init(params))
+        return AccumulateState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32), zeros(params), inner.init(params))
 
     def update(
-        updates: optax.Updates, state: AccumulateState, params: optax.Params | None = None, **extra: Any
+        updates: optax.Updates,
+        state: AccumulateState,
+        params: optax.Params | None = None,
+        *,
+        weight: jax.typing.ArrayLike | None = None,
+        **extra: Any,
     ) -> tuple[optax.Updates, AccumulateState]:
-        total = jax.tree.map(lambda t, g: t + jnp.asarray(g, t.dtype), state.total, updates)
-
-        held = state.mini_step + 1
+        mine = as_weight(1 if weight is None else weight, "`accumulate`")
+        terms = updates if weight is None else weighed(updates, mine, "`accumulate`")
+        total = jax.tree.map(lambda t, g: t + jnp.asarray(g, t.dtype), state.total, terms)
+        # Divided by what the sum holds: a restart may have changed `every` within a round.
+        weights = (state.weight + mine).astype(jnp.float32)
         mini_step = next_in_round(state.mini_step, every)
 
-        def step() -> tuple[optax.Updates, PyTree, optax.OptState]:
-            # By what the sum holds: a restart may have changed `every` within a round.
-            mean = jax.tree.map(lambda t, g: (t / held).astype(jnp.result_type(g)), total, updates)
-            stepped, inner_state = inner.update(mean, state.inner, params, **extra)
-            return stepped, jax.tree.map(jnp.zeros_like, total), jax.tree.map(typed_like, inner_state, state.inner)
+        def step() -> tuple[optax.Updates, jax.Array, PyTree, optax.OptState]:
+            mean = jax.tree.map(lambda t, g: divided(t, weights).astype(jnp.result_type(g)), total, updates)
+            given = extra if weight is None else {**extra, "weight": weights}
+            stepped, inner_state = inner.update(mean, state.inner, params, **given)
+            return (
+                stepped,
+                jnp.zeros_like(weights),
+                jax.tree.map(jnp.zeros_like, total),
+                jax.tree.map(typed_like, inner_state, state.inner),
+            )
 
-        def wait() -> tuple[optax.Updates, PyTree, optax.OptState]:
+        def wait() -> tuple[optax.Updates, jax.Array, PyTree, optax.OptState]:
             stepped, *_ = jax.eval_shape(step)  # an optimizer may return updates of another type than its gradients'
-            return jax.tree.map(_zeros_of, stepped), total, state.inner
+            return jax.tree.map(_zeros_of, stepped), weights, total, state.inner
 
-        stepped, total, inner_state = step() if every == 1 else jax.lax.cond(mini_step == 0, step, wait)
-        return stepped, AccumulateState(mini_step, total, inner_state)
+        stepped, weights, total, inner_state = step() if every == 1 else jax.lax.cond(mini_step == 0, step, wait)
+        return stepped, AccumulateState(mini_step, weights, total, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 

@@ -13,17 +13,17 @@ from jaxcross.exchange import collectives
 
 
 def exchange_once(
-    by: str, axis_name: collectives.AxisName, exchange: optax.GradientTransformation
+    by: str, axis_name: collectives.AxisName, exchange: optax.GradientTransformation, *, weighs: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps `exchange`, named `by`, so that it refuses leaves that another exchange has just returned over one of its
-    axes, and refuses to run in the optimizer of one.
+    axes, and refuses to run in the optimizer of one. It also refuses a `weight`, unless it `weighs` by it.
 
     The first is two strategies in a chain whose masks overlap. Neither what was computed with in between is recognised
     nor a mean that the step makes itself, which may be on purpose. Costs nothing at run time.
 
     Raises:
         ValueError: When jaxcross traces the step, before the first one and on every rank. In a trace of JAX's own
-            (`vmap`, `pmap`, `shard_map`) nothing is checked.
+            (`vmap`, `pmap`, `shard_map`) only the weight is checked.
     """
     axes = frozenset(collectives.axis_names(axis_name))
     exchange = optax.with_extra_args_support(exchange)
@@ -31,6 +31,11 @@ def exchange_once(
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, optax.OptState]:
+        if not weighs and extra.get("weight") is not None:
+            raise ValueError(
+                f"`{by}` was given a `weight`, but all ranks count alike in what it exchanges. Only `mean` weighs by"
+                " it, also inside `accumulate`: use one of these, or leave `weight` out."
+            )
         trace = current_tracing()
         if trace is None:
             return exchange.update(updates, state, params, **extra)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Literal, get_args
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,15 @@ from jax.typing import DTypeLike
 
 from jaxcross.exchange import collectives
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.validation import ravel_floats
+from jaxcross.exchange.validation import is_float, ravel_floats
+from jaxcross.exchange.weights import as_weight, divided, weighed
 
 Pattern = Literal["auto", "hierarchical", "ring", "tree"]
 
 
 def mean(
     axis_name: collectives.AxisName, wire_dtype: DTypeLike | None = None, *, pattern: Pattern = "auto"
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Replaces each update by its mean over `axis_name`, the same on every rank of that axis. Stateless.
 
     It stands where `lax.pmean(grads, axis_name)` would stand in the step:
@@ -27,6 +28,17 @@ def mean(
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch", wire_dtype=jnp.bfloat16), optax.sgd(0.1))
     ```
+
+    Where ranks have different numbers of tokens or examples, give `update` this rank's number as `weight`: gradients
+    g_r, each a mean over w_r tokens, become sum(w_r g_r) / sum(w_r), the mean over all tokens:
+
+    ```python
+    updates, state = tx.update(grads, state, params, weight=mask.sum())
+    ```
+
+    The weight is one real number, not negative. A rank of weight 0 adds nothing, even if its gradient is NaN; if all
+    weigh 0, the mean is 0. What travels is w_r g_r, in the type of the update or in `wire_dtype`, and 4 bytes more for
+    the weight.
 
     How the sum is made, and the bytes that one of P ranks receives for n bytes of updates:
 
@@ -51,7 +63,8 @@ def mean(
         pattern: How the sum is made.
 
     Raises:
-        ValueError: `wire_dtype` is not a floating-point type; `pattern` is unknown or does not go with the axes.
+        ValueError: `wire_dtype` is not a floating-point type; `pattern` is unknown or does not go with the axes;
+            `weight` of `update` is not one real number.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
@@ -74,27 +87,43 @@ def mean(
     if pattern in ("ring", "tree"):
         collectives.one_axis(axis_name, f'`mean(pattern="{pattern}")`')
 
-    def average(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-        del params
+    def average(
+        updates: optax.Updates,
+        state: optax.EmptyState,
+        params: optax.Params | None = None,
+        *,
+        weight: jax.typing.ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params, extra
+        if weight is None:
+            ranks = jax.lax.psum(1, names)
+            return _mean(updates, lambda total: total / ranks), state
+        mine = as_weight(weight, "`mean`")
+        all_weights = jax.lax.psum(mine, names)
+        products = weighed(updates, mine, "`mean`")
+        terms = jax.tree.map(lambda p, u: p.astype(jnp.result_type(u)) if is_float(u) else p, products, updates)
+        return _mean(terms, lambda total: divided(total, all_weights)), state
+
+    def _mean(updates: optax.Updates, divide: Callable[[jax.Array], jax.Array]) -> optax.Updates:
         if pattern == "auto":
-            return jax.tree.map(_mean, updates)
+            return jax.tree.map(lambda x: divide(_sum(x)), updates)
         vectors, back = ravel_floats(updates, multiple=jax.lax.psum(1, names))
-        out = back([_mean_of_vector(x) for x in vectors])
-        return jax.tree.map(lambda x: x if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else _mean(x), out)
+        out = back([divide(_sum_of_vector(x)) for x in vectors])
+        return jax.tree.map(lambda x: x if is_float(x) else divide(_sum(x)), out)
 
-    def _mean(x: jax.Array) -> jax.Array:
+    def _sum(x: jax.Array) -> jax.Array:
         if wire_dtype is None or not _narrows(jnp.asarray(x).dtype, wire_dtype):
-            return jax.lax.pmean(x, names)
-        total = jax.lax.psum(x.astype(wire_dtype), names).astype(x.dtype)
-        return total / jax.lax.psum(1, names)
+            return jax.lax.psum(x, names)
+        return jax.lax.psum(x.astype(wire_dtype), names).astype(x.dtype)
 
-    def _mean_of_vector(x: jax.Array) -> jax.Array:
+    def _sum_of_vector(x: jax.Array) -> jax.Array:
         wire = x.dtype if wire_dtype is None or not _narrows(x.dtype, wire_dtype) else wire_dtype
         # Sums in float32 at least: a 16-bit type is only what travels.
-        total = _SUMS[pattern](x.astype(jnp.promote_types(x.dtype, jnp.float32)), names, wire)
-        return total.astype(x.dtype) / jax.lax.psum(1, names)
+        return _SUMS[pattern](x.astype(jnp.promote_types(x.dtype, jnp.float32)), names, wire).astype(x.dtype)
 
-    return exchange_once("mean", names, optax.stateless(average))
+    stateless = optax.GradientTransformationExtraArgs(optax.init_empty_state, average)  # pyright: ignore[reportArgumentType]
+    return exchange_once("mean", names, stateless, weighs=True)
 
 
 def _hierarchical(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Array:

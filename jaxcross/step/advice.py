@@ -87,8 +87,9 @@ def _advice(traced: Traced) -> Iterator[str]:
         yield (
             f"`{name}` divides a loss by a count of this rank's batch, at {source}, and averages the result or its"
             " gradient over ranks: that is the mean of the ranks' means, in which a rank with few examples weighs as"
-            " much as one with many. If counts differ, let them be the weights: `jaxcross.exchange.mean(axes,"
-            " weight=...)`, or `jax.lax.psum(count * grads, axes) / jax.lax.psum(count, axes)`."
+            " much as one with many. If counts differ, let them be the weights: give the `update` of"
+            " `jaxcross.exchange.mean(axes)` the argument `weight=count`, or return `jax.lax.psum(count * grads, axes)"
+            " / jax.lax.psum(count, axes)`."
         )
     for optimizer, source in own_derivatives(traced.unflattened, traced.axes, traced.wire):
         yield (
