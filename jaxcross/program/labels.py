@@ -24,9 +24,10 @@ of the results, and those of the use where another one is of the same parts of t
 
 A label that occurs twice on a rank identifies nothing and is left out. Ranks may take turns: one exchanges its value
 where the others exchange zeros, as in `[psum(x if n == rank else zeros) for n in range(ranks)]`. So zeros have no
-labels, and two ranks may have one label at two places if each exchanges zeros at the other's place. In a pipeline or on
-a ring, a rank sends what its neighbour needs next, so permutations have only the label of all equations before and
-after them, and mpi4jax's point-to-point calls have none.
+labels, nor do other values that add nothing, such as the least number in a `pmax`, and two ranks may have one label at
+two places if each exchanges such a value at the other's place. In a pipeline or on a ring, a rank sends what its
+neighbour needs next, so permutations have only the label of all equations before and after them, and mpi4jax's
+point-to-point calls have none.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, product
 from typing import Any
+
+import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross._pytree import TreeDef
@@ -61,7 +64,8 @@ class Labelled:
         exchange: How it travels, without the buffer that it may share.
         origin: Where it comes from.
         use: Where the result goes.
-        empty: Whether its operand is zeros, or infinities, written as such: what a rank exchanges that adds nothing.
+        empty: Whether its operand is zeros, infinities, or the least or greatest number of its type, written as such:
+            what a rank exchanges that adds nothing.
         labels: By leaves, by leaves and the equations around them, by all equations, by parts; 0 for one that it does
             not have. First those of its origin and use, then those of its origin alone and of its use alone.
     """
@@ -139,7 +143,15 @@ def _is_empty(atom: compat.Atom, makers: Mapping[Any, Any]) -> bool:
         if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
             return False
         atom = eqn.invars[0]
-    return atom.val in (0, math.inf, -math.inf)
+    return atom.val in (0, math.inf, -math.inf, *_extremes(compat.array_type(atom).dtype))
+
+
+def _extremes(dtype: Any) -> tuple[Any, ...]:
+    """Returns the least and the greatest number of a type, which `pmax` and `pmin` ignore; none for others."""
+    if jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer):
+        of = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
+        return of.min, of.max
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

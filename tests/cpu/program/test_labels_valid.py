@@ -124,6 +124,18 @@ def test_all_gather_by_sums(nothing: Any) -> None:
     assert both(step, X, orders=range(3), axes={"x": 3}) == ""
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
+def test_all_gather_by_maxima(dtype: Any) -> None:
+    """Whoever has no value for a place gives the least number of its type there."""
+    x = X.astype(dtype)
+    least = (jnp.iinfo if dtype == jnp.int32 else jnp.finfo)(dtype).min
+
+    def step(rank: Any, x: Any) -> Any:
+        return [lax.pmax(x if n == rank else jnp.full_like(x, least), "x") for n in range(3)]
+
+    assert both(step, x, orders=range(3), axes={"x": 3}) == ""
+
+
 def test_parts_of_a_batch_that_is_short_on_one_rank() -> None:
     """Row 2 begins the second of three micro-batches here, and is the third there."""
 
