@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -38,7 +39,7 @@ def limited_start(size: int, limit_s: float, environ: Mapping[str, str]) -> Iter
         yield
         return
     rank = next((environ[name] for name in _RANKS if environ.get(name, "").isdecimal()), "")
-    wait_s = limit_s + (_SPEAKER_FIRST_S if rank not in ("", "0") else 0.0)
+    wait_s = min(limit_s, threading.TIMEOUT_MAX / 2) + (_SPEAKER_FIRST_S if rank not in ("", "0") else 0.0)
     line = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(wait_s), limit_text(rank, size, limit_s)]
     try:
         guard = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)

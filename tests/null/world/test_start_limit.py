@@ -1,8 +1,11 @@
 """The time limit of MPI's start holds although the process that waits there keeps Python's lock."""
 
+import math
 import signal
 import subprocess
 import sys
+
+import pytest
 
 from jaxcross.world.start_limit import limit_text, limited_start
 
@@ -20,7 +23,8 @@ def test_a_rank_that_is_blocked_in_the_start_ends_with_a_message():
     assert done.stderr == limit_text("0", 2, 0.1) + "\n"
 
 
-def test_a_start_in_time_leaves_no_process_behind(monkeypatch):
+@pytest.mark.parametrize("limit_s", [1000, math.inf])
+def test_a_start_in_time_leaves_no_process_behind(monkeypatch, limit_s):
     started = []
 
     class Kept(subprocess.Popen):
@@ -29,7 +33,7 @@ def test_a_start_in_time_leaves_no_process_behind(monkeypatch):
             started.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Kept)
-    with limited_start(2, 1000, {}):
+    with limited_start(2, limit_s, {}):
         assert started[0].poll() is None
     assert started[0].returncode == 0
     with limited_start(1, 0, {}):  # a rank that is alone waits for nobody
