@@ -11,7 +11,6 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.jaxpr_utils import forward
 from jaxcross.program.trace import Traced
 
-_SCALES = frozenset({"div", "mul"})
 _KEEPS = frozenset({"convert_element_type", "copy", "neg", "reshape", "squeeze", "transpose"})
 _ADDS = frozenset({"add", "add_any", "sub"})
 
@@ -46,13 +45,15 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
     """Returns the lines that exchange a gradient more than once in a step, and add up the results.
 
     A sum counts if none of its terms depends on another one, as the terms do where each micro-batch updates the
-    parameters, and if it has the shape of an argument that the step returns, as gradients have. A line is returned if
-    most of what the step sends is sent there.
+    parameters, if no term is used on its own as well, as for the noise scale of the gradients, and if it has the shape
+    of an argument that the step returns, as gradients have. A line is returned if most of what the step sends is sent
+    there.
     """
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     lines: list[str] = []
     sizes: list[int] = []
     needs: list[int] = []
+    alone: set[int] = set()  # exchanges whose result is used otherwise than in a sum
     sums: dict[str, dict[int, frozenset[int]]] = {}  # line -> (one of the exchanges -> all that are added to it)
     state = {v.aval.shape for v in inner.outvars} & {a.shape for a in traced.in_avals}
 
@@ -69,6 +70,8 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
                 made.append(_Value(frozenset({number} if x.op == "psum" else ()), operand.needs | 1 << number))
             return made
         terms = _terms(eqn, operands)
+        if not terms:
+            alone.update(*(o.terms for o in operands if len(o.terms) == 1))
         if len(operands) == 2 and all(o.terms for o in operands) and compat.array_type(eqn.outvars[0]).shape in state:
             bits = sum(1 << n for n in terms)
             if len({lines[n] for n in terms}) == 1 and not any(needs[n] & bits for n in terms):
@@ -76,9 +79,13 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
                 mine[min(terms)] = terms | mine.get(min(terms), frozenset())
         return [_Value(terms, needed)] * len(eqn.outvars)
 
-    forward(inner, [_Value()] * (len(traced.consts) + len(traced.in_avals)), rule, constant=_Value())
+    results = forward(inner, [_Value()] * (len(traced.consts) + len(traced.in_avals)), rule, constant=_Value())
+    alone.update(*(r.terms for r in results if len(r.terms) == 1))
     found = []
-    for line, groups in sums.items():
+    for line, every in sums.items():
+        groups = {n: group for n, group in every.items() if not group & alone}
+        if not groups:
+            continue
         times, once = max(map(len, groups.values())), sum(sizes[n] for n in groups)
         if times > 1 and 2 * sum(sizes[n] for group in groups.values() for n in group) > sum(sizes):
             found.append(RepeatedSum(line, times, once))
@@ -92,7 +99,9 @@ def _terms(eqn: compat.Equation, operands: Sequence[_Value]) -> frozenset[int]:
         return operands[0].terms | operands[1].terms
     if name in _KEEPS:
         return operands[0].terms
-    if name in _SCALES:
+    if name == "div":
+        return operands[0].terms if _is_literal(eqn.invars[1]) else frozenset()
+    if name == "mul":
         return next(
             (o.terms for o, a in zip(operands, reversed(eqn.invars), strict=True) if _is_literal(a)), frozenset()
         )

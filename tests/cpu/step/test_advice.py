@@ -138,7 +138,18 @@ def test_an_exchange_for_each_micro_batch_is_told(told: Any, step: Any) -> None:
     assert "exchange the sum behind the loop" in text and "and sends 48 B less." in text
 
 
-@pytest.mark.parametrize("step", [behind_the_loop, step_by_step])
+def with_noise(w: Any, xs: Any) -> Any:
+    """The noise scale needs the mean gradient of each micro-batch."""
+    each = [lax.pmean(jax.grad(loss)(w, x), "batch") for x in xs]
+    return w - 0.1 * sum(each), sum(jnp.sum(grads**2) for grads in each)
+
+
+def harmonic(w: Any, xs: Any) -> Any:
+    """Sums of reciprocals aren't reciprocals of sums."""
+    return w - sum(1.0 / lax.pmean(jax.grad(loss)(w, x), "batch") for x in xs)
+
+
+@pytest.mark.parametrize("step", [behind_the_loop, step_by_step, with_noise, harmonic])
 def test_other_loops_over_micro_batches_are_not(told: Any, step: Any) -> None:
     """If each micro-batch updates the parameters, the next gradient needs the exchange before it."""
     assert told(traced(step, W, MICRO)) == []
