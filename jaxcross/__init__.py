@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
     from jaxcross.jobs.plain_job import Job
     from jaxcross.jobs.plain_loop import run
-    from jaxcross.jobs.replicas import CheckReplicas
     from jaxcross.jobs.runner import Runner
     from jaxcross.server import ParameterServer
     from jaxcross.step.crossover import crossover
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CheckReplicas",
     "Checkpoints",
     "CutError",
     "ExchangeError",
@@ -70,7 +68,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CheckReplicas": "jobs.replicas",
     "Checkpoints": "checkpoint",
     "Job": "jobs.plain_job",
     "ParameterServer": "server",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +67,7 @@ class JobCheckpointer:
         self._log, self._world, self._folders, self._keep = log, world, folders, keep
         self._environment, self._writer = environment, writer
         self._forms: dict[str, Form] | None = None  # of the state that the job restored
+        self._named: Collection[str] = ()  # paths of the leaves that the job names as rank-local
         self._complete: list[str] = []  # on all ranks, oldest first
         # Names that were there at the start or begun in this run. Only these are ever deleted, never those of another
         # run that uses the directory by mistake.
@@ -87,7 +88,7 @@ class JobCheckpointer:
         return step_of(self._complete[-1]) if self._complete else None
 
     def restore(
-        self, target: PyTree, run_on_all_ranks: RunOnAllRanks, *, local: bool = False
+        self, target: PyTree, run_on_all_ranks: RunOnAllRanks, *, local: bool = False, named: Collection[str] = ()
     ) -> tuple[PyTree, Progress] | None:
         """Returns the newest state that is complete on all ranks, in the structure of `target`; None if there is none.
 
@@ -97,6 +98,8 @@ class JobCheckpointer:
             target: The state with which the job would begin.
             run_on_all_ranks: Runs work that communicates.
             local: Whether ranks have different `target`s on purpose.
+            named: Paths of the leaves that the job names as rank-local. They are written by every rank from now on,
+                even where all ranks have the same. The same on every rank.
 
         Raises:
             JobError: On every rank: the newest checkpoint is of another model, of a number of ranks that this one
@@ -110,7 +113,8 @@ class JobCheckpointer:
             )
         wanted = forms_of(target)
         ranks = RankGather(self._log, run_on_all_ranks)
-        found = find(target, wanted, world=self._world, folders=self._folders, ranks=ranks, local=local)
+        found = find(target, wanted, world=self._world, folders=self._folders, ranks=ranks, local=local, named=named)
+        self._named = named
         self._forms = wanted  # before this rank's disk can raise: from here on all ranks can save
         self._known = set(self._folders.names())
         if found is None:
@@ -125,7 +129,7 @@ class JobCheckpointer:
         self._mark("whole", found.name)
         self._saved = (part.step, dict(part.notes), [saved.digest for saved in part.leaves.values()])
         self._warn_of_changes(found)
-        self._record(found.name, any_ranks=not part.rank_local and not rank_local_leaves(target))
+        self._record(found.name, any_ranks=not (part.rank_local or named or rank_local_leaves(target)))
         return rebuild(target, part.forms, found.arrays), Progress(
             step=part.step, places=part.places, cuts=part.cuts, notes=part.notes, best_step=self._resumed_best(part)
         )
@@ -238,8 +242,10 @@ class JobCheckpointer:
         if len(set(steps)) > 1:
             raise self._log.error(f"cannot be saved: its ranks have made {steps} steps, and could not resume together")
         if not all(rank["same"] for rank in gathered):
-            # Leaves with the same bits on all ranks are written once, by rank 0.
-            common = {path for path, d in digests.items() if all(rank["digests"].get(path) == d for rank in gathered)}
+            # Leaves with the same bits on all ranks are written once, by rank 0, unless the job names them: such leaves
+            # belong to this number of ranks, even if they are equal by chance.
+            equal = {path for path, d in digests.items() if all(rank["digests"].get(path) == d for rank in gathered)}
+            common = equal.difference(self._named)
             # A single rank has nothing to compare its leaves with: there, only their types tell.
             any_ranks = len(common) == len(leaves) and not rank_local_leaves(state)
             self._begin(checkpoint_name(progress.step, gathered[0]["token"]), leaves, common, progress, any_ranks)

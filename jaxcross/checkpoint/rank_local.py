@@ -1,4 +1,7 @@
-"""Recognises leaves that are each rank's own by their type. One rank that saves has no other to compare with."""
+"""Recognises leaves that are each rank's own, by their type or by the names that the job gives.
+
+A single rank that saves has no other rank to compare its leaves with.
+"""
 
 from __future__ import annotations
 
@@ -28,30 +31,51 @@ def rank_local_leaves(state: Any) -> list[str]:
     return [keystr(path) for path in paths if _owned(path, strategies, _unsent)]
 
 
-def common_leaves(state: Any, except_: Collection[str] = ()) -> list[str]:
+def named_leaves(state: Any, names: Collection[str]) -> list[str]:
+    """Returns the paths of the leaves that a job names by `rank_local`.
+
+    Args:
+        state: The state of a job.
+        names: Each a key or attribute anywhere in a path, or the beginning of a path as `jax.tree_util.keystr` spells
+            it.
+
+    Raises:
+        ValueError: A name is in no path: it is misspelled, or of another state.
+    """
+    found: dict[str, list[str]] = {name: [] for name in names}
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    for path in paths:
+        beginnings = {keystr(path[: n + 1]) for n in range(len(path))} | {_name(key) for key in path}
+        for name in beginnings & found.keys():
+            found[name].append(keystr(path))
+    if unknown := [name for name, leaves in found.items() if not leaves]:
+        listed = ", ".join(f"`{keystr(path)}`" for path in paths[:5]) + (", ..." if len(paths) > 5 else "")
+        raise ValueError(
+            f"`rank_local` names {unknown[0]!r}, which is in the path of no leaf. Name a key or an attribute of a path,"
+            f" or the beginning of a path. The state's leaves are {listed or 'none'}."
+        )
+    return list(dict.fromkeys(path for leaves in found.values() for path in leaves))
+
+
+def common_leaves(state: Any) -> list[str]:
     """Returns paths of the leaves that training changes alike on every rank, if they were equal on all ranks before.
 
     Left out are what the states of exchanges declare to be a rank's own; under a strategy with a model on each rank,
     all floating-point leaves outside of such states; gradients that `accumulate` and `optax.MultiSteps` add up; the
     statistics of normalisation layers (`batch_stats` of Flax, `nnx.BatchStat`), which a step may leave unsynchronised.
 
-    Args:
-        state: The state of a job.
-        except_: Names of further leaves to leave out: a key or attribute anywhere in a path, or the beginning of a path
-            as `jax.tree_util.keystr` spells it.
     """
     found = jax.tree_util.tree_leaves_with_path(state)
     strategies = _strategies(state, [path for path, _ in found])
     models = any(kind.model for kinds in strategies.values() for kind in kinds)
-    names, statistics = {_STATISTICS, *except_}, _nnx_statistics(state)
+    statistics = _nnx_statistics(state)
 
     def common(path: KeyPath, leaf: Any) -> bool:
         if _owned(path, strategies, _differing):
             return False
-        if any(_name(key) in names for key in path):
+        if any(_name(key) == _STATISTICS for key in path):
             return False
-        beginnings = [path[: n + 1] for n in range(len(path))]
-        if any(start in statistics or keystr(start) in names for start in beginnings):
+        if any(path[: n + 1] in statistics for n in range(len(path))):
             return False
         return not models or _in_strategy(path, strategies) or not _floating(leaf)
 

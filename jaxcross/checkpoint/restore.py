@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def find(
     folders: Folders,
     ranks: RankGather,
     local: bool,
+    named: Collection[str],
 ) -> Found | None:
     """Returns the newest checkpoint that is complete on all ranks; None if none was ever finished. Waits for all ranks.
 
@@ -79,6 +80,7 @@ def find(
         folders: The places of the parts on this rank's disk.
         ranks: Gathers texts of all ranks.
         local: Whether ranks have different `state`s on purpose.
+        named: Paths of the leaves that the job names as rank-local; the same on every rank.
 
     Raises:
         JobError: On every rank: the newest one does not fit `wanted` or this number of ranks, or is of another version;
@@ -100,7 +102,7 @@ def find(
         # All ranks take rank 0's description: where leaves are equal on all ranks, it alone is sure to be there.
         first = parse(ranks.gather_text("its leaves", to_text(parts[name]) if world.rank == 0 else "")[0])
         part = _part_here(first, parts.get(name), world)
-        _check_fit(first, part, state, wanted, ranks, world, folders.path / name, local=local)
+        _check_fit(first, part, state, wanted, ranks, world, folders.path / name, local=local, named=named)
         held, damage, error = read_arrays(folders, name, part, all_leaves=world.rank == 0)
         gathered = ranks.gather("read", [damage, _error_text(error, folders.arrays_path(name))])
         # A checkpoint on a disk that cannot be read now may be intact: do not skip it.
@@ -112,7 +114,7 @@ def find(
         complete.pop()
     if selection.refused is not None:
         name = selection.refused
-        leaves = ", ".join(f"`{path}`" for path in parts[name].rank_local[:3]) if world.rank == 0 else ""
+        leaves = _listed(parts[name].rank_local) if world.rank == 0 else ""
         leaves = ranks.gather_text("which leaves", leaves)[0]
         raise _refusal(ranks.log, f"{folders.path / name}", leaves, saved_on=selection.foreign[name], ranks=world.size)
     # There is nothing to resume from. Beginning again would hide a loss, so that has to be ruled out first.
@@ -134,6 +136,7 @@ def _check_fit(
     path: Path,
     *,
     local: bool,
+    named: Collection[str],
 ) -> None:
     """Makes sure that the job and this number of ranks can resume from the checkpoint. Waits for all ranks.
 
@@ -144,6 +147,9 @@ def _check_fit(
     ranks.check(
         _other_shapes(f"{path}", saved_on=first.ranks, ranks=world.size), ranks.gather_text("its shapes", differs)
     )
+    if first.ranks != world.size and (own := [leaf for leaf in first.leaves if leaf in named]):
+        # They were not named when they were saved, and happened to be equal on all ranks.
+        raise _refusal(ranks.log, f"{path}", _listed(own), saved_on=first.ranks, ranks=world.size)
     if first.ranks == 1 < world.size:
         # A single rank has nothing to compare its leaves with, so that its part calls all of them common.
         _refuse_copies(ranks.log, ranks.gather("whose they are", _initial(state, local=local)), f"{path}")
@@ -303,15 +309,19 @@ def _refuse_copies(log: JobLog, initial: Sequence[tuple[list[str], dict[str, str
         leaf for leaf in first if any(leaf in local or leaf not in d or d[leaf] != first[leaf] for local, d in initial)
     ]
     if own:
-        raise _refusal(log, path, ", ".join(f"`{leaf}`" for leaf in own[:3]), saved_on=1, ranks=len(initial))
+        raise _refusal(log, path, _listed(own), saved_on=1, ranks=len(initial))
 
 
 def _refusal(log: JobLog, path: str, leaves: str, *, saved_on: int, ranks: int) -> JobError:
     return log.error(
         f"cannot resume on {_ranks(ranks)} from `{path}`, which {_ranks(saved_on)} wrote: each rank has its own values "
-        f"of {leaves}. What they are, residuals of an exchange or parts of a model, belongs to that number of ranks. "
-        f"Start {_ranks(saved_on)}, or name another directory."
+        f"of {leaves}. Such values (residuals of an exchange, parts of a model, leaves that `rank_local` names) belong "
+        f"to that number of ranks. Start {_ranks(saved_on)}, or name another directory."
     )
+
+
+def _listed(leaves: Sequence[str]) -> str:
+    return ", ".join(f"`{leaf}`" for leaf in leaves[:3])
 
 
 def _other_shapes(path: str, *, saved_on: int, ranks: int) -> str:

@@ -149,6 +149,34 @@ def check_checkpoints(checkpoints: Any) -> None:
         raise _wrong("`checkpoints`", "`jaxcross.Checkpoints(directory, every=1000)`, or None", checkpoints)
 
 
+def checked_interval(check_replicas: Any) -> int | None:
+    """The number of steps from one comparison of replicas to the next.
+
+    Raises:
+        ValueError: It is not a whole number of at least 1.
+    """
+    if check_replicas is None:
+        return None
+    if not is_whole(check_replicas) or check_replicas < 1:
+        raise ValueError(
+            f"`check_replicas` is `{check_replicas!r}`: it is the number of steps from one comparison to the next, 1 or"
+            " more."
+        )
+    return int(check_replicas)  # ranks send it to each other as JSON
+
+
+def checked_names(what: str, names: Any) -> tuple[str, ...]:
+    """The names of leaves; a single text is one name.
+
+    Raises:
+        TypeError: They are something other than texts.
+    """
+    found = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
+    if not all(isinstance(name, str) for name in found):
+        raise _wrong(what, "texts that name leaves, such as `('mask',)`", names)
+    return found
+
+
 def check_progress(progress: Any) -> None:
     """Makes sure that `progress` is a yes or no, seconds above 0, or None.
 

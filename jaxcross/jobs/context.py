@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint.rank_local import named_leaves
 from jaxcross.errors import JobError, first_line, shortened
 from jaxcross.health.abort import print_error
 from jaxcross.interleave.instrument import SpanKind
 from jaxcross.interleave.vote import JobRequest
-from jaxcross.jobs.arguments import checked_early_stopping, checked_evaluation
+from jaxcross.jobs.arguments import checked_early_stopping, checked_evaluation, checked_names
 from jaxcross.jobs.batch_loops import BatchLoops
 from jaxcross.jobs.early_stopping import Mode
 from jaxcross.jobs.host import JobHost
@@ -222,7 +223,7 @@ class JobContext:
         )
         self.host.evaluations.stop_early(early)
 
-    def restore(self, state: PyTree, *, mode: Initial = "check") -> PyTree:
+    def restore(self, state: PyTree, *, mode: Initial = "check", rank_local: Sequence[str] = ()) -> PyTree:
         """Returns the state to start from: `state`, once all ranks have agreed on it. Waits for all ranks.
 
         The result is a copy: the job's step may donate it, and another job start from the same `state`.
@@ -231,21 +232,34 @@ class JobContext:
         made like `state`; `step` and the first `batches` go on from there. `mode` matters then only to what one rank
         saved and several restore: where their own values under `local` differ, it refuses.
 
+        Leaves that `rank_local` names belong to their rank, in every `mode`: they are neither compared nor broadcast,
+        here and in later comparisons of replicas. Each rank saves its own, and gets its own back. A checkpoint of
+        another number of ranks is refused, because some rank's own would be missing.
+
         Args:
             state: A pytree of arrays, JAX's or NumPy's, and numbers.
             mode: `check` compares the ranks' values, `broadcast` takes rank 0's, `local` allows each rank its own (a
                 model that is spread over ranks, a dropout key). The same on every rank.
+            rank_local: Names of leaves of which each rank has its own, such as a data mask: a key or attribute anywhere
+                in their path, such as `"mask"`, or the beginning of the path as messages show it, such as
+                `"[0]['mask']"`. The same on every rank.
 
         Raises:
-            ValueError: `mode` is another word.
+            ValueError: `mode` is another word, or `rank_local` names no leaf of `state`.
             ExchangeError: On every rank, if values (`check`) or shapes (`broadcast`) differ.
-            TypeError: Unless `local` without checkpoints, on every rank: a leaf is neither an array nor a number.
-            JobError: On every rank: the checkpoint is of another model, or of a number of ranks that cannot change.
+            TypeError: `rank_local` holds something other than texts; or, unless `local` without checkpoints, on every
+                rank: a leaf is neither an array nor a number.
+            JobError: On every rank: the checkpoint is of another model, or of a number of ranks that cannot change; or
+                ranks give different `mode`s or `rank_local`s.
         """
         check_choice(mode, Initial, f"`mode` of `job.restore` in job `{self.name}`")
+        names = checked_names(f"`rank_local` of `job.restore` in job `{self.name}`", rank_local)
+        named = frozenset(named_leaves(state, names))
+        if names:  # before any file is read by them
+            self.run_on_all_ranks(f"restore, rank_local={sorted(names)}", lambda _: None)  # ranks compare the label
         resumption, found = self._life.resumption, None
         if resumption is not None:
-            found = resumption.restore(state, self.run_on_all_ranks, local=mode == "local")
+            found = resumption.restore(state, self.run_on_all_ranks, local=mode == "local", named=named)
         if resumption is not None and found is not None:
             self.host.step = resumption.first_step
             driver, record = self._life.running()
@@ -256,11 +270,18 @@ class JobContext:
         else:
             if mode != "local":
                 label = "restore" if mode == "check" else f"restore, mode={mode!r}"  # ranks compare it
-                state = self.run_on_all_ranks(label, lambda _: self._world.broadcast_or_check(state, mode=mode))
+                state = self.run_on_all_ranks(
+                    label, lambda _: self._world.broadcast_or_check(state, mode=mode, rank_local=named)
+                )
             self.state = own_copy(state)
         self._metrics.begin(self.step, None if found is None else self.run_on_all_ranks)
         self.host.replicas.begin(
-            self.state, self.step, local=mode == "local", resumed=found is not None, together=self.run_on_all_ranks
+            self.state,
+            self.step,
+            local=mode == "local",
+            named=named,
+            resumed=found is not None,
+            together=self.run_on_all_ranks,
         )
         return self.state if resumption is None else self._resume_status(resumption)
 

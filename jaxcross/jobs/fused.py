@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint.rank_local import named_leaves
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave.instrument import SpanKind
 from jaxcross.jobs.context import JobContext
@@ -54,7 +55,13 @@ class FusedJob:
     def _run(self, job: JobContext) -> States:
         """Trains all members to their ends. The function of a runner's job."""
         self._live = [_Member(member, job.host) for member in self.members]
-        states = job.restore(tuple(each.job.state for each in self._live), mode=self.members[0]._initial)
+        own = [
+            f"[{n}]{path}"
+            for n, member in enumerate(self.members)
+            for path in named_leaves(member.state, member._rank_local)
+        ]
+        states = tuple(member.state for member in self.members)
+        states = job.restore(states, mode=self.members[0]._initial, rank_local=own)
         for member, state in zip(self._live, states, strict=True):
             member.begin(state)
         counted = 0.0

@@ -19,7 +19,6 @@ from jaxcross.jobs.lifecycle import JobLifecycle
 from jaxcross.jobs.observer import JobObserver
 from jaxcross.jobs.prefetch import Prefetcher
 from jaxcross.jobs.replica_checks import ReplicaChecks
-from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.skipped_steps import SkippedSteps
 from jaxcross.jobs.step_registry import StepRegistry, memory_of
 from jaxcross.jobs.thread import JobDone
@@ -59,7 +58,7 @@ class JobHost:
         *,
         listeners: Listeners,
         world: World,
-        checks: CheckReplicas,
+        check_replicas: int | None,
         admission: MemoryAdmission,
     ) -> None:
         self._life = life
@@ -73,7 +72,9 @@ class JobHost:
         self.latest = LatestState()
         self.skipped = SkippedSteps(life.name, self.latest)
         self.registry = StepRegistry()
-        self.replicas = ReplicaChecks(life.name, rank=world.rank, ranks=world.size, latest=self.latest, checks=checks)
+        self.replicas = ReplicaChecks(
+            life.name, rank=world.rank, ranks=world.size, latest=self.latest, every=check_replicas
+        )
         self.examples = ExampleCount()
         self.evaluations = Evaluations(life.name, rank=world.rank, ranks=world.size)
         self.loops: list[Prefetcher] = []

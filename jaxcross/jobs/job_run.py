@@ -18,7 +18,6 @@ from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.lifecycle import JobLifecycle, forget_locals
 from jaxcross.jobs.metrics import BeginFiles, MetricLog
-from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.stop_text import StoppedJob
 from jaxcross.jobs.thread import JobThread
@@ -50,7 +49,7 @@ class JobRun:
         listeners: Listeners,
         world: World,
         admission: MemoryAdmission,
-        checks: CheckReplicas | None = None,
+        check_replicas: int | None = None,
         begin_files: BeginFiles | None = None,
     ) -> None:
         self._function = fn
@@ -59,7 +58,7 @@ class JobRun:
         self._world = world
         self._life = JobLifecycle(name)
         self._host = JobHost(
-            self._life, listeners=listeners, world=world, checks=checks or CheckReplicas(), admission=admission
+            self._life, listeners=listeners, world=world, check_replicas=check_replicas, admission=admission
         )
         self._metrics = MetricLog(self._note_metrics, begin_files)
         self.context = JobContext(self._life, self._host, self._metrics, world)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxcross.jobs.arguments import check_loop, checked_early_stopping, checked_evaluation
+from jaxcross.jobs.arguments import check_loop, checked_early_stopping, checked_evaluation, checked_names
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.early_stopping import Mode
 from jaxcross.jobs.evaluations import Evaluations
@@ -31,6 +31,8 @@ class Job:
             `eject`; see `JobContext.nonfinite`.
         initial: `check` compares the ranks' initial states, `broadcast` takes rank 0's, `local` allows each its own
             values, as dropout keys; see `JobContext.restore`. The same on every rank.
+        rank_local: Names of leaves of which each rank has its own, such as a data mask; see `JobContext.restore`. The
+            same on every rank.
 
     Raises:
         TypeError: An argument is of another type.
@@ -47,6 +49,7 @@ class Job:
         steps: int | None = None,
         nonfinite: NonFinite = "ignore",
         initial: Initial = "check",
+        rank_local: Sequence[str] = (),
     ) -> None:
         check_loop(name, step, batches, steps)
         check_choice(nonfinite, NonFinite, f"`nonfinite` of job `{name}`")
@@ -56,6 +59,7 @@ class Job:
         self._function, self._batches, self._steps = step, batches, steps
         self._nonfinite: NonFinite = nonfinite
         self._initial: Initial = initial
+        self._rank_local = checked_names(f"`rank_local` of job `{name}`", rank_local)
         self._settings: list[Callable[[Evaluations], None]] = []
 
     def every(self, n: int, fn: Callable[[Any], Any], *, rank: int | None = None, name: str = "eval") -> None:
@@ -88,7 +92,8 @@ class Job:
 
     def _run(self, job: JobContext) -> Any:
         job.nonfinite, self.history = self._nonfinite, job.history
-        self.state, every = job.restore(self.state, mode=self._initial), job.save_every
+        self.state = job.restore(self.state, mode=self._initial, rank_local=self._rank_local)
+        every = job.save_every
         self.step = job.step
         for apply in self._settings:
             apply(job.host.evaluations)

@@ -13,7 +13,6 @@ from jaxcross.interleave.policy import Policy
 from jaxcross.jobs.fused import FusedJob, Fusion
 from jaxcross.jobs.outcome import raise_first
 from jaxcross.jobs.plain_job import Job, check_batches_apart
-from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
 from jaxcross.runtime.emulated_link import Link
@@ -34,7 +33,7 @@ def run(
     events: str | os.PathLike[str] | None = None,
     checkpoints: Checkpoints | None = None,
     metrics: str | os.PathLike[str] | None = None,
-    check_replicas: CheckReplicas | int | None = None,
+    check_replicas: int | None = None,
     progress: bool | float | None = None,
 ) -> Report:
     """Runs plain training loops that share this rank's device. Waits for all ranks; see `Runner`.

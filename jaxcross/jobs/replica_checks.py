@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.checkpoint.rank_local import common_leaves
 from jaxcross.errors import ExchangeError
 from jaxcross.jobs.latest_state import LatestState, has_deleted
-from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, CheckReplicas, Findings, RankReport, exchange
+from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, Findings, RankReport, exchange
 
 _log = logging.getLogger("jaxcross")
 
@@ -29,7 +30,8 @@ class ReplicaChecks:
         rank: This rank.
         ranks: How many there are; a single one compares nothing.
         latest: The job's state and the results of its steps.
-        checks: How often, and without which leaves.
+        every: Compare after so many steps, and fail where replicas differ; if None, compare at checkpoints and at the
+            end only, and warn.
 
     Attributes:
         findings: Of all comparisons.
@@ -37,8 +39,8 @@ class ReplicaChecks:
         end: This rank's report on the last state, for `settle`; None if there is nothing to report.
     """
 
-    def __init__(self, job: str, *, rank: int, ranks: int, latest: LatestState, checks: CheckReplicas) -> None:
-        self._job, self._rank, self._ranks, self._latest, self._checks = job, rank, ranks, latest, checks
+    def __init__(self, job: str, *, rank: int, ranks: int, latest: LatestState, every: int | None) -> None:
+        self._job, self._rank, self._ranks, self._latest, self._every = job, rank, ranks, latest, every
         self.findings = Findings(job)
         self.batches = 0
         self.end: RankReport | None = None
@@ -51,7 +53,9 @@ class ReplicaChecks:
         self._looked = False  # whether its first batch has led to an exchange
         self._warned = False  # that replicas differ, or that there is nothing to compare
 
-    def begin(self, state: Any, step: int, *, local: bool, resumed: bool, together: RunOnAllRanks) -> None:
+    def begin(
+        self, state: Any, step: int, *, local: bool, named: Collection[str], resumed: bool, together: RunOnAllRanks
+    ) -> None:
         """Notes which leaves of a restored state are common to all ranks. Waits for all ranks if it is `local`.
 
         A state that is not `local` is meant to be the same on every rank. Local states may be parts of one model: only
@@ -62,6 +66,7 @@ class ReplicaChecks:
             state: The state.
             step: Steps that led to it.
             local: Whether each rank has restored its own.
+            named: Paths of the leaves that the job names as rank-local: these are not compared.
             resumed: Whether it comes from a checkpoint.
             together: Runs what communicates.
         """
@@ -69,7 +74,7 @@ class ReplicaChecks:
             return
         self._restored, self._start, self._first_step, self._compared = True, state, step, step
         self._paths = _paths(state)
-        self._common = common_leaves(state, self._checks.except_)
+        self._common = [path for path in common_leaves(state) if path not in named]
         if local:
             common = set(self._common)
             mine = RankReport(
@@ -152,7 +157,7 @@ class ReplicaChecks:
         return None
 
     def _due(self, count: int) -> bool:
-        every = self._checks.every
+        every = self._every
         if every is None or self._ranks == 1 or count // every <= self._compared // every:
             return False
         if not self._restored:
@@ -171,10 +176,10 @@ class ReplicaChecks:
     def _add(self, every: list[RankReport]) -> None:
         self.findings.unit = "step" if self._exchanged else "batch"
         if self.findings.add(every, len(self._paths)) is not None:
-            if self._checks.every is not None:
+            if self._every is not None:
                 raise ExchangeError(self.findings.message())
             self._warn(self.findings.message())
-        elif self._checks.every is not None and self.findings.unknown and not (self._unknown() or self._between):
+        elif self._every is not None and self.findings.unknown and not (self._unknown() or self._between):
             self._warn(f"Job `{self._job}`: replicas {self.findings.text}.")
 
     def _report(self, count: int) -> RankReport:

@@ -7,13 +7,11 @@ not. Nothing here decides when to compare.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxcross._arguments import is_whole
 from jaxcross.program.ir import hash_62
 from jaxcross.world.control_plane import Control, gather
 
@@ -22,55 +20,6 @@ BETWEEN = "its last step stands between two exchanges, where ranks may differ"
 
 UNCHANGED = "its state is the one that it began with"
 """Why a job without training has nothing to compare; reports do not mention it."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckReplicas:
-    """A schedule by which a `Runner` compares the ranks' copies of each job's state, and the leaves that it leaves out.
-    The same on every rank. Creating it does not communicate.
-
-    Without it, states are compared at checkpoints and at a job's end, and a difference is a warning and a line of the
-    report. With `every`, it is an `ExchangeError` on every rank, wherever it is found: the job leaves, others go on.
-
-    Compared are the bits of the leaves that are equal on all ranks when training begins, less those that an exchange
-    strategy declares to be a rank's own; see `docs/reference/faults.md`.
-
-    Args:
-        every: Compare after so many steps. Costs one pass over the state on the host each time. If None, only at
-            checkpoints and at the end.
-        except_: Leaves that each rank has for itself: a key or attribute anywhere in their path, such as `"metrics"`,
-            or the beginning of the path as messages show it, such as `"[0]['w']"`.
-
-    Raises:
-        ValueError: `every` is not a whole number of at least 1.
-        TypeError: `except_` holds something other than texts.
-
-    Example:
-        >>> checks = jaxcross.CheckReplicas(every=100, except_=("metrics",))
-        >>> runner = jaxcross.Runner(check_replicas=checks)  # doctest: +SKIP
-    """
-
-    every: int | None = None
-    except_: Sequence[str] = field(default=(), kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.every is not None and (not is_whole(self.every) or self.every < 1):
-            raise ValueError(
-                f"`check_replicas` is `{self.every!r}`: it is the number of steps from one comparison to the next, 1 or"
-                " more, or a `jaxcross.CheckReplicas`."
-            )
-        if self.every is not None:
-            object.__setattr__(self, "every", int(self.every))  # ranks compare what it prints
-        names = (self.except_,) if isinstance(self.except_, str) else self.except_
-        names = tuple(names) if isinstance(names, Iterable) else (names,)
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError(f"`except_` is `{self.except_!r}`: name leaves by texts, such as `('metrics',)`.")
-        object.__setattr__(self, "except_", names)
-
-
-def as_checks(given: CheckReplicas | int | None) -> CheckReplicas:
-    """Returns what `Runner(check_replicas=)` was given as a `CheckReplicas`."""
-    return given if isinstance(given, CheckReplicas) else CheckReplicas(given)
 
 
 class RankReport(NamedTuple):
@@ -176,7 +125,10 @@ class Findings:
         held = "They were never found equal in this run"
         if self.held is not None:
             held = f"They were equal {self._when(self.held)}"
-        own = path and f" If each rank is to have its own `{path}`, name it in `jaxcross.CheckReplicas(except_=...)`."
+        own = path and (
+            f" If each rank is to have its own `{path}`, name it: `job.restore(state, rank_local=...)`, or"
+            " `jaxcross.Job(..., rank_local=...)`."
+        )
         return (
             f"Job `{self._job}`: its replicas differ after {self.unit} {self.step}, first in {_leaf(path)} on"
             f" ranks {here} and {there}. {held}. Each rank trains a model of its own. Look for what differs between"

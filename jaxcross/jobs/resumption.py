@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.checkpointer import JobCheckpointer, Progress
@@ -60,9 +60,11 @@ class Resumption:
         """The step of the newest checkpoint that is complete on all ranks; None without one."""
         return self._checkpointer.newest_step
 
-    def restore(self, target: PyTree, together: RunOnAllRanks, *, local: bool = False) -> PyTree | None:
+    def restore(
+        self, target: PyTree, together: RunOnAllRanks, *, local: bool = False, named: Collection[str] = ()
+    ) -> PyTree | None:
         """Returns the state of the newest checkpoint, or None. Waits for all ranks; see `JobCheckpointer.restore`."""
-        found = self._checkpointer.restore(target, together, local=local)
+        found = self._checkpointer.restore(target, together, local=local, named=named)
         if found is None:
             return None
         state, progress = found

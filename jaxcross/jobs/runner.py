@@ -26,7 +26,6 @@ from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.job_run import JobRun, first_of
 from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
 from jaxcross.jobs.progress import ProgressReporter
-from jaxcross.jobs.replicas import CheckReplicas, as_checks
 from jaxcross.jobs.stop_text import stop_text
 from jaxcross.jobs.submissions import RegisteredFunctions
 from jaxcross.report import Recorder, Report
@@ -69,9 +68,11 @@ class Runner:
             for the directory.
         metrics: A folder where rank 0 writes what jobs log, as a JSONL and a CSV each; given on every rank. After a
             restart from `checkpoints` it has each step once.
-        check_replicas: Compare the ranks' copies of each job's state after so many steps, and let a job fail on every
-            rank where they differ; a `CheckReplicas` also names leaves to leave out. Same on every rank. If None,
-            states are compared at checkpoints and at a job's end, for the report.
+        check_replicas: Compare the ranks' copies of each job's state after so many steps, in one pass over the state on
+            the host. If they differ, the job leaves with an `ExchangeError` on every rank, and other jobs continue.
+            Same on every rank. If None, states are compared only at checkpoints and at a job's end, and a difference is
+            a warning and a line of the report. Leaves that a job names by `rank_local` aren't compared, nor are those
+            that an exchange strategy declares rank-local; see `docs/reference/faults.md`.
         progress: Whether to show how far the jobs are. By default `jaxcross launch` draws a table on a terminal;
             elsewhere rank 0 prints a line a job to standard error, first after 3 s, then every 10 s, in a long run
             every minute. A number is the seconds between lines. `JAXCROSS_PROGRESS` in the environment overrules it.
@@ -79,7 +80,8 @@ class Runner:
     Raises:
         TypeError: An argument is of another type.
         ValueError: `depth` is below 1, `memory` is no number of bytes, `progress` is a number that is not above 0,
-            `start` is another word, or this rank cannot write to the folder `events`.
+            `start` is another word, `check_replicas` is no whole number of at least 1, or this rank cannot write to the
+            folder `events`.
 
     Example:
         >>> with jaxcross.Runner(world) as runner:
@@ -102,7 +104,7 @@ class Runner:
         events: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | None = None,
         metrics: str | os.PathLike[str] | None = None,
-        check_replicas: CheckReplicas | int | None = None,
+        check_replicas: int | None = None,
         progress: bool | float | None = None,
     ) -> None:
         listening = arguments.checked_instruments(instruments)
@@ -125,7 +127,7 @@ class Runner:
         self.depth, self.link, self.checkpoints = arguments.checked_depth(depth), link, checkpoints
         self.start: Start = start
         self._admission = MemoryAdmission.of(self.world, limit)
-        self.check_replicas = as_checks(check_replicas)
+        self.check_replicas = arguments.checked_interval(check_replicas)
         self._runs: list[JobRun] = []
         self.report: Report | None = None
         self._recorder = Recorder()
@@ -211,7 +213,7 @@ class Runner:
             listeners=self._listeners,
             world=self.world,
             admission=self._admission,
-            checks=self.check_replicas,
+            check_replicas=self.check_replicas,
             begin_files=partial(self._begin_files, name) if self._writes_metrics else None,
         )
 
@@ -395,7 +397,7 @@ class Runner:
             "policy": repr(self.policy),
             "start": self.start,
             "checkpoints": self.checkpoints and self.checkpoints.agreed,
-            "check_replicas": repr(self.check_replicas),
+            "check_replicas": self.check_replicas,
             "metrics": self._writes_metrics,
         }
         agree(self.world, mine)

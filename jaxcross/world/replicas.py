@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -16,8 +16,9 @@ from jaxcross.errors import ExchangeError
 _CHUNK_BYTES = 2**30
 
 
-def check_equal(state: Any, comm: Any) -> Any:
-    """`state` itself, after all ranks have compared their leaves' bytes. Waits for every rank.
+def check_equal(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
+    """`state` itself, after all ranks have compared their leaves' bytes, except those of the paths `rank_local`. Waits
+    for every rank.
 
     Raises:
         ExchangeError: On every rank, naming the first leaf that differs and two ranks; or a rank that cannot read its
@@ -25,27 +26,33 @@ def check_equal(state: Any, comm: Any) -> Any:
         TypeError: On every rank, naming the first leaf that is neither an array nor a number.
     """
     hint = (
-        "Build it from the same seed on every rank. Where each rank is to keep its own, as a dropout key, say so by"
-        " `job.restore(state, mode='local')` or `jaxcross.Job(..., initial='local')`; `'broadcast'` takes rank 0's."
+        "Build it from the same seed on every rank. If each rank is to have its own value of a leaf, such as a dropout"
+        " key, name it: `job.restore(state, rank_local=...)`, or `jaxcross.Job(..., rank_local=...)`. `mode='local'`,"
+        " or `initial='local'`, lets each rank keep all of its values; `mode='broadcast'` takes rank 0's."
     )
-    _compare(_gathered(_digest, state, comm), hint=hint)
+    _compare(_gathered(_digest, state, comm, rank_local), hint=hint)
     _check_arrays(state)
     return state
 
 
-def broadcast(state: Any, comm: Any) -> Any:
-    """Rank 0's values in this rank's tree, each leaf of this rank's type and where it was. Waits for every rank.
+def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
+    """Rank 0's values in this rank's tree, each leaf of this rank's type and where it was; leaves of the paths
+    `rank_local` stay as they are. Waits for every rank.
 
     Raises:
         ExchangeError: On every rank, if shapes, element types or the tree itself differ; or a rank cannot read its own,
             where it is what reading raised.
         TypeError: On every rank, naming the first leaf that is neither an array nor a number.
     """
-    _compare(_gathered(_form, state, comm), hint="Only values can be broadcast: make the trees alike first.")
+    _compare(
+        _gathered(_form, state, comm, rank_local), hint="Only values can be broadcast: make the trees alike first."
+    )
     _check_arrays(state)
     failures: list[Exception] = []
 
-    def received(leaf: Any) -> Any:
+    def received(path: Any, leaf: Any) -> Any:
+        if jax.tree_util.keystr(path) in rank_local:
+            return leaf
         values = _broadcast_leaf(leaf, comm)
         try:
             return _placed(values, leaf)
@@ -53,17 +60,23 @@ def broadcast(state: Any, comm: Any) -> Any:
             failures.append(error)
             return leaf
 
-    state = jax.tree.map(received, state)
+    state = jax.tree_util.tree_map_with_path(received, state)
     if failures:
         raise failures[0]
     return state
 
 
-def _gathered(what: Callable[[Any], str], state: Any, comm: Any) -> list[list[tuple[str, str]]]:
-    """Returns by rank the path of each leaf and its description."""
+def _gathered(
+    what: Callable[[Any], str], state: Any, comm: Any, rank_local: Collection[str]
+) -> list[list[tuple[str, str]]]:
+    """Returns by rank the path of each leaf and its description, which is the same for all that are rank-local."""
+
+    def described(path: str, leaf: Any) -> str:
+        return "rank-local" if path in rank_local and _is_numeric(leaf) else what(leaf)
+
     mine, trouble, failure = [], "", None
     try:
-        mine = [(path, what(leaf)) for path, leaf in _leaves(state)]
+        mine = [(path, described(path, leaf)) for path, leaf in _leaves(state)]
     except Exception as error:  # of memory perhaps, or the leaf was donated: the others wait all the same
         trouble, failure = f"{type(error).__name__}: {error}", error
     every = comm.allgather((mine, trouble))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -209,7 +209,7 @@ class World:
         """Seconds after which a wait for other ranks is reported, and all ranks are aborted."""
         return self._watchdog.timeout_s
 
-    def broadcast_or_check(self, state: Any, *, mode: str = "check") -> Any:
+    def broadcast_or_check(self, state: Any, *, mode: str = "check", rank_local: Collection[str] = ()) -> Any:
         """A job's initial state, made sure to be equal on all ranks. Waits for every rank.
 
         All ranks must call it in the same order, one thread at a time.
@@ -217,6 +217,7 @@ class World:
         Args:
             state: A pytree of arrays.
             mode: `check` compares and returns `state`; `broadcast` returns rank 0's values in this rank's places.
+            rank_local: Paths of leaves that stay as they are: each rank has its own. The same on every rank.
 
         Raises:
             ExchangeError: The trees or, when checking, the values differ; on every rank, with the leaf and two ranks.
@@ -226,4 +227,4 @@ class World:
         if mode not in ("check", "broadcast"):
             raise ValueError(f"`mode` is {mode!r}: use 'check' or 'broadcast'.")
         with self.monitor(job="", step=0, segment=-1, what="state check"):
-            return (check_equal if mode == "check" else broadcast)(state, self._base)
+            return (check_equal if mode == "check" else broadcast)(state, self._base, rank_local)

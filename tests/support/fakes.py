@@ -6,7 +6,7 @@ Nothing here needs MPI, and what runs on it is the real runner, driver and inter
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -154,11 +154,17 @@ class FakeWorld:
         self.control.leave()
         raise Aborted(message)
 
-    def broadcast_or_check(self, state: Any, *, mode: str = "check") -> Any:
-        states = self.control.meet("state", state)
+    def broadcast_or_check(self, state: Any, *, mode: str = "check", rank_local: Collection[str] = ()) -> Any:
+        import jax
+
+        def own(path: Any) -> bool:
+            return jax.tree_util.keystr(path) in rank_local
+
+        by_path = jax.tree_util.tree_map_with_path
+        states = self.control.meet("state", by_path(lambda path, leaf: None if own(path) else leaf, state))
         if mode == "check" and any(repr(other) != repr(states[0]) for other in states):
             raise ExchangeError("The state differs between ranks")
-        return states[0]
+        return by_path(lambda path, mine, first: mine if own(path) else first, state, states[0])
 
 
 def run_ranks(size: int, work: Callable[[FakeWorld], Any]) -> list[Any]:

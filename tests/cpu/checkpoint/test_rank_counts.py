@@ -84,6 +84,68 @@ def test_a_pending_fragment_fits_its_own_run_only(ranks, fragments, said, tmp_pa
         assert found == [(2, [1.0] * 4), (2, [2.0] * 4)]
 
 
+@pytest.mark.parametrize("mode", ["check", "broadcast"])
+def test_each_rank_resumes_with_its_own_named_leaf(mode, tmp_path):
+    """It is neither compared nor taken from rank 0, at the start, in comparisons, and after two restarts."""
+
+    def work(world, start, steps):
+        def fn(job):
+            w = np.full(3, float(world.rank if mode == "broadcast" else 0))
+            first = {"w": w, "mask": np.full(2 + world.rank, start + world.rank)}
+            step, state = make_step(world), job.restore(first, mode=mode, rank_local="mask")
+            for batch in job.batches(batches(world), steps):
+                job.state = state = step({"w": state["w"]}, batch) | {"mask": state["mask"] + 1}
+            return state
+
+        runner = Runner(world, checkpoints=Checkpoints(tmp_path), check_replicas=1)
+        job = runner.add("a", fn)
+        runner.run()
+        return job.state["mask"].tolist(), runner.report.jobs[0].replicas
+
+    for start, steps in ((10, 2), (50, 4), (90, 6)):
+        found = run_ranks(2, lambda world: work(world, start, steps))  # noqa: B023
+        equal = "equal in 1 of 2 leaves"
+        assert found == [([10 + steps] * 2, equal), ([11 + steps] * 3, equal)]
+
+
+@pytest.mark.parametrize("saved_as", [(), "mask"])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
+def test_other_rank_count_rejects_a_named_leaf(saved_as, before, after, tmp_path):
+    """Even if all ranks had the same when it was saved, and whether or not it was named then."""
+
+    def work(world, names, steps):
+        def fn(job):
+            step, state = make_step(world), job.restore({"w": np.zeros(3), "mask": np.ones(2)}, rank_local=names)
+            for batch in job.batches(batches(world), steps):
+                job.state = state = state | step({"w": state["w"]}, batch)
+            return state
+
+        runner = Runner(world, checkpoints=Checkpoints(tmp_path))
+        job = runner.add("a", fn)
+        try:
+            runner.run()
+        except JobError as error:
+            return str(error)
+        return job.step
+
+    assert run_ranks(before, lambda world: work(world, saved_as, 2)) == [2] * before
+    refused = run_ranks(after, lambda world: work(world, "mask", 4))
+    said = rf"cannot resume on {after} ranks? .*which {before} ranks? wrote: .*`\['mask'\]`.*`rank_local`"
+    assert all(re.search(said, str(text)) for text in refused), refused
+    assert run_ranks(before, lambda world: work(world, "mask", 4)) == [4] * before
+
+
+def test_ranks_must_name_the_same_leaves():
+    def work(world):
+        runner = Runner(world)
+        state = {"w": np.zeros(3), "mask": np.zeros(2)}
+        runner.add("a", lambda job: job.restore(state, rank_local=("mask", "w")[: world.rank + 1]))
+        with pytest.raises(JobError, match=r"different things on different ranks.*rank_local=\['mask', 'w'\]"):
+            runner.run()
+
+    run_ranks(2, work)
+
+
 def test_one_rank_checkpoint_resumes_broadcast_ranks(tmp_path):
     """A checkpoint of one rank serves ranks that would have begun with rank 0's values."""
     saved = train(1, tmp_path, steps=6, names=("a",))

@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 
 from jaxcross import exchange
 from jaxcross._pytree import digests
-from jaxcross.checkpoint.rank_local import common_leaves, rank_local_leaves
+from jaxcross.checkpoint.rank_local import common_leaves, named_leaves, rank_local_leaves
 
 PARAMS = {"w": jnp.ones((64, 64)), "bias": jnp.zeros(64)}
 ALL = ["['bias']", "['w']"]
@@ -101,10 +101,18 @@ def test_all_leaves_of_a_plain_optimizer_are_common():
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     assert common_leaves(state) == paths
-    assert common_leaves(state, ["mu", ".params['w']"]) == [
-        path for path in paths if ".mu" not in path and path != ".params['w']"
-    ]
-    assert common_leaves(state, ["para", "'w'", ".params['"]) == paths  # no part of a name
+
+
+def test_leaves_are_named_by_a_key_or_the_beginning_of_a_path():
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    named = named_leaves(state, ["mu", ".params['w']"])
+    assert sorted(named) == sorted(path for path in paths if ".mu" in path or path == ".params['w']")
+    assert named_leaves(state, ["params", ".params['w']"]) == [".params['bias']", ".params['w']"]
+    assert named_leaves({}, []) == []
+    for part in ("para", "'w'", ".params['"):
+        with pytest.raises(ValueError, match="^`rank_local` names .* in the path of no leaf.* leaves are `.step`, "):
+            named_leaves(state, ["mu", part])
 
 
 class Progress(NamedTuple):

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import jaxcross
+from jaxcross.jobs.arguments import checked_interval
 from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.replica_checks import ReplicaChecks
-from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, CheckReplicas, Difference, Findings, RankReport, judge
+from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, Difference, Findings, RankReport, judge
 from jaxcross.jobs.replicas import exchange as exchange_reports
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import JobSummary, Report
@@ -89,13 +89,7 @@ def test_a_state_of_a_single_array_is_named_in_words():
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "3"])
 def test_a_bad_number_of_steps_is_refused(every):
     with pytest.raises(ValueError, match=r"^`check_replicas` is .* the number of steps"):
-        CheckReplicas(every)
-
-
-def test_exceptions_are_names():
-    assert CheckReplicas(except_="metrics").except_ == ("metrics",)
-    with pytest.raises(TypeError, match=r"^`except_` is `\(1,\)`: name leaves by texts"):
-        CheckReplicas(except_=(1,))  # type: ignore[arg-type]
+        checked_interval(every)
 
 
 def test_table_groups_jobs_with_the_same_finding():
@@ -202,14 +196,10 @@ def test_unreadable_state_is_reported_without_hanging():
             raise RuntimeError("lost")
 
     latest = LatestState()
-    checks = ReplicaChecks("a", rank=0, ranks=2, latest=latest, checks=CheckReplicas())
+    checks = ReplicaChecks("a", rank=0, ranks=2, latest=latest, every=None)
     start = {"w": jnp.ones(3)}
     latest.set(start, 0)
-    checks.begin(start, 0, local=False, resumed=False, together=lambda *_: None)
+    checks.begin(start, 0, local=False, named=(), resumed=False, together=lambda *_: None)
     latest.set({"w": Unreadable()}, 0)
     checks.finish("ended", 0)
     assert checks.end is not None and checks.end.why.startswith("rank 0 cannot read its state (TypeError")
-
-
-def test_the_names_are_public():
-    assert jaxcross.CheckReplicas is CheckReplicas

@@ -14,6 +14,7 @@ import pytest
 import jaxcross
 from jaxcross.interleave import compute_queue
 from jaxcross.interleave.instrument import SpanLog
+from jaxcross.jobs.arguments import checked_interval, checked_names
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
 from jaxcross.runtime.emulated_link import Link
@@ -196,12 +197,19 @@ def test_jobs_do_not_share_an_iterator() -> None:
 
 
 def test_numbers_of_steps_may_be_numpys() -> None:
-    assert repr(jaxcross.CheckReplicas(np.int32(2))) == repr(jaxcross.CheckReplicas(2))  # type: ignore[arg-type]
+    assert type(checked_interval(np.int32(2))) is int
     for wrong in (0, -1, True, "3", 1.5, np.float32(2)):
         with pytest.raises(ValueError, match="^`check_replicas` is .* the number of steps from one comparison to the"):
-            jaxcross.CheckReplicas(wrong)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="^`except_` is `5`: name leaves by texts"):
-        jaxcross.CheckReplicas(2, except_=5)  # type: ignore[arg-type]
+            checked_interval(wrong)
+
+
+def test_rank_local_holds_names() -> None:
+    assert checked_names("`rank_local`", "mask") == ("mask",)
+    for wrong in (5, (1,), ("mask", None)):
+        with pytest.raises(TypeError, match="^`rank_local` must be texts that name leaves, such as `.'mask',.`, got "):
+            checked_names("`rank_local`", wrong)
+    with pytest.raises(TypeError, match="^`rank_local` of job `a` must be texts"):
+        Job("a", step, 0.0, [], rank_local=5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [Job("a", step, 0.0, []), [step], [("a", step)], 3, None])

@@ -82,8 +82,8 @@ def alike(a, b):
     )
 
 
-def loop(job, step, state, n=STEPS, mode="check"):
-    state = job.restore(state, mode=mode)
+def loop(job, step, state, n=STEPS, mode="check", rank_local=()):
+    state = job.restore(state, mode=mode, rank_local=rank_local)
     for batch in job.batches(data(n)):
         state, metrics = step(state, batch)
         job.log(metrics)

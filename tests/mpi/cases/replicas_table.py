@@ -12,7 +12,7 @@ from flax import nnx
 from replicas_jobs import RANK, SIZE, STEPS, WORLD, alike, averaged, crossed, data, logged, loop, make, run, sgd
 
 import jaxcross
-from jaxcross import CheckReplicas, exchange
+from jaxcross import exchange
 
 
 def plain_jit_is_warned_of_twice():
@@ -82,7 +82,7 @@ def a_rate_of_each_rank_is_raised_and_another_job_untouched():
     with logged() as lines, pytest.raises(jaxcross.ExchangeError) as caught:
         runner.run()
     assert not lines
-    for part in ("Job `bad`", "after step 3", "`[0]['b']`", "ranks 0 and 1", "equal at the start", "except_="):
+    for part in ("Job `bad`", "after step 3", "`[0]['b']`", "ranks 0 and 1", "equal at the start", "rank_local="):
         assert part in str(caught.value), (part, caught.value)
     assert [(job.status, job.step) for job in jobs] == [("failed", 3), ("ended", STEPS)]
     assert alike(jobs[1].state, alone)
@@ -101,11 +101,11 @@ def what_is_not_due_any_more_is_raised_at_the_end():
 
 def exceptions_are_left_out():
     step, state = averaged(rate=1.0 + RANK)
-    named = CheckReplicas(every=2, except_=("[0]", "trace"))
-    _, report, _ = run(loop, checks=named, step=step, state=state)
+    named = ("[0]", "trace")
+    _, report, _ = run(loop, checks=2, step=step, state=state, rank_local=named)
     assert "each of its leaves is a rank's own" in report.jobs[0].replicas
     step, state = crossed(optax.adam(0.1), average=True)
-    _, report, _ = run(loop, checks=named, step=step, state=state)
+    _, report, _ = run(loop, checks=2, step=step, state=state, rank_local="[0]")
     assert report.jobs[0].replicas == "equal in 5 of 8 leaves"  # of Adam: its counter, and two moments each
 
 

@@ -87,6 +87,21 @@ def broadcast_gives_rank_zeros_values():
         assert "first at `['w']`: float32[3] and float32[4]" in str(error), error
 
 
+def leaves_of_a_rank_stay_as_they_are():
+    mine = {"w": jnp.zeros(3) + RANK, "mask": {"a": jnp.zeros(2 + RANK) + RANK}}
+    named = ("['mask']['a']",)
+    got = world.broadcast_or_check(mine, mode="broadcast", rank_local=named)
+    assert (got["w"] == 0).all() and got["mask"]["a"] is mine["mask"]["a"]
+    assert world.broadcast_or_check({**mine, "w": jnp.zeros(3)}, rank_local=named)["mask"] == mine["mask"]
+    for mode in ("check", "broadcast"):
+        try:
+            wrong = {"w": jnp.zeros(3), "mask": {"a": jnp.zeros(2) if RANK else "text"}}
+            world.broadcast_or_check(wrong, mode=mode, rank_local=named)
+            raise AssertionError("not noticed")
+        except ExchangeError as error:
+            assert "first at `['mask']['a']`: of type str and rank-local" in str(error), error
+
+
 def what_is_no_array_is_refused_on_every_rank():
     for leaf in ("text", np.array(["text"]), object()):
         for mode in ("check", "broadcast"):

@@ -42,6 +42,44 @@ def test_many_killed_runs_go_on(mpirun, ranks, tmp_path):
     assert result["trials"] == result["survived"] == 34
 
 
+MASKED = """
+import os, signal, sys
+import jax, jax.numpy as jnp, numpy as np, jaxcross
+
+world = jaxcross.initialize(stall_timeout_s=60)
+folder, killed_after = sys.argv[1], int(sys.argv[2])
+
+
+@jaxcross.crossover(axes="batch")
+def step(state, x):
+    w, mask = state["w"], state["mask"]
+    return {"w": w - 0.1 * jax.lax.pmean(jnp.sum(mask) * x, "batch"), "mask": mask + 1}, {}
+
+
+def batches():
+    for n in range(9):
+        if n == killed_after and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield np.ones(3, np.float32)
+
+
+start = {"w": jnp.zeros(3) + world.rank, "mask": jnp.zeros(2) + 1000 * world.rank}
+job = jaxcross.Job("a", step, start, batches(), initial="broadcast", rank_local="mask")
+report = jaxcross.run([job], checkpoints=jaxcross.Checkpoints(folder, every=1), check_replicas=1)
+print(f"rank {world.rank}: {job.state['mask'].tolist()}, {report.jobs[0].replicas}", flush=True)
+"""
+
+
+def test_a_ranks_own_mask_survives_two_kills(mpirun, tmp_path, quick_compiler):
+    for n, killed_after in enumerate((4, 7)):
+        killed = mpirun(2, MASKED, str(tmp_path), str(killed_after), env=quick_compiler)
+        assert killed.returncode != 0 and ("goes on after step" in killed.stderr) == (n > 0), killed.stderr
+    done = mpirun(2, MASKED, str(tmp_path), "-1", env=quick_compiler).check()
+    assert "goes on after step" in done.stderr
+    for rank, own in enumerate(("[9.0, 9.0]", "[1009.0, 1009.0]")):
+        assert f"rank {rank}: {own}, equal in 1 of 2 leaves" in done.stdout, done.stdout
+
+
 RESIDUALS = """
 import sys
 import jax.numpy as jnp, optax, jaxcross

@@ -111,7 +111,7 @@ def plain(batch, steps):
 
 
 batch = np.arange(64, dtype=np.float32)
-job = jaxcross.Job("dropout", step, start(world.rank), [batch] * 3, initial="local")
+job = jaxcross.Job("dropout", step, start(world.rank), [batch] * 3, rank_local="dropout")
 jaxcross.run([job])
 wanted = plain(batch, 3)
 assert (job.state["w"] == wanted["w"]).all() and 0 < job.state["w"].sum() < 6 * batch.sum()
@@ -119,7 +119,7 @@ assert (jax.random.key_data(job.state["dropout"]) == jax.random.key_data(wanted[
 
 with pytest.raises(jaxcross.ExchangeError) as caught:
     jaxcross.run([jaxcross.Job("checked", step, start(world.rank), [batch])])
-for word in ("dropout", "job.restore(state, mode='local')", "jaxcross.Job(..., initial='local')"):
+for word in ("['dropout']", "job.restore(state, rank_local=...)", "jaxcross.Job(..., rank_local=...)"):
     assert word in str(caught.value), caught.value
 print("end", flush=True)
 """
@@ -127,5 +127,5 @@ print("end", flush=True)
 
 @pytest.mark.integration
 def test_plain_loop_keeps_each_ranks_own_dropout_key(mpirun, quick_compiler):
-    """As `vmap` over the ranks has it; without `initial` the error says what to write."""
+    """As `vmap` over the ranks has it; without `rank_local` the error says what to write."""
     assert mpirun(2, INITIAL, env=quick_compiler).check().stdout.splitlines() == ["end"] * 2

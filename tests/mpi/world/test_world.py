@@ -26,7 +26,7 @@ def test_agreements_and_communicators(mpirun, ranks):
     done = mpirun(ranks, "world_checks.py", warm=True).check()
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert {name: outcome for name, outcome in found.items() if outcome != "ok"} == {}
-    assert len(found) == 7
+    assert len(found) == 8
 
 
 def test_exception_on_one_rank_ends_all_with_traceback(mpirun):
