@@ -86,6 +86,7 @@ class BatchLoops:
                 start_ns = time.monotonic_ns()
                 batch = next(loop, _END)
                 if batch is _END:
+                    host.left_over = host.left_over or loop.left_over
                     return
                 host.note_span(start_ns, "input", loop.storage)
                 host.replicas.batches += 1

@@ -95,6 +95,7 @@ class FusedJob:
             if stopped:
                 break
         close_unread(loop)  # the thread of a loop that was left ends only then
+        job.host.left_over = False  # members that stay take those batches in their next loop
         self._live = self._staying(job, batches, stopped)
         return examples
 

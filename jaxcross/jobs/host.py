@@ -46,6 +46,7 @@ class JobHost:
         evaluations: What the job does every so many steps.
         loops: The job's loops over batches that are not over, in their order.
         planned_steps: The step at which its latest loop on its own ends, None where that is not known.
+        left_over: Whether a loop ended with another rank's data, while this rank had a batch ready.
         done: Set once the job is over and its results are final.
         observer: Follows the job, if it is a trial of a sweep.
     """
@@ -79,6 +80,7 @@ class JobHost:
         self.evaluations = Evaluations(life.name, rank=world.rank, ranks=world.size)
         self.loops: list[Prefetcher] = []
         self.planned_steps: int | None = None
+        self.left_over = False
         self.done = JobDone()
         self.observer: JobObserver | None = None
 

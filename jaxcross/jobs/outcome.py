@@ -68,6 +68,7 @@ def _facts(job: JobContext) -> JobSummary:
         first_step=job.step - job.host.steps_made,
         unit=job.unit,
         program=job.host.registry.most_run(),
+        left_over=(job.host.world.rank,) if job.host.left_over else (),
     )
 
 

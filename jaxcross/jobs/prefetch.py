@@ -93,6 +93,7 @@ class Prefetcher(Iterator[Any]):
         storage: The level of storage that reading this batch waited for; "" if for none, or if it is not known.
         closed: Whether no further batch will be requested.
         first_batch: The buffers of its first batch; none before that is there.
+        left_over: Whether this rank had a batch ready when another rank's data ended the loop.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Prefetcher(Iterator[Any]):
         self._batches: deque[tuple[Any, str | None, str]] = deque()
         self.storage = ""
         self._taken = 0  # batches handed out since `start`
+        self.left_over = False
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._waiting = False  # `next` is about to ask for a batch, or waits for it
@@ -147,6 +149,7 @@ class Prefetcher(Iterator[Any]):
         with self._lock:
             self._waiting = False
         if not more:
+            self.left_over = bool(self._batches)
             self.close()
             raise StopIteration
         self._taken += 1

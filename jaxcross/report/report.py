@@ -83,8 +83,8 @@ class Report:
         """Joins the spans of all ranks.
 
         With `control` it communicates and waits: all ranks must call it, on the thread that may use `control`. The
-        report is the same on every rank; facts other than spans and times are taken from rank 0. Of all ranks together
-        it keeps about a million spans, the latest.
+        report is the same on every rank; facts other than spans, times and `left_over` are taken from rank 0. Of all
+        ranks together it keeps about a million spans, the latest.
 
         Args:
             spans: This rank's spans, oldest first.
@@ -123,7 +123,7 @@ class Report:
         offsets = {part["rank"]: 0 for part in parts} | clock_offsets(every)
         return cls(
             spans=shifted(every, offsets),
-            jobs=tuple(JobSummary(**job) for job in parts[0]["jobs"]),
+            jobs=_joined([part["jobs"] for part in parts]),
             wall_ns={p["rank"]: (p["start"] + offsets[p["rank"]], p["end"] + offsets[p["rank"]]) for p in parts},
             policy=policy,
             placement=placement,
@@ -203,6 +203,7 @@ class Report:
                     "why": job.facts.why,
                     "skipped_steps": job.facts.skipped,
                     "replicas": job.facts.replicas,
+                    "left_over": [*job.facts.left_over],
                 }
                 for job in rounds.jobs
             ],
@@ -307,11 +308,20 @@ def _spelt(value: object) -> object:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _joined(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[JobSummary, ...]:
+    """Joins what all ranks say of the jobs, by rank."""
+    left_over: dict[str, list[int]] = {}
+    for jobs in ranks:
+        for job in jobs:
+            left_over.setdefault(job["name"], []).extend(job["left_over"])
+    return tuple(JobSummary(**{**job, "left_over": tuple(left_over[job["name"]])}) for job in ranks[0])
+
+
 def _read_facts(job: dict[str, Any]) -> JobSummary:
     """The inverse of `asdict`, where numbers may be spelt."""
     numbers = {key: _number(job[key]) for key in ("examples_per_step", "final_loss") if key in job}
     metrics = {key: _number(v) for key, v in job.get("metrics", {}).items()}
-    return JobSummary(**{**job, **numbers, "metrics": metrics})
+    return JobSummary(**{**job, **numbers, "metrics": metrics, "left_over": tuple(job.get("left_over", ()))})
 
 
 def _number(value: float | str | None) -> float | None:

@@ -45,6 +45,7 @@ class JobSummary:
         unit: The unit of examples: `images` or `examples`.
         program: The program that most of the steps ran: `graph` (its segments), `steps` that ran it, and its `memory`
             on rank 0 by XLA's figures (`jaxcross.plan.JobMemory`). None without steps.
+        left_over: Ranks that had a batch ready when a loop ended with another rank's data; the batch was not used.
     """
 
     name: str
@@ -59,6 +60,7 @@ class JobSummary:
     first_step: int = 0
     unit: str = "examples"
     program: Mapping[str, Any] | None = field(default=None, repr=False)
+    left_over: tuple[int, ...] = ()
 
     @property
     def is_carried(self) -> bool:

@@ -197,6 +197,11 @@ def _footnotes(report: RunData) -> list[str]:
         if job.first_step:
             none = "" if job.steps else ", and made no steps in this run"
             lines.append(f"{job.name}: resumed after step {job.first_step}{none}.")
+        if job.left_over:
+            ranks = f"rank{'s' if len(job.left_over) > 1 else ''} {', '.join(map(str, job.left_over))}"
+            lines.append(
+                f"{job.name}: its loop ended with the shortest rank's data; {ranks} had more, which was not used."
+            )
         if job.skipped:
             lines.append(f"{job.name}: {job.skipped} of {job.steps} steps kept the state, for values not finite.")
         if job.why:

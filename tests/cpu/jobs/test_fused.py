@@ -214,3 +214,14 @@ def test_what_nobody_received_is_given_back() -> None:
     assert sources[0].take() == 3
     sources[0].close()
     assert closed == [True] and sources[0].ended
+
+
+def test_each_member_names_its_own_leaves() -> None:
+    def work(world: Any) -> Any:
+        start = {"w": float(world.rank), "own": float(world.rank)}
+        names: Any = {"a": (), "b": "own"}
+        jobs = [Job(n, no_step, start, [0.0], initial="broadcast", rank_local=own) for n, own in names.items()]
+        run([FusedJob(jobs, lambda states, batches: (states, ({}, {})))], world=world)
+        return [job.state for job in jobs]
+
+    assert run_ranks(2, work) == [[{"w": 0.0, "own": 0.0}, {"w": 0.0, "own": own}] for own in (0.0, 1.0)]

@@ -18,15 +18,27 @@ from tests.support.runner_jobs import loop, make_step, solo
 
 
 def test_data_that_ends_on_one_rank_ends_loop_on_all():
-    """Data that ends on one rank ends the loop on all ranks."""
+    """Data that ends on one rank ends the loop on all ranks, and the report names the ranks that had more."""
+    ready = threading.Event()
+
+    def data(world):
+        yield from [1.0] * 3
+        if world.rank == 0:
+            assert ready.wait(60)  # rank 1 is asked for a fifth batch once its fourth is ready
+        else:
+            yield 1.0
+            ready.set()
+            yield 1.0
 
     def work(world):
         runner = Runner(world)
-        job = runner.add("a", loop, step=make_step(world), data=[1.0] * (5 if world.rank else 3))
-        runner.run()
-        return job.step, job.state
+        job = runner.add("a", loop, step=make_step(world), data=data(world))
+        report = runner.run()
+        (facts,) = report.jobs
+        said = "a: its loop ended with the shortest rank's data; rank 1 had more, which was not used." in str(report)
+        return job.step, job.state, facts.left_over, said
 
-    assert run_ranks(2, work) == [(3, solo([[1.0] * 3] * 2))] * 2
+    assert run_ranks(2, work) == [(3, solo([[1.0] * 3] * 2), (1,), True)] * 2
 
 
 @pytest.mark.parametrize(
