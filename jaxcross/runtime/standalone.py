@@ -37,12 +37,15 @@ class Standalone:
     """The host of one step that is called without a runner; implements `jaxcross.runtime.step_host.StepHost`.
 
     Calls come in the same order on every rank, so the ranks meet in them without an order agreed by a runner. The step
-    agrees with the other ranks before it asks for executables (`jaxcross.step.crossover`).
+    agrees with the other ranks before it asks for executables (`jaxcross.step.crossover`). Several steps may make
+    equal exchanges, so the ranks number the steps in the order in which they agree on them, and compare the numbers
+    again in later calls.
 
     Attributes:
         world: All ranks.
         name: The step's name.
         calls: Number of calls of the step that were begun.
+        number: The step's number, from 1 on and the same on every rank; 0 until the ranks have agreed on the step.
     """
 
     in_run = False
@@ -53,6 +56,19 @@ class Standalone:
         self.world = world
         self.name = name
         self.calls = 0
+        self.number = 0
+
+    @property
+    def function(self) -> str:
+        """The step's name and number, as a text that is the same on every rank."""
+        return f"`{self.name}`{f' (function {self.number} of the script)' if self.number else ''}"
+
+    def agreed(self) -> None:
+        """Numbers the step, unless it has a number. Called on every rank after an agreement of all ranks."""
+        if not self.number:
+            owner = self.world.exchange_owner
+            owner.functions += 1
+            self.number = owner.functions
 
     def cut_before_restart(self, key: str) -> int | None:
         """Returns None: without a runner nothing is restored."""
@@ -76,11 +92,26 @@ class Standalone:
         """Returns a context that the flight recorder shows as compilation."""
         return self.world.flight.during("compile", job=name, step=0)
 
-    def run(self, compiled: Compiled, leaves: Sequence[object], step: object) -> PyTree:  # noqa: ARG002
-        """Runs one step. Waits for its exchanges, not for the computation after them."""
+    def run(
+        self,
+        compiled: Compiled,
+        leaves: Sequence[object],
+        step: object,  # noqa: ARG002
+        *,
+        compare: Callable[[], None] | None = None,
+    ) -> PyTree:
+        """Runs one step. Waits for its exchanges, not for the computation after them.
+
+        Args:
+            compiled: The executables.
+            leaves: The flat arguments.
+            step: See `jaxcross.runtime.step_host.StepHost.run`.
+            compare: Called before the first exchange, where the ranks would wait for one another anyway. Raises
+                `ExchangeError` on every rank if the ranks call different steps.
+        """
         ended: dict[int, bool] = {}
         try:
-            return run_execution(self.world, compiled, compiled.execution(leaves), self.calls, ended)
+            return run_execution(self.world, compiled, compiled.execution(leaves), self.calls, ended, compare)
         except BaseException:
             # Halfway through, other ranks may be in exchanges that this rank will never join. Before the first one,
             # perhaps only this rank has failed: the next step then begins with an agreement.
@@ -93,7 +124,12 @@ class Standalone:
 
 
 def run_execution(
-    world: World, compiled: Compiled, execution: StepInFlight, step: int, ended: dict[int, bool]
+    world: World,
+    compiled: Compiled,
+    execution: StepInFlight,
+    step: int,
+    ended: dict[int, bool],
+    compare: Callable[[], None] | None = None,
 ) -> PyTree:
     """Runs one call whose execution has not begun, like `Standalone.run`.
 
@@ -107,9 +143,10 @@ def run_execution(
         execution: The call's values.
         step: Number of the call, for errors.
         ended: Receives for each exchange that begins whether it ended.
+        compare: See `Standalone.run`.
     """
     exchanges: dict[int, Future[None]] = {}
-    call = _Call(world=world, compiled=compiled, execution=execution, step=step, ended=ended)
+    call = _Call(world=world, compiled=compiled, execution=execution, step=step, ended=ended, compare=compare)
     try:
         # Carried exchanges read what the step before has left. Begun first, they run during all of the computation.
         for index in sorted(compiled.carried):
@@ -159,6 +196,7 @@ class _Call:
         execution: The call's values.
         step: Number of the call, for errors.
         ended: Whether each exchange that began has ended.
+        compare: See `Standalone.run`.
         failed: The first error of an exchange, if any.
     """
 
@@ -167,6 +205,7 @@ class _Call:
     execution: StepInFlight
     step: int
     ended: dict[int, bool]
+    compare: Callable[[], None] | None
     failed: list[BaseException] = field(default_factory=list)
 
     def exchange(self, index: int) -> None:
@@ -181,6 +220,8 @@ class _Call:
         program, execution = self.compiled.program, self.execution
         try:
             execution.wait_inputs(index)
+            if self.compare is not None and not self.ended:
+                self._compare(self.compare, index)
             with self._watching(index):
                 self.ended[index] = False
                 execution.run(index)
@@ -191,6 +232,15 @@ class _Call:
                 raise ExchangeError(f"in step {self.step} of `{program.name}`: {mismatch}")
         except BaseException as error:
             self.failed.append(error)
+            raise
+
+    def _compare(self, compare: Callable[[], None], index: int) -> None:
+        # Should this be interrupted: the other ranks go on into the exchange.
+        self.ended[index] = False
+        try:
+            compare()
+        except ExchangeError:  # on every rank: nothing is exchanged
+            self.ended.clear()
             raise
 
     def _watching(self, index: int) -> Monitor:

@@ -26,7 +26,7 @@ from jaxcross.program.step_checks import check_step
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
 from jaxcross.runtime.standalone import Standalone
 from jaxcross.step import nnx
-from jaxcross.step.agreement import agree_standalone, is_current
+from jaxcross.step.agreement import agree_standalone, comparison_of_calls, is_current
 from jaxcross.step.prepare import prepare
 from jaxcross.step.profiled import Profiles, as_profiles, cut_of
 from jaxcross.step.script_estimate import estimate_in_script
@@ -236,7 +236,7 @@ class Step(Generic[P, R]):
             return host.run(prepare(variant, host), leaves, self._record)
         owner = world.exchange_owner
         with owner.step(self.__name__):
-            self._agree(variant, host)
+            compare = None if self._agree(variant, host) else comparison_of_calls(variant, host)
             try:
                 compiled = prepare(variant, host)
             except BaseException:
@@ -244,7 +244,7 @@ class Step(Generic[P, R]):
                     owner.broken_step = self.__name__
                 owner.must_agree = True
                 raise
-            return host.run(compiled, leaves, self._record)
+            return host.run(compiled, leaves, self._record, compare=compare)
 
     def pure_step(self) -> Step[..., PyTree]:
         """Returns the step over NNX graphs and states; made once, so that it is compiled once."""
@@ -291,7 +291,8 @@ class Step(Generic[P, R]):
         traced = stages.as_stage(self._trace(world, function, args, kwargs))
         return traced, jax.tree.leaves((args, kwargs))
 
-    def _agree(self, variant: Variant, host: Standalone) -> None:
+    def _agree(self, variant: Variant, host: Standalone) -> bool:
+        """Makes sure that the ranks have agreed on the exchanges. Returns whether they did so in this call."""
         # The branch that the host takes may differ between ranks where the step was given different values: ask each
         # time. But shapes may change on one rank alone: where its exchanges stay what they are, the other ranks go on
         # and would not come to an agreement.
@@ -299,16 +300,20 @@ class Step(Generic[P, R]):
         owner = host.world.exchange_owner
         always = signature is None or owner.must_agree
         if variant is self._agreed and not always:
-            return
-        if always or signature != self._signature or not is_current(variant):
+            return False
+        due = always or signature != self._signature or not is_current(variant)
+        if due:
             owner.must_agree = True  # should this be interrupted
             try:
                 agree_standalone(variant, host)
             except ExchangeError:  # on every rank
-                owner.must_agree = False
+                # Other ranks may have agreed on the step that comes next: all agree on that one again. Calls of
+                # mpi4jax may concern only some of the ranks.
+                owner.must_agree = not variant.is_unit
                 raise
             owner.must_agree = False
         self._agreed, self._signature = variant, signature
+        return due
 
     def _trace(
         self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -7,10 +7,28 @@ which may differ between ranks, and one step's sums would be mixed with the othe
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import final
 
 from jaxcross.errors import ExchangeError, JobError
+
+VARIABLE = "JAXCROSS_CHECK_CALLS"
+
+
+def check_interval(environ: Mapping[str, str]) -> int:
+    """Returns on every how many calls outside a run the ranks compare which step they call.
+
+    Raises:
+        ValueError: `JAXCROSS_CHECK_CALLS` is not a whole number of at least 1.
+    """
+    text = environ.get(VARIABLE, "").strip() or "1"
+    if not (text.isdecimal() and int(text) >= 1):
+        raise ValueError(
+            f"`{VARIABLE}` in the environment must be a whole number of at least 1, the calls of steps from one"
+            f" comparison of the ranks to the next, got {text!r}."
+        )
+    return int(text)
 
 
 @final
@@ -22,13 +40,22 @@ class ExchangeOwner:
             may be in the rest.
         must_agree: Whether a step outside a run failed before its first exchange, perhaps on this rank alone: the ranks
             must agree on the next one.
+        check_every: The ranks compare which step they call on every such call outside a run; the same on every rank.
+        unchecked: Calls since they last did so.
+        functions: Number of steps outside a run that the ranks have agreed on.
         lane_threads: Living threads of the lanes of a run.
         job_threads: Living threads of jobs.
     """
 
-    __slots__ = ("_caller", "_run", "_step", "broken_step", "job_threads", "lane_threads", "must_agree")
+    __slots__ = (
+        "_caller", "_run", "_step", "broken_step", "check_every", "functions", "job_threads", "lane_threads",
+        "must_agree", "unchecked",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, check_every: int = 1) -> None:
+        self.check_every = check_every
+        self.unchecked = 0
+        self.functions = 0
         self._run = threading.Lock()
         self._step = threading.Lock()
         self._caller = (0, "")  # the thread that holds `_step`, and the step that it is in
@@ -83,6 +110,17 @@ class ExchangeOwner:
             )
         self._caller = (threading.get_ident(), name)
         return _releasing(self._step)
+
+    def check_due(self) -> bool:
+        """Counts a call outside a run that is about to exchange. Returns whether the ranks compare what they call.
+
+        The count is the same on every rank: each call is counted where the ranks meet, not where it begins.
+        """
+        self.unchecked += 1
+        if self.unchecked < self.check_every:
+            return False
+        self.unchecked = 0
+        return True
 
     def check_not_stray(self, step: str) -> None:
         """Refuses a step that is called during a run from a thread other than a job's.

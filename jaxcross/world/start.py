@@ -35,6 +35,7 @@ from jaxcross.program.compile import ExecutableCache
 from jaxcross.wire.mpi_wire import MpiWire
 from jaxcross.world import malloc, xla_pool
 from jaxcross.world.control_plane import MpiControl
+from jaxcross.world.exchange_owner import ExchangeOwner, check_interval
 from jaxcross.world.launch_env import MPI_SETTINGS, Launch, check_launch, read_launch, vendor_of
 from jaxcross.world.neighbours import Neighbours
 from jaxcross.world.start_limit import limited_start
@@ -55,8 +56,10 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
     From here on an uncaught exception, the end of a rank's process or its silence ends all ranks, each with
     an error that names the rank; an exception at Python's prompt or in a notebook ends nothing. SIGTERM is an interrupt
     with exit code 143. Where the variable `JAXCROSS_EVENTS` names a folder, each rank writes down there what it does,
-    for `jaxcross doctor --post-mortem`. XLA's CPU pool is large enough for `lanes` waiting exchanges, and several ranks
-    on one node each take their own accelerator. Without a launcher the world has one rank.
+    for `jaxcross doctor --post-mortem`. Outside a run, the ranks compare on every call that they call the same step, or
+    on every n-th call if the variable `JAXCROSS_CHECK_CALLS` is n on some rank. XLA's CPU pool is large enough for
+    `lanes` waiting exchanges, and several ranks on one node each take their own accelerator. Without a launcher the
+    world has one rank.
     A second call returns the same world; it cannot ask for another one.
 
     In a worker process that a rank has started (`multiprocessing`, Grain) it neither joins nor waits: the world that it
@@ -73,7 +76,7 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
     Raises:
         ExchangeError: MPI cannot be used, only a part of the launched ranks can be seen, JAX started too early, or this
             process is a subprocess of a rank that is not a worker of `multiprocessing`.
-        ValueError: An argument that makes no sense, or that differs from those of the first call.
+        ValueError: An argument or a variable that makes no sense, or an argument that differs from the first call's.
     """
     _check_arguments(stall_timeout_s, heartbeat_timeout_s, lanes)
     if _CURRENT:
@@ -222,6 +225,8 @@ def _join(
         _base=(base := world.Dup()),
         _neighbours=Neighbours(base),
         estimate_request=os.environ.get("JAXCROSS_ESTIMATE", ""),
+        # One number for all ranks, which may have different environments: they meet in each check.
+        exchange_owner=ExchangeOwner(world.allreduce(check_interval(os.environ), op=mpi.MAX)),
         _watchdog=watchdog,
     )
 

@@ -116,6 +116,78 @@ def steps_of_a_job():
         assert len(seen) == 1
 
 
+def mixed_up(first, second, x):
+    """Calls two steps by turns, on rank 0 in the other order than on the rest; returns the error, the same on all."""
+
+    def loop():
+        for _ in range(2):
+            for step in (first, second) if RANK == 0 else (second, first):
+                step(x)
+
+    with pytest.raises(jaxcross.ExchangeError, match="^the ranks of the script call different steps: ") as error:
+        loop()
+    text = str(error.value)
+    assert len(set(WORLD.control.allgather_text(text))) == 1
+    return text
+
+
+def steps_of_a_script():
+    """In the first call, after both were called in one order, and where they have one name; then all can go on."""
+    x, one, other = jnp.ones(3), jnp.full(3, 1 + (P - 1) / 2), jnp.full(3, 10 + 5 * (P - 1))
+    every = range(1, P)
+    f, g = two_steps()
+    text = mixed_up(f, g, x)
+    assert f"steps: rank 0 `train`, call 1, {', '.join(f'rank {r} `evaluate`, call 1' for r in every)}. " in text
+    for names in (("train", "evaluate"), ("step", "step")):
+        f, g = two_steps(*names)
+        for n in range(50):
+            same((f(x), g(x)) if n % 2 else (g(x), f(x))[::-1], (one, other))
+        text = mixed_up(f, g, x)
+        assert f"steps: rank 0 `{names[0]}` (function {f._standalone.number} of the script), call 51, rank 1 `" in text
+        same((f(x), g(x)), (one, other))
+    # Neither a step that talks to nobody nor one that decides on the host at which calls it exchanges takes part.
+    local = jaxcross.crossover(lambda x: x + 1, axes="x")
+    every_third = jaxcross.crossover(
+        lambda n, x: lax.cond(n % 3 == 0, lambda x: lax.pmean(x + RANK, "x"), lambda x: x, x), axes="x"
+    )
+    for n in range(9):
+        for _ in range(RANK):
+            local(x)
+        same((f(x), g(x)), (one, other))
+        same(every_third(np.int32(n), x), jnp.full(3, 1 + (P - 1) / 2) if n % 3 == 0 else x)
+
+
+def after_an_error_before_the_exchange():
+    """Rank 0 fails in its computation, catches that, and calls the step again, for which the others have waited."""
+    fails = []
+
+    def host(x):
+        if fails:
+            raise RuntimeError(fails.pop())
+        return x + RANK
+
+    step = jaxcross.crossover(lambda x: lax.pmean(jax.pure_callback(host, x, x), "x"), axes="x")
+    x, want = jnp.ones(3), jnp.full(3, 1 + (P - 1) / 2)
+    same((step(x), step(x)), (want, want))
+    if RANK == 0:
+        fails.append("no such file")
+        with pytest.raises(Exception, match="no such file"):
+            step(x)
+    for _ in range(3):
+        same(step(x), want)
+
+
+def steps_of_a_script_checked_now_and_then():
+    """On every third call: the difference is found within as many calls, and the ranks can go on."""
+    WORLD.exchange_owner.check_every, WORLD.exchange_owner.unchecked = 3, 0
+    f, g = two_steps()
+    x = jnp.ones(3)
+    same((f(x), g(x)), (jnp.full(3, 1 + (P - 1) / 2), jnp.full(3, 10 + 5 * (P - 1))))
+    assert ", call 3, rank 1 `" in mixed_up(f, g, x)
+    same((f(x), g(x)), (jnp.full(3, 1 + (P - 1) / 2), jnp.full(3, 10 + 5 * (P - 1))))
+    WORLD.exchange_owner.check_every = 1
+
+
 def mpi4jax_calls():
     def step(names, t):
         return {k: mpi4jax.allreduce(t[k], op=MPI.SUM, comm=COMM) for k in names}
@@ -234,7 +306,8 @@ def random_steps():
 
 
 CASES = [
-    alone, into_a_list, in_a_runner, steps_of_a_job, mpi4jax_calls, mpi4jax_calls_from_rank_to_rank,
+    alone, into_a_list, in_a_runner, steps_of_a_job, steps_of_a_script, steps_of_a_script_checked_now_and_then,
+    after_an_error_before_the_exchange, mpi4jax_calls, mpi4jax_calls_from_rank_to_rank,
     batches_of_each_rank, stages, random_steps,
 ]  # fmt: skip
 wanted = sys.argv[1:] or [case.__name__ for case in CASES]

@@ -13,7 +13,7 @@ import pytest
 
 from jaxcross.errors import ExchangeError
 from jaxcross.runtime.standalone import Standalone
-from jaxcross.world.exchange_owner import ExchangeOwner
+from jaxcross.world.exchange_owner import ExchangeOwner, check_interval
 
 
 @pytest.fixture
@@ -155,3 +155,57 @@ def test_carried_exchange_begins_before_the_computation(owner: ExchangeOwner) ->
         assert Standalone(world, "step").run(compiled, [], None) == "results"
     assert execution.ended[:2] == [1, 0] and sorted(execution.ended) == [*range(5)], "each once"
     check_goes_on(owner, expected=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"), [(None, True), (ExchangeError("other steps"), True), (KeyboardInterrupt(), False)]
+)
+@pytest.mark.parametrize("carried", [frozenset[int](), frozenset({1})])
+def test_ranks_compare_their_calls_once_before_the_first_exchange(
+    owner: ExchangeOwner, error: BaseException | None, goes_on: bool, carried: frozenset[int]
+) -> None:
+    """Steps that differ are an error on every rank before anything is exchanged. After an interrupt there, the other
+    ranks have perhaps gone on.
+    """
+    execution: Any = Carried()
+    compiled = overlapped(execution)
+    compiled.carried = carried
+    execution.over.set()
+    exchanged_before: list[list[int]] = []
+
+    def compare() -> None:
+        exchanged_before.append([n for n in execution.ended if n in (1, 3)])
+        if error is not None:
+            raise error
+
+    with ThreadPoolExecutor(1) as exchanger:
+        world: Any = SimpleNamespace(exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner)
+        with nullcontext() if error is None else pytest.raises(type(error)):
+            Standalone(world, "step").run(compiled, [], None, compare=compare)
+    assert exchanged_before == [[]]
+    assert {1, 3} & set(execution.ended) == (set() if error else {1, 3})
+    check_goes_on(owner, expected=goes_on, anew=isinstance(error, ExchangeError))
+
+
+def test_rank_that_speaks_to_nobody_compares_nothing(owner: ExchangeOwner) -> None:
+    execution: Any = Carried()
+    execution.over.set()
+    compare = pytest.fail
+    world: Any = SimpleNamespace(exchange_owner=owner)
+    step = Standalone(world, "step")
+    assert step.run(overlapped(execution, is_single_rank=True), [], None, compare=compare) == "results"
+
+
+@pytest.mark.parametrize(("every", "due"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (8, [])])
+def test_calls_are_compared_at_the_interval(every: int, due: list[int]) -> None:
+    owner = ExchangeOwner(every)
+    assert [call for call in range(1, 8) if owner.check_due()] == due
+
+
+def test_interval_of_comparisons_is_a_whole_number() -> None:
+    assert [check_interval(env) for env in ({}, {"JAXCROSS_CHECK_CALLS": ""}, {"JAXCROSS_CHECK_CALLS": "20"})] == [
+        1, 1, 20,
+    ]  # fmt: skip
+    for text in ("0", "-1", "1.5", "often"):
+        with pytest.raises(ValueError, match=r"^`JAXCROSS_CHECK_CALLS` .* whole number of at least 1, .*, got '"):
+            check_interval({"JAXCROSS_CHECK_CALLS": text})

@@ -1,0 +1,113 @@
+"""Comparisons of what the ranks are about to call outside a run: alike, or an error on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxcross.errors import ExchangeError
+from jaxcross.runtime.standalone import Standalone
+from jaxcross.step.agreement import ExchangeAgreement, comparison_of_calls
+from tests.support.fakes import FakeWorld, plain_program, run_ranks
+
+F, G = "`f` (function 1 of the script)", "`g` (function 2 of the script)"
+Call = Callable[[FakeWorld], None]
+
+
+def host(world: FakeWorld, name: str, number: int, calls: int) -> Standalone:
+    made: Any = Standalone(world, name)  # type: ignore[arg-type]
+    made.number, made.calls = number, calls
+    return made
+
+
+def first(name: str, number: int = 0, *, calls: int = 1, by_call: bool = False) -> Call:
+    """An agreement of a rank on a step, which has a number if the rank only repeats it."""
+
+    def call(world: Any) -> None:
+        function = host(world, name, number, calls).function
+        ExchangeAgreement(
+            program=plain_program(name), world=world, order=0, function=function, call=calls, by_call=by_call
+        ).standalone()
+
+    return call
+
+
+def later(name: str, number: int, calls: int = 2) -> Call:
+    """A later call of a step."""
+
+    def call(world: Any) -> None:
+        variant: Any = SimpleNamespace(default=plain_program(name), world=world, is_unit=False, cut_note="")
+        compare = comparison_of_calls(variant, host(world, name, number, calls))
+        assert compare is not None
+        compare()
+
+    return call
+
+
+def outcomes(*calls: Call) -> set[str]:
+    """What the ranks get, each by its own call: error texts, or an empty one."""
+
+    def work(world: FakeWorld) -> str:
+        try:
+            calls[world.rank](world)
+        except ExchangeError as error:
+            return str(error)
+        return ""
+
+    return set(run_ranks(len(calls), work))
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (first("f"), first("f"), first("f")),
+        (first("f"), first("f", calls=2)),
+        (later("f", 1), later("f", 1)),
+        (later("f", 1), later("f", 1, calls=3)),
+        (first("f", 1, calls=3), later("f", 1), later("f", 1)),  # after an error before its first exchange
+    ],
+)
+def test_calls_of_one_step_go_on(calls: tuple[Call, ...]) -> None:
+    assert outcomes(*calls) == {""}
+
+
+@pytest.mark.parametrize(
+    ("calls", "steps"),
+    [
+        ((first("f"), first("g")), "rank 0 `f`, call 1, rank 1 `g`, call 1"),
+        (
+            (later("f", 1), later("f", 1), later("g", 2, calls=7)),
+            f"rank 0 {F}, call 2, rank 1 {F}, call 2, rank 2 {G}, call 7",
+        ),
+        (
+            (later("f", 1), later("f", 2)),
+            f"rank 0 {F}, call 2, rank 1 {F.replace('1', '2')}, call 2",
+        ),
+        ((later("f", 1), first("f")), f"rank 0 {F}, call 2, rank 1 `f`, call 1"),
+        (
+            (first("f", 1, by_call=True), later("g", 2)),
+            f"rank 0 {F}, call 1, rank 1 {G}, call 2",
+        ),
+    ],
+)
+def test_calls_of_different_steps_are_an_error_on_every_rank(calls: tuple[Call, ...], steps: str) -> None:
+    (text,) = outcomes(*calls)
+    assert text.startswith(f"the ranks of the script call different steps: {steps}. Exchanges match by their order")
+
+
+def test_calls_that_take_a_branch_at_different_numbers_are_an_error() -> None:
+    (text,) = outcomes(first("f", 1, calls=2, by_call=True), first("f", 1, calls=3, by_call=True))
+    assert text.startswith("`f` takes a branch with exchanges at different calls: rank 0 in call 2, rank 1 in call 3")
+
+
+def test_steps_are_numbered_in_the_order_in_which_the_ranks_agree_on_them() -> None:
+    def work(world: Any) -> list[int]:
+        hosts = [Standalone(world, name) for name in ("a", "b")]
+        for n in (1, 1, 0, 1):
+            hosts[n].agreed()
+        return [each.number for each in hosts]
+
+    assert run_ranks(1, work) == [[2, 1]]
