@@ -104,6 +104,12 @@ def test_exchanges(smoke):
 
 
 @pytest.mark.integration
+def test_call_check(smoke):
+    (row,) = smoke("call_check.py")["steps"].values()
+    assert all(len(row[way]["raw"]) == 2 and min(row[way]["raw"]) > 0 for way in ("with_ms", "without_ms", "ratio"))
+
+
+@pytest.mark.integration
 def test_joint_start(smoke):
     result = smoke("joint_start.py")
     assert result["together"]["early"] == 0
