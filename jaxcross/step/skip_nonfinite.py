@@ -38,8 +38,10 @@ def with_commit_flag(
     """
 
     def flagged(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        *own, commits = args
-        results = _Results(function(*own, **kwargs), name)
+        *given, commits = args
+        # A step may write into a dict or an NNX state that it was given, which would then hold the new values.
+        own = [jax.tree.map(lambda leaf: leaf, argument) for argument in given]
+        results = _Results(function(*given, **kwargs), name)
         states = {n: own[n] for n in state if n < len(own)}
         lacking = results.keep(states, commits)
         if donated and not results.kept:

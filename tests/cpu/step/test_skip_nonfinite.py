@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxcross
 from jaxcross.errors import CutError, JobError
@@ -61,6 +62,28 @@ def test_state_is_kept_wherever_it_stands(returns, options):
 @pytest.mark.parametrize("donated", [True, False])
 def test_a_state_in_a_dict_or_a_named_tuple_is_kept(returns, donated):
     same(skipped(returns(new(PARAMS)), PARAMS, BATCH, donated=donated), returns(PARAMS))
+
+
+def test_a_state_that_the_step_writes_into_is_kept():
+    """In a dict, and in an NNX state, whose variables `nnx.merge` hands to the module that the step updates."""
+
+    def write_dict(state):
+        state["w"] += 1
+        return state, LOSS
+
+    graph, variables = nnx.split(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+
+    def write_module(state):
+        module = nnx.merge(graph, state)
+        module(BATCH)
+        return nnx.state(module), LOSS
+
+    for write, make in ((write_dict, lambda: dict(PARAMS)), (write_module, lambda: jax.tree.map(jnp.copy, variables))):
+        step = jax.jit(with_commit_flag(write, "step", (0,), donated=True))
+        same(step(make(), jnp.asarray(False)), (make(), LOSS))
+        assert any(
+            map(jnp.any, jax.tree.leaves(jax.tree.map(jnp.subtract, step(make(), jnp.asarray(True))[0], make())))
+        )
 
 
 def test_metrics_are_what_the_step_made_of_them():
