@@ -24,7 +24,7 @@ from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange, Program, Segment
 from jaxcross.program.trace import Traced
 from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
-from jaxcross.wire.recognise import LOCAL, names_axis, recognise
+from jaxcross.wire.recognise import LOCAL, group_of, names_axis, recognise
 
 _CALLS = INLINED | {"shard_map"}
 _NO_OPS = LOCAL | {"pcast"}
@@ -296,7 +296,7 @@ def _exchange(exchange: Exchange, meshes: Sequence[RankGrid], xs: list[np.ndarra
     outs = []
     by_rank = {mesh.rank: x for mesh, x in zip(meshes, xs, strict=True)}
     for mesh in meshes:
-        group = mesh.group(exchange.axes, params.get("groups"))
+        group = mesh.group(*group_of(exchange, mesh))
         if not by_rank.keys() >= set(group):
             raise ValueError("ranks that exchange with one another take part in it at different times")
         parts = [by_rank[r] for r in group]

@@ -8,8 +8,8 @@ from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Program, hash_62
 from jaxcross.program.labels import describe, find_swapped, label_text, order_of
 from jaxcross.program.mismatch import order_mismatch
-from jaxcross.wire.lower import group_of
 from jaxcross.wire.rank_grid import make_rank_grid
+from jaxcross.wire.recognise import group_of
 from jaxcross.world.control_plane import Control, all_equal
 
 

@@ -17,7 +17,7 @@ from jaxcross.wire.calls import with_communicators
 from jaxcross.wire.job_comms import Key
 from jaxcross.wire.messages import Channel, is_narrow_float
 from jaxcross.wire.rank_grid import RankGrid
-from jaxcross.wire.recognise import LOCAL, REDUCTIONS, names_axis, names_axis_inside, recognise
+from jaxcross.wire.recognise import LOCAL, REDUCTIONS, group_of, names_axis, names_axis_inside, recognise
 
 # How exchanges reach their peers: (axes, groups) -> channel.
 Connect = Callable[[Sequence[str], Any], Channel]
@@ -42,13 +42,6 @@ def lower(
         return lambda *args: list(_evaluate(lowered, args, mesh, connect))
     lowered, consts = compat.constants_first(lowered)
     return lambda *args: primitive.bind(lowered, *consts, *args)
-
-
-def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
-    """The axes and groups over whose ranks an exchange goes, in the order in which it counts them."""
-    # Positions count in the order in which the user names the axes. XLA's permutation alone counts in mesh order.
-    axes = tuple(a for a in mesh.names if a in exchange.axes) if exchange.op == "ppermute" else exchange.axes
-    return axes, dict(exchange.params).get("groups")
 
 
 def _retrace(jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect) -> Any:

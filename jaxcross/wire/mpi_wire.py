@@ -9,10 +9,10 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Exchange, Program
 from jaxcross.wire.calls import calls_of
 from jaxcross.wire.job_comms import Key
-from jaxcross.wire.lower import group_of, lower
+from jaxcross.wire.lower import lower
 from jaxcross.wire.messages import MAX_COUNT, Channel
 from jaxcross.wire.rank_grid import RankGrid
-from jaxcross.wire.recognise import recognise
+from jaxcross.wire.recognise import group_of, recognise
 
 
 class WireWorld(Protocol):

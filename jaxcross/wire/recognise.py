@@ -13,6 +13,7 @@ from typing import Any
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange
+from jaxcross.wire.rank_grid import RankGrid
 
 # Primitive name -> our name. The variants differ in what JAX's types say of the result, not in what is sent.
 _OPS = {
@@ -91,6 +92,13 @@ def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, 
         )
         for t in map(compat.array_type, eqn.invars)
     )
+
+
+def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
+    """The axes and groups over whose ranks an exchange goes, in the order in which it counts them."""
+    # Positions count in the order in which the user names the axes. XLA's permutation alone counts in mesh order.
+    axes = tuple(a for a in mesh.names if a in exchange.axes) if exchange.op == "ppermute" else exchange.axes
+    return axes, dict(exchange.params).get("groups")
 
 
 def _check_indices(op: str, params: Mapping[str, Any], axes: Sequence[str], size: int, source: str) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 
 from jaxcross.errors import CutError
 from jaxcross.program.trace import trace
-from jaxcross.testing import LocalRanks, vmap_oracle
+from jaxcross.testing import LocalRanks, run_jaxpr, vmap_oracle
 from tests.support.semantics import AXES, RANKS, W, X, body, gradient, mapped, on_ranks, true_gradient
 
 
@@ -25,6 +25,19 @@ def test_bare_function_has_pmap_and_vmap_semantics() -> None:
     ):
         np.testing.assert_allclose(got, want, rtol=1e-6)
         np.testing.assert_allclose(got, RANKS * X[rank] * np.cos(W * X[rank]), rtol=1e-5)
+
+
+def test_permutation_over_axes_in_another_order_counts_ranks_in_mesh_order() -> None:
+    """As XLA does, and as our own wire; every other exchange counts in the order in which the axes are named."""
+    axes = {"a": 2, "b": 2}
+
+    def step(x: Any) -> Any:
+        return lax.ppermute(x, ("b", "a"), [(0, 1), (1, 2), (2, 3)]), lax.all_gather(x, ("b", "a"))
+
+    jaxpr = trace(step, (jnp.float32(0),), axes=axes, wire=LocalRanks()).jaxpr
+    results = run_jaxpr(jaxpr, axes, [[jnp.float32(10 * rank)] for rank in range(4)])
+    assert [float(moved) for moved, _ in results] == [0, 0, 10, 20]
+    assert all(gathered.tolist() == [0, 20, 10, 30] for _, gathered in results)
 
 
 @pytest.mark.parametrize("cast", [False, True])
