@@ -254,7 +254,8 @@ def run(world: Any, jobs: Sequence[tuple[Work, Any]], policy: Any, steps: int) -
     import jaxcross
 
     def loop(job: Any, work: Work, step: Any) -> Any:
-        params = job.restore(jax.tree.map(jnp.array, work.params), mode="local")  # ranks hold other parts
+        # Ranks hold other parts of the model, although they draw the same numbers.
+        params = job.restore(jax.tree.map(jnp.array, work.params), mode="local", rank_local=tuple(work.params))
         for _ in range(steps):
             params, _ = step(params, work.batch)
         return params

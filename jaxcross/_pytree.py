@@ -185,12 +185,10 @@ def _leaf(form: Form, array: np.ndarray, like: Any) -> Any:
 def buffer_of(array: jax.Array) -> Hashable:
     """Returns a key that is the same for all arrays in the same memory, however many objects of JAX there are."""
     try:
+        if array.is_fully_addressable and len(array.sharding.device_set) > 1:
+            return tuple(shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards)
         return array.unsafe_buffer_pointer()
-    except ValueError:  # on several devices
-        if array.is_deleted():
-            return id(array)
-        return tuple(shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards)
-    except (AttributeError, RuntimeError):  # the backend doesn't say, or the array was donated
+    except (AttributeError, RuntimeError, ValueError):  # the backend doesn't say, or the array was donated
         return id(array)
 
 

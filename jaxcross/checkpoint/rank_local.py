@@ -63,7 +63,6 @@ def common_leaves(state: Any) -> list[str]:
     Left out are what the states of exchanges declare to be a rank's own; under a strategy with a model on each rank,
     all floating-point leaves outside of such states; gradients that `accumulate` and `optax.MultiSteps` add up; the
     statistics of normalisation layers (`batch_stats` of Flax, `nnx.BatchStat`), which a step may leave unsynchronised.
-
     """
     found = jax.tree_util.tree_leaves_with_path(state)
     strategies = _strategies(state, [path for path, _ in found])

@@ -110,15 +110,14 @@ def _advice(traced: Traced) -> Iterator[str]:
 def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.ShapedArray] | None:
     """Returns the first leaf of the state that comes back with another element type; None if there is none.
 
-    The state is what the step donates, otherwise its first argument, if something of its structure and shapes is
-    returned. A single array that is not donated need not be a state.
+    The state is what the step donates, if something of its structure and shapes is returned. What is not donated may
+    be parameters, and what looks like it their gradients.
     """
     args = traced.in_tree.children()[0].children()
     starts = list(itertools.accumulate((a.num_leaves for a in args), initial=0))
     outs = [compat.array_type(v) for v in compat.open_jaxpr(traced.jaxpr)[0].outvars]
-    for n, (start, tree) in enumerate(zip(starts, args, strict=False)):
-        donated = start in traced.donated
-        if not tree.num_leaves or not (donated or (n == 0 and not traced.donated and tree.num_leaves > 1)):
+    for start, tree in zip(starts, args, strict=False):
+        if not tree.num_leaves or start not in traced.donated:
             continue
         given = traced.in_avals[start : start + tree.num_leaves]
         for at, result in _results(traced.out_tree):

@@ -14,6 +14,7 @@ SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jaxcross._pytree import buffer_of
 from jaxcross.program import stages
 from jaxcross.program.digest import program_digest
 from jaxcross.program.trace import trace
@@ -84,6 +85,14 @@ assert all(a.devices() == {devices[2]} for a in jax.tree.leaves(got)), [a.device
 _, got = run(params, x, host_device=devices[3])
 close(got)
 print("handed over")
+
+# Two objects of JAX that hold the same shards are one buffer.
+base = jax.device_put(np.ones((8, 2), np.float32), split)
+again = jax.make_array_from_single_device_arrays(base.shape, split, [s.data for s in base.addressable_shards])
+assert base is not again and buffer_of(base) == buffer_of(again) != buffer_of(base + 1)
+base.delete()
+assert isinstance(buffer_of(base), int)
+print("one buffer")
 """
 
 
@@ -98,6 +107,6 @@ def output() -> str:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("stage", ["sharded", "split parameters", "handed over"])
+@pytest.mark.parametrize("stage", ["sharded", "split parameters", "handed over", "one buffer"])
 def test_several_devices(output: str, stage: str) -> None:
     assert stage in output.splitlines(), output
