@@ -85,7 +85,8 @@ class AbortNotices:
                 if alike:
                     activity = self._flight.record_exit(own.kind, own.text)
                     print_error(
-                        f"jaxcross: rank {self._rank} of {self._size} fails alike ({activity}): see rank {sender}."
+                        f"jaxcross: rank {self._rank} of {self._size} fails in the same way ({activity}): see the"
+                        f" message of rank {sender}."
                     )
                 self._reports = not alike
                 self._answer(sender)

@@ -40,7 +40,7 @@ def test_a_script_that_fails_alike_everywhere_says_so_once(mpirun, ranks, case):
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert f"jaxcross: rank 0 of {ranks} failed:\n" in done.stderr
     for rank in range(1, ranks):
-        told = (f"rank {rank} of {ranks} fails alike (", f"rank {rank} of {ranks} ends while ")
+        told = (f"rank {rank} of {ranks} fails in the same way (", f"rank {rank} of {ranks} ends while ")
         assert sum(done.stderr.count(text) for text in told) == 1
 
 
@@ -62,4 +62,4 @@ def test_unlike_failures_have_a_traceback_each(mpirun):
     done = mpirun(2, SCRIPT, "unlike")
     assert done.stderr.count("Traceback (most recent call last)") in (1, 2)  # the second rank may be ended before
     assert "ValueError: an example of rank " in done.stderr
-    assert "fails alike" not in done.stderr
+    assert "fails in the same way" not in done.stderr
