@@ -169,6 +169,14 @@ def test_reports_out_of_turn_are_internal_errors():
     one = Interleaver(1, RoundRobin())
     with pytest.raises(InternalError, match="the exchange lane reports a exchange of job 0, but its slot is None"):
         one.handle(m.ExchangeDone(0, 1))
+    two = Interleaver(2, RoundRobin())
+    feed(two, m.RunStarted())
+    out = vote(two, vote(two, feed(two, *(m.StepCalled(job, PLAIN) for job in range(2)))))
+    out += feed(two, *(m.SegmentDispatched(job, 1, 0) for job in range(2)))
+    assert out == [m.RunExchange(0, 1, 1, 1, False)]
+    assert vote(two, feed(two, m.ExchangeDone(0, 1)))[-1] == m.RunExchange(1, 1, 1, 1, False)
+    with pytest.raises(InternalError, match=r"a exchange of job 0, but its slot is Slot\(kind='exchange', job=1"):
+        two.handle(m.ExchangeDone(0, 1))
     with pytest.raises(ValueError, match="must be at least 1, got 0 and 2"):
         Interleaver(0, RoundRobin())
 

@@ -190,7 +190,7 @@ def test_one_ranks_request_suffices_and_pause_wins():
         (3.0, 2, 1, JobRequest.STOP),
     ]
     scripts = [[script(random.Random(rank), plan), endless()] for rank in range(3)]
-    results = Simulation(scripts, policy=RoundRobin(), requests=requests).run()
+    results = Simulation(scripts, policy=RoundRobin(), requests=requests).run(20_000)
     check_equal(results)
     assert [(job, paused) for job, paused, _ in results[0].paused] == [(0, True), (0, False)]
     assert results[0].finished == {0: ("ended", ()), 1: ("stopped", ())}
@@ -200,7 +200,7 @@ def test_one_ranks_request_suffices_and_pause_wins():
 
 def test_while_all_are_paused_the_lanes_rest():
     requests = [(1.0, 0, 0, JobRequest.PAUSE), (101.0, 1, 0, JobRequest.RESUME), (102.0, 1, 0, JobRequest.STOP)]
-    results = Simulation([[endless()], [endless()]], policy=RoundRobin(), requests=requests).run()
+    results = Simulation([[endless()], [endless()]], policy=RoundRobin(), requests=requests).run(20_000)
     check_equal(results)
     pause, go_on = (slot for _, _, slot in results[0].paused)
     rest = results[0].slots[pause:go_on]
@@ -212,7 +212,7 @@ def test_paused_and_unstarted_jobs_can_be_stopped():
     """A paused job can be stopped, and so can one that has not begun."""
     requests = [(1.0, 0, 0, JobRequest.PAUSE), (5.0, 1, 0, JobRequest.STOP), (0.5, 0, 2, JobRequest.STOP)]
     scripts = [[endless(), script(random.Random(rank), [graph(2, 1)] * 4), endless()] for rank in range(2)]
-    results = Simulation(scripts, policy=Sequential(), requests=requests).run()
+    results = Simulation(scripts, policy=Sequential(), requests=requests).run(20_000)
     check_equal(results)
     assert {job: how for job, (how, _) in results[0].finished.items()} == {0: "stopped", 1: "ended", 2: "stopped"}
     assert results[0].steps[2] == 0

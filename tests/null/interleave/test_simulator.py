@@ -4,7 +4,7 @@ import pytest
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave.policy import RoundRobin
-from jaxcross.interleave.script import Step, Think
+from jaxcross.interleave.script import Await, Step, Think
 from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
 
@@ -33,6 +33,28 @@ def test_ranks_wait_for_the_slowest():
     fast, slow = Simulation([[loop(3)], [loop(3, (4.0, 0.0, 0.0))]], policy=RoundRobin()).run()
     assert fast.slots == slow.slots
     assert fast.end_s == slow.end_s == pytest.approx(3 * (4.0 + 1.0), abs=0.6)
+
+
+def test_a_job_awaits_the_end_of_one_job():
+    """The end of any other job does not wake it."""
+
+    def waits():
+        yield Await(2)
+        yield Step(PLAIN, (1.0, 0.0, 0.5))
+
+    (result,) = Simulation([[waits(), loop(1), loop(3)]], policy=RoundRobin()).run()
+    awaited = max(span.end_ns for span in result.spans if span.job == "2")
+    assert min(span.start_ns for span in result.spans if span.job == "0") >= awaited
+    assert result.steps == [1, 1, 3]
+
+
+def test_a_segment_fails_when_its_script_says():
+    def fails(when):
+        yield Step(PLAIN, (1.0, 0.0, 0.5), {0: when})
+
+    for when, where in (("dispatch", "at dispatch"), ("complete", "on the device")):
+        (result,) = Simulation([[fails(when)]], policy=RoundRobin()).run()
+        assert result.finished == {0: ("failed", (f"failed\n{where}: failed",))}
 
 
 def test_a_job_that_never_returns_is_noticed():

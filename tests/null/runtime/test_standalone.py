@@ -150,9 +150,16 @@ def test_carried_exchange_begins_before_the_computation(owner: ExchangeOwner) ->
     execution = Carried()
     compiled = overlapped(execution)
     compiled.carried = frozenset({1})
+    watched: list[dict[str, Any]] = []
+
+    def monitor(**wait: Any) -> nullcontext[None]:
+        watched.append(wait)
+        return nullcontext()
+
     with ThreadPoolExecutor(1) as exchanger:
-        world: Any = SimpleNamespace(exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner)
+        world: Any = SimpleNamespace(exchanger=exchanger, monitor=monitor, exchange_owner=owner)
         assert Standalone(world, "step").run(compiled, [], None) == "results"
+    assert [(wait["segment"], wait["what"]) for wait in watched] == [(1, "psum"), (3, "psum")]
     assert execution.ended[:2] == [1, 0] and sorted(execution.ended) == [*range(5)], "each once"
     check_goes_on(owner, expected=True)
 
