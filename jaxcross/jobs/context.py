@@ -250,7 +250,7 @@ class JobContext:
             TypeError: `rank_local` holds something other than texts; or, unless `local` without checkpoints, on every
                 rank: a leaf is neither an array nor a number.
             JobError: On every rank: the checkpoint is of another model, or of a number of ranks that cannot change; or
-                ranks give different `mode`s or `rank_local`s.
+                ranks give another `mode` or `rank_local`.
         """
         check_choice(mode, Initial, f"`mode` of `job.restore` in job `{self.name}`")
         names = checked_names(f"`rank_local` of `job.restore` in job `{self.name}`", rank_local)

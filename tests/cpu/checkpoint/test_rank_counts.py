@@ -99,8 +99,8 @@ def test_each_rank_resumes_with_its_own_named_leaf(mode, tmp_path):
 
         runner = Runner(world, checkpoints=Checkpoints(tmp_path), check_replicas=1)
         job = runner.add("a", fn)
-        runner.run()
-        return job.state["mask"].tolist(), runner.report.jobs[0].replicas
+        report = runner.run()
+        return job.state["mask"].tolist(), report.jobs[0].replicas
 
     for start, steps in ((10, 2), (50, 4), (90, 6)):
         found = run_ranks(2, lambda world: work(world, start, steps))  # noqa: B023
