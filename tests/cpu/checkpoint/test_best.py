@@ -11,7 +11,9 @@ import jaxcross
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.checkpoint.layout import Folders
 from jaxcross.errors import JobError
+from tests.support.checkpoint_damage import newest
 from tests.support.checkpoint_jobs import same
+from tests.support.checkpoint_jobs import train as train_plainly
 from tests.support.evaluated_jobs import SCORES, STEPS, evaluations, steps_on_disk, train
 
 LIKE = {"w": np.zeros(3)}
@@ -149,6 +151,15 @@ def test_load_refuses_what_is_not_there(tmp_path, saved):
         jaxcross.load(saved, "a", like, rank=2)
     with pytest.raises(JobError, match="of another model. What differs: .*residual"):
         jaxcross.load(saved, "a", LIKE)
+
+
+@pytest.mark.mostly_integration("True-6")
+@pytest.mark.parametrize(("own", "step"), [(False, 8), (True, 6)])
+def test_load_needs_all_parts_only_if_ranks_differ(own, step, tmp_path):
+    """Without leaves of their own, rank 0's part has the whole state."""
+    train_plainly(2, tmp_path, names="a", own=own, steps=8)
+    shutil.rmtree(newest(tmp_path) / "rank-0001")
+    assert jaxcross.load(tmp_path, "a", LIKE | ({"residual": np.zeros(2)} if own else {}))[1] == step
 
 
 def test_load_refuses_a_damaged_file(tmp_path, saved):

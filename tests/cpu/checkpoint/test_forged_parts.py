@@ -1,6 +1,7 @@
 """The text of a part of a checkpoint: any change to it is noticed, and a forged one does no harm."""
 
 import json
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -24,6 +25,11 @@ PART_0 = Part(
 
 def test_a_part_says_what_it_was_told():
     assert parse(to_text(PART_0)) == PART_0
+
+
+def test_a_part_of_a_rank_that_its_run_did_not_have_is_rejected():
+    with pytest.raises(UnusableError, match="rank 2 of 2"):
+        parse(to_text(replace(PART_0, rank=2)))
 
 
 def parsed(text):

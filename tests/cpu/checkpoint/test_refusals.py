@@ -45,6 +45,12 @@ def test_another_version_is_refused(tmp_path):
         refused(2, tmp_path, "another version of jaxcross wrote.*rank-0000")
 
 
+def test_checkpoints_of_another_job_are_refused(tmp_path):
+    train(1, tmp_path, names="b", steps=3)
+    (tmp_path / "b").rename(tmp_path / "a")
+    refused(1, tmp_path, "none of them is whole any more.*is of a job `b`")
+
+
 def test_a_job_restores_once_and_before_it_saves(tmp_path):
     refused(1, tmp_path, "restores twice", fn=lambda job, **_: [job.restore({}), job.restore({})])
     refused(1, tmp_path, "has not called `job.restore`", fn=lambda job, **_: job.save({"w": 1}))
