@@ -11,7 +11,7 @@ from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Instrument, SpanLog
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.jobs.runner import Runner
-from jaxcross.runtime.joint_start import StartLimit, note_at_start
+from jaxcross.runtime.joint_start import StartGate, StartLimit, note_at_start
 from jaxcross.server import ParameterServer
 from tests.support.fakes import run_ranks
 from tests.support.membership_jobs import all_see
@@ -272,6 +272,24 @@ def test_another_start_on_another_rank_is_an_error():
     run_ranks(2, work)
     with pytest.raises(ValueError, match=r"^`start` must be one of 'together', 'as ready', got 'later'"):
         run_ranks(1, lambda world: Runner(world, start="later"))
+
+
+def test_the_gate_opens_when_the_earlier_jobs_have_come():
+    lock, coming, asked = threading.RLock(), [0, 1], threading.Event()
+
+    def jobs_to_come():
+        asked.set()
+        return coming
+
+    gate = StartGate(lock, jobs_to_come)
+    second = threading.Thread(target=gate.wait, args=(1,), daemon=True)
+    second.start()
+    assert asked.wait(60)
+    with lock:  # free once the thread waits
+        coming.remove(0)
+        gate.look()
+    second.join(5)
+    assert not second.is_alive()
 
 
 def test_only_other_work_counts_against_the_limit():

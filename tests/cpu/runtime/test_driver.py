@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from itertools import pairwise
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,8 @@ from jaxcross.jobs.step_registry import step_graph_of
 from jaxcross.jobs.thread import JobThread
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.emulated_link import Link
-from jaxcross.runtime.job_record import JobRecord
-from jaxcross.runtime.lanes import LaneThread, backoff_s
+from jaxcross.runtime.job_record import JobRecord, StepCall
+from jaxcross.runtime.lanes import ComputeLane, LaneThread, backoff_s
 from tests.support.fakes import FakeCompiled, FakeExecution, ManualClock, plain_program, run_ranks
 
 
@@ -64,7 +65,9 @@ def test_spans_name_what_was_done():
 
 def test_every_wait_for_other_ranks_is_watched():
     def work(world):
-        runner_of(world).run()
+        runner = runner_of(world)
+        runner.add("adds", lambda job: runner.add("new", lambda job: None).done.wait(60))
+        runner.run()
         return world.watched
 
     for watched in run_ranks(2, work):
@@ -72,6 +75,74 @@ def test_every_wait_for_other_ranks_is_watched():
         assert exchanges == [("a", 1, 1, "exchange"), ("a", 2, 1, "exchange")]
         # One vote admits and one commits each step, one ends the job; a rank that comes late costs further ones.
         assert len([w for w in watched if w[3] == "vote"]) >= 5
+        # Votes and news are about all jobs, so a report of such a wait names no job, step or segment.
+        assert {w[:3] for w in watched if w[3] in ("vote", "news of jobs")} == {("", 0, -1)}
+        assert ("", 0, -1, "news of jobs") in watched
+
+
+def test_a_job_that_waits_for_its_data_is_watched():
+    def work(world):
+        watched, monitor = threading.Event(), world.monitor
+
+        def noting(**wait):
+            if wait.get("local"):
+                assert wait["job"] == "a"
+                watched.set()
+            return monitor(**wait)
+
+        def data():
+            assert watched.wait(5)
+            yield 1.0
+
+        world.monitor = noting
+        runner = Runner(world)
+        runner.add("a", lambda job: [*job.batches(data())])
+        runner.run()
+
+    run_ranks(1, work)
+
+
+def test_a_run_ends_after_the_threads_of_its_jobs():
+    """After the last vote, a job's thread still reads back metrics and closes its loops."""
+
+    class Lingers(LaneThread):
+        joined, ended = threading.Event(), False
+
+        def join(self, timeout=None):
+            self.joined.set()
+            super().join(timeout)
+
+    def work(world):
+        def returns():
+            driver.job_returned(driver.records[0])
+            thread.joined.wait(5)
+            thread.ended = True
+
+        thread = Lingers("a", returns, set())
+        driver = Driver(world=world, jobs=[("a", lambda: thread)], policy=RoundRobin(), depth=2)
+        driver.run(deque())
+        assert thread.ended
+
+    run_ranks(1, work)
+
+
+def test_every_segment_is_dispatched_and_then_waited_for():
+    def work(world):
+        events = []
+        driver: Any = SimpleNamespace(
+            world=world, queue=SimpleQueue, clock_ns=ManualClock(), post=events.append, listeners=Listeners()
+        )
+        compiled: Any = FakeCompiled(plain_program(), world, lambda i, values: sum(values))
+        call = StepCall("a", 1, step_graph_of(compiled.program), compiled.execution([1.0, 2.0]), 0, "ignore")
+        lane = ComputeLane(driver)
+        lane.start()
+        lane.put(m.Dispatch(0, 1, 1, 0), call)
+        lane.close()
+        assert sorted(events, key=lambda event: type(event).__name__) == [
+            m.SegmentCompleted(0, 1, 0, 0), m.SegmentDispatched(0, 1, 0)
+        ]  # fmt: skip
+
+    run_ranks(1, work)
 
 
 def test_an_emulated_link_holds_exchanges_and_says_so():
