@@ -267,10 +267,8 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
         # Behind the last exchange the work would wait for it: there the step's state may be overwritten. What a later
         # exchange needs of the work is not left to that one's position, where it would wait for the carried ones.
         last = max(g for g, group in enumerate(groups) if graph.level[group.exchanges[0]] == 0)
-        for i in sorted(work_before_commit(graph)):
-            at = min(position.get(i, 2 * last), 2 * last)
-            if position.get(i, 0) % 2 == 0:  # else it is made between exchanges
-                position[i] = max([at, *(position[p] + position[p] % 2 for p in graph.makers(i))])
+        # This work needs no exchange, so all of it is at even positions, and no maker is behind its reader.
+        position |= {i: min(position.get(i, 2 * last), 2 * last) for i in sorted(work_before_commit(graph))}
     # Next to carried exchanges only what this work leaves is held: sums of an optimizer's own products are no reason to
     # make its next state before the commit, where the old one is still alive.
     holders = position.keys() if any(group.carried for group in groups) else range(len(graph.eqns))

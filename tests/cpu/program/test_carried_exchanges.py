@@ -210,6 +210,10 @@ def test_its_host_operations_leave_the_computation_alone() -> None:
     assert all(carried not in needs for needs in program.order.needs)
     casts = [sum(e.primitive.name == "convert_element_type" for e in s.jaxpr.jaxpr.eqns) for s in program.segments]
     assert casts[carried] == 2 and casts[0] >= 2
+    # What only the exchange reads is cast there alone; afterwards, the sums are cast back.
+    program = cut_of(step_of(in_sixteen_bits), state_of(1), jnp.ones((4, WIDTH)))
+    casts = [sum(e.primitive.name == "convert_element_type" for e in s.jaxpr.jaxpr.eqns) for s in program.segments]
+    assert casts == [0, 2, 2]
 
 
 def test_gradients_are_whole_before_the_commit():

@@ -97,6 +97,30 @@ def test_dependents_of_an_exchange_run_before_the_next() -> None:
     assert any(eqn.primitive.name == "reduce_sum" for eqn in middle.jaxpr.jaxpr.eqns)
 
 
+def test_what_reads_two_chains_makes_neither_wait() -> None:
+    """Two chains of exchanges and products. What reads both waits for all, and would fit before the last exchange."""
+
+    def step(a: Any, b: Any) -> Any:
+        a, b = (jnp.tanh(lax.pmean(x @ x, "batch") @ x) for x in (a, b))
+        return lax.pmean(a, "batch"), lax.pmean(b, "batch"), jnp.vdot(a, b)
+
+    cut = stages.cut(flat(step, jnp.ones((WIDTH, WIDTH)), jnp.ones((WIDTH, WIDTH))), 4, bucket_bytes=0)
+    first, second, *later = (s.index for s in cut.collectives)
+    assert [[cut.order.after[n] >> before & 1 for before in (first, second)] for n in later] == [[1, 0], [0, 1]]
+
+
+def test_light_work_joins_a_segment_that_waits_for_as_much() -> None:
+    """Between two exchanges that nothing stands between, it would be a segment of its own."""
+
+    def step(a: Any, b: Any) -> Any:
+        a, b = lax.psum(a, "batch"), lax.psum(b, "batch")
+        return lax.psum(jnp.tanh(a @ b), "batch"), a.sum()
+
+    cut = stages.cut(flat(step, jnp.ones((WIDTH, WIDTH)), jnp.ones((WIDTH, WIDTH))), 3, bucket_bytes=0)
+    kinds = [s.kind for s in cut.segments]
+    assert kinds == ["collective", "collective", "compute", "collective"], cut.text()
+
+
 def test_second_exchange_does_not_delay_gradients() -> None:
     """A metric of averaged gradients that is averaged again: light work on the exchanges' side (cut rule 4)."""
 
@@ -171,6 +195,12 @@ def test_empty_leaf_is_cut_like_the_others() -> None:
     step = lambda *leaves: lax.pmean(leaves, "batch")  # noqa: E731
     cut = stages.cut(flat(step, jnp.zeros((0, 3)), jnp.ones(3), jnp.zeros(0)), "whole")
     assert [x.shape for x in cut.exchanges] == [(3,)]
+
+
+def test_a_shared_buffer_has_at_most_bucket_bytes() -> None:
+    traced = flat(lambda *leaves: lax.psum(leaves, "batch"), *[jnp.ones(1)] * 4)
+    shapes = [[x.shape for x in stages.cut(traced, "whole", bucket_bytes=n).exchanges] for n in (7, 8)]
+    assert shapes == [[(1,)] * 4, [(2,)] * 2]
 
 
 def test_ranks_compare_buffer_layout_and_boundaries() -> None:
