@@ -167,11 +167,12 @@ def test_jobs_that_nobody_can_resume_end_the_run(monkeypatch, ranks):
 
 def test_a_paused_job_takes_no_turn_until_it_goes_on():
     def work(world):
-        order = Order()
+        order, begun = Order(), []
         runner = Runner(world, instruments=[order])
 
         def parent(job, step):
             step(0.0, 1.0)
+            begun.append(job.paused)
             if world.rank == 1:
                 other.pause()
             until(job, step, lambda: other.paused)
@@ -186,6 +187,7 @@ def test_a_paused_job_takes_no_turn_until_it_goes_on():
         runner.add("a", parent, step=make_step(world, "a"))
         other = runner.add("b", endless, step=make_step(world, "b", exchanges=2))
         runner.run()
+        assert begun == [False]
         assert other.state == solo(4, [1e-3] * other.step)  # two exchanges, each over two ranks
         return order.seen, other.step
 

@@ -22,6 +22,7 @@ def test_one_job_alone_takes_the_sum_of_its_parts():
     assert result.end_s == pytest.approx(4 * (1.0 + 2.0 + 0.5))
     spans = [(s.kind, s.start_ns / 1e9, s.end_ns / 1e9) for s in result.spans[:3]]
     assert spans == [("compute", 0.0, 1.0), ("collective", 1.0, 3.0), ("compute", 3.0, 3.5)]
+    assert [s.number for s in result.spans[:4]] == [1, 1, 1, 2]  # there are no calls but steps
 
 
 def test_two_jobs_hide_each_others_exchanges():
