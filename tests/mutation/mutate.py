@@ -43,7 +43,7 @@ sys.path[0] = str(ROOT)  # instead of this folder
 from tests.mutation import mutants as m  # noqa: E402
 from tests.mutation import toy  # noqa: E402
 from tests.mutation.judge import Judge, Outcome, Verdict  # noqa: E402
-from tests.mutation.show import KILLS, show  # noqa: E402
+from tests.mutation.show import KILLS, save, show  # noqa: E402
 from tests.mutation.suite import STAGES, Suite, commit, lines  # noqa: E402
 from tests.mutation.workspace import InterruptedRunError, Workspace  # noqa: E402
 
@@ -203,6 +203,7 @@ def parser() -> argparse.ArgumentParser:
     )
     three.add_argument("--suite", default="new")
     three.add_argument("--against", default="old")
+    three.add_argument("--save", action="store_true", help="keep the verdicts in tests/mutation/results.json")
     return words
 
 
@@ -216,6 +217,8 @@ def main(words: Iterable[str] | None = None) -> int:
     elif args.command == "run":
         run(study, args)
     elif args.command == "show":
+        if args.save:
+            save(study.described(), study.results().get(args.suite, {}))
         return 0 if show(Console(), study.described(), study.results(), args.suite, args.against) else 1
     else:
         parser().print_help()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +14,7 @@ from rich.table import Table
 from tests.mutation.judge import Verdict
 
 KILLS = (Verdict.KILLED, Verdict.HUNG)
+RESULTS = Path(__file__).with_name("results.json")
 COLUMNS = ("mutants", "quick", "integration", "hung", "survive both", "old only", "absent", "open")
 
 
@@ -58,12 +60,15 @@ def show(
     if cut_off:
         table.caption = f"For {cut_off} mutants a suite ran out of time, so it might have killed them: see README.md."
     console.print(table)
+    noted = _saved()
     for name in ("old only", "open", "absent", "survive both", "hung"):
         chosen = [each for each in mutants if columns[each["key"]] == name]
         if chosen:
             console.print(f"\n[bold]{name}[/bold]")
         for each in chosen:
             console.print(f"{each['file']}:{each['line']} {each['function']} \\[{each['operator']}] {each['key']}")
+            if note := noted.get(each["key"], {}).get("note"):
+                console.print(f"  {escape(note)}", soft_wrap=True)
             console.print(
                 f"  [red]- {escape(each['before'])}[/red]\n  [green]+ {escape(each['after'])}[/green]", soft_wrap=True
             )
@@ -88,3 +93,26 @@ def _verdict(result: Mapping) -> str:
         return "its function differs in this checkout"
     mates = f"; of their files, {result['unrun_mates']} other tests were left" if result["unrun_mates"] else ""
     return f"survived {result['passed']} tests, {result['direct']} of which evaluate it{mates}"
+
+
+def save(mutants: Sequence[Mapping], results: Mapping[str, Mapping]) -> None:
+    """Writes what a suite did to `results.json`. Notes on mutants stay, as long as their functions don't change."""
+    noted = _saved()
+    left = {
+        each["key"]: {
+            "place": f"{each['file']}:{each['line']}",
+            "before": each["before"],
+            "after": each["after"],
+            "verdict": results[each["key"]]["verdict"],
+            "note": noted.get(each["key"], {}).get("note", ""),
+        }
+        for each in mutants
+        if each["key"] in results and results[each["key"]]["verdict"] != Verdict.KILLED
+    }
+    verdicts = Counter(result["verdict"] for result in results.values())
+    commits = sorted({result["commit"] for result in results.values()})
+    RESULTS.write_text(json.dumps({"commits": commits, "verdicts": verdicts, "not killed": left}, indent=1) + "\n")
+
+
+def _saved() -> Mapping[str, Mapping[str, str]]:
+    return json.loads(RESULTS.read_text())["not killed"] if RESULTS.exists() else {}
