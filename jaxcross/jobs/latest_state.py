@@ -20,7 +20,8 @@ class LatestState:
     """A job's state as its function last set it, and the results of its latest committed step. On one rank; used by
     the job's thread, and by the runner after it.
 
-    Only references to one step's results are held: arrays that the next step donates are deleted here as well.
+    Only references to one step's results are held: arrays that the next step donates are deleted here as well. The
+    results are held as leaves, because the job's function may write into the dicts and NNX states that hold them.
 
     Attributes:
         state: The state that the job restored, saved or returned.
@@ -28,16 +29,19 @@ class LatestState:
             next step: it may have been about to change these.
     """
 
-    __slots__ = ("_changed", "_part", "_results", "_results_step", "_state_step", "_structure", "is_guess", "state")
+    __slots__ = (
+        "_changed", "_kind", "_part", "_results", "_results_step", "_state_step", "_structure", "is_guess", "state"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.state: PyTree = None
         self.is_guess = False
         self._changed = False  # the function changes a step's results before the next step
-        self._structure = jax.tree.structure(None)  # of the results to which `_part` belongs
-        self._part: int | None = None  # the index of the result that is like the state; -1: all of them; None: unknown
+        self._kind = jax.tree.structure(None)  # the structure of the results to which `_part` belongs
+        self._part: slice | None = None  # the leaves of the results that are like the state; None: unknown
         self._state_step = 0
-        self._results: PyTree = None
+        self._results: list[PyTree] = []  # as leaves, and their structure
+        self._structure = jax.tree.structure(None)
         self._results_step = 0
 
     @property
@@ -51,28 +55,35 @@ class LatestState:
 
     def note_arguments(self, arguments: Sequence[object]) -> None:
         """Notes whether the next step takes the latest one's results, or others that the function made of them."""
-        if self._changed or self._results is None or self._state_step == self._results_step:
+        if self._changed or not self._results or self._state_step == self._results_step:
             return
-        structure = jax.tree.structure(self._results)
-        if structure != self._structure:  # compared once for each structure: this runs before every step
-            self._structure, self._part = structure, self._part_like_state()
+        if self._structure != self._kind:  # compared once for each structure: this runs before every step
+            self._kind, self._part = self._structure, self._part_like_state()
         if self._part is None:
             return
         given = set(map(id, arguments))
-        part = self._results if self._part < 0 else self._results[self._part]
-        self._changed = any(id(leaf) not in given for leaf in jax.tree.leaves(part) if isinstance(leaf, jax.Array))
+        self._changed = any(id(leaf) not in given for leaf in self._results[self._part] if isinstance(leaf, jax.Array))
 
-    def _part_like_state(self) -> int | None:
-        found = select_state(self.state, self._results)
+    def _part_like_state(self) -> slice | None:
+        results = self._all_results()
+        found = select_state(self.state, results)
         if form(found) != form(self.state):
             return None
-        return -1 if found is self._results else [id(part) for part in self._results].index(id(found))
+        if found is results:
+            return slice(None)
+        before = results[: [id(part) for part in results].index(id(found))]
+        start = len(jax.tree.leaves(before))
+        return slice(start, start + len(jax.tree.leaves(found)))
+
+    def _all_results(self) -> PyTree:
+        return jax.tree.unflatten(self._structure, self._results)
 
     def note_results(self, results: PyTree, step: int) -> None:
         """Notes the results of a call that all ranks committed, after `step` calls of the training step."""
         # Another function's results are not the state, unless it took the training step's results by donation.
         if step > self._results_step or has_deleted(self._results):
-            self._results, self._results_step = results, step
+            self._results, self._structure = jax.tree.flatten(results)
+            self._results_step = step
 
     def latest(self) -> tuple[PyTree, int]:
         """Returns the newest state that is known and not donated, and its number of steps.
@@ -80,7 +91,7 @@ class LatestState:
         It is `state`, or the one of the last committed step.
         """
         if self._results_step and (self._state_step < self._results_step or has_deleted(self.state)):
-            found = select_state(self.state, self._results)
+            found = select_state(self.state, self._all_results())
             if not has_deleted(found):
                 return found, self._results_step
         return self.state, self._state_step
@@ -94,7 +105,7 @@ class LatestState:
 
     def release(self) -> None:
         """Drops the step's results."""
-        self._results = None
+        self._results, self._structure = jax.tree.flatten(None)
 
 
 def select_state(state: PyTree, results: PyTree) -> PyTree:
