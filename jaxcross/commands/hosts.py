@@ -16,6 +16,10 @@ LINE_S = 60.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S:.0f}")
 _AGENTS = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent")
+# Where one of these is set, `mpirun` may start ranks by other means than the agent.
+_MANAGERS = (
+    "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "LSB_JOBID", "PBS_JOBID", "PRTE_MCA_plm", "SLURM_JOB_ID"
+)  # fmt: skip
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
@@ -47,9 +51,15 @@ def missing_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
         return [host for host, answer in zip(hosts, answers, strict=True) if not answer]
 
 
-def unknown_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
-    """Returns the hosts without an address here that the agent, which may know more names, doesn't reach either."""
-    return missing_hosts([host for host in hosts if not _has_address(host)], agent)
+def unreachable_hosts(hosts: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Returns the hosts on which `mpirun` could start no rank, and would wait for minutes or for ever.
+
+    Where a resource manager starts the ranks, the agent need not reach a host, so only those without an address count.
+    Waits up to `ANSWER_S` and some seconds.
+    """
+    managed = any(environ.get(name) for name in _MANAGERS)
+    elsewhere = [host for host in hosts if not (_has_address(host) if managed else is_here(host))]
+    return missing_hosts(elsewhere, agent_of(environ))
 
 
 def start_text(hosts: Sequence[str], missing: Sequence[str], agent: Sequence[str], checks: str) -> str:

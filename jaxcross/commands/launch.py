@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxcross.commands import end_with, run_end
-from jaxcross.commands.hosts import agent_of, is_here, missing_hosts, parse_hosts, start_text, unknown_hosts
+from jaxcross.commands.hosts import agent_of, is_here, missing_hosts, parse_hosts, start_text, unreachable_hosts
 from jaxcross.commands.relaunch import Ended, RunFiles, latest_run, run_until_over
 
 if TYPE_CHECKING:
@@ -115,10 +115,10 @@ def prepared(args: argparse.Namespace) -> int | Callable[[Mapping[str, str]], in
     if mpirun is None:
         print("No `mpirun` was found. Remedy: `pip install mpich`, or load your MPI module.", file=sys.stderr)
         return 1
-    if not args.dry_run and args.max_restarts == 0 and (unknown := unknown_hosts(hosts, agent_of(os.environ))):
-        names = ", ".join(f"`{host}`" for host in unknown)
-        remedy = f"Check the name: `{' '.join(agent_of(os.environ))} {unknown[0]} true` must work from here."
-        print(f"`--hosts`: {names} cannot be reached, and no address is known here. {remedy}", file=sys.stderr)
+    if not args.dry_run and args.max_restarts == 0 and (missing := unreachable_hosts(hosts, os.environ)):
+        names = ", ".join(f"`{host}`" for host in missing)
+        remedy = f"Check the name and the network: `{' '.join(agent_of(os.environ))} {missing[0]} true` must work here."
+        print(f"`--hosts`: {names} cannot be reached, so no rank is started. {remedy}", file=sys.stderr)
         return 1
     return partial(_start, args, program, hosts, mpirun)
 

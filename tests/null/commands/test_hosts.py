@@ -13,7 +13,7 @@ from jaxcross.commands.hosts import (
     parse_hosts,
     signal_ranks,
     start_text,
-    unknown_hosts,
+    unreachable_hosts,
     wait_for_hosts,
 )
 from jaxcross.commands.launch import Mpirun, mpirun_command
@@ -41,12 +41,14 @@ def test_hosts_that_do_not_answer_are_found(tmp_path):
     assert missing_hosts(("a",), [str(tmp_path / "none")]) == ["a"]
 
 
-def test_a_name_that_the_agent_knows_needs_no_address(tmp_path, monkeypatch):
+def test_hosts_must_answer_the_agent_unless_another_program_starts_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(hosts_module, "_has_address", lambda host: host == "a")
     agent = tmp_path / "agent"
     agent.write_text('#!/bin/sh\n[ "$1" = alias ]\n')
     agent.chmod(0o755)
-    assert unknown_hosts(("a", "alias", "wrong"), [str(agent)]) == ["wrong"]
+    environ = {"HYDRA_LAUNCHER_EXEC": str(agent)}
+    assert unreachable_hosts(("localhost", "a", "alias", "wrong"), environ) == ["a", "wrong"]
+    assert unreachable_hosts(("a", "alias", "wrong"), {**environ, "SLURM_JOB_ID": "7"}) == ["wrong"]
 
 
 def test_a_wrong_host_name_is_one_clear_error(tmp_path, monkeypatch, capsys):
@@ -55,8 +57,8 @@ def test_a_wrong_host_name_is_one_clear_error(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").touch()
     assert cli.main(["launch", "-n", "2", "--hosts", "wrong,worse", str(tmp_path / "train.py")]) == 1
     assert capsys.readouterr().err == (
-        "`--hosts`: `wrong`, `worse` cannot be reached, and no address is known here. Check the name: `/bin/false wrong"
-        " true` must work from here.\n"
+        "`--hosts`: `wrong`, `worse` cannot be reached, so no rank is started. Check the name and the network:"
+        " `/bin/false wrong true` must work here.\n"
     )
 
 

@@ -147,7 +147,7 @@ def test_more_ranks_than_cores_are_told():
 def test_more_ranks_than_cores_are_told_before_the_start(capsys, monkeypatch):
     monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
     monkeypatch.setattr(launch, "_run", lambda *_, **__: (0, False))
-    monkeypatch.setattr(launch, "unknown_hosts", lambda *_: [])
+    monkeypatch.setattr(launch, "unreachable_hosts", lambda *_: [])
     assert launch.run(parse("-n", "9999", __file__)) == 0
     assert capsys.readouterr().err.startswith("jaxcross launch: 9999 ranks share ")
     assert launch.run(parse("-n", "9998", "--hosts", "a,b", __file__)) == 0
