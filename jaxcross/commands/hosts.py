@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 import subprocess
 import threading
@@ -15,10 +16,12 @@ POLL_S = 5.0
 LINE_S = 60.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S:.0f}")
-_AGENTS = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent")
-# Where one of these is set, `mpirun` may start ranks by other means than the agent.
+_AGENTS = ("HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP_EXEC")
+_AGENT_LINES = "PRTE_MCA_plm_ssh_agent"  # agents with their arguments, the first of which is used: `ssh -p 22 : rsh`
+# If one of these is set, `mpirun` may start ranks by other means than the agent, or with further arguments.
 _MANAGERS = (
-    "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "LSB_JOBID", "PBS_JOBID", "PRTE_MCA_plm", "SLURM_JOB_ID"
+    "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "HYDRA_LAUNCHER_EXTRA_ARGS", "LOADL_STEP_ID", "LSB_JOBID", "PBS_JOBID",
+    "PE_HOSTFILE", "PRTE_MCA_plm", "SLURM_JOB_ID",
 )  # fmt: skip
 
 
@@ -39,7 +42,8 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 def agent_of(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the command that runs another one on a host: what `mpirun` was told to use, or `ssh`."""
-    return next(((environ[name],) for name in _AGENTS if environ.get(name)), _SSH)
+    line = shlex.split(environ.get(_AGENT_LINES, "").partition(":")[0])
+    return next(((environ[name],) for name in _AGENTS if environ.get(name)), tuple(line) or _SSH)
 
 
 def missing_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:

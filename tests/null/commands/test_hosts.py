@@ -30,7 +30,9 @@ def test_hosts_are_named_once_each():
 
 def test_agent_is_that_of_mpirun():
     assert agent_of({})[0] == "ssh"
-    assert agent_of({"HYDRA_LAUNCHER_EXEC": "/lab/enter"}) == ("/lab/enter",)
+    for name in ("HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP_EXEC", "PRTE_MCA_plm_ssh_agent"):
+        assert agent_of({name: "/lab/enter"}) == ("/lab/enter",)
+    assert agent_of({"PRTE_MCA_plm_ssh_agent": "ssh -p 2222 : rsh"}) == ("ssh", "-p", "2222")
 
 
 def test_hosts_that_do_not_answer_are_found(tmp_path):
@@ -48,7 +50,8 @@ def test_hosts_must_answer_the_agent_unless_another_program_starts_ranks(tmp_pat
     agent.chmod(0o755)
     environ = {"HYDRA_LAUNCHER_EXEC": str(agent)}
     assert unreachable_hosts(("localhost", "a", "alias", "wrong"), environ) == ["a", "wrong"]
-    assert unreachable_hosts(("a", "alias", "wrong"), {**environ, "SLURM_JOB_ID": "7"}) == ["wrong"]
+    for name in ("SLURM_JOB_ID", "PE_HOSTFILE", "HYDRA_LAUNCHER_EXTRA_ARGS"):
+        assert unreachable_hosts(("a", "alias", "wrong"), {**environ, name: "7"}) == ["wrong"]
 
 
 def test_a_wrong_host_name_is_one_clear_error(tmp_path, monkeypatch, capsys):
