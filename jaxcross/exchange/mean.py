@@ -38,7 +38,8 @@ def mean(
 
     The weight is one real number, not negative. A rank of weight 0 adds nothing, even if its gradient is NaN; if all
     weigh 0, the mean is 0. What travels is w_r g_r, in the type of the update or in `wire_dtype`, and 4 bytes more for
-    the weight.
+    the weight. In float16, give fractions such as `mask.mean()` of equally long batches: 4096 tokens times a gradient
+    of 16 is infinite there.
 
     How the sum is made, and the bytes that one of P ranks receives for n bytes of updates:
 
