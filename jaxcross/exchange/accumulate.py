@@ -51,9 +51,9 @@ def accumulate(
     updates, state = tx.update(grads, state, params)  # this rank's own gradients: a mean before it exchanges each time
     ```
 
-    Where batches have different numbers of tokens, give `update` the number in this one as `weight`, in each call. The
-    mean is then over all their tokens, and `optimizer` is given the sum of the weights as its `weight`, by which
-    `jaxcross.exchange.mean` weighs this rank.
+    If batches have different numbers of tokens, give each call of `update` its batch's number as `weight`. The mean is
+    then over all tokens of these batches. `optimizer` gets the sum of the weights as its own `weight`, so that
+    `jaxcross.exchange.mean` weighs this rank by it.
 
     The sum is this rank's own: save it per rank. It is set to zero after each step, also where it was not finite.
     Deterministic.
