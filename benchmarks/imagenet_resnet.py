@@ -262,10 +262,12 @@ class Ranks(NamedTuple):
         args = self.args
         self._set_cache("warm")
         shared = SharedDecode(self.train_data(args.accuracy_steps))
-        curves: dict[str, list[tuple[int, float, float]]] = {}
+        states = self.make_states()
+        # In the order of the jobs, whichever thread begins first.
+        curves: dict[str, list[tuple[int, float, float]]] = {name: [] for name in states}
 
         def train(job: Any, state: Any, data: Any) -> Any:
-            state, curve = job.restore(state), curves.setdefault(job.name, [])
+            state, curve = job.restore(state), curves[job.name]
             for batch in job.batches(data, args.accuracy_steps):
                 state, _ = self.step(state, batch)
                 if job.step % args.evaluate_every == 0:
@@ -274,7 +276,6 @@ class Ranks(NamedTuple):
                         break
             return state
 
-        states = self.make_states()
         with jaxcross.Runner(self.world, POLICIES[policy](), link=args.emulated or args.link or None) as runner:
             for name, state in states.items():
                 runner.add(name, train, state=state, data=shared.reader())
