@@ -9,16 +9,13 @@ in one process. with_ms, without_ms: time of a call; ratio: of a round's two blo
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from ranks import mpirun_or_exit
+from ranks import start_workers
 from workloads import parser, spread, write_json
-
-from jaxcross.commands.launch import python_program
 
 STEPS_MS = {1: 200, 100: 4}
 """Milliseconds of a step -> calls in a block."""
@@ -31,10 +28,7 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=40, help="default %(default)s")
     options.add_argument("--worker", action="store_true", help="one of the ranks")
     args = options.parse_args()
-    if args.worker:
-        return worker(args)
-    line = [mpirun_or_exit().path, "-n", str(args.ranks), *python_program([*sys.argv, "--worker"])]
-    return subprocess.run(line, check=True).returncode
+    return worker(args) if args.worker else start_workers(args.ranks)
 
 
 def worker(args: Any) -> int:

@@ -12,15 +12,12 @@ first_s: seconds until `quick`'s first step began; wall_s: of the whole run. Med
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 from itertools import pairwise, repeat
 from typing import Any
 
-from ranks import mpirun_or_exit
+from ranks import start_workers
 from workloads import parser, write_json
-
-from jaxcross.commands.launch import python_program
 
 STARTS = ("together", "as ready")
 
@@ -31,10 +28,7 @@ def main() -> int:
     options.add_argument("--repeats", type=int, default=5, help="default %(default)s")
     options.add_argument("--worker", action="store_true", help="one of the ranks")
     args = options.parse_args()
-    if args.worker:
-        return worker(args)
-    line = [mpirun_or_exit().path, "-n", str(args.ranks), *python_program([*sys.argv, "--worker"])]
-    return subprocess.run(line, check=True).returncode
+    return worker(args) if args.worker else start_workers(args.ranks)
 
 
 def worker(args: Any) -> int:

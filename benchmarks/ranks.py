@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,12 @@ def mpirun_or_exit() -> launch.Mpirun:
     if mpirun is None:
         raise SystemExit("no `mpirun` was found: `pip install mpich`")
     return mpirun
+
+
+def start_workers(ranks: int) -> int:
+    """Runs this script again on so many ranks, with its own words and `--worker`; returns the exit code."""
+    line = [mpirun_or_exit().path, "-n", str(ranks), *launch.python_program([*sys.argv, "--worker"])]
+    return subprocess.run(line, check=True).returncode
 
 
 def command(

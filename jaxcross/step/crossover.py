@@ -307,8 +307,8 @@ class Step(Generic[P, R]):
             try:
                 agree_standalone(variant, host)
             except ExchangeError:  # on every rank
-                # Other ranks may have agreed on the step that comes next: all agree on that one again. Calls of
-                # mpi4jax may concern only some of the ranks.
+                # This rank's next step may be one that other ranks have agreed on before, so all of them agree on it
+                # again. Steps that call mpi4jax are left out, as they may concern only some of the ranks.
                 owner.must_agree = not variant.is_unit
                 raise
             owner.must_agree = False

@@ -17,7 +17,7 @@ VARIABLE = "JAXCROSS_CHECK_CALLS"
 
 
 def check_interval(environ: Mapping[str, str]) -> int:
-    """Returns on every how many calls outside a run the ranks compare which step they call.
+    """Returns n: in every nth call outside a run, the ranks compare which step they call.
 
     Raises:
         ValueError: `JAXCROSS_CHECK_CALLS` is not a whole number of at least 1.

@@ -1,4 +1,4 @@
-"""A time limit for the start of MPI, during which a rank's own threads do not run.
+"""A time limit for the start of MPI, kept by a second process, because a rank's own threads do not run meanwhile.
 
 `MPI_Init` waits for every rank with Python's lock held. If a firewall lets a rank's messages disappear, or a rank never
 comes, it never returns, and no thread or signal handler of this process gets a turn. So a small process waits next to
@@ -68,4 +68,4 @@ CHECKS = (
     " on all hosts (`getent hosts NAME`), and which network interface MPI takes: name the one that the hosts share by"
     " `FI_TCP_IFACE=eth0` (MPICH) or `OMPI_MCA_btl_tcp_if_include=eth0` (Open MPI)."
 )
-"""What to look at if the ranks on several hosts don't find each other."""
+"""What users should check if ranks on different hosts cannot reach each other."""

@@ -156,7 +156,7 @@ def test_load_refuses_what_is_not_there(tmp_path, saved):
 @pytest.mark.mostly_integration("True-6")
 @pytest.mark.parametrize(("own", "step"), [(False, 8), (True, 6)])
 def test_load_needs_all_parts_only_if_ranks_differ(own, step, tmp_path):
-    """Without leaves of their own, rank 0's part has the whole state."""
+    """If no leaf belongs to a rank, rank 0's part holds the whole state."""
     train_plainly(2, tmp_path, names="a", own=own, steps=8)
     shutil.rmtree(newest(tmp_path) / "rank-0001")
     assert jaxcross.load(tmp_path, "a", LIKE | ({"residual": np.zeros(2)} if own else {}))[1] == step

@@ -111,7 +111,7 @@ def test_each_rank_resumes_with_its_own_named_leaf(mode, tmp_path):
 @pytest.mark.parametrize("saved_as", [(), "mask"])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
 def test_other_rank_count_rejects_a_named_leaf(saved_as, before, after, tmp_path):
-    """Even if all ranks had the same when it was saved, and whether or not it was named then."""
+    """It is refused even if all ranks saved the same values, and even if `rank_local` did not name the leaf then."""
 
     def work(world, names, steps):
         def fn(job):

@@ -28,7 +28,7 @@ def test_bare_function_has_pmap_and_vmap_semantics() -> None:
 
 
 def test_permutation_over_axes_in_another_order_counts_ranks_in_mesh_order() -> None:
-    """As XLA does, and as our own wire; every other exchange counts in the order in which the axes are named."""
+    """XLA and the MPI wire do the same. All other exchanges count ranks in the order in which the axes are named."""
     axes = {"a": 2, "b": 2}
 
     def step(x: Any) -> Any:

@@ -65,7 +65,7 @@ def test_a_state_in_a_dict_or_a_named_tuple_is_kept(returns, donated):
 
 
 def test_a_state_that_the_step_writes_into_is_kept():
-    """In a dict, and in an NNX state, whose variables `nnx.merge` hands to the module that the step updates."""
+    """For a dict, and for an NNX state: the step updates a module that shares its variables with the state."""
 
     def write_dict(state):
         state["w"] += 1
