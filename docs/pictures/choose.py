@@ -5,10 +5,8 @@ python docs/pictures/choose.py [FILE]
 
 from __future__ import annotations
 
-import sys
-
 from matplotlib.figure import Figure
-from style import BLUE, DARK, GREEN, GREY, IMAGES, arrow, canvas, rounded, title
+from style import BLUE, DARK, GREEN, GREY, arrow, canvas, rounded, target, title
 
 # Question, and what to take if the answer is yes; else the next question.
 QUESTIONS = (
@@ -49,10 +47,5 @@ def draw() -> Figure:
     return figure
 
 
-def main() -> int:
-    draw().savefig(sys.argv[1] if len(sys.argv) > 1 else IMAGES / "choose.png")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    draw().savefig(target("choose.png"))

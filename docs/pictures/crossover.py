@@ -9,12 +9,11 @@ all four, and the picture of the last two. A test compares the tutorial's table 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from style import IMAGES
+from style import target
 
 from jaxcross.report import Comparison, Report
 from jaxcross.report.gantt import draw
@@ -41,8 +40,7 @@ def reports() -> list[list[Report]]:
 def main() -> int:
     ways = reports()
     comparison = Comparison.of(*ways)
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES / "crossover.png"
-    draw(ways[1][-1], path, compare=ways[0][-1], headline=comparison.headline)
+    draw(ways[1][-1], target("crossover.png"), compare=ways[0][-1], headline=comparison.headline)
     print(comparison)
     return 0
 

@@ -5,11 +5,9 @@ python docs/pictures/cut.py [FILE]
 
 from __future__ import annotations
 
-import sys
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from style import BLUE, DARK, GREEN, GREY, IMAGES, RED, arrow, bar, canvas, title
+from style import BLUE, DARK, GREEN, GREY, RED, arrow, bar, canvas, target, title
 
 X = 2.6
 LAYERS = (GREEN, RED, BLUE)  # the last layer's gradient is ready first
@@ -59,10 +57,5 @@ def draw() -> Figure:
     return figure
 
 
-def main() -> int:
-    draw().savefig(sys.argv[1] if len(sys.argv) > 1 else IMAGES / "cut.png")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    draw().savefig(target("cut.png"))

@@ -5,11 +5,9 @@ python docs/pictures/lanes.py [FILE]
 
 from __future__ import annotations
 
-import sys
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from style import BLUE, DARK, GREY, IMAGES, ORANGE, PALE, arrow, bar, canvas, rounded, title
+from style import BLUE, DARK, GREY, ORANGE, PALE, arrow, bar, canvas, rounded, target, title
 
 X, ROWS = 3.3, {"job a": 5.0, "job b": 4.1, "interleaver": 3.2, "compute lane": 2.0, "exchange lane": 1.0}
 NOTES = {
@@ -87,10 +85,5 @@ def draw() -> Figure:
     return figure
 
 
-def main() -> int:
-    draw().savefig(sys.argv[1] if len(sys.argv) > 1 else IMAGES / "lanes.png")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    draw().savefig(target("lanes.png"))

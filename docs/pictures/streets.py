@@ -7,11 +7,9 @@ A test compares the folders named here with those that exist.
 
 from __future__ import annotations
 
-import sys
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from style import BLUE, DARK, GREY, IMAGES, ORANGE, PALE, arrow, canvas, rounded, title
+from style import BLUE, DARK, GREY, ORANGE, PALE, arrow, canvas, rounded, target, title
 
 # Folder -> what it holds, in few words.
 FOLDERS = {
@@ -90,10 +88,5 @@ def draw() -> Figure:
     return figure
 
 
-def main() -> int:
-    draw().savefig(sys.argv[1] if len(sys.argv) > 1 else IMAGES / "streets.png")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    draw().savefig(target("streets.png"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -11,6 +12,13 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 IMAGES = Path(__file__).parents[1] / "images"
 BLUE, ORANGE, GREEN, RED = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 GREY, DARK, PALE = "#666666", "#333333", "#f6f6f6"
+
+
+def target(name: str) -> Path:
+    """Returns the file given on the command line, or `docs/images/NAME`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", nargs="?", type=Path, default=IMAGES / name, help="where to write the picture")
+    return parser.parse_args().file
 
 
 def canvas(width: float, height: float, *, right: float, top: float) -> tuple[Figure, Axes]:

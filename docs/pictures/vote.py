@@ -5,11 +5,9 @@ python docs/pictures/vote.py [FILE]
 
 from __future__ import annotations
 
-import sys
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from style import BLUE, DARK, GREY, IMAGES, RED, bar, canvas, title
+from style import BLUE, DARK, GREY, RED, bar, canvas, target, title
 
 X = 2.4
 
@@ -60,10 +58,5 @@ def draw() -> Figure:
     return figure
 
 
-def main() -> int:
-    draw().savefig(sys.argv[1] if len(sys.argv) > 1 else IMAGES / "vote.png")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    draw().savefig(target("vote.png"))
