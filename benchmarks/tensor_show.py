@@ -64,10 +64,13 @@ def say(result: dict[str, Any]) -> None:
         found["speedup"], summary = speedup(found), found["accounts"]["one after the other"]
         exchange_s, compute_s = (sum(job[key] for job in summary["jobs"]) for key in ("exchange_s", "compute_s"))
         found["exchange_share"] = exchange_s / (exchange_s + compute_s)
-        found["overhead"] = {name: overhead(account) for name, account in found["accounts"].items()}
+        steady = {name: account for name, account in found["accounts"].items() if account["lost_s"]}
+        found["overhead"] = {name: overhead(account) for name, account in steady.items()}
+        host = f"{max(found['overhead'].values()):.1%}" if steady else "an unknown share: no run reached a steady state"
+        found_efficiency = found["accounts"]["crossover"]["efficiency"]
+        efficiency = "unknown" if found_efficiency is None else f"{found_efficiency:.2f}"
         print(f"crossover of {what}: {found['speedup']:.2f} times as fast, {found['exchange_share']:.0%} of a step is "
-              f"exchange; bound / T {found['accounts']['crossover']['efficiency']:.2f}; the host costs "
-              f"{max(found['overhead'].values()):.1%}")  # fmt: skip
+              f"exchange; bound / T {efficiency}; the host costs {host}")  # fmt: skip
     for row in result["far"]:
         times = f"{row['exchange_s']:6.1f} s of {row['s']:6.1f} s"
         size = f"{row['received_bytes'] / 1e6:7.0f} MB a layer"
