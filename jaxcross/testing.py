@@ -22,6 +22,7 @@ from jaxcross._jax_compat import INLINED
 from jaxcross._tracing import tracing
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange, Program, Segment
+from jaxcross.program.lowered import Traceable
 from jaxcross.program.trace import Traced
 from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
 from jaxcross.wire.recognise import LOCAL, group_of, names_axis, recognise
@@ -49,11 +50,11 @@ class LocalRanks:
         """The equation's exchanges over `axes`, or None, as the real wire sees them."""
         return recognise(eqn, axes)
 
-    def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Callable[..., list[Any]]:
-        """A function that JAX can compile: `jaxpr` for this rank, its peers holding the same operands."""
+    def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Traceable:
+        """Returns `jaxpr` for this rank, its peers holding the same operands."""
         function = vmapped(jaxpr_as_fun(jaxpr), axes, in_axes=None)
         coords = tuple(self.coords(axes).values())
-        return lambda *args: [x[coords] for x in function(*args)]
+        return Traceable(lambda *args: [x[coords] for x in function(*args)])
 
     def coords(self, axes: Mapping[str, int]) -> dict[str, int]:
         """This rank's index along each axis."""

@@ -189,6 +189,7 @@ def _environment(world: World) -> dict[str, str]:
         **_packages(),
         "device": f"{device.platform} {device.device_kind}",
         "mpi": world.vendor,
+        "wire": world.over,
         "threads": str(world.pool_size),
     }
 

@@ -120,7 +120,8 @@ class Measurement:
         host = jax.local_devices(backend="cpu")[0]
         operand = jax.block_until_ready(jax.device_put(np.ones(megabytes * _MB // 4, np.float32), host))
         jaxpr = jax.make_jaxpr(lambda x: [lax.psum(x, "batch")], axis_env=list(axes.items()))(operand)
-        compiled = jax.jit(self._world.wire().lower(jaxpr, axes)).lower(operand).compile()
+        lowered = self._world.wire().lower(jaxpr, axes)
+        compiled = lowered.compile([operand], name="exchange", host=host, place=None)
 
         def exchange() -> None:
             with self._world.monitor(job="", step=0, segment=-1, what="an exchange that is measured"):

@@ -33,6 +33,7 @@ def report_of(
 ) -> Report:
     """The report, the same on every rank. Waits for all ranks, in the context of `watch`."""
     devices = jax.local_devices()
+    over = "" if world.over == "mpi4jax" else f", exchanges over {world.over}"
     return Report.build(
         recorder.spans(),
         jobs=[_facts(job) for job in jobs if job.status != "left out"],
@@ -41,7 +42,7 @@ def report_of(
         start_ns=start_ns,
         end_ns=end_ns,
         policy=policy,
-        placement=f"{devices[0].platform}, {len(devices)} device{'s' if len(devices) > 1 else ''} a rank",
+        placement=f"{devices[0].platform}, {len(devices)} device{'s' if len(devices) > 1 else ''} a rank{over}",
         link=link,
         dropped=recorder.dropped,
         control=world.control if world.size > 1 else None,

@@ -22,6 +22,7 @@ from jaxcross.exchange.top_k import top_k
 from jaxcross.exchange.validation import whole_number
 from jaxcross.plan.profile import Profile
 from jaxcross.program.ir import Exchange, human_bytes
+from jaxcross.program.lowered import Lowered
 from jaxcross.program.stages import cut
 from jaxcross.program.trace import Traced, trace
 from jaxcross.wire.bytes import wire_bytes
@@ -228,7 +229,7 @@ class _NoWire:
     def recognise(self, eqn: Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
         return recognise(eqn, axes)
 
-    def lower(self, jaxpr: Jaxpr, axes: Mapping[str, int]) -> Callable[..., list[jax.Array]]:
+    def lower(self, jaxpr: Jaxpr, axes: Mapping[str, int]) -> Lowered:
         raise NotImplementedError
 
     def coords(self, axes: Mapping[str, int]) -> Mapping[str, int]:

@@ -17,11 +17,11 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.bound_arguments import compile_with_arguments
 from jaxcross.program.digest import segment_key
 from jaxcross.program.execution import Runnable
 from jaxcross.program.hand_over import can_be_pinned, on_device, pinned_memory
 from jaxcross.program.ir import Program, Segment, Wire
+from jaxcross.program.lowered import Lowered, Traceable
 
 V = TypeVar("V")
 
@@ -117,7 +117,7 @@ def compile_segments(
     shardings: dict[int, Sharding | None] = dict(zip(program.inputs, given, strict=True))
     # All communicators are created before anything is compiled: creating one waits for the other ranks, which a rank
     # whose compiler has failed would never reach.
-    functions = {s.index: _lowered(program, s, wire, coords) for s in program.collectives}
+    lowered = {s.index: _lowered(program, s, wire, coords) for s in program.collectives}
     returned = frozenset(program.outputs)
     exchanged = _only_exchanged(program)
     runnables = []
@@ -152,7 +152,7 @@ def compile_segments(
             memory = functools.cache(call.memory_analysis)
             runnables.append(Runnable(segment=segment, releases=releases, call=call, memory=memory))
         else:
-            call = cache.get(key, _collective_maker(program, segment, functions[segment.index], host))
+            call = cache.get(key, _collective_maker(program, segment, lowered[segment.index], host))
             results = _return_shardings(program, segment, shardings, host)
             moves = any(s is not None for s in results)
             runnables.append(
@@ -242,28 +242,20 @@ def _compute_maker(
     return make
 
 
-def _lowered(program: Program, segment: Segment, wire: Wire, coords: Mapping[str, int]) -> Callable[..., list[Any]]:
-    function = wire.lower(compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords)), dict(program.axes))
-
-    def collective(*args: Any) -> list[Any]:
-        return list(function(*args))
-
-    collective.__name__ = f"{program.name}_{segment.index}"
-    return collective
+def _lowered(program: Program, segment: Segment, wire: Wire, coords: Mapping[str, int]) -> Lowered:
+    return wire.lower(compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords)), dict(program.axes))
 
 
-def _collective_maker(
-    program: Program, segment: Segment, collective: Callable[..., list[Any]], host: Any
-) -> Callable[[], Any]:
+def _collective_maker(program: Program, segment: Segment, lowered: Lowered, host: Any) -> Callable[[], Any]:
     def make() -> object:
         # Over one rank most exchanges only return their operand. Even an empty executable costs a dispatch and copies.
-        if program.is_single_rank(segment) and (order := _forwarded(program, segment, collective)) is not None:
+        if program.is_single_rank(segment) and (order := _forwarded(program, segment, lowered)) is not None:
             return _Forward(order)
         # Committed to the host's CPU device, so that it never occupies the accelerator.
         anywhere = host.client.platform == jax.default_backend() and host == jax.local_devices()[0]
         place = None if anywhere else SingleDeviceSharding(host)
         structs = _structs(segment, [place] * len(segment.inputs))
-        return compile_with_arguments(collective, structs, host, place)
+        return lowered.compile(structs, name=f"{program.name}_{segment.index}", host=host, place=place)
 
     return make
 
@@ -281,15 +273,15 @@ class _Forward:
         return None
 
 
-def _forwarded(program: Program, segment: Segment, function: Callable[..., Any]) -> tuple[int, ...] | None:
-    """Returns the argument that each result is, or None if the function computes or the arguments have other readers.
+def _forwarded(program: Program, segment: Segment, lowered: Lowered) -> tuple[int, ...] | None:
+    """Returns the argument that each result is, or None if the segment computes or the arguments have other readers.
 
     A result may be donated later. That must never take an array from the user or from another segment.
     """
-    if not _owned(program, segment):
+    if not (isinstance(lowered, Traceable) and _owned(program, segment)):
         return None
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in segment.jaxpr.jaxpr.invars]
-    inner, _ = compat.open_jaxpr(jax.make_jaxpr(function)(*avals))
+    inner, _ = compat.open_jaxpr(jax.make_jaxpr(lowered)(*avals))
     place = {v: n for n, v in enumerate(inner.invars)}
     if inner.eqns or any(isinstance(v, compat.Literal) or v not in place for v in inner.outvars):
         return None

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import ml_dtypes
 import numpy as np
 
+from jaxcross.program.lowered import Lowered
 from jaxcross.program.order import Order, order_of
 
 Kind = Literal["compute", "collective"]
@@ -148,8 +149,8 @@ class Wire(Protocol):
         """Returns one `Exchange` per operand if the equation moves data over one of `axes`, None if it does not."""
         ...
 
-    def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Callable[..., list[Any]]:
-        """Returns a function that JAX can compile and that computes `jaxpr`, with its exchanges made over the wire."""
+    def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Lowered:
+        """Returns what can be compiled to compute the closed `jaxpr`, with its exchanges made over the wire."""
         ...
 
     def coords(self, axes: Mapping[str, int]) -> Mapping[str, int]:

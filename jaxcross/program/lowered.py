@@ -1,15 +1,47 @@
-"""An executable whose first arguments are fixed: the arrays that its trace closed over."""
+"""Collective segments as a wire hands them back: `Wire.lower` returns a `Lowered`, which makes an executable."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Sharding
 
 from jaxcross import _jax_compat as compat
+
+
+class Lowered(Protocol):
+    """A jaxpr whose exchanges have become the wire's own operations."""
+
+    def compile(self, structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None) -> Any:
+        """Returns a function of flat arrays that runs on the host and waits for the peers. Waits for XLA.
+
+        The function also has `memory_analysis`, as executables do.
+
+        Args:
+            structs: Types of the arguments.
+            name: The executable's name in profiles.
+            host: CPU device that it runs on.
+            place: Sharding of the arguments; None if JAX may place them.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)  # `jax.jit` needs weak references, and crashes without
+class Traceable:
+    """A jaxpr that is an ordinary function again: one executable computes it, exchanges included."""
+
+    function: Callable[..., Sequence[Any]]
+
+    def __call__(self, *args: Any) -> list[Any]:
+        return list(self.function(*args))
+
+    def compile(self, structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None) -> Any:
+        """Compiles it for the host; see `Lowered.compile`."""
+        return compile_with_arguments(self, structs, name=name, host=host, place=place)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -32,28 +64,35 @@ class Bound:
 
 
 def compile_with_arguments(
-    function: Callable[..., list[Any]], structs: Sequence[Any], host: Any, sharding: jax.sharding.Sharding | None
+    function: Callable[..., Sequence[Any]],
+    structs: Sequence[Any],
+    *,
+    name: str,
+    host: Any,
+    place: Sharding | None,
+    donate: Sequence[int] = (),
 ) -> Any:
     """Compiles a function for the host; arrays that its trace closes over become arguments of the executable.
 
-    XLA then cannot write them into its code, where they would make kernels differ that are otherwise the same. Waits
-    for XLA.
+    Otherwise XLA would write them into its code, and kernels that are the same would differ. Waits for XLA.
 
     Args:
         function: Takes and returns flat arrays.
         structs: Types of its arguments.
+        name: The executable's name in profiles.
         host: CPU device for the arrays.
-        sharding: Of these arrays; None where JAX may place them.
+        place: Sharding of these arrays; None if JAX may place them.
+        donate: Arguments that the executable may overwrite.
     """
     closed, consts = compat.constants_first(jax.make_jaxpr(function)(*structs))
-    if not consts:
-        return jax.jit(function, keep_unused=True).lower(*structs).compile()
-    inner = jaxpr_as_fun(closed)
+    inner = jaxpr_as_fun(closed) if consts else function
 
-    def with_arguments(*args: Any) -> list[Any]:
+    def compiled(*args: Any) -> list[Any]:
         return list(inner(*args))
 
-    with_arguments.__name__ = function.__name__
+    compiled.__name__ = name
     first = tuple(jax.device_put(list(consts), host))
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in first]
-    return Bound(jax.jit(with_arguments, keep_unused=True).lower(*types, *structs).compile(), first)
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in first]
+    donated = tuple(n + len(first) for n in donate)
+    executable = jax.jit(compiled, keep_unused=True, donate_argnums=donated).lower(*types, *structs).compile()
+    return Bound(executable, first) if first else executable

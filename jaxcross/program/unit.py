@@ -64,7 +64,8 @@ def zero_calls(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:
         return []
 
     jaxpr = jax.make_jaxpr(calls, axis_env=list(traced.axes.items()))()
-    run = jax.jit(traced.wire.lower(jaxpr, dict(traced.axes))).lower().compile()
+    host = jax.local_devices(backend="cpu")[0]
+    run = traced.wire.lower(jaxpr, dict(traced.axes)).compile([], name="calls", host=host, place=None)
     zeros = [jax.lax.full(v.aval.shape, 0, v.aval.dtype) for v in segment.jaxpr.jaxpr.outvars]
 
     def run_calls() -> list[Any]:

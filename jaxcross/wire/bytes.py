@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Exchange
-from jaxcross.wire import collectives, messages
+from jaxcross.wire import collectives, host_calls, messages
 
 _REDUCE = ("psum", "pmax", "pmin", "mpi.allreduce")
 _GATHER = ("all_gather", "mpi.allgather", "mpi.gather")
@@ -67,13 +67,20 @@ def _messages(jaxpr: compat.Jaxpr, size: int) -> list[Fraction]:
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         for sub in compat.sub_jaxprs(eqn):
             found += _messages(sub, size) * eqn.params.get("length", 1)  # of a `scan`
-        name = eqn.primitive.name
-        if not name.endswith("_mpi"):
+        if (call := call_of(eqn)) is None:
             continue
-        aval = eqn.outvars[0].aval if name == "sendrecv_mpi" else eqn.invars[0].aval
+        aval = eqn.outvars[0].aval if call == "sendrecv" else eqn.invars[0].aval
         nbytes = aval.size * _itemsize(str(aval.dtype))
-        found.append(_received(_kind(f"mpi.{name.removesuffix('_mpi')}"), nbytes, size))
+        found.append(_received(_kind(f"mpi.{call}"), nbytes, size))
     return found
+
+
+def call_of(eqn: compat.Equation) -> str | None:
+    """Returns the call that an equation of a lowered jaxpr makes, such as `allreduce`, by mpi4jax or by the host."""
+    name = eqn.primitive.name
+    if host_calls.is_message(eqn):
+        return name.removeprefix(host_calls.PREFIX)
+    return name.removesuffix("_mpi") if name.endswith("_mpi") else None
 
 
 def _kind(op: str) -> str:

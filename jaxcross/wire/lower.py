@@ -1,4 +1,4 @@
-"""From a jaxpr with exchanges to a function that makes them: every exchange equation becomes mpi4jax calls."""
+"""From a jaxpr with exchanges to one with messages: calls of mpi4jax, or equations that the host carries out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange
-from jaxcross.wire import coalesce, collectives, offsets, primitive
+from jaxcross.wire import coalesce, collectives, offsets
 from jaxcross.wire.calls import with_communicators
 from jaxcross.wire.job_comms import Key
 from jaxcross.wire.messages import Channel, is_narrow_float
@@ -25,27 +25,28 @@ Connect = Callable[[Sequence[str], Any], Channel]
 _LOOPS = ("scan", "while", "cond")
 
 
-def lower(
-    jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect, comms: Mapping[Key, Any] | None = None
-) -> Callable[..., list[Any]]:
-    """A jit-traceable function with the closed jaxpr's arguments and results, its exchanges made over MPI.
+def lower(jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect, comms: Mapping[Key, Any] | None = None) -> Any:
+    """Returns a closed jaxpr with the same arguments and results, in which every exchange is messages.
 
-    All exchanges of one call are ordered by one token chain, in equation order, but for sums with no other exchange
-    between them: they may be one message, in the place of the last. The function communicates when it runs; this call
-    may, too: communicators are made here, so all members of a group must lower. mpi4jax's own calls go over `comms`
-    where it has one for theirs.
+    Messages are sent in equation order, except for sums with no other exchange between them, which may be one message
+    in the place of the last. Communicators are made here, so all members of a group must lower. mpi4jax's own calls
+    go over `comms` if it has a communicator for theirs.
     """
     if comms:
         jaxpr = compat.close(with_communicators(compat.open_jaxpr(jaxpr)[0], comms))
-    lowered = _retrace(jaxpr, mesh, connect)
-    if not lowered.effects:  # every group has one rank: nothing is sent
-        return lambda *args: list(_evaluate(lowered, args, mesh, connect))
-    lowered, consts = compat.constants_first(lowered)
-    return lambda *args: primitive.bind(lowered, *consts, *args)
+    return _retrace(jaxpr, mesh, connect)
+
+
+def calls_mpi4jax(jaxpr: compat.Jaxpr) -> bool:
+    """Whether a jaxpr, or one inside of it, calls mpi4jax."""
+    return any(
+        eqn.primitive.name.endswith("_mpi") or any(map(calls_mpi4jax, compat.sub_jaxprs(eqn)))
+        for eqn in compat.open_jaxpr(jaxpr)[0].eqns
+    )
 
 
 def _retrace(jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect) -> Any:
-    """The closed jaxpr with mpi4jax equations in place of exchanges."""
+    """The closed jaxpr with messages in place of exchanges."""
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in jaxpr.in_avals]
     return jax.make_jaxpr(lambda *args: _evaluate(jaxpr, args, mesh, connect))(*avals)
 
@@ -59,7 +60,11 @@ def _evaluate(jaxpr: compat.Jaxpr, args: Sequence[Any], mesh: RankGrid, connect:
 
     for eqns in coalesce.groups(inner.eqns, mesh.sizes):
         values = [read(v) for eqn in eqns for v in eqn.invars]
-        results = _equation(eqns[0], values, mesh, connect) if len(eqns) == 1 else _sums(eqns, values, mesh, connect)
+        with compat.in_place_of(eqns[0]):
+            if len(eqns) == 1:
+                results = _equation(eqns[0], values, mesh, connect)
+            else:
+                results = _sums(eqns, values, mesh, connect)
         env.update(zip([v for eqn in eqns for v in eqn.outvars], results, strict=True))
     return [read(v) for v in inner.outvars]
 

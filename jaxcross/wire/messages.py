@@ -1,4 +1,4 @@
-"""mpi4jax calls behind one face: any element type that JAX has, any number of elements.
+"""Messages of any element type that JAX has and of any number of elements, by mpi4jax's calls or the host's.
 
 Every function is traced inside a wire region, communicates over `channel` when the region runs, and must be reached by
 all of the channel's ranks in the same order. Nothing is copied unless a message has to be split.
@@ -25,12 +25,14 @@ class Channel:
     """A communicator, this rank's position in it, and the longest message that it takes.
 
     Attributes:
+        calls: What has the calls: mpi4jax, or `jaxcross.wire.host_calls`.
         comm: The mpi4py communicator; None in a group of one, where nothing is ever sent.
         rank: This rank's position in the group.
         size: Ranks in the group.
         max_count: Elements that one message may have; longer ones are split.
     """
 
+    calls: Any
     comm: Any
     rank: int
     size: int
@@ -72,20 +74,18 @@ def allreduce(x: jax.Array, op: Any, channel: Channel) -> jax.Array:
     """Elementwise reduction by an MPI operator; the element type must be one that MPI reduces."""
     if channel.size == 1 or x.size == 0:
         return x
-    import mpi4jax
-
-    return _in_pieces(lambda piece: mpi4jax.allreduce(piece, op, comm=channel.comm), x, channel)
+    return _in_pieces(lambda piece: channel.calls.allreduce(piece, op, comm=channel.comm), x, channel)
 
 
 def allgather(x: jax.Array, channel: Channel) -> jax.Array:
     """Every rank's `x`, stacked along a new first axis."""
     if channel.size == 1 or x.size == 0:
         return jnp.broadcast_to(x[None], (channel.size, *x.shape))
-    import mpi4jax
-
     return _as_carrier(
         x,
-        lambda bits: _in_pieces(lambda piece: mpi4jax.allgather(piece, comm=channel.comm), bits, channel, stacked=True),
+        lambda bits: _in_pieces(
+            lambda piece: channel.calls.allgather(piece, comm=channel.comm), bits, channel, stacked=True
+        ),
     )
 
 
@@ -93,15 +93,14 @@ def alltoall(x: jax.Array, channel: Channel) -> jax.Array:
     """Block `j` of the first axis goes to rank `j`; block `i` of the result came from rank `i`."""
     if channel.size == 1 or x.size == 0:
         return x
-    import mpi4jax
 
     def send(bits: jax.Array) -> jax.Array:
         blocks = bits.reshape(channel.size, -1)
         counts = split_counts(blocks.shape[1], channel.max_count)
         if len(counts) == 1:
-            return mpi4jax.alltoall(bits, comm=channel.comm)
+            return channel.calls.alltoall(bits, comm=channel.comm)
         pieces = jnp.split(blocks, np.cumsum(counts)[:-1], axis=1)
-        received = [mpi4jax.alltoall(piece, comm=channel.comm) for piece in pieces]
+        received = [channel.calls.alltoall(piece, comm=channel.comm) for piece in pieces]
         return jnp.concatenate(received, axis=1).reshape(bits.shape)
 
     return _as_carrier(x, send)
@@ -111,10 +110,8 @@ def bcast(x: jax.Array, root: int, channel: Channel) -> jax.Array:
     """The root's `x`."""
     if channel.size == 1 or x.size == 0:
         return x
-    import mpi4jax
-
     return _as_carrier(
-        x, lambda bits: _in_pieces(lambda piece: mpi4jax.bcast(piece, root, comm=channel.comm), bits, channel)
+        x, lambda bits: _in_pieces(lambda piece: channel.calls.bcast(piece, root, comm=channel.comm), bits, channel)
     )
 
 
@@ -124,7 +121,6 @@ def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Cha
         return jnp.zeros_like(x)
     if source == channel.rank and dest == channel.rank:
         return x
-    import mpi4jax
     from mpi4py import MPI
 
     null = MPI.PROC_NULL
@@ -132,7 +128,7 @@ def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Cha
     def one(piece: jax.Array) -> jax.Array:
         # MPI leaves the buffer of a receive from PROC_NULL untouched, so an empty one will do.
         buffer = jnp.zeros((0,), piece.dtype) if source is None else piece
-        got = mpi4jax.sendrecv(
+        got = channel.calls.sendrecv(
             piece,
             buffer,
             np.int64(null if source is None else source),

@@ -1,23 +1,41 @@
-"""The wire of one exchange lane: recogniser and lowerer over a world's communicators."""
+"""The wire of one exchange lane: recogniser and lowerer over a world's communicators.
+
+Exchanges go over MPI in one of two ways, the world's choice. By *mpi4jax* they are calls inside one XLA executable. By
+*mpi4py* the host makes them between executables, on buffers of its own (`host_program`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, Protocol, final
+
+from jax.extend.core import jaxpr_as_fun
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Exchange, Program
+from jaxcross.program.lowered import Lowered, Traceable
+from jaxcross.wire import host_calls, primitive
+from jaxcross.wire.arena import Arena
 from jaxcross.wire.calls import calls_of
+from jaxcross.wire.host_program import HostLowered, holds_message
 from jaxcross.wire.job_comms import Key
-from jaxcross.wire.lower import lower
+from jaxcross.wire.lower import calls_mpi4jax, lower
 from jaxcross.wire.messages import MAX_COUNT, Channel
 from jaxcross.wire.rank_grid import RankGrid
 from jaxcross.wire.recognise import group_of, recognise
+
+Over = Literal["mpi4jax", "mpi4py"]
+"""The library that makes the exchanges."""
 
 
 class WireWorld(Protocol):
     """The ranks and communicators that a wire uses; see `jaxcross.world.World`."""
 
+    @property
+    def over(self) -> Over: ...
+    @property
+    def arena(self) -> Arena: ...
+    def abort(self, message: str, *, code: int = 1) -> NoReturn: ...
     def rank_grid(self, axes: str | Mapping[str, int]) -> RankGrid: ...
     def communicator(
         self, grid: RankGrid, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None, *, lane: int = 0
@@ -31,17 +49,25 @@ class MpiWire:
     Args:
         world: The ranks and their communicators.
         lane: The exchange lane that will run what is lowered. Two lanes never share a communicator.
+        over: The library that makes the exchanges; the world's choice if None.
         max_count: Elements of the longest message; longer ones are split.
         comms: In place of the communicators that mpi4jax's own calls name.
     """
 
-    __slots__ = ("_comms", "_lane", "_max_count", "_world")
+    __slots__ = ("_comms", "_lane", "_max_count", "_over", "_world")
 
     def __init__(
-        self, world: WireWorld, *, lane: int = 0, max_count: int = MAX_COUNT, comms: Mapping[Key, Any] | None = None
+        self,
+        world: WireWorld,
+        *,
+        lane: int = 0,
+        over: Over | None = None,
+        max_count: int = MAX_COUNT,
+        comms: Mapping[Key, Any] | None = None,
     ) -> None:
         self._world = world
         self._lane = lane
+        self._over = world.over if over is None else over
         self._max_count = max_count
         self._comms = dict(comms or {})
 
@@ -49,20 +75,33 @@ class MpiWire:
         """The equation's exchanges over `axes`, or None. Neither waits nor communicates."""
         return recognise(eqn, axes)
 
-    def lower(self, jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> Callable[..., list[Any]]:
-        """A jit-traceable function that computes the closed `jaxpr`, its exchanges made over MPI.
+    def lower(self, jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> Lowered:
+        """Returns what compiles to the closed `jaxpr`, with its exchanges made over MPI in equation order.
 
-        Waits for the other members of each group that has no communicator yet. The function's exchanges run in
-        equation order; a run of it waits for the peers.
+        Waits for the other members of each group that has no communicator yet. If the jaxpr calls mpi4jax itself, all
+        its exchanges go over mpi4jax, whatever the world's choice is: their order is then XLA's.
         """
         grid = self._world.rank_grid(axes)
+        if self._over == "mpi4jax" or calls_mpi4jax(jaxpr):
+            import mpi4jax
+
+            calls: Any = mpi4jax
+        else:
+            calls = host_calls
 
         def connect(names: Sequence[str], groups: Any) -> Channel:
             ranks = grid.group(names, groups)
             comm = self._world.communicator(grid, names, groups, lane=self._lane)
-            return Channel(comm=comm, rank=ranks.index(grid.rank), size=len(ranks), max_count=self._max_count)
+            place = ranks.index(grid.rank)
+            return Channel(calls=calls, comm=comm, rank=place, size=len(ranks), max_count=self._max_count)
 
-        return lower(jaxpr, grid, connect, self._comms)
+        lowered = lower(jaxpr, grid, connect, self._comms)
+        if holds_message(lowered):
+            return HostLowered(lowered, self._world.arena.take, self._world.abort)
+        if not lowered.effects:  # every group has one rank: nothing is sent
+            return Traceable(jaxpr_as_fun(lowered))
+        lowered, consts = compat.constants_first(lowered)
+        return Traceable(lambda *args: primitive.bind(lowered, *consts, *args))
 
     def calls(self, program: Program) -> tuple[Exchange, ...]:
         """Returns all exchanges of a program in order, each with its `ranks`. Neither waits nor communicates."""
@@ -91,4 +130,10 @@ class MpiWire:
 
     def _identity(self) -> tuple[Any, ...]:
         """Returns all that executables depend on: they hold handles of this world's communicators of this lane."""
-        return id(self._world), self._lane, self._max_count, tuple((k, id(c)) for k, c in sorted(self._comms.items()))
+        return (
+            id(self._world),
+            self._lane,
+            self._over,
+            self._max_count,
+            tuple((k, id(c)) for k, c in sorted(self._comms.items())),
+        )

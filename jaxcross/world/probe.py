@@ -65,8 +65,9 @@ def probe_exchange() -> dict[str, Any]:
     world = initialize(stall_timeout_s=20.0)
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.psum(x, "ranks"), axis_env=[("ranks", world.size)])(jnp.zeros(4))
     with world.monitor(job="doctor", step=0, segment=0, what="psum"):
-        (total,) = jax.jit(world.wire().lower(jaxpr, {"ranks": world.size}))(jnp.full(4, world.rank + 1.0))
-        total.block_until_ready()
+        lowered = world.wire().lower(jaxpr, {"ranks": world.size})
+        exchange = lowered.compile(jaxpr.in_avals, name="doctor", host=jax.devices("cpu")[0], place=None)
+        (total,) = jax.block_until_ready(exchange(jnp.full(4, world.rank + 1.0)))
     expected = world.size * (world.size + 1) / 2
     return {"ranks": world.size, "pool": world.pool_size, "correct": bool((total == expected).all())}
 

@@ -32,8 +32,8 @@ from jaxcross.health.gc_safe_signals import install_interrupt
 from jaxcross.health.sigterm import SigtermHandler
 from jaxcross.health.watchdog import Watchdog
 from jaxcross.program.compile import ExecutableCache
-from jaxcross.wire.mpi_wire import MpiWire
-from jaxcross.world import malloc, xla_pool
+from jaxcross.wire.mpi_wire import MpiWire, Over
+from jaxcross.world import malloc, wire_choice, xla_pool
 from jaxcross.world.control_plane import MpiControl
 from jaxcross.world.exchange_owner import ExchangeOwner, check_interval
 from jaxcross.world.launch_env import MPI_SETTINGS, Launch, check_launch, read_launch, vendor_of
@@ -50,7 +50,13 @@ _CURRENT: list[World] = []
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES")
 
 
-def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 30.0, lanes: int = 1) -> World:
+def initialize(
+    *,
+    stall_timeout_s: float = 300.0,
+    heartbeat_timeout_s: float = 30.0,
+    lanes: int = 1,
+    wire: Over | None = None,
+) -> World:
     """Joins the MPI world. Call it before the first JAX array; waits for every rank.
 
     From here on an uncaught exception, the end of a rank's process or its silence ends all ranks, each with
@@ -72,13 +78,18 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
             ranks are aborted; 0 for never. It shows it about once a second, from a thread of its own, whatever it
             computes.
         lanes: Exchanges that your own code may have under way at once on a rank; a run has one.
+        wire: The library that makes the exchanges, the same on every rank: `mpi4jax`, in XLA executables, or `mpi4py`,
+            between them. If None, the variable `JAXCROSS_WIRE` decides. Without it, that's mpi4jax, but mpi4py on
+            accelerators and where mpi4jax isn't installed; rank 0 says so.
 
     Raises:
-        ExchangeError: MPI cannot be used, only a part of the launched ranks can be seen, JAX started too early, or this
-            process is a subprocess of a rank that is not a worker of `multiprocessing`.
+        ExchangeError: MPI or the wire cannot be used, ranks have different wires, only a part of the launched ranks can
+            be seen, JAX started too early, or this process is a subprocess of a rank that is not a worker of
+            `multiprocessing`.
         ValueError: An argument or a variable that makes no sense, or an argument that differs from the first call's.
     """
     _check_arguments(stall_timeout_s, heartbeat_timeout_s, lanes)
+    over = wire_choice.chosen(wire, os.environ)
     if _CURRENT:
         started = _CURRENT[0]
         wanted = (stall_timeout_s, lanes, heartbeat_timeout_s)
@@ -88,6 +99,11 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
                 f"`lanes={started.lanes}`, `heartbeat_timeout_s={started.heartbeat_timeout_s}`: it cannot change to "
                 f"{stall_timeout_s}, {lanes}, {heartbeat_timeout_s}. Give them to the first call."
             )
+        if wire not in (None, started.over):
+            raise ValueError(
+                f"jaxcross is initialised already, with `wire={started.over!r}`: it cannot change to {wire!r}. Give it"
+                " to the first call."
+            )
         return started
     if (worker := world_of_worker(os.environ, _make_world)) is not None:
         _CURRENT.append(worker)
@@ -95,7 +111,7 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
     launch = read_launch(os.environ)
     own_handler = install_interrupt()  # else this is a rank of `jaxcross launch`, whose words these are
     try:
-        return _start(launch, stall_timeout_s, heartbeat_timeout_s, lanes)
+        return _start(launch, stall_timeout_s, heartbeat_timeout_s, lanes, over)
     except KeyboardInterrupt:
         if launch is None:
             raise
@@ -104,7 +120,9 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
         end_processes(INTERRUPTED)
 
 
-def _start(launch: Launch | None, stall_timeout_s: float, heartbeat_timeout_s: float, lanes: int) -> World:
+def _start(
+    launch: Launch | None, stall_timeout_s: float, heartbeat_timeout_s: float, lanes: int, over: Over | None
+) -> World:
     """Starts MPI, joins the other ranks and returns the world. Waits for every rank."""
     with limited_start(1 if launch is None else launch.size, stall_timeout_s, os.environ):
         mpi = load_mpi()
@@ -124,7 +142,6 @@ def _start(launch: Launch | None, stall_timeout_s: float, heartbeat_timeout_s: f
         )
     hooks = ExceptionHooks(rank, size)
     hooks.install()
-    load_mpi4jax()
     with _in_time(rank, size, stall_timeout_s):
         joined = _join(
             mpi,
@@ -133,6 +150,7 @@ def _start(launch: Launch | None, stall_timeout_s: float, heartbeat_timeout_s: f
             stall_timeout_s=stall_timeout_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
             lanes=lanes,
+            over=over,
         )
     _CURRENT.append(joined)
     mark(joined)
@@ -176,7 +194,14 @@ def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
 
 
 def _join(
-    mpi: Any, hooks: ExceptionHooks, *, vendor: str, stall_timeout_s: float, heartbeat_timeout_s: float, lanes: int
+    mpi: Any,
+    hooks: ExceptionHooks,
+    *,
+    vendor: str,
+    stall_timeout_s: float,
+    heartbeat_timeout_s: float,
+    lanes: int,
+    over: Over | None,
 ) -> World:
     """Returns this rank's view of the world. Waits for every rank."""
     world = mpi.COMM_WORLD
@@ -190,6 +215,7 @@ def _join(
     cores = world.allreduce(own_cores, op=mpi.MAX)
     size_of_pool = _prepare_pool(cores, own_cores, lanes)
     accelerators = _accelerators()
+    wire = _load_wire(world, over, accelerators)
     _take_device(settings_of_node, local_rank=local_rank, accelerators=accelerators)
     if rank == 0 and size > 1:  # `libc_ver` reads the interpreter's file
         advice = malloc.advice(os.environ, libc=platform.libc_ver()[0], accelerators=accelerators)
@@ -218,6 +244,7 @@ def _join(
         local_size=local_size,
         vendor=vendor,
         lanes=lanes,
+        over=wire,
         pool_size=size_of_pool,
         heartbeat_timeout_s=heartbeat_timeout_s,
         control=MpiControl(world.Dup(), mpi.MIN),
@@ -269,6 +296,21 @@ def load_mpi() -> Any:
             " cluster's MPI module; `jaxcross doctor` shows what is found."
         ) from error
     return MPI
+
+
+def _load_wire(world: Any, over: Over | None, accelerators: int) -> Over:
+    """Returns the library that makes the exchanges, ready to use. Waits for every rank.
+
+    Raises:
+        ExchangeError: It cannot be used, or ranks have different ones.
+    """
+    found, why = (over, "") if over is not None else wire_choice.default(accelerators, os.environ)
+    if found == "mpi4jax":
+        load_mpi4jax()
+    wire_choice.check_equal(world.allgather(found))
+    if why and world.Get_rank() == 0:
+        _log.info("Exchanges go over mpi4py: %s.", why)
+    return found
 
 
 def load_mpi4jax() -> Any:

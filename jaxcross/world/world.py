@@ -15,6 +15,7 @@ from jaxcross.health.abort import INTERRUPTED, TERMINATED, AbortReason, abort_ev
 from jaxcross.health.activity import missing_ranks
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.watchdog import Monitor, WaitingFor, Watchdog
+from jaxcross.wire.arena import Arena
 from jaxcross.wire.job_comms import JobComms
 from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
 from jaxcross.world.control_plane import Control
@@ -25,7 +26,7 @@ from jaxcross.world.sched_slice import ask_for_short_slices
 
 if TYPE_CHECKING:
     from jaxcross.program.compile import ExecutableCache
-    from jaxcross.wire.mpi_wire import MpiWire
+    from jaxcross.wire.mpi_wire import MpiWire, Over
 
 _AGREEMENT = "agreement of the ranks that exchange with one another"
 
@@ -49,6 +50,8 @@ class World:
         local_size: Ranks on this node.
         vendor: The MPI: `mpich`, `openmpi`, ...
         lanes: Exchange lanes a rank may have.
+        over: The library that makes the exchanges, `mpi4jax` or `mpi4py`; the same on every rank.
+        arena: Memory into which exchanges over mpi4py receive.
         pool_size: Threads of XLA's CPU pool, the same on every rank: results depend on it in the last bits.
         control: Small agreements between all ranks, for one thread at a time.
         executables: Everything that this process has compiled, shared by like jobs.
@@ -71,7 +74,9 @@ class World:
     lanes: int
     pool_size: int
     heartbeat_timeout_s: float
+    over: Over
     control: Control
+    arena: Arena = field(default_factory=Arena, repr=False)
     flight: FlightRecorder = field(repr=False)
     executables: ExecutableCache = field(repr=False)
     make_wire: Callable[..., MpiWire] = field(repr=False)

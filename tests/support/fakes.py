@@ -125,7 +125,7 @@ class FakeWorld:
     def __init__(self, control: FakeControl) -> None:
         self.control, self.rank, self.size = control, control.rank, control.size
         self.local_size = self.size
-        self.vendor, self.pool_size, self.estimate_request = "threads", 1, ""
+        self.vendor, self.over, self.pool_size, self.estimate_request = "threads", "mpi4jax", 1, ""
         self.watched: list[tuple[str, int, int, str]] = []
         from jaxcross.health import flight_recorder, process  # the world needs JAX, and much of this kit does not
         from jaxcross.world.exchange_owner import ExchangeOwner

@@ -13,7 +13,9 @@ from mpi4py import MPI
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
-from jaxcross.wire import MpiWire, issued_bytes, wire_bytes
+from jaxcross.program.lowered import Traceable
+from jaxcross.wire import MpiWire, host_calls, issued_bytes, wire_bytes
+from jaxcross.wire.bytes import call_of
 from jaxcross.wire.messages import split_counts
 from jaxcross.wire.recognise import recognise
 from jaxcross.world import initialize
@@ -23,6 +25,7 @@ world = initialize(stall_timeout_s=60)
 P, RANK = world.size, world.rank
 AXES = {"r": P}
 WIRE = world.wire()
+IN_XLA = world.over == "mpi4jax"
 
 
 def lowered(function, *args, wire=WIRE, axes=AXES):
@@ -31,7 +34,16 @@ def lowered(function, *args, wire=WIRE, axes=AXES):
 
 
 def call(function, *args, options=None):
-    return jax.tree.map(np.asarray, jax.jit(function, compiler_options=options)(*args))
+    run = jax.jit(function, compiler_options=options) if IN_XLA else compiled(function, *args)
+    return jax.tree.map(np.asarray, run(*args))
+
+
+def compiled(function, *args):
+    return function.compile(list(args), name="checks", host=jax.devices("cpu")[0], place=None)
+
+
+def lowered_jaxpr(function, *args):
+    return jax.make_jaxpr(function)(*args) if isinstance(function, Traceable) else function.jaxpr
 
 
 def run(function, *args, options=None, **kwargs):
@@ -39,16 +51,16 @@ def run(function, *args, options=None, **kwargs):
 
 
 def messages(function, *args):
-    """The mpi4jax equations of a lowered function, in program order, loops entered once."""
+    """The calls and operands of a lowered function's messages, in program order, loops entered once."""
 
     def walk(jaxpr):
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
-            if eqn.primitive.name.endswith("_mpi"):
-                yield eqn
+            if (name := call_of(eqn)) is not None:
+                yield name, eqn.invars[0].aval
             for sub in compat.sub_jaxprs(eqn):
                 yield from walk(sub)
 
-    return list(walk(jax.make_jaxpr(function)(*args)))
+    return list(walk(lowered_jaxpr(function, *args)))
 
 
 def groups_of_ranks():
@@ -65,7 +77,7 @@ def sixteen_bits_round_once():
     assert (small == expected).all() and small.dtype == jnp.bfloat16
     large = np.full((50_001,), 1 + RANK / 128, jnp.bfloat16)
     _, function = lowered(lambda x: lax.psum(x, "r"), large)
-    assert [e.primitive.name for e in messages(function, large)] == ["alltoall_mpi", "allgather_mpi"]
+    assert [name for name, _ in messages(function, large)] == ["alltoall", "allgather"]
     assert (call(function, large)[0] == expected).all()
 
 
@@ -111,11 +123,12 @@ def order_is_the_equations_order():
 
     x = np.arange(3, dtype=np.float32) + 1
     _, function = lowered(step, x)
-    order = ["allreduce_mpi"] * 2 + ["allgather_mpi"] + ["allreduce_mpi"] * 2 + ["sendrecv_mpi"]
-    assert [e.primitive.name for e in messages(function, x)] == order
-    text = jax.jit(function).lower(x).as_text()
-    assert text.count("create_token") == 1, text
-    assert not jax.make_jaxpr(function)(x).effects
+    order = ["allreduce"] * 2 + ["allgather"] + ["allreduce"] * 2 + ["sendrecv"]
+    assert [name for name, _ in messages(function, x)] == order
+    if IN_XLA:
+        text = jax.jit(function).lower(x).as_text()
+        assert text.count("create_token") == 1, text
+        assert not jax.make_jaxpr(function)(x).effects
     b, c, d = call(function, x)
     assert (c == x).all() and b.shape == (P, 3) and (d == P * (P * x + 2)).all()
 
@@ -136,40 +149,55 @@ def loops_run_their_exchanges():
 
 def compiled_many_times_and_called_again():
     _, function = lowered(lambda x: lax.psum(x, "r"), x := np.zeros(2, np.float32))
-    compiled = jax.jit(function).lower(x).compile()
+    executable = compiled(function, x)
     for i in range(3):
-        assert (np.asarray(compiled(np.full(2, i, np.float32))[0]) == i * P).all()
+        assert (np.asarray(executable(np.full(2, i, np.float32))[0]) == i * P).all()
 
 
 def nothing_to_return():
     _, function = lowered(lambda x: [lax.psum(x, "r"), ()][1], x := np.ones(3, np.float32))
-    assert jax.jit(function)(x) == []
-    assert "mpi_allreduce_ffi" in jax.jit(function).lower(x).as_text()
+    assert compiled(function, x)(x) == []
+    assert [name for name, _ in messages(function, x)] == ["allreduce"]
+    if IN_XLA:
+        assert "mpi_allreduce_ffi" in jax.jit(function).lower(x).as_text()
 
 
 def long_messages_are_split_without_being_made():
     huge = jax.ShapeDtypeStruct((2**31 + 10,), jnp.float32)
     _, function = lowered(lambda x: lax.psum(x, "r"), huge)
-    sizes = tuple(e.invars[0].aval.size for e in messages(function, huge))
+    sizes = tuple(x.size for _, x in messages(function, huge))
     assert sizes == split_counts(2**31 + 10) == (2**30 + 5, 2**30 + 5)
     tall = jax.ShapeDtypeStruct((P, 2**31 + 10), jnp.int8)
     _, function = lowered(lambda x: lax.all_to_all(x, "r", 0, 0, tiled=True), tall)
-    assert [e.invars[0].aval.shape for e in messages(function, tall)] == [(P, 2**30 + 5)] * 2
+    assert [x.shape for _, x in messages(function, tall)] == [(P, 2**30 + 5)] * 2
 
 
 def large_arrays_are_not_copied():
+    if not IN_XLA:
+        # The operand goes to MPI where it is, and the buffer that MPI fills is the result.
+        x = jnp.full((64, 1024), RANK, jnp.float32)
+        sums, sent = [], host_calls.make
+        try:
+            host_calls.make = lambda eqn, x, receive: sums.append((x, sent(eqn, x, receive))) or sums[-1][1]
+            (got,) = compiled(lowered(lambda x: lax.psum(x, "r"), x)[1], x)(x)
+        finally:
+            host_calls.make = sent
+        ((operand, result),) = sums
+        assert operand.ctypes.data == x.unsafe_buffer_pointer()
+        assert result.ctypes.data == got.unsafe_buffer_pointer()
+        return
     x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
     _, function = lowered(lambda x: lax.psum(x, "r"), x)
     text = jax.jit(function).lower(x).as_text()
     operations = [line for line in text.splitlines() if "stablehlo." in line]
     assert ["create_token" in operations[0], "custom_call" in operations[1], len(operations)] == [True, True, 2], text
-    compiled = jax.jit(function).lower(x).compile(AS_USERS_HAVE_IT).as_text()
-    assert " copy(" not in compiled and "fusion" not in compiled, compiled
+    text = jax.jit(function).lower(x).compile(AS_USERS_HAVE_IT).as_text()
+    assert " copy(" not in text and "fusion" not in text, text
     # In 16 bits one pass widens what came, sums and rounds it; one before and one behind turn floats into integers, as
     # MPI has no such floats, and back.
     narrow = jax.ShapeDtypeStruct((64, P * 1024), jnp.bfloat16)
     _, function = lowered(lambda x: lax.psum(x, "r"), narrow)
-    assert [e.primitive.name for e in messages(function, narrow)] == ["alltoall_mpi", "allgather_mpi"]
+    assert [name for name, _ in messages(function, narrow)] == ["alltoall", "allgather"]
     _, entry = jax.jit(function).lower(narrow).compile(AS_USERS_HAVE_IT).as_text().split("\nENTRY ")
     assert not any(f" {name}(" in entry for name in ("copy", "concatenate", "pad", "slice", "transpose")), entry
     assert entry.count(" fusion(") + entry.count(" call(") == 3, entry
@@ -186,7 +214,7 @@ def small_sums_travel_together():
     large, narrow = np.full((1025, 1024), RANK, np.float32), np.full((5,), RANK + 1, jnp.bfloat16)
     _, function = lowered(step, a, b, c, large, narrow)
     # a and b, the large one, the integers, 16-bit floats by their own way, and what needs the first sum
-    sizes = [e.invars[0].aval.size for e in messages(function, a, b, c, large, narrow)]
+    sizes = [x.size for _, x in messages(function, a, b, c, large, narrow)]
     assert sizes == [7, large.size, 4, 5, 6], sizes
     sums = call(function, a, b, c, large, narrow)
     total = P * (P - 1) / 2
@@ -195,7 +223,7 @@ def small_sums_travel_together():
     assert (sums[4] == total + P).all() and (sums[5] == P * sums[0]).all()
     many = [jax.ShapeDtypeStruct((2**20,), jnp.float32)] * 20  # 4 MiB each, 32 MiB a message
     _, function = lowered(lambda *xs: [lax.psum(x, "r") for x in xs], *many)
-    assert [e.invars[0].aval.size / 2**20 for e in messages(function, *many)] == [8, 8, 4]
+    assert [x.size / 2**20 for _, x in messages(function, *many)] == [8, 8, 4]
 
 
 def sums_travel_together_whatever_is_computed_between_them():
@@ -208,7 +236,7 @@ def sums_travel_together_whatever_is_computed_between_them():
     counted = np.arange(3, dtype=np.float32)
     args = counted + RANK, np.full((2, 2), RANK, np.float32), np.float32(RANK)
     _, function = lowered(step, *args)
-    assert [e.invars[0].aval.size for e in messages(function, *args)] == [3 + 4 + 1, 3]
+    assert [x.size for _, x in messages(function, *args)] == [3 + 4 + 1, 3]
     a, b, c, last = call(function, *args)
     total = P * (P - 1) / 2
     assert (a == 2 * (P * counted + total)).all() and (b == total + P).all() and c == total
@@ -218,9 +246,9 @@ def sums_travel_together_whatever_is_computed_between_them():
 def sixteen_bit_sums_travel_together():
     xs = [np.full((n,), (1 + i) * (RANK + 1), jnp.bfloat16) for i, n in enumerate((40_001, 50_000, 45_003))]
     jaxpr, function = lowered(lambda *xs: [lax.psum(x, "r") for x in xs], *xs)
-    assert [e.primitive.name for e in messages(function, *xs)] == ["alltoall_mpi", "allgather_mpi"]
+    assert [name for name, _ in messages(function, *xs)] == ["alltoall", "allgather"]
     exchanges = [x for eqn in compat.open_jaxpr(jaxpr)[0].eqns for x in recognise(eqn, AXES)]
-    assert issued_bytes(jax.make_jaxpr(function)(*xs), P) == sum(wire_bytes(x, AXES) for x in exchanges)
+    assert issued_bytes(lowered_jaxpr(function, *xs), P) == sum(wire_bytes(x, AXES) for x in exchanges)
     alone = [run(lambda x: lax.psum(x, "r"), x, options=AS_USERS_HAVE_IT)[0] for x in xs]
     for got, expected, x in zip(call(function, *xs, options=AS_USERS_HAVE_IT), alone, xs, strict=True):
         assert (got == expected).all() and (got.shape, got.dtype) == (x.shape, x.dtype)
@@ -246,7 +274,7 @@ def bytes_follow_the_formula():
         for wire in (WIRE, MpiWire(world, max_count=12_345)):
             jaxpr, low = lowered(function, operand, wire=wire)
             exchanges = [e for eqn in compat.open_jaxpr(jaxpr)[0].eqns for e in wire.recognise(eqn, AXES) or ()]
-            issued = MPI.COMM_WORLD.allreduce(issued_bytes(jax.make_jaxpr(low)(operand), P), op=MPI.MAX)
+            issued = MPI.COMM_WORLD.allreduce(issued_bytes(lowered_jaxpr(low, operand), P), op=MPI.MAX)
             assert [wire_bytes(e, AXES) for e in exchanges] == [issued], (name, issued, exchanges)
     mean = wire_bytes(exchanges[0], AXES) if P == 1 else x.size * 4
     assert mean == (0 if P == 1 else x.size * 4)
@@ -269,7 +297,8 @@ def mpi4jax_equations_are_exchanges_too():
     ops = ["mpi.allreduce", "mpi.sendrecv", "mpi.barrier", "mpi.bcast", "mpi.allreduce", "psum"]
     assert [e.op for e in found if e.op != "mpi.allreduce"] == [o for o in ops if o != "mpi.allreduce"], found
     assert dict(found[0].params) == {"ranks": tuple(range(P)), "reduction": "SUM"}
-    z, b, gradient, total = call(function, x)
+    assert isinstance(function, Traceable)  # over mpi4jax, whatever the world's wire is
+    z, b, gradient, total = jax.tree.map(np.asarray, compiled(function, x)(x))
     everything = P * counted + P * (P - 1) / 2
     assert (z == everything).all() and (b == counted).all()
     assert (gradient == 1).all() and (total == everything).all()
@@ -329,7 +358,7 @@ def mean_halves_the_bytes():
 
 def main():
     names = [n for n, f in globals().items() if callable(f) and getattr(f, "__module__", "") == "__main__"]
-    helpers = {"lowered", "call", "run", "messages", "main"}
+    helpers = {"lowered", "lowered_jaxpr", "call", "compiled", "run", "messages", "main"}
     found = {}
     for name in [n for n in names if n not in helpers]:
         try:

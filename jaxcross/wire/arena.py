@@ -1,0 +1,74 @@
+"""Page-aligned memory that exchanges receive into, used again as soon as nothing refers to it any more.
+
+A page of fresh memory costs a fault when it is first written, 25 ms per 100 MB; the same pages again cost nothing. And
+JAX takes an aligned NumPy array as it is, without a copy, so whoever holds a result of an exchange holds a part of an
+arena. It's therefore never decided by analysis when memory is free: each array that `take` returns is a new NumPy
+object over its slot, which all views of it and all JAX arrays made of it keep alive, and a slot is free when that
+object is gone. A result that the user keeps for ever just keeps its slot.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, final
+from weakref import ref
+
+import numpy as np
+
+# Below this size, NumPy's own allocator is at least as fast, and a page would be mostly empty.
+SMALLEST_BYTES = 64 * 1024
+# Idle slots are kept so long: jobs of one run alternate within seconds, and a slot of a finished job is to go.
+IDLE_S = 60.0
+
+
+@dataclass(slots=True)
+class _Slot:
+    memory: mmap.mmap
+    lease: ref[np.ndarray] | None = None
+    used_s: float = 0.0
+
+    @property
+    def is_free(self) -> bool:
+        return self.lease is None or self.lease() is None
+
+
+@final
+@dataclass(slots=True)
+class Arena:
+    """The slots of one wire. Safe to use from several threads."""
+
+    _slots: dict[int, list[_Slot]] = field(default_factory=dict)  # by size in bytes
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Returns an array with undefined content that shares memory with nothing that anyone can still reach."""
+        dtype = np.dtype(dtype)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if nbytes < SMALLEST_BYTES:
+            return np.empty(shape, dtype)
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            now = time.monotonic()
+            self._drop_idle(now)
+            slots = self._slots.setdefault(size, [])
+            slot = next((slot for slot in slots if slot.is_free), None)
+            if slot is None:
+                slots.append(slot := _Slot(mmap.mmap(-1, size)))
+            lease = np.frombuffer(slot.memory, np.uint8)
+            slot.lease, slot.used_s = ref(lease), now
+        return lease[:nbytes].view(dtype).reshape(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, used or not."""
+        with self._lock:
+            return sum(size * len(slots) for size, slots in self._slots.items())
+
+    def _drop_idle(self, now: float) -> None:
+        for size, slots in list(self._slots.items()):
+            kept = [slot for slot in slots if not (slot.is_free and now - slot.used_s > IDLE_S)]
+            if len(kept) < len(slots):
+                self._slots[size] = kept

@@ -1,0 +1,379 @@
+"""A collective segment as a list of executables and host exchanges, carried out in order by the exchange lane.
+
+XLA can't call Python from the middle of an executable without giving it one of its threads, so the segment is split:
+casts, concatenations and small arithmetic stay compiled, and each message between them is one mpi4py call on NumPy
+views of the arrays. A loop or a conditional that holds an exchange is carried out by the host as well: its body is such
+a list again. This costs a few dispatches per iteration and needs no callback.
+
+There are as few executables as the exchanges' order allows. What a later message sends is computed together with what
+the next one sends, unless it depends on a result in between, and everything else is computed after the last message.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Sharding
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.ir import Aval
+from jaxcross.program.lowered import compile_with_arguments
+from jaxcross.wire import host_calls
+from jaxcross.wire.bytes import call_of
+from jaxcross.wire.host_calls import Receive
+
+Values = dict[Any, Any]
+"""Arrays by the variable that they are the value of."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLowered:
+    """A closed jaxpr with messages of `host_calls`; see `jaxcross.program.lowered.Lowered`.
+
+    Attributes:
+        jaxpr: The jaxpr.
+        receive: Returns memory for a result.
+        abort: Ends all ranks with a text. It's called if MPI fails, because the peers wait in the exchange.
+    """
+
+    jaxpr: Any
+    receive: Receive
+    abort: Callable[[str], None]
+
+    def compile(self, _structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None) -> HostProgram:
+        """Compiles the parts between the messages. Waits for XLA."""
+        return HostProgram(self.jaxpr, _Site(name, host, place, self.receive, self.abort))
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """Where a program runs; see `HostLowered` and `Lowered.compile` for the fields."""
+
+    name: str
+    host: Any
+    place: Sharding | None
+    receive: Receive
+    abort: Callable[[str], None]
+
+    def compile(self, function: Callable[..., Sequence[Any]], avals: Sequence[Any], donate: Sequence[int] = ()) -> Any:
+        structs = [_struct(aval, self.place) for aval in avals]
+        return compile_with_arguments(
+            function, structs, name=self.name, host=self.host, place=self.place, donate=donate
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """As of an executable's `memory_analysis`: what a run needs besides its arguments and results."""
+
+    temp_size_in_bytes: int
+    alias_size_in_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One executable, one message, or one loop.
+
+    Attributes:
+        inputs: What it reads. Literals are allowed.
+        outputs: The variables of its results.
+        run: Computes the results.
+        temp_nbytes: Returns the bytes that it needs for itself meanwhile.
+        receives: Whether its results are receive buffers.
+    """
+
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    run: Callable[..., Sequence[Any]]
+    temp_nbytes: Callable[[], int]
+    receives: bool = False
+
+
+@final
+class HostProgram:
+    """A compiled closed jaxpr whose messages the host sends.
+
+    Args:
+        jaxpr: Has messages of `host_calls`, at the top level or in loops and conditionals.
+        site: Where it runs.
+        donate: Arguments that may be overwritten.
+    """
+
+    def __init__(self, jaxpr: Any, site: _Site, donate: Sequence[int] = ()) -> None:
+        inner, consts = compat.open_jaxpr(jaxpr)
+        self._invars = inner.invars
+        self._consts: Values = dict(zip(inner.constvars, jax.device_put(list(consts), site.host), strict=True))
+        self._outvars, copies = _own_results(inner)
+        donated = _vars(inner.invars[n] for n in donate)
+        self._stages = tuple(_stages(inner, site, _vars(self._outvars), copies, donated))
+        self._done = _last_uses(self._stages, _vars(self._outvars))
+
+    def __call__(self, *args: Any) -> list[Any]:
+        values: Values = {**self._consts, **dict(zip(self._invars, args, strict=True))}
+        for stage, done in zip(self._stages, self._done, strict=True):
+            results = stage.run(*[_value(atom, values) for atom in stage.inputs])
+            values.update(zip(stage.outputs, results, strict=True))
+            for var in done:
+                del values[var]
+        return [values[var] for var in self._outvars]
+
+    def memory_analysis(self) -> _Memory:
+        """Returns the bytes that a run needs besides arguments and results.
+
+        These are values between its stages, what its stages need for themselves, and a second set of receive buffers: a
+        run may begin while the results of the one before are still in use.
+        """
+        between = _vars(var for stage in self._stages for var in stage.outputs) - _vars(self._outvars)
+        received = sum(_nbytes(stage.outputs) for stage in self._stages if stage.receives)
+        own = max((stage.temp_nbytes() for stage in self._stages), default=0)
+        return _Memory(_nbytes(between) + received + own)
+
+
+def holds_message(jaxpr: Any) -> bool:
+    """Whether a jaxpr, or one inside of it, has a message that the host sends."""
+    return any(map(_by_host, compat.open_jaxpr(jaxpr)[0].eqns))
+
+
+def _by_host(eqn: Any) -> bool:
+    return host_calls.is_message(eqn) or any(map(holds_message, compat.sub_jaxprs(eqn)))
+
+
+def _stages(
+    inner: Any, site: _Site, results: set[Any], copies: Mapping[Any, Any], donated: set[Any]
+) -> Iterator[_Stage]:
+    """Yields an open jaxpr's stages.
+
+    Args:
+        inner: The jaxpr.
+        site: Where it runs.
+        results: What it returns.
+        copies: Results that the last executable copies, and what they are copies of.
+        donated: Arguments that may be overwritten.
+    """
+    groups = _groups(inner.eqns)
+    reads = [_vars(atom for eqn in group for atom in eqn.invars) for group in groups]
+    reads[-1] |= _vars(copies.values())
+    for n, group in enumerate(groups):
+        later = results.union(*reads[n + 1 :])
+        if group and _by_host(group[0]):
+            yield _carried_out(group[0], site)
+        elif group or (copies and group is groups[-1]):
+            yield _executable(inner, group, later, copies if group is groups[-1] else {}, donated - later, site)
+
+
+def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
+    """Returns the equations of each stage. The last stage is an executable, which may be empty."""
+    needs = _dependences(eqns)
+    by_host = [_by_host(eqn) for eqn in eqns]
+    sent: set[int] = set()  # what messages depend on
+    for i in reversed(range(len(eqns))):
+        if by_host[i] or i in sent:
+            sent |= needs[i]
+    groups: list[list[Any]] = []
+    placed: set[int] = set()
+    for i, eqn in enumerate(eqns):
+        if not by_host[i]:
+            continue
+        if not needs[i] <= placed:
+            ready: list[int] = []
+            for j in sorted(sent - placed):
+                if not by_host[j] and needs[j] <= placed.union(ready):
+                    ready.append(j)
+            groups.append([eqns[j] for j in ready])
+            placed.update(ready)
+        groups.append([eqn])
+        placed.add(i)
+    return [*groups, [eqn for i, eqn in enumerate(eqns) if i not in placed]]
+
+
+def _dependences(eqns: Sequence[Any]) -> list[set[int]]:
+    """Returns the earlier equations that each one must come after.
+
+    Messages keep their order, which is the same on all ranks. So does whatever has an effect, such as a callback.
+    """
+    maker: dict[Any, int] = {}
+    found: list[set[int]] = []
+    previous: set[int] = set()
+    for i, eqn in enumerate(eqns):
+        needs = {maker[var] for var in _vars(eqn.invars) if var in maker}
+        if eqn.effects or _by_host(eqn):
+            needs |= previous
+            previous = {i}
+        found.append(needs)
+        maker.update(dict.fromkeys(eqn.outvars, i))
+    return found
+
+
+def _executable(
+    inner: Any, eqns: Sequence[Any], later: set[Any], copies: Mapping[Any, Any], donated: set[Any], site: _Site
+) -> _Stage:
+    """Compiles equations; `later` are the values that are needed afterwards."""
+    made = [var for eqn in eqns for var in eqn.outvars]
+    inputs = sorted(_vars([*(a for eqn in eqns for a in eqn.invars), *copies.values()]) - {*made}, key=_order(inner))
+    outputs = [var for var in made if var in later]
+    jaxpr = compat.make_jaxpr_of(inputs, [*outputs, *copies.values()], eqns, inner)
+    free = Counter((var.aval.shape, var.aval.dtype) for var in outputs)
+    overwritten = []
+    for n, var in enumerate(inputs):
+        kind = var.aval.shape, var.aval.dtype
+        if var in donated and free[kind]:
+            free[kind] -= 1
+            overwritten.append(n)
+    call = site.compile(jaxpr_as_fun(jaxpr), [var.aval for var in inputs], overwritten)
+    return _Stage(inputs, [*outputs, *copies], call, lambda: _temp_nbytes(call))
+
+
+def _carried_out(eqn: Any, site: _Site) -> _Stage:
+    """Returns the stage of a message, a loop or a conditional."""
+    if host_calls.is_message(eqn):
+        return _Stage(eqn.invars, eqn.outvars, _message(eqn, site), lambda: 0, receives=True)
+    run, programs = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name](eqn, site)
+
+    def owned(*operands: Any) -> list[Any]:
+        # A loop that makes no iteration returns its operands, which may be the user's.
+        taken = set(map(id, operands))
+        return [jnp.array(x) if id(x) in taken else x for x in run(*operands)]
+
+    return _Stage(
+        eqn.invars,
+        eqn.outvars,
+        owned,
+        lambda: max((p.memory_analysis().temp_size_in_bytes for p in programs), default=0),
+    )
+
+
+def _message(eqn: Any, site: _Site) -> Callable[[Any], Sequence[Any]]:
+    from mpi4py import MPI
+
+    def run(operand: Any) -> Sequence[Any]:
+        x = np.asarray(operand, order="C")  # waits for the operand; copies nothing
+        try:
+            result = host_calls.make(eqn, x, site.receive)
+        except MPI.Exception as error:
+            site.abort(f"MPI failed in `{call_of(eqn)}`, at {compat.source_of(eqn)}: {error}")
+            raise
+        # This thread isn't in the step's contexts, and JAX would make 32 bits of 64.
+        with jax.enable_x64(True):
+            return [jax.device_put(result, site.host)]
+
+    return run
+
+
+def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
+    """The host starts the iterations one by one; the body takes its slice of the operands, and adds its results."""
+    n_consts, n_carry = compat.scan_counts(eqn)
+    length, iteration = eqn.params["length"], jaxpr_as_fun(eqn.params["jaxpr"])
+    avals = [atom.aval for atom in eqn.invars]
+    n_xs = len(avals) - n_consts - n_carry
+    stacked = [var.aval for var in eqn.outvars[n_carry:]]
+
+    def body(i: Any, *values: Any) -> list[Any]:
+        consts, xs, carry = values[:n_consts], values[n_consts:][:n_xs], values[n_consts + n_xs :][:n_carry]
+        results = iteration(*consts, *carry, *(lax.dynamic_index_in_dim(x, i, keepdims=False) for x in xs))
+        ys = values[n_consts + n_xs + n_carry :]
+        added = (lax.dynamic_update_index_in_dim(y, new, i, 0) for y, new in zip(ys, results[n_carry:], strict=True))
+        return [*results[:n_carry], *added]
+
+    types = [*avals[:n_consts], *avals[n_consts + n_carry :], *avals[n_consts:][:n_carry], *stacked]
+    empty = site.compile(lambda: [lax.full(aval.shape, 0, aval.dtype) for aval in stacked], [])
+    if length == 0:  # there's no slice that `body` could take
+        return lambda *operands: [*operands[n_consts:][:n_carry], *empty()], []
+    traced = jax.make_jaxpr(body)(jax.ShapeDtypeStruct((), np.int32), *map(_struct, types))
+    program = HostProgram(traced, site, donate=range(1 + len(avals), 1 + len(types)))
+
+    def run(*operands: Any) -> Sequence[Any]:
+        fixed = (*operands[:n_consts], *operands[n_consts + n_carry :])
+        results = [*operands[n_consts:][:n_carry], *empty()]
+        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            results = program(np.int32(i), *fixed, *results)
+        return results
+
+    return run, [program]
+
+
+def _while(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
+    """The host reads the condition before each iteration."""
+    n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition, body = (HostProgram(eqn.params[name], site) for name in ("cond_jaxpr", "body_jaxpr"))
+
+    def run(*operands: Any) -> Sequence[Any]:
+        carry: Sequence[Any] = operands[n_condition + n_body :]
+        while bool(np.asarray(condition(*operands[:n_condition], *carry)[0])):
+            carry = body(*operands[n_condition:][:n_body], *carry)
+        return carry
+
+    return run, [condition, body]
+
+
+def _cond(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
+    """The host reads which branch is taken."""
+    branches = [HostProgram(branch, site) for branch in eqn.params["branches"]]
+
+    def run(index: Any, *operands: Any) -> Sequence[Any]:
+        n = int(np.asarray(index))
+        return branches[n if 0 <= n < len(branches) else -1](*operands)  # as in XLA
+
+    return run, branches
+
+
+def _own_results(inner: Any) -> tuple[list[Any], dict[Any, Any]]:
+    """Returns a variable for each result, and those that are copies with what they are copies of.
+
+    A later segment may overwrite a result, so none of them may be an argument's array, or another result's.
+    """
+    taken = _vars([*inner.invars, *inner.constvars])
+    copies: dict[Any, Any] = {}
+    own = []
+    for atom in inner.outvars:
+        var = atom
+        if isinstance(atom, compat.Literal) or atom in taken:
+            var = compat.new_var(atom.aval)
+            copies[var] = atom
+        taken.add(var)
+        own.append(var)
+    return own, copies
+
+
+def _last_uses(stages: Sequence[_Stage], results: set[Any]) -> list[set[Any]]:
+    """Returns the values that are needed no longer after each stage."""
+    needed, done = set(results), []
+    for stage in reversed(stages):
+        used = _vars([*stage.inputs, *stage.outputs])
+        done.append(used - needed)
+        needed |= used
+    return done[::-1]
+
+
+def _vars(atoms: Iterable[Any]) -> set[Any]:
+    return {atom for atom in atoms if not isinstance(atom, compat.Literal)}
+
+
+def _value(atom: Any, values: Values) -> Any:
+    return np.asarray(atom.val, compat.array_type(atom).dtype) if isinstance(atom, compat.Literal) else values[atom]
+
+
+def _order(inner: Any) -> Callable[[Any], int]:
+    """Returns the place of a variable in a jaxpr: executables' arguments are in this order on every rank."""
+    every = [*inner.constvars, *inner.invars, *(var for eqn in inner.eqns for var in eqn.outvars)]
+    return {var: n for n, var in enumerate(every)}.__getitem__
+
+
+def _struct(aval: Any, place: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place, weak_type=getattr(aval, "weak_type", False))
+
+
+def _nbytes(variables: Iterable[Any]) -> int:
+    return sum(Aval(shape=var.aval.shape, dtype=str(var.aval.dtype)).nbytes for var in variables)
+
+
+def _temp_nbytes(call: Any) -> int:
+    stats = call.memory_analysis()
+    return 0 if stats is None else stats.temp_size_in_bytes

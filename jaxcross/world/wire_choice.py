@@ -1,0 +1,59 @@
+"""Which library makes the exchanges: mpi4jax, or mpi4py on host buffers. All ranks must use the same one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import cast, get_args
+
+from jaxcross.errors import ExchangeError
+from jaxcross.wire.mpi_wire import Over
+
+VARIABLE = "JAXCROSS_WIRE"
+CHOICES: tuple[Over, ...] = get_args(Over)
+
+
+def chosen(argument: str | None, environ: Mapping[str, str]) -> Over | None:
+    """Returns what `initialize(wire=...)` or else the environment asks for, None if neither does.
+
+    Raises:
+        ValueError: It's the name of no wire.
+    """
+    for what, value in (("`wire`", argument), (f"`{VARIABLE}`", environ.get(VARIABLE) or None)):
+        if value is not None:
+            if value not in CHOICES:
+                raise ValueError(f"{what} must be {' or '.join(map(repr, CHOICES))}, got {value!r}.")
+            return cast(Over, value)
+    return None
+
+
+def default(accelerators: int, environ: Mapping[str, str]) -> tuple[Over, str]:
+    """Returns the wire of a rank that asks for none, and why if that isn't mpi4jax.
+
+    Args:
+        accelerators: How many the node has.
+        environ: `JAX_PLATFORMS=cpu` leaves them alone.
+    """
+    if importlib.util.find_spec("mpi4jax") is None:
+        return "mpi4py", "mpi4jax isn't installed"
+    if accelerators and environ.get("JAX_PLATFORMS") != "cpu":
+        return "mpi4py", "on accelerators, exchanges receive into buffers that a copy engine can read"
+    return "mpi4jax", ""
+
+
+def check_equal(wires: Sequence[Over]) -> None:
+    """Makes sure that all ranks use one wire: their messages differ, and ranks would wait for each other for ever.
+
+    Args:
+        wires: By rank.
+
+    Raises:
+        ExchangeError: They don't; the same text on every rank.
+    """
+    if len(set(wires)) > 1:
+        ranks = {name: [str(rank) for rank, wire in enumerate(wires) if wire == name] for name in CHOICES}
+        found = "; ".join(f"{name} on rank{'s' * (len(on) > 1)} {', '.join(on)}" for name, on in ranks.items())
+        raise ExchangeError(
+            f"Ranks would exchange by different libraries: {found}. Install mpi4jax on all hosts or on none, or set"
+            f' `{VARIABLE}`, or `initialize(wire="mpi4py")`, on every rank.'
+        )
