@@ -18,15 +18,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from jaxcross.lab.meter import PATIENCE_S
+from jaxcross.lab.transfer import START_S, transfer
 
 HOLDER = Path(__file__).with_name("holder.py")
-METER = Path(__file__).with_name("meter.py")
-START_S = 20
 SBIN = os.pathsep.join(("/usr/local/sbin", "/usr/sbin", "/sbin"))
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "mount": "util-linux"}
 
@@ -240,25 +239,18 @@ class Lab:
         return self._transfer(0, 1, seconds), self._transfer(1, 0, seconds)
 
     def _transfer(self, source: int, target: int, seconds: float) -> float:
-        def start(host: int, *arguments: str) -> subprocess.Popen[str]:
-            line = self.wrap_host(host, [sys.executable, "-I", str(METER), *arguments])
-            return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-        patience = seconds + PATIENCE_S + START_S
-        receiver = start(target, "receive", f"h{target}", str(seconds), str(self.burst_kb << 10))
-        assert receiver.stdout is not None
-        with receiver:
-            port = receiver.stdout.readline().strip()
-            if port:
-                with start(source, "send", f"h{target}", port) as sender:
-                    _, complaint = sender.communicate(timeout=patience)
-                if sender.returncode != 0:
-                    receiver.kill()
-                    raise OSError(f"no transfer from `h{source}` to `h{target}`: {complaint.strip()}")
-            answer, complaint = receiver.communicate(timeout=patience)
-        if receiver.returncode != 0:
-            raise OSError(f"no transfer from `h{source}` to `h{target}`: {complaint.strip()}")
-        return float(answer)
+        try:
+            done = transfer(
+                partial(self.wrap_host, source),
+                partial(self.wrap_host, target),
+                f"h{target}",
+                python=sys.executable,
+                seconds=seconds,
+                burst_bytes=self.burst_kb << 10,
+            )
+        except OSError as error:
+            raise OSError(f"no transfer from `h{source}` to `h{target}`: {error}") from error
+        return done.bits_per_s
 
     def bytes_crossed(self) -> int:
         """Bytes that all hosts have sent since the lab began, as their links counted them (headers included)."""

@@ -1,34 +1,38 @@
-"""One end of a plain TCP transfer, run on a host of a lab by `Lab.measure_rate`. Standard library only.
+"""One end of a plain TCP transfer between two hosts, started by `jaxcross.lab.transfer`. Standard library only.
 
-meter.py receive HOST SECONDS BURST     prints a port, then the bits a second that came once BURST bytes were through
-meter.py send HOST PORT                 sends until the other end has enough
+meter.py receive SECONDS BURST     prints a port, then the bits a second that came once BURST bytes were through
+meter.py send HOST PORT            sends until the other end has enough, then prints what it knows of the connection
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import select
 import socket
 import struct
 import sys
 import termios
 import time
+from typing import Any
 
 BLOCK = bytes(1 << 18)
 SKIP_BYTES, SKIP_S = 1 << 20, 0.1
 """Not timed, whichever is over first, as TCP must get under way; nor is what the token bucket lets through at once."""
 PATIENCE_S = 60.0
 """Longer than asked for a transfer may take: on a slow link a packet of 64 kB, and what is on its way at the end."""
+CONNECT_S = 10.0
+"""Within this time the first packet is sent four times; a firewall that drops packets answers none of them."""
 
 
-def receive(host: str, seconds: float, burst: int) -> None:
+def receive(seconds: float, burst: int) -> None:
     """Times one connection for so many seconds or two packets, then reads it to its end: the link is at rest again.
 
     Counts bytes as they arrive, read or not: those that wait here while another process has the core did not cross the
     link in the time that follows.
     """
-    with socket.create_server((host, 0)) as server:
+    with socket.create_server(("", 0)) as server:
         server.settimeout(20)
         print(server.getsockname()[1], flush=True)
         connection, _ = server.accept()
@@ -69,18 +73,51 @@ def _unread(connection: socket.socket) -> int:
 
 def send(host: str, port: int) -> None:
     """Sends until the other end closes its half; at most an eighth of what went before then still waits here to go."""
-    with socket.create_connection((host, port), timeout=20) as connection, contextlib.suppress(ConnectionError):
-        connection.setblocking(False)
-        sent = 0
-        while not (ready := select.select([connection], [connection], [], PATIENCE_S))[0]:
-            if not ready[1]:
-                raise SystemExit(f"nothing could be sent for {PATIENCE_S:.0f} s.")
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max(1 << 16, sent // 8))
-            sent += connection.send(BLOCK)
+    try:
+        connection = socket.create_connection((host, port), timeout=CONNECT_S)
+    except OSError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    with connection:
+        facts = facts_of(connection)
+        with contextlib.suppress(ConnectionError):
+            connection.setblocking(False)
+            sent = 0
+            while not (ready := select.select([connection], [connection], [], PATIENCE_S))[0]:
+                if not ready[1]:
+                    raise SystemExit(f"nothing could be sent for {PATIENCE_S:.0f} s.")
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max(1 << 16, sent // 8))
+                sent += connection.send(BLOCK)
+        print(json.dumps({**facts, "round_trip_us": _round_trip_us(connection)}))
+
+
+def facts_of(connection: socket.socket) -> dict[str, Any]:
+    """Returns the addresses of both ends, and the name of the interface that has this end's ("" if none has)."""
+    source, target = connection.getsockname()[0], connection.getpeername()[0]
+    names = [name for _, name in socket.if_nameindex() if _address(connection, name) == source]
+    return {"source": source, "target": target, "interface": names[0] if names else ""}
+
+
+def _address(connection: socket.socket, interface: str) -> str:
+    """Returns the IPv4 address of an interface, "" if it has none."""
+    request = struct.pack("256s", interface.encode())
+    with contextlib.suppress(OSError):
+        return socket.inet_ntoa(fcntl.ioctl(connection, _SIOCGIFADDR, request)[20:24])
+    return ""
+
+
+def _round_trip_us(connection: socket.socket) -> int:
+    """Returns the shortest round trip that the kernel has seen on a connection: packets of an idle link come first."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return struct.unpack_from("I", info, _MIN_RTT)[0]
+
+
+_SIOCGIFADDR = 0x8915
+_MIN_RTT = 148
+"""Where the kernel's `struct tcp_info` has `tcpi_min_rtt`."""
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "receive":
-        receive(sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))
+        receive(float(sys.argv[2]), int(sys.argv[3]))
     else:
         send(sys.argv[2], int(sys.argv[3]))

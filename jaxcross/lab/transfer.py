@@ -1,0 +1,99 @@
+"""A plain TCP transfer from one host to another, wherever they are: a command line on each is all that it needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxcross.lab.meter import PATIENCE_S
+
+METER = Path(__file__).with_name("meter.py")
+START_S = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A transfer that is over.
+
+    Attributes:
+        bits_per_s: Rate at the receiver's socket, so without headers: about 4% less than the rate of the link.
+        round_trip_us: The shortest round trip of its packets, in microseconds.
+        source: Address of the sender.
+        target: Address of the receiver.
+        interface: The sender's network interface, or "" if none has its address.
+    """
+
+    bits_per_s: float
+    round_trip_us: int
+    source: str
+    target: str
+    interface: str
+
+
+def transfer(
+    on_source: Callable[[Sequence[str]], Sequence[str]],
+    on_target: Callable[[Sequence[str]], Sequence[str]],
+    target: str,
+    *,
+    python: str,
+    seconds: float,
+    burst_bytes: int = 0,
+) -> Transfer:
+    """Sends from one host to a free port of another one for about `seconds`, and returns what was measured.
+
+    Takes longer below some Mbit/s: for a few packets, and for what is on its way then; a minute and a half at most.
+
+    Args:
+        on_source: Returns the command line that runs a command on the sender.
+        on_target: The same for the receiver.
+        target: The receiver's name, as the sender knows it.
+        python: The Python on both hosts. It gets the program by its standard input, so it needs no package.
+        seconds: How long to measure.
+        burst_bytes: What the link passes at full speed when it has rested; not measured.
+
+    Raises:
+        OSError: There was no transfer; the message is that of the end that failed.
+    """
+    meter = [python, "-I", "-"]
+    with _running(on_target([*meter, "receive", str(seconds), str(burst_bytes)]), seconds) as receiver:
+        assert receiver.stdout is not None
+        # A shell's startup files may have printed lines before it.
+        port = next((line.strip() for line in receiver.stdout if line.strip().isdecimal()), None)
+        if port is None:
+            raise OSError(_last_line(receiver.communicate()[1]))
+        with _running(on_source([*meter, "send", target, port]), seconds) as sender:
+            facts, complaint = sender.communicate()
+        if sender.returncode != 0:
+            raise OSError(_last_line(complaint))
+        answer, complaint = receiver.communicate()
+    if receiver.returncode != 0:
+        raise OSError(_last_line(complaint))
+    return Transfer(bits_per_s=float(answer.split()[-1]), **json.loads(facts.splitlines()[-1]))
+
+
+@contextmanager
+def _running(line: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[str]]:
+    """One end of a transfer, which is killed at the end of the block, or when it has taken too long."""
+    with METER.open() as script:
+        process = subprocess.Popen(
+            line, stdin=script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+    limit = threading.Timer(seconds + PATIENCE_S + START_S, process.kill)
+    limit.daemon = True
+    limit.start()
+    with process:
+        try:
+            yield process
+        finally:
+            limit.cancel()
+            process.kill()
+
+
+def _last_line(complaint: str) -> str:
+    lines = complaint.strip().splitlines()
+    return lines[-1] if lines else "no answer in time"
