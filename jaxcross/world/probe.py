@@ -1,16 +1,24 @@
-"""Findings of a rank as one line of JSON: `python -m jaxcross.world.probe [exchange]`.
+"""Findings of a rank as one line of JSON: `python -m jaxcross.world.probe [exchange | versions]`.
 
-It runs in a process of its own, because a broken MPI may end the process that touches it.
+It runs in a process of its own, because a broken MPI may end the process that touches it. `jaxcross doctor --hosts` sends this
+file to the Pythons of other hosts, which may lack jaxcross, so it imports jaxcross only in the function that needs it.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import ipaddress
 import json
 import os
 import sys
 import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import combinations
+from pathlib import Path
 from typing import Any
+
+PACKAGES = ("jaxcross", "jax", "jaxlib", "mpi4py", "mpi4jax")
 
 
 def probe_mpi() -> dict[str, Any]:
@@ -19,10 +27,14 @@ def probe_mpi() -> dict[str, Any]:
 
     levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
     return {
-        "library": MPI.Get_library_version().split("\n")[0].strip("\x00 "),
+        "library": _first_line(MPI.Get_library_version()),
         "standard": ".".join(map(str, MPI.Get_version())),
         "thread_level": levels.get(MPI.Query_thread(), "multiple"),
     }
+
+
+def _first_line(version: str) -> str:
+    return version.split("\n")[0].strip("\x00 ")
 
 
 def probe_mpi4jax() -> dict[str, Any]:
@@ -35,7 +47,7 @@ def probe_mpi4jax() -> dict[str, Any]:
     built = getattr(getattr(bridge, "mpi_xla_bridge_cpu", None), "MPI_ABI_INFO", {})
     return {
         "version": mpi4jax.__version__,
-        "built_for": str(built.get("mpi_library_version", "unknown")).split("\n")[0].strip("\x00 "),
+        "built_for": _first_line(str(built.get("mpi_library_version", "unknown"))),
         "cuda": bool(mpi4jax.has_cuda_support()),
         "warnings": [str(w.message).strip().split("\n")[0] for w in raised if issubclass(w.category, UserWarning)],
     }
@@ -52,8 +64,26 @@ def probe_jax() -> dict[str, Any]:
     }
 
 
+def probe_versions() -> dict[str, str | None]:
+    """Versions of what must be the same on all hosts, None for a package that is not there. Starts nothing."""
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+
+        versions["MPI"] = _first_line(MPI.Get_library_version())
+    except Exception as error:  # whatever it is, the doctor reports it
+        versions["MPI"] = f"{type(error).__name__}: {_first_line(str(error))}"
+    return versions
+
+
 def probe_exchange() -> dict[str, Any]:
-    """One all-reduce over all ranks, through the whole wire. Waits for every rank."""
+    """One all-reduce over all ranks, through the whole wire, and the connections that it took. Waits for every rank."""
     import jax
 
     # Exchanges run on the host's CPU device. An accelerator would lend its memory to the first rank that asks for it.
@@ -68,8 +98,55 @@ def probe_exchange() -> dict[str, Any]:
         lowered = world.wire().lower(jaxpr, {"ranks": world.size})
         exchange = lowered.compile(jaxpr.in_avals, name="doctor", host=jax.devices("cpu")[0], place=None)
         (total,) = jax.block_until_ready(exchange(jnp.full(4, world.rank + 1.0)))
+        from mpi4py import MPI  # not before `initialize`, which limits how long MPI may take to start
+
+        ends = MPI.COMM_WORLD.gather(tcp_ends())
     expected = world.size * (world.size + 1) / 2
-    return {"ranks": world.size, "pool": world.pool_size, "correct": bool((total == expected).all())}
+    return {
+        "ranks": world.size,
+        "pool": world.pool_size,
+        "correct": bool((total == expected).all()),
+        "connections": connections(ends or []),
+    }
+
+
+def tcp_ends() -> list[tuple[str, str]]:
+    """Returns the two ends of each TCP connection of this process, its own first, as `address:port`. Linux only."""
+    own = set()
+    for link in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # closed since
+            own.add(os.readlink(link))
+    tables: list[str] = []
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            tables += Path("/proc/self/net", name).read_text().splitlines()[1:]
+    return ends_of(tables, own)
+
+
+def ends_of(table: Iterable[str], own: set[str]) -> list[tuple[str, str]]:
+    """Reads lines of `/proc/net/tcp`, of the established connections whose sockets are `own` (`socket:[7]`). Pure."""
+    rows = (line.split() for line in table)
+    return [(_end(row[1]), _end(row[2])) for row in rows if row[3] == "01" and f"socket:[{row[9]}]" in own]
+
+
+def _end(text: str) -> str:
+    """`0200000A:B461` -> `10.0.0.2:46177`. The kernel prints words of 32 bits as this machine has them in memory."""
+    digits, port = text.split(":")
+    words = [bytes.fromhex(digits[n : n + 8]) for n in range(0, len(digits), 8)]
+    address = ipaddress.ip_address(b"".join(w[::-1] if sys.byteorder == "little" else w for w in words))
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return f"{mapped or address}:{int(port, 16)}"
+
+
+def connections(ends: Sequence[Iterable[tuple[str, str]]]) -> list[tuple[str, str]]:
+    """Returns the pairs of addresses between which ranks are connected, from the `tcp_ends` of each rank. Pure."""
+    found = {
+        (own.rpartition(":")[0], other.rpartition(":")[0])
+        for first, second in combinations(ends, 2)
+        for own, other in first
+        if (other, own) in set(second)
+    }
+    return sorted(found)
 
 
 def main() -> int:
@@ -79,6 +156,8 @@ def main() -> int:
         rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
         if rank != "0":
             return 0
+    elif sys.argv[1:] == ["versions"]:
+        found = {"versions": probe_versions()}
     else:
         found = {}
         for name, probe in {"mpi": probe_mpi, "mpi4jax": probe_mpi4jax, "jax": probe_jax}.items():
