@@ -70,23 +70,38 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="DIR",
         help="read the ranks' event files there: who ended first, and in what",
     )
+    parser.add_argument(
+        "--hosts",
+        metavar="A,B",
+        help="check these hosts and the network between them, as `jaxcross launch --hosts A,B` will use them",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Look, print the table, and return 1 if training could not work. Starts processes; about ten seconds.
 
-    With `--post-mortem` it reads files instead.
+    With `--post-mortem` it reads files instead, with `--hosts` it looks at other machines.
     """
     if args.post_mortem is not None:
         from jaxcross.commands import post_mortem
 
         return post_mortem.run(args.post_mortem)
+    if args.hosts is not None:
+        from jaxcross.commands import doctor_hosts
+
+        return doctor_hosts.run(args.hosts)
+    checks = judge(look())
+    show("jaxcross doctor", checks)
+    return exit_code(checks)
+
+
+def show(title: str, checks: Sequence[Check]) -> None:
+    """Prints the table, and below it the remedies."""
     from rich.console import Console
     from rich.table import Table
 
-    checks = judge(look())
-    table = Table(title="jaxcross doctor", show_lines=False)
+    table = Table(title=title, show_lines=False)
     for column in ("", "what", "found"):
         table.add_column(column, overflow="fold")
     for check in checks:
@@ -96,7 +111,6 @@ def run(args: argparse.Namespace) -> int:
     for check in checks:
         if check.remedy:
             console.print(f"[bold]{check.name}[/bold]: {_escaped(check.remedy)}")
-    return exit_code(checks)
 
 
 def _mark(check: Check) -> str:
@@ -127,9 +141,9 @@ def look() -> Findings:
             cores=xla_pool.cores(),
             environ=os.environ,
         )
-        exchange = _ask(line, extra).get("exchange", {"error": "no answer"})
+        exchange = ask(line, extra).get("exchange", {"error": "no answer"})
     return Findings(
-        probe=_ask([sys.executable, "-m", "jaxcross.world.probe"], {}),
+        probe=ask([sys.executable, "-m", "jaxcross.world.probe"], {}),
         exchange=exchange,
         mpirun=None if mpirun is None else (mpirun.path, mpirun.vendor),
         libraries=None if mpirun is None else libraries_of(mpirun.path),
@@ -267,7 +281,7 @@ def _judge_namespaces(reason: str | None) -> Check:
     return Check(name="network namespaces", found=reason or "available", remedy=remedy if reason else "")
 
 
-def _ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
+def ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
     """The JSON object on the last line that a process prints; an `error` for each part otherwise."""
     try:
         done = subprocess.run(

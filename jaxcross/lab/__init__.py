@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from jaxcross.lab.transfer import START_S, transfer
+from jaxcross.lab.transfer import START_S, measure_transfer
 
 HOLDER = Path(__file__).with_name("holder.py")
 SBIN = os.pathsep.join(("/usr/local/sbin", "/usr/sbin", "/sbin"))
@@ -240,7 +240,7 @@ class Lab:
 
     def _transfer(self, source: int, target: int, seconds: float) -> float:
         try:
-            done = transfer(
+            done = measure_transfer(
                 partial(self.wrap_host, source),
                 partial(self.wrap_host, target),
                 f"h{target}",

@@ -1,7 +1,9 @@
 """One end of a plain TCP transfer between two hosts, started by `jaxcross.lab.transfer`. Standard library only.
 
-meter.py receive SECONDS BURST     prints a port, then the bits a second that came once BURST bytes were through
-meter.py send HOST PORT            sends until the other end has enough, then prints what it knows of the connection
+meter.py receive SECONDS BURST     prints a port and this host's addresses, then the bits a second that came once BURST
+                                   bytes were through
+meter.py send PORT HOST ...        sends to the first of these names and addresses that answers until the other end has
+                                   enough, then prints what it knows of the connection
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ PATIENCE_S = 60.0
 """Longer than asked for a transfer may take: on a slow link a packet of 64 kB, and what is on its way at the end."""
 CONNECT_S = 10.0
 """Within this time the first packet is sent four times; a firewall that drops packets answers none of them."""
+RETRY_S = 3.0
+"""The same for each further address of a host, of which there may be many."""
 
 
 def receive(seconds: float, burst: int) -> None:
@@ -33,8 +37,11 @@ def receive(seconds: float, burst: int) -> None:
     link in the time that follows.
     """
     with socket.create_server(("", 0)) as server:
-        server.settimeout(20)
-        print(server.getsockname()[1], flush=True)
+        server.settimeout(PATIENCE_S)
+        addresses = [_address(server, name) for _, name in socket.if_nameindex()]
+        print(
+            server.getsockname()[1], *(text for text in addresses if text and not text.startswith("127.")), flush=True
+        )
         connection, _ = server.accept()
     buffer = bytearray(len(BLOCK))
     begin = start = end = time.perf_counter()
@@ -71,13 +78,9 @@ def _unread(connection: socket.socket) -> int:
     return struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))[0]
 
 
-def send(host: str, port: int) -> None:
+def send(hosts: list[str], port: int) -> None:
     """Sends until the other end closes its half; at most an eighth of what went before then still waits here to go."""
-    try:
-        connection = socket.create_connection((host, port), timeout=CONNECT_S)
-    except OSError as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
-    with connection:
+    with _connected(hosts, port) as connection:
         facts = facts_of(connection)
         with contextlib.suppress(ConnectionError):
             connection.setblocking(False)
@@ -88,6 +91,17 @@ def send(host: str, port: int) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max(1 << 16, sent // 8))
                 sent += connection.send(BLOCK)
         print(json.dumps({**facts, "round_trip_us": _round_trip_us(connection)}))
+
+
+def _connected(hosts: list[str], port: int) -> socket.socket:
+    """Connects to the first of the hosts that answers; ends this process with what each failed of if none does."""
+    failed: list[str] = []
+    for host in hosts:
+        try:
+            return socket.create_connection((host, port), timeout=RETRY_S if failed else CONNECT_S)
+        except OSError as error:
+            failed.append(f"{host}: {error.strerror or error}")
+    raise SystemExit("; ".join(failed))
 
 
 def facts_of(connection: socket.socket) -> dict[str, Any]:
@@ -120,4 +134,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "receive":
         receive(float(sys.argv[2]), int(sys.argv[3]))
     else:
-        send(sys.argv[2], int(sys.argv[3]))
+        send(sys.argv[3:], int(sys.argv[2]))

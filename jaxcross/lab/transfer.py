@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +37,7 @@ class Transfer:
     interface: str
 
 
-def transfer(
+def measure_transfer(
     on_source: Callable[[Sequence[str]], Sequence[str]],
     on_target: Callable[[Sequence[str]], Sequence[str]],
     target: str,
@@ -43,6 +45,7 @@ def transfer(
     python: str,
     seconds: float,
     burst_bytes: int = 0,
+    by_name: bool = True,
 ) -> Transfer:
     """Sends from one host to a free port of another one for about `seconds`, and returns what was measured.
 
@@ -51,10 +54,11 @@ def transfer(
     Args:
         on_source: Returns the command line that runs a command on the sender.
         on_target: The same for the receiver.
-        target: The receiver's name, as the sender knows it.
+        target: The receiver's name.
         python: The Python on both hosts. It gets the program by its standard input, so it needs no package.
         seconds: How long to measure.
         burst_bytes: What the link passes at full speed when it has rested; not measured.
+        by_name: Whether the sender must know that name. Otherwise it also tries the receiver's addresses.
 
     Raises:
         OSError: There was no transfer; the message is that of the end that failed.
@@ -63,10 +67,12 @@ def transfer(
     with _running(on_target([*meter, "receive", str(seconds), str(burst_bytes)]), seconds) as receiver:
         assert receiver.stdout is not None
         # A shell's startup files may have printed lines before it.
-        port = next((line.strip() for line in receiver.stdout if line.strip().isdecimal()), None)
-        if port is None:
+        words = next((words for line in receiver.stdout if (words := line.split()) and words[0].isdecimal()), None)
+        if words is None:
             raise OSError(_last_line(receiver.communicate()[1]))
-        with _running(on_source([*meter, "send", target, port]), seconds) as sender:
+        port, *addresses = words
+        ends = [target] if by_name else [target, *addresses]
+        with _running(on_source([*meter, "send", port, *ends]), seconds) as sender:
             facts, complaint = sender.communicate()
         if sender.returncode != 0:
             raise OSError(_last_line(complaint))
@@ -83,7 +89,7 @@ def _running(line: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[s
         process = subprocess.Popen(
             line, stdin=script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
-    limit = threading.Timer(seconds + PATIENCE_S + START_S, process.kill)
+    limit = threading.Timer(seconds + PATIENCE_S + START_S, _kill, [process])
     limit.daemon = True
     limit.start()
     with process:
@@ -91,7 +97,13 @@ def _running(line: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[s
             yield process
         finally:
             limit.cancel()
-            process.kill()
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kills a process with its children, which would keep its output open; leads its own group."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _last_line(complaint: str) -> str:

@@ -1,7 +1,7 @@
 """Findings of a rank as one line of JSON: `python -m jaxcross.world.probe [exchange | versions]`.
 
-It runs in a process of its own, because a broken MPI may end the process that touches it. `jaxcross doctor --hosts` sends this
-file to the Pythons of other hosts, which may lack jaxcross, so it imports jaxcross only in the function that needs it.
+It runs in a process of its own, because a broken MPI may end the process that touches it. `jaxcross doctor --hosts`
+sends this file to Python on other hosts. They may lack jaxcross, so only the function that needs it imports it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def probe_jax() -> dict[str, Any]:
 
 
 def probe_versions() -> dict[str, str | None]:
-    """Versions of what must be the same on all hosts, None for a package that is not there. Starts nothing."""
+    """Versions of what must be the same on all hosts, None for what is not there. Starts nothing."""
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -78,7 +78,7 @@ def probe_versions() -> dict[str, str | None]:
 
         versions["MPI"] = _first_line(MPI.Get_library_version())
     except Exception as error:  # whatever it is, the doctor reports it
-        versions["MPI"] = f"{type(error).__name__}: {_first_line(str(error))}"
+        versions |= {"MPI": None, "error": f"{type(error).__name__}: {_first_line(str(error))}"}
     return versions
 
 

@@ -1,0 +1,364 @@
+"""`jaxcross doctor --hosts a,b`: whether ranks on these hosts can start and reach each other, before the first run.
+
+It runs commands on a host as `mpirun` will: by the same agent (`ssh`), with this Python, in this folder. Python reads
+its programs from standard input there, so a host without jaxcross can say that it lacks it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxcross.commands.doctor import Check, ask, exit_code, show
+from jaxcross.commands.hosts import agent_of, is_here, missing_hosts, parse_hosts
+from jaxcross.errors import first_line
+from jaxcross.lab.transfer import Transfer, measure_transfer
+from jaxcross.world import probe
+
+_FACTS_S = 60.0
+_RATE_S = 1.0
+_BACK_S = 0.2  # towards this machine only the launcher's few messages go
+_PASSED_ON = ("LD_LIBRARY_PATH", "PYTHONPATH")
+_OPTIONAL = "mpi4jax"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """Findings on one host that answers.
+
+    Attributes:
+        python: Whether it has a Python at the path of this one.
+        folder: Whether it has the working folder.
+        versions: The JSON of `jaxcross.world.probe versions`; empty without an answer.
+        error: Why there is none.
+    """
+
+    python: bool
+    folder: bool
+    versions: Mapping[str, str | None]
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """Findings on all hosts, not judged yet.
+
+    Attributes:
+        hosts: The hosts, in the order of `--hosts`.
+        agent: The command by which they are reached.
+        python: The path of this Python.
+        folder: The working folder.
+        missing: The hosts that do not answer.
+        facts: By host, of those that do.
+        links: By sender and receiver: the transfer between them, or why there was none.
+        vendor: Of `mpirun`; None if there is none on this machine.
+        exchange: The JSON of an all-reduce with a rank on each host; None if it was not tried.
+    """
+
+    hosts: Sequence[str]
+    agent: Sequence[str]
+    python: str
+    folder: str
+    missing: Sequence[str]
+    facts: Mapping[str, HostFacts]
+    links: Mapping[tuple[str, str], Transfer | str]
+    vendor: str | None
+    exchange: Mapping[str, Any] | None = None
+
+
+def run(text: str) -> int:
+    """Looks, prints the table and the command that starts a run; returns 1 if none could work, 2 for wrong names.
+
+    Waits for commands on the hosts: about ten seconds, and three more for each further host. Each has a time limit.
+    """
+    try:
+        hosts = parse_hosts(text)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    checks = judge(look(hosts))
+    show(f"jaxcross doctor --hosts {text}", checks)
+    code = exit_code(checks)
+    if code == 0:
+        print(f"Start a run: jaxcross launch -n {len(hosts)} --hosts {text} train.py")
+    return code
+
+
+def look(hosts: Sequence[str]) -> Survey:
+    """Asks the hosts, and has them send to each other. Starts ranks only if nothing that was found rules it out."""
+    from jaxcross.commands.launch import find_mpirun, mpirun_command
+    from jaxcross.world import xla_pool
+
+    agent = agent_of(os.environ)
+    on = {host: list if is_here(host) else partial(_over, agent, host) for host in hosts}
+    missing = missing_hosts([host for host in hosts if on[host] is not list], agent)
+    there = [host for host in hosts if host not in missing]
+    with ThreadPoolExecutor(max(len(there), 1)) as pool:
+        facts = dict(zip(there, pool.map(lambda host: _ask_host(on[host]), there), strict=True))
+    able = [host for host in there if facts[host].python]
+    here = platform.node()
+    mpirun = find_mpirun()
+    # MPICH's helpers look this machine up by its name. Ranks get each other's addresses from MPI, whatever their names.
+    named = None if mpirun is not None and mpirun.vendor == "openmpi" else here
+    links = {
+        (source, target): _link(
+            on[source],
+            on.get(target, list),
+            target,
+            seconds=_RATE_S if target in hosts else _BACK_S,
+            by_name=target == named,
+        )
+        for source, target in pairs(hosts, here, [host for host in hosts if on[host] is list])
+        if source in able and (target in able or target not in hosts)
+    }
+    found = Survey(
+        hosts=hosts,
+        agent=agent,
+        python=sys.executable,
+        folder=str(Path.cwd()),
+        missing=missing,
+        facts=facts,
+        links=links,
+        vendor=None if mpirun is None else mpirun.vendor,
+    )
+    if mpirun is None or exit_code(judge(found)):
+        return found
+    line, extra = mpirun_command(
+        mpirun=mpirun,
+        ranks=len(hosts),
+        program=[sys.executable, "-m", "jaxcross.world.probe", "exchange"],
+        root=os.geteuid() == 0,
+        cores=xla_pool.cores(),
+        environ=os.environ,
+        hosts=hosts,
+    )
+    return replace(found, exchange=ask(line, extra).get("exchange", {"error": "no answer"}))
+
+
+def pairs(hosts: Sequence[str], here: str, local: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns which host sends to which: each to the next one and back, and all to this machine. Pure.
+
+    `mpirun` waits on this machine for connections of the helpers that it has started on the hosts.
+
+    Args:
+        hosts: The hosts.
+        here: The name that this machine has for itself.
+        local: Those of the hosts that are this machine.
+    """
+    ring = [(a, b) for a, b in zip(hosts, [*hosts[1:], *hosts[:1]], strict=True) if a != b]
+    back = [(host, here) for host in hosts if host not in local and host != here]
+    return list(dict.fromkeys([*(both for a, b in ring for both in ((a, b), (b, a))), *back]))
+
+
+def _over(agent: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
+    return [*agent, host, shlex.join(command)]
+
+
+def _ask_host(on: Callable[[Sequence[str]], Sequence[str]]) -> HostFacts:
+    """Runs one command on a host, which says where it gets to."""
+    variables = [f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ]
+    python = shlex.join(["env", *variables, sys.executable, "-", "versions"])
+    script = (
+        f"cd {shlex.quote(str(Path.cwd()))} && echo folder\n"
+        f"test -x {shlex.quote(sys.executable)} && echo python && exec {python}"
+    )
+    try:
+        done = subprocess.run(
+            on(["sh", "-c", script]),
+            input=Path(probe.__file__).read_text(),
+            capture_output=True,
+            text=True,
+            timeout=_FACTS_S,
+            check=False,
+            start_new_session=True,  # a terminal's Ctrl-C is for this process
+        )
+    except subprocess.TimeoutExpired:
+        return HostFacts(python=True, folder=True, versions={}, error=f"no answer within {_FACTS_S:.0f} s")
+    said = done.stdout.splitlines()
+    answer = next((line for line in reversed(said) if line.startswith("{")), None)
+    complaint = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return HostFacts(
+        python="python" in said,
+        folder="folder" in said,
+        versions={} if answer is None else json.loads(answer)["versions"],
+        error="" if answer is not None else f"exit code {done.returncode}: {complaint}",
+    )
+
+
+def _link(
+    on_source: Callable[[Sequence[str]], Sequence[str]],
+    on_target: Callable[[Sequence[str]], Sequence[str]],
+    target: str,
+    *,
+    seconds: float,
+    by_name: bool,
+) -> Transfer | str:
+    try:
+        return measure_transfer(on_source, on_target, target, python=sys.executable, seconds=seconds, by_name=by_name)
+    except OSError as error:
+        return str(error)
+
+
+def judge(found: Survey) -> list[Check]:
+    """Returns a check for each part of the findings. What could not be tried names the check that comes first. Pure."""
+    checks = [
+        _judge_ssh(found),
+        _judge_there(found, "Python", found.python, [host for host, facts in found.facts.items() if not facts.python]),
+        _judge_there(found, "folder", found.folder, [host for host, facts in found.facts.items() if not facts.folder]),
+        *_judge_versions(found),
+        *(_judge_link(*ends, link, timed=ends[1] in found.hosts) for ends, link in found.links.items()),
+    ]
+    if found.vendor is None:
+        remedy = "Run `jaxcross doctor` without `--hosts`: it says what this machine lacks."
+        checks.append(Check(name="mpirun", found="none", remedy=remedy, fatal=True))
+    cause = next((check.name for check in checks if check.fatal), None)
+    name = f"all-reduce of {len(found.hosts)} ranks"
+    if found.exchange is not None:
+        return [*checks, *_judge_exchange(name, found, found.exchange)]
+    if cause is not None:
+        checks.append(Check(name=name, found=f"cannot be checked before {cause}", cause=cause))
+    return checks
+
+
+def _names(hosts: Sequence[str]) -> str:
+    return ", ".join(f"`{host}`" for host in hosts)
+
+
+def _judge_ssh(found: Survey) -> Check:
+    if not found.missing:
+        return Check(name="ssh", found=f"{_names(found.hosts)} answer")
+    line = " ".join([*found.agent, found.missing[0], "true"])
+    return Check(
+        name="ssh",
+        found=f"{_names(found.missing)} did not answer `{line}`",
+        remedy=(
+            f"That command must work here, and without a password. Log in once by `ssh {found.missing[0]}`, which shows"
+            f" what is wrong with the name or the network and confirms the host's key; then `ssh-copy-id"
+            f" {found.missing[0]}` copies your own key there."
+        ),
+        fatal=True,
+    )
+
+
+def _judge_there(found: Survey, name: str, path: str, without: Sequence[str]) -> Check:
+    if not found.facts:
+        return Check(name=name, found="cannot be checked before ssh", cause="ssh")
+    if not without:
+        return Check(name=name, found=f"{path} on {_names(tuple(found.facts))}")
+    remedies = {
+        "Python": f"Install the same environment at the same path on {_names(without)}: in a folder that all hosts"
+        " mount, or as a copy. A virtual environment cannot be moved to another path.",
+        "folder": f"Make it on {_names(without)}, with the script and its data: ranks start in the folder in which"
+        " `jaxcross launch` is called.",
+    }
+    return Check(name=name, found=f"no `{path}` on {_names(without)}", remedy=remedies[name], fatal=True)
+
+
+def _judge_versions(found: Survey) -> list[Check]:
+    able = {host: facts for host, facts in found.facts.items() if facts.python}
+    if not able:
+        cause = "Python" if found.facts else "ssh"
+        return [Check(name="versions", found=f"cannot be checked before {cause}", cause=cause)]
+    silent = [host for host, facts in able.items() if not facts.versions]
+    if silent:
+        why = "; ".join(f"`{host}`: {first_line(able[host].error)}" for host in silent)
+        remedy = f"`{found.python}` must run on {_names(silent)}; try it there by hand."
+        return [Check(name="versions", found=why, remedy=remedy, fatal=True)]
+    return [
+        _judge_version(name, {host: facts.versions for host, facts in able.items()})
+        for name in (*probe.PACKAGES, "MPI")
+        if name != _OPTIONAL or any(facts.versions.get(name) for facts in able.values())
+    ]
+
+
+def _judge_version(name: str, versions: Mapping[str, Mapping[str, str | None]]) -> Check:
+    by_value: dict[str | None, list[str]] = {}
+    for host, each in versions.items():
+        value = each.get(name)
+        if name == "MPI" and value is not None:
+            value = value.partition(",")[0]  # Open MPI adds on which machine it was built
+        by_value.setdefault(value, []).append(host)
+    (first, _), *others = by_value.items()
+    if first is not None and not others:
+        return Check(name=name, found=first)
+    parts = [f"{'none' if value is None else value} on {_names(hosts)}" for value, hosts in by_value.items()]
+    parts += [f"{error} (`{host}`)" for host in by_value.get(None, ()) if (error := versions[host].get("error"))]
+    if name == "MPI":
+        remedy = (
+            "All ranks need one MPI. If it comes from a module, load that before `jaxcross doctor`, which passes"
+            " `LD_LIBRARY_PATH` on to the hosts; `ssh` does not load modules."
+        )
+    else:
+        remedy = f"Install the same version of {name} on all hosts: ranks that differ compile different programs."
+    return Check(name=name, found="; ".join(parts), remedy=remedy, fatal=True)
+
+
+def _judge_link(source: str, target: str, link: Transfer | str, *, timed: bool) -> Check:
+    name = f"{source} to {target}"
+    if isinstance(link, str):
+        return Check(name=name, found=f"no TCP transfer: {link}", remedy=_link_remedy(source, target, link), fatal=True)
+    delay = f"{link.round_trip_us} us" if link.round_trip_us < 1000 else f"{link.round_trip_us / 1000:.1f} ms"
+    found = f"{link.interface or 'unknown interface'} ({link.source}) to {link.target}: round trip {delay}"
+    rate = link.bits_per_s / 1e6
+    return Check(name=name, found=f"{found}, {rate:.{0 if rate >= 10 else 1}f} Mbit/s" if timed else found)
+
+
+def _link_remedy(source: str, target: str, error: str) -> str:
+    if "timed out" in error or "route" in error or "unreachable" in error:
+        return (
+            f"MPI connects to any TCP port, and something between the hosts drops that; usually it is the firewall of"
+            f" `{target}`. Let it accept everything from `{source}`: `ufw allow from ADDRESS`, or `firewall-cmd"
+            f" --zone=trusted --add-source=ADDRESS`. In a cloud, allow all TCP within the security group."
+        )
+    if "bytes" in error or "nothing could be sent" in error:
+        return (
+            "They connect, but little or nothing arrives. If only large packets get lost, the MTU differs between the"
+            " hosts: compare it in `ip link`."
+        )
+    return (
+        f"`{target}` must mean the same address on `{source}` as here: compare what `getent hosts {target}` prints on"
+        " both, and put the same lines into `/etc/hosts`."
+    )
+
+
+def _judge_exchange(name: str, found: Survey, exchange: Mapping[str, Any]) -> list[Check]:
+    between = [link for (_, b), link in found.links.items() if b in found.hosts and isinstance(link, Transfer)]
+    places = {link.source: link.interface for link in between}
+    settings = settings_for(found.vendor, sorted({name for name in places.values() if name}))
+    if not (exchange.get("correct") and exchange.get("ranks") == len(found.hosts)):
+        line = f"jaxcross launch -n {len(found.hosts)} --hosts {','.join(found.hosts)} -m jaxcross.world.probe exchange"
+        remedy = f"Run `{line}`, which shows MPI's own messages."
+        if settings:
+            remedy += f" If it hangs, MPI takes another interface than the transfers above: {settings}."
+        wrong = first_line(str(exchange.get("error", f"wrong: {dict(exchange)}")))
+        return [Check(name=name, found=wrong, remedy=remedy, fatal=True)]
+    reached = [f"{places.get(a, '?')} ({a}) to {places.get(b, '?')} ({b})" for a, b in exchange.get("connections", ())]
+    strange = [x for pair in exchange.get("connections", ()) for x in pair if x not in places]
+    remedy = ""
+    if strange and settings:
+        remedy = f"The names of the hosts mean other addresses than MPI has chosen. To have it use theirs: {settings}."
+    none = "MPI has no TCP connection between these ranks: it uses another network, or shared memory"
+    return [
+        Check(name=name, found="correct"),
+        Check(name="MPI's interface", found="; ".join(reached) or none, remedy=remedy),
+    ]
+
+
+def settings_for(vendor: str | None, interfaces: Sequence[str]) -> str:
+    """Returns the command that has MPI use these interfaces; "" if none are known. Pure."""
+    if not interfaces:
+        return ""
+    names = ",".join(interfaces)
+    if vendor == "openmpi":
+        return f"`export OMPI_MCA_btl_tcp_if_include={names}`"
+    return f"`export UCX_NET_DEVICES={names} FI_TCP_IFACE={interfaces[0]}`"
