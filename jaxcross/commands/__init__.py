@@ -7,6 +7,7 @@ launch        starts ranks on this machine or on `hosts`; `supervise` is the par
 estimate      predicts from the first step of a script what several jobs gain
 plan          which jobs share ranks, from their profiles; `plan_launch` writes files that start the groups
 top           shows a run from another terminal; `live_table` draws it there and under `launch`
-doctor        checks the installation; `post_mortem` tells how a run ended
+doctor        checks the installation; `doctor_hosts` checks other machines and the network between them; `post_mortem`
+              tells how a run ended
 data          writes and describes data sets
 """

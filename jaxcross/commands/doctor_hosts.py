@@ -79,7 +79,7 @@ class Survey:
 def run(text: str) -> int:
     """Looks, prints the table and the command that starts a run; returns 1 if none could work, 2 for wrong names.
 
-    Waits for commands on the hosts: about ten seconds, and three more for each further host. Each has a time limit.
+    Waits for commands on the hosts: ten to thirty seconds, some more for each further host. Each has a time limit.
     """
     try:
         hosts = parse_hosts(text)

@@ -43,6 +43,12 @@ def test_a_start_in_time_leaves_no_process_behind(monkeypatch, limit_s):
 def test_the_message_says_what_to_check():
     text = limit_text("3", 4, 300)
     assert text.startswith("jaxcross: rank 3 of 4 has waited 300 s in the start of MPI; all ranks end. ")
-    for word in ("firewall", "`getent hosts NAME`", "`FI_TCP_IFACE=eth0`", "`initialize(stall_timeout_s=...)`"):
+    for word in (
+        "firewall",
+        "`getent hosts NAME`",
+        "`UCX_NET_DEVICES=eth0`",
+        "`FI_TCP_IFACE=eth0`",
+        "`initialize(stall_timeout_s=...)`",
+    ):
         assert word in text
     assert limit_text("", 4, 2.5).startswith("jaxcross: a rank of 4 has waited 2.5 s ")
