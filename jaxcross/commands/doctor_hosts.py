@@ -175,23 +175,23 @@ def _ask_host(on: Callable[[Sequence[str]], Sequence[str]]) -> HostFacts:
     try:
         done = subprocess.run(
             on(["sh", "-c", script]),
-            input=Path(probe.__file__).read_text(),
+            input=Path(probe.__file__).read_bytes(),
             capture_output=True,
-            text=True,
             timeout=_FACTS_S,
             check=False,
             start_new_session=True,  # a terminal's Ctrl-C is for this process
         )
-    except subprocess.TimeoutExpired:
-        return HostFacts(python=True, folder=True, versions={}, error=f"no answer within {_FACTS_S:.0f} s")
-    said = done.stdout.splitlines()
+        output, errors, end = done.stdout, done.stderr, f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired as late:
+        output, errors, end = late.stdout or b"", late.stderr or b"", f"no answer within {_FACTS_S:.0f} s"
+    said = output.decode(errors="replace").splitlines()
     answer = next((line for line in reversed(said) if line.startswith("{")), None)
-    complaint = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    complaint = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
     return HostFacts(
         python="python" in said,
         folder="folder" in said,
         versions={} if answer is None else json.loads(answer)["versions"],
-        error="" if answer is not None else f"exit code {done.returncode}: {complaint}",
+        error="" if answer is not None else f"{end}: {complaint}",
     )
 
 

@@ -66,7 +66,7 @@ def limit_text(rank: str, size: int, limit_s: float) -> str:
 CHECKS = (
     "Check, with `jaxcross doctor --hosts A,B`, that no firewall is between the hosts (MPI uses any TCP port), that"
     " each host's name means the same address on all hosts (`getent hosts NAME`), and which network interface MPI"
-    " takes: name the one that the hosts share by `UCX_NET_DEVICES=eth0` (MPICH with UCX), `FI_TCP_IFACE=eth0` (MPICH with"
-    " libfabric) or `OMPI_MCA_btl_tcp_if_include=eth0` (Open MPI)."
+    " takes: name the one that the hosts share by `UCX_NET_DEVICES=eth0` (MPICH with UCX), `FI_TCP_IFACE=eth0` (MPICH"
+    " with libfabric) or `OMPI_MCA_btl_tcp_if_include=eth0` (Open MPI)."
 )
 """What users should check if ranks on different hosts cannot reach each other."""

@@ -1,5 +1,6 @@
 """What `doctor --hosts` makes of its findings."""
 
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -133,6 +134,15 @@ def test_interface_is_named_as_each_mpi_reads_it():
 def test_host_that_runs_nothing_is_quoted():
     facts = _ask_host(lambda command: ["sh", "-c", "echo welcome; echo no shell >&2; exit 3"])
     assert facts == HostFacts(python=False, folder=False, versions={}, error="exit code 3: no shell")
+
+
+def test_host_that_takes_too_long_is_known_as_far_as_it_came(monkeypatch):
+    def run(line, *, timeout, **options):
+        raise subprocess.TimeoutExpired(line, timeout, output=b"folder\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    error = "no answer within 60 s: no output"
+    assert _ask_host(list) == HostFacts(python=False, folder=True, versions={}, error=error)
 
 
 def test_wrong_host_names_are_a_usage_error(capsys):
