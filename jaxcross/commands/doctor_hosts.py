@@ -339,7 +339,9 @@ def _judge_exchange(name: str, found: Survey, exchange: Mapping[str, Any]) -> li
         line = f"jaxcross launch -n {len(found.hosts)} --hosts {','.join(found.hosts)} -m jaxcross.world.probe exchange"
         remedy = f"Run `{line}`, which shows MPI's own messages."
         if settings:
-            remedy += f" If it hangs, MPI takes another interface than the transfers above: {settings}."
+            remedy += (
+                f" If it says that they wait in the start of MPI, name the interface of these transfers: {settings}."
+            )
         wrong = first_line(str(exchange.get("error", f"wrong: {dict(exchange)}")))
         return [Check(name=name, found=wrong, remedy=remedy, fatal=True)]
     reached = [f"{places.get(a, '?')} ({a}) to {places.get(b, '?')} ({b})" for a, b in exchange.get("connections", ())]
