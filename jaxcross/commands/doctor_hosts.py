@@ -357,10 +357,15 @@ def _judge_exchange(name: str, found: Survey, exchange: Mapping[str, Any]) -> li
 
 
 def settings_for(vendor: str | None, interfaces: Sequence[str]) -> str:
-    """Returns the command that has MPI use these interfaces; "" if none are known. Pure."""
+    """Returns the command that has MPI use these interfaces; "" if none are known. Pure.
+
+    Open MPI and libfabric start no rank on a host that lacks an interface which is named. UCX only warns.
+    """
+    names = ",".join(interfaces)
     if not interfaces:
         return ""
-    names = ",".join(interfaces)
     if vendor == "openmpi":
-        return f"`export OMPI_MCA_btl_tcp_if_include={names}`"
-    return f"`export UCX_NET_DEVICES={names} FI_TCP_IFACE={interfaces[0]}`"
+        value = names if len(interfaces) == 1 else "NETWORK/BITS"
+        return f"`export OMPI_MCA_btl_tcp_if_include={value}`"
+    libfabric = f" FI_TCP_IFACE={names}" if len(interfaces) == 1 else ""
+    return f"`export UCX_NET_DEVICES={names}{libfabric}`"

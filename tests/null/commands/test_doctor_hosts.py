@@ -125,10 +125,18 @@ def test_hosts_send_to_their_neighbours_and_to_the_launcher():
     assert pairs("a", "here", []) == [("a", "here")]
 
 
-def test_interface_is_named_as_each_mpi_reads_it():
-    assert settings_for("openmpi", ["eth0", "eth1"]) == "`export OMPI_MCA_btl_tcp_if_include=eth0,eth1`"
-    assert settings_for("mpich", ["eth0"]) == "`export UCX_NET_DEVICES=eth0 FI_TCP_IFACE=eth0`"
-    assert settings_for("mpich", []) == ""
+@pytest.mark.parametrize(
+    ("vendor", "interfaces", "settings"),
+    [
+        ("openmpi", ["eth0"], "`export OMPI_MCA_btl_tcp_if_include=eth0`"),
+        ("openmpi", ["eth0", "eth1"], "`export OMPI_MCA_btl_tcp_if_include=NETWORK/BITS`"),
+        ("mpich", ["eth0"], "`export UCX_NET_DEVICES=eth0 FI_TCP_IFACE=eth0`"),
+        ("mpich", ["eth0", "eth1"], "`export UCX_NET_DEVICES=eth0,eth1`"),
+        ("mpich", [], ""),
+    ],
+)
+def test_interface_is_named_as_each_mpi_reads_it(vendor, interfaces, settings):
+    assert settings_for(vendor, interfaces) == settings
 
 
 def test_host_that_runs_nothing_is_quoted():
