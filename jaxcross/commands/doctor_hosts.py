@@ -169,7 +169,7 @@ def _ask_host(on: Callable[[Sequence[str]], Sequence[str]]) -> HostFacts:
     variables = [f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ]
     python = shlex.join(["env", *variables, sys.executable, "-", "versions"])
     script = (
-        f"cd {shlex.quote(str(Path.cwd()))} && echo folder\n"
+        f"cd {shlex.quote(str(Path.cwd()))} && echo folder; "  # one line, since csh quotes no line breaks
         f"test -x {shlex.quote(sys.executable)} && echo python && exec {python}"
     )
     try:
