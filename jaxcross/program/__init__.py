@@ -8,7 +8,8 @@ cut              a flat jaxpr -> a program: which equation runs in which segment
 ir               the program: segments, exchanges, values; `text` prints and reads it, `verify` checks it; the
                  interface `Wire`
 order            which segments must have run before each, and which values each may overwrite
-compile          a program -> XLA executables, shared by segments of equal `digest`
+compile          a program -> XLA executables, shared by segments of equal `digest`; `lowered`: what a wire makes of a
+                 collective segment
 execution        one step in flight
 hand_over        arrays from the accelerator to the host's CPU device, and back
 host_work        which work between two exchanges stays on the host of an accelerator
@@ -23,7 +24,7 @@ op_cost          which equations are cheap, and which values are cheaper to reco
 graph            the maker and the readers of each variable; `jaxpr_utils` answers simple questions about a jaxpr
 wire_types       random keys and small integers as types that MPI has; `buffers`: many arrays in one
 shard_map        a step that is a `jax.shard_map`; `solver`: linear solvers whose operator exchanges
-step_checks      checks what `crossover` is given; `bound_arguments`: an executable whose first arguments are fixed
+step_checks      checks what `crossover` is given
 aliasing         arguments that share a buffer, which XLA refuses to take twice
 mini_steps       exchanges that `optax.MultiSteps` makes for nothing; `repeated_sums`: those that micro-batches repeat
 mean_of_means    losses that are divided by a rank's own count; `own_derivatives`: optimizers that differentiate

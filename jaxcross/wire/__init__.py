@@ -1,10 +1,12 @@
-"""Exchanges on the wire: JAX's named-axis collectives as mpi4jax's calls.
+"""Exchanges on the wire: JAX's named-axis collectives over MPI, by mpi4jax or by mpi4py.
 
 recognise     which equations are exchanges
-lower         a jaxpr with exchanges -> a function that makes them; `coalesce`, `primitive`
+lower         a jaxpr with exchanges -> one with messages; `coalesce` joins small ones
 collectives   sums, gathers and the like made of messages; 16-bit floats are summed in float32
-messages      mpi4jax's calls for any element type and any number of elements
-mpi_wire      `Wire` of program/ir.py over MPI: `World.wire` returns it; another wire goes next to it
+messages      the five calls for any element type and any number of elements
+primitive     messages by mpi4jax: calls inside one executable
+host_program  messages by mpi4py: the host makes them between executables; `host_calls`, and `arena` for their memory
+mpi_wire      `Wire` of program/ir.py over MPI: `World.wire` returns it
 rank_grid     axes over ranks: names, sizes, coordinates, groups
 job_comms     a job's own communicators in place of those that its mpi4jax calls name; `calls`
 bytes         how many bytes an exchange brings to a rank

@@ -1,6 +1,7 @@
 """The MPI world: who this process is, its communicators, its start and its end.
 
 start           `initialize`: MPI, the thread pool, the device, the hooks that end all ranks together
+wire_choice     which library makes the exchanges, the same one on every rank
 start_limit     a time limit for the start of MPI; `start_notice`: lines while nothing has begun
 world           `World`: rank, size, communicators, agreements, the watchdog
 exchange_owner  which thread or run may exchange now

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from jaxcross.program import buffers, stages
-from jaxcross.program.bound_arguments import compile_with_arguments
+from jaxcross.program.lowered import compile_with_arguments
 from jaxcross.program.digest import program_digest
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
@@ -159,7 +159,7 @@ def test_pieces_of_one_size_share_a_kernel() -> None:
     sizes = [3, 5, 3, 3, 7, 3]
     flat, host = np.arange(sum(sizes), dtype=np.float32), jax.devices("cpu")[0]
     struct = jax.ShapeDtypeStruct(flat.shape, flat.dtype)
-    bound = compile_with_arguments(lambda x: offsets.split(x, sizes), [struct], host, None)
+    bound = compile_with_arguments(lambda x: offsets.split(x, sizes), [struct], name="split", host=host, place=None)
     wanted = np.split(flat, np.cumsum(sizes)[:-1])
     assert all(map(np.array_equal, bound(flat), wanted))
     assert [int(x[0]) for x in bound.first] == [0, 8, 11, 21]
