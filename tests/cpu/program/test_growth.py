@@ -13,9 +13,9 @@ import pytest
 from jax import lax
 
 from jaxcross.program import buffers, stages
-from jaxcross.program.lowered import compile_with_arguments
 from jaxcross.program.digest import program_digest
 from jaxcross.program.ir import Program
+from jaxcross.program.lowered import compile_with_arguments
 from jaxcross.program.trace import trace
 from jaxcross.program.verify import verify
 from jaxcross.testing import LocalRanks, run_program, vmap_oracle
