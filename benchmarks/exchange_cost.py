@@ -1,6 +1,7 @@
 """What does an exchange cost the link and the core, and would a second exchange lane fill the link better?
 
     python benchmarks/exchange_cost.py [--rate 500mbit] [--repeats 5] [--ways] [--limits none,64k,1m,4m] [--settings]
+        [--wires]
 
 ResNet-50's 161 gradients, all-reduced as one program with sums joined as the library joins them, on two hosts with one
 core each and a real link:
@@ -11,6 +12,8 @@ core each and a real link:
 `--ways`: beside, too, with the exchange's thread as it comes, with other slices than those of 0.25 ms that it asks for
 in `beside`, with these at niceness 5, with two exchanges at once, and, last, as nobody may go back, with all others at
 niceness 1, 3 and 5.
+`--wires`: alone and beside, too, over mpi4py, where the first ones are over mpi4jax: with MPI's blocking call, and with
+a non-blocking one that is tested after sleeps of 10 us to 1 ms.
 `--limits`: alone and beside, too, with sums of up to these bytes joined (`none`: each is a message).
 `--settings`: the first four again under each of the MPI's own settings, which only a new launch can change.
 
@@ -37,6 +40,7 @@ RANK = Path(__file__).with_name("exchange_cost_rank.py")
 _PUT = "send,put,inplace,need-ack,need-csum,hetero-rdma"
 SETTINGS = {
     "mpich": [
+        {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"},
         {"MPIR_CVAR_CH4_PROGRESS_THROTTLE": "1"},
         *({"MPIR_CVAR_ALLREDUCE_DEVICE_COLLECTIVE": "0", "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": algorithm}
           for algorithm in ("recursive_doubling", "reduce_scatter_allgather", "ring")),
@@ -74,6 +78,7 @@ def options() -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, default=5, help="default %(default)s")
     made.add_argument("--ways", action=argparse.BooleanOptionalAction, help="to share the core")
     made.add_argument("--limits", type=limits, default="", metavar="A,B", help="none, or bytes as 64k or 4m")
+    made.add_argument("--wires", action="store_true", help="over mpi4py, too")
     made.add_argument("--settings", action="store_true", help="the MPI's own, each in a launch of its own")
     return made
 

@@ -33,12 +33,34 @@ from rivals.serving import softirq_s  # noqa: E402
 from workloads import spread  # noqa: E402
 
 from jaxcross.wire import MpiWire, coalesce  # noqa: E402
+from jaxcross.wire.mpi_wire import Over  # noqa: E402
 from jaxcross.world.sched_slice import ask_for_short_slices  # noqa: E402
 
 AXES = {"batch": 2}
 BESIDE = 3
 """Exchanges that follow one another beside a computation."""
 NICENESS = (1, 3, 5)
+
+
+class SleepingWorld:
+    """The world, whose communicators wait for a sum by a non-blocking call."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(WORLD, name)
+
+    def communicator(self, *args: Any, **options: Any) -> Any:
+        return SleepingComm(WORLD.communicator(*args, **options))
+
+
+class SleepingComm:
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+
+    def Allreduce(self, x: Any, result: Any, op: Any) -> None:  # noqa: N802
+        request, pause_s = self.comm.Iallreduce(x, result, op), 1e-5
+        while not request.Test():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1e-3)
 
 
 class Ways:
@@ -63,11 +85,14 @@ class Ways:
         self.exchanges: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"s": [], "cpu_s": [], "softirq_s": []})
         self.computation: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"s": [], "ran_s": []})
 
-    def compiled(self, lane: int, limit: int = coalesce.SMALL_BYTES) -> Any:
+    def compiled(
+        self, lane: int, limit: int = coalesce.SMALL_BYTES, *, over: Over = "mpi4jax", world: Any = WORLD
+    ) -> Any:
         """All gradients' sums as one program, those of up to `limit` bytes joined."""
         usual, coalesce.SMALL_BYTES = coalesce.SMALL_BYTES, limit
         try:
-            return jax.jit(MpiWire(WORLD, lane=lane).lower(self.jaxpr, AXES)).lower(*self.shapes).compile()
+            lowered = MpiWire(world, lane=lane, over=over).lower(self.jaxpr, AXES)
+            return lowered.compile(self.shapes, name=over, host=jax.devices("cpu")[0], place=None)
         finally:
             coalesce.SMALL_BYTES = usual
 
@@ -192,6 +217,9 @@ def main() -> int:
     (spec,) = jobs_of("one", args.smoke)
     ways = Ways(jax_work.workload(spec))
     limited = {f", sums up to {word}": ways.compiled(0, limit) for word, limit in args.limits.items()}
+    if args.wires:
+        limited[", mpi4py"] = ways.compiled(0, over="mpi4py")
+        limited[", mpi4py that sleeps"] = ways.compiled(0, over="mpi4py", world=SleepingWorld())
     threads: dict[str, Callable[[], Any]] = {
         ", as it comes": lambda: None,
         **{f", slices of {us} us": partial(ask_for_short_slices, us * 1000) for us in (100, 500, 1000)},

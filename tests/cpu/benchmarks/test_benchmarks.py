@@ -46,7 +46,9 @@ def test_hand_overs(smoke):
 
 @pytest.mark.integration
 def test_wire_call(smoke):
-    assert "question" in smoke("wire_call.py")
+    rows = smoke("wire_call.py")["raw_us"]
+    assert all(len(times) == 3 for row in rows.values() for times in row.values())
+    assert all(set(row) == {"mpi4jax", "mpi4py", "jit"} for row in rows.values())
 
 
 @pytest.mark.integration
