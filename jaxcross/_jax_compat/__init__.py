@@ -14,6 +14,12 @@ from traceback import extract_tb
 from typing import Any, TypeAlias
 
 import jax
+
+from jaxcross._versions import unsupported_jax
+
+if _reason := unsupported_jax(jax.__version__):
+    raise ImportError(_reason)
+
 import jax.numpy as jnp
 import numpy as np
 from jax._src import api_util as _api_util
@@ -30,6 +36,7 @@ from jax.extend import random as _exrandom
 from jax.extend.core import primitives as _primitives
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
+from jaxlib import xla_client as _xla_client
 
 Var = _excore.Var
 Literal = _excore.Literal
@@ -225,6 +232,16 @@ def user_line_of(error: Exception) -> str:
     """The innermost line that an error came through outside of JAX, written as by `source_of`."""
     frames = [f for f in extract_tb(error.__traceback__) if _source_info_util.is_user_filename(f.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "unknown line"
+
+
+def register_host_calls() -> None:
+    """Registers the FFI calls of all imported packages with XLA, as JAX does when it starts the CPU backend.
+
+    Raises:
+        RuntimeError: A call was compiled against a newer interface than that of jaxlib.
+    """
+    register: Any = _xla_client._xla.register_custom_call_target  # pyright: ignore[reportPrivateImportUsage]
+    _xla_client.register_custom_call_handler("cpu", register)
 
 
 def backends_started() -> bool:

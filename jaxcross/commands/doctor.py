@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxcross._versions import mpi4jax_fault, mpi4jax_remedy, unsupported_jax
 from jaxcross.errors import first_line
 
 _TIMEOUT_S = 90.0
@@ -43,6 +46,7 @@ class Findings:
     Attributes:
         probe: The JSON of `jaxcross.world.probe`.
         exchange: The JSON of its two-rank all-reduce, or `{"error": ...}`.
+        versions: Of jax, jaxlib and mpi4jax, as installed; without those that aren't.
         mpirun: Path and vendor of the launcher, or None.
         libraries: The folder with the MPI library that belongs to `mpirun`, if there is one.
         cores: Cores that this process may use.
@@ -53,6 +57,7 @@ class Findings:
 
     probe: Mapping[str, Any]
     exchange: Mapping[str, Any]
+    versions: Mapping[str, str]
     mpirun: tuple[str, str] | None
     libraries: str | None
     cores: int
@@ -110,7 +115,7 @@ def show(title: str, checks: Sequence[Check]) -> None:
     console.print(table)
     for check in checks:
         if check.remedy:
-            console.print(f"[bold]{check.name}[/bold]: {_escaped(check.remedy)}")
+            console.print(f"[bold]{check.name}[/bold]: {_escaped(check.remedy)}", soft_wrap="\n" in check.remedy)
 
 
 def _mark(check: Check) -> str:
@@ -145,6 +150,7 @@ def look() -> Findings:
     return Findings(
         probe=ask([sys.executable, "-m", "jaxcross.world.probe"], {}),
         exchange=exchange,
+        versions=_versions("jax", "jaxlib", "mpi4jax"),
         mpirun=None if mpirun is None else (mpirun.path, mpirun.vendor),
         libraries=None if mpirun is None else libraries_of(mpirun.path),
         cores=xla_pool.cores(),
@@ -152,6 +158,14 @@ def look() -> Findings:
         pool=xla_pool.effective(os.environ, xla_pool.needed(xla_pool.cores(), 1)),
         no_namespaces=no_lab(),
     )
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def libraries_of(mpirun: str) -> str | None:
@@ -167,8 +181,8 @@ def judge(found: Findings) -> list[Check]:
     checks = [
         _judge_mpi(mpi, found),
         _judge_threads(mpi),
-        _judge_mpi4jax(mpi4jax),
-        _judge_jax(jax),
+        _judge_mpi4jax(mpi4jax, found),
+        _judge_jax(jax, found.versions),
         _judge_mpirun(found.mpirun),
         _judge_exchange(found.exchange),
         _judge_pool(found),
@@ -221,21 +235,31 @@ def _judge_threads(mpi: Mapping[str, Any]) -> Check:
     return Check(name="thread level", found=level, remedy=remedy if wrong else "", fatal=wrong)
 
 
-def _judge_mpi4jax(mpi4jax: Mapping[str, Any]) -> Check:
+def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: Findings) -> Check:
+    if "mpi4jax" not in findings.versions:
+        return Check(name="mpi4jax", found="not installed, which is fine: it's optional, and exchanges use mpi4py")
     if "error" in mpi4jax:
-        remedy = (
-            "Rebuild it for the MPI that is loaded: "
-            "`pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4jax mpi4jax`."
+        jaxlib = findings.versions.get("jaxlib", "")
+        # Exchanges that are correct go over mpi4py.
+        return Check(
+            name="mpi4jax",
+            found=mpi4jax_fault(first_line(mpi4jax["error"]), jaxlib),
+            remedy=mpi4jax_remedy(jaxlib),
+            fatal=not _is_correct(findings.exchange),
         )
-        return Check(name="mpi4jax", found=mpi4jax["error"], remedy=remedy, fatal=True)
     cuda = "with CUDA" if mpi4jax["cuda"] else "without CUDA (exchanges run on the host)"
     found = f"{mpi4jax['version']}, built for {mpi4jax['built_for']}, {cuda}"
     return Check(name="mpi4jax", found=found, remedy=" ".join(mpi4jax.get("warnings", ())))
 
 
-def _judge_jax(jax: Mapping[str, Any]) -> Check:
+def _judge_jax(jax: Mapping[str, Any], versions: Mapping[str, str]) -> Check:
+    version = versions.get("jax", "")
+    if version and (reason := unsupported_jax(version)):
+        return Check(name="JAX", found=version, remedy=reason, fatal=True)
     if "error" in jax:
-        remedy = "JAX cannot start: reinstall jax and jaxlib of one version, and check the accelerator's driver."
+        remedy = "JAX cannot start: check the accelerator's driver, or try the CPU with `JAX_PLATFORMS=cpu`."
+        if "jaxlib" in jax["error"]:  # JAX compares the two versions when it's imported
+            remedy = f"Install jax and jaxlib of one version: `pip install jax=={version} jaxlib=={version}`."
         return Check(name="JAX", found=jax["error"], remedy=remedy, fatal=True)
     return Check(name="JAX", found=f"{jax['version']} (jaxlib {jax['jaxlib']}): {', '.join(jax['devices'])}")
 
@@ -248,13 +272,17 @@ def _judge_mpirun(mpirun: tuple[str, str] | None) -> Check:
 
 def _judge_exchange(exchange: Mapping[str, Any]) -> Check:
     name = "all-reduce of 2 ranks"
-    if exchange.get("correct") and exchange.get("ranks") == 2:
+    if _is_correct(exchange):
         return Check(name=name, found="correct")
     found = str(exchange.get("error", f"wrong: {dict(exchange)}"))
     remedy = (
         "`mpirun` and mpi4py's MPI must be of one vendor; run `jaxcross launch -n 2 -m jaxcross.world.probe exchange`."
     )
     return Check(name=name, found=found, remedy=remedy, fatal=True)
+
+
+def _is_correct(exchange: Mapping[str, Any]) -> bool:
+    return bool(exchange.get("correct")) and exchange.get("ranks") == 2
 
 
 def _judge_pool(found: Findings) -> Check:

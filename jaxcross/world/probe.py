@@ -42,7 +42,9 @@ def probe_mpi4jax() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         import mpi4jax
+    from jaxcross import _jax_compat as compat
 
+    compat.register_host_calls()
     bridge = sys.modules["mpi4jax._src.xla_bridge"]
     built = getattr(getattr(bridge, "mpi_xla_bridge_cpu", None), "MPI_ABI_INFO", {})
     return {

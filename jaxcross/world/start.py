@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib.metadata
 import logging
 import os
 import platform
@@ -17,6 +18,7 @@ from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross._arguments import is_whole
+from jaxcross._versions import mpi4jax_fault, mpi4jax_remedy
 from jaxcross.errors import ExchangeError, clause
 from jaxcross.health import process
 from jaxcross.health.abort import (
@@ -317,18 +319,17 @@ def load_mpi4jax() -> Any:
     """mpi4jax, its calls registered with XLA.
 
     Raises:
-        ExchangeError: It is missing, or was built for another MPI than the one that is loaded.
+        ExchangeError: It is missing, or was built for another MPI or a newer jaxlib than those that are loaded.
     """
     try:
         with warnings.catch_warnings():
             # That JAX is newer than those it was tested with: `jaxcross doctor` says so once, not every rank.
             warnings.filterwarnings("ignore", message=r"\s*The latest supported JAX version")
             import mpi4jax
+        compat.register_host_calls()  # otherwise the first array of the script would fail
     except (ImportError, RuntimeError) as error:
-        raise ExchangeError(
-            f"mpi4jax cannot be used with this MPI: {error}\nRebuild it against the MPI that mpi4py loads: "
-            "`pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4jax mpi4jax`."
-        ) from error
+        jaxlib = importlib.metadata.version("jaxlib")
+        raise ExchangeError(f"{mpi4jax_fault(str(error), jaxlib)}\n{mpi4jax_remedy(jaxlib)}") from error
     return mpi4jax
 
 

@@ -1,5 +1,6 @@
 """The world on several ranks: communicators, agreements, and how it ends when something goes wrong."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -211,6 +212,32 @@ def test_an_mpi4jax_for_another_mpi_is_explained(tmp_path):
     assert done.returncode != 0
     assert "ExchangeError: mpi4jax cannot be used with this MPI: MPI ABI incompatibility detected!" in done.stderr
     assert "--no-cache-dir --no-binary mpi4jax mpi4jax" in done.stderr
+
+
+# A call that was compiled against the interface 0.99: when XLA asks for its metadata, it fills in that version.
+FOREIGN_CALL = """
+import ctypes, jax
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+def handler(frame):
+    extension = ctypes.c_void_p.from_address(frame + 8).value
+    metadata = ctypes.c_void_p.from_address(extension + 24).value
+    ctypes.c_int.from_address(metadata + 24).value = 0
+    ctypes.c_int.from_address(metadata + 28).value = 99
+
+jax.ffi.register_ffi_target("foreign", jax.ffi.pycapsule(handler), platform="cpu")
+"""
+
+
+@pytest.mark.integration
+def test_an_mpi4jax_for_a_newer_jaxlib_is_explained(tmp_path):
+    """The rank ends in `initialize()`, not at its first array, and the remedy names the jaxlib that is installed."""
+    (tmp_path / "mpi4jax.py").write_text(FOREIGN_CALL)
+    done = alone(START.format(watchdog=300), PYTHONPATH=str(tmp_path))
+    assert done.returncode != 0
+    jaxlib = importlib.metadata.version("jaxlib")
+    assert f"ExchangeError: mpi4jax was built against a newer jaxlib than the installed {jaxlib}: " in done.stderr
+    assert "handler's API version (0.99)" in done.stderr and f'echo "jaxlib=={jaxlib}" > build.txt' in done.stderr
 
 
 JOB_RAISES = """

@@ -13,6 +13,7 @@ HEALTHY = Findings(
         "jax": {"version": "0.10.2", "jaxlib": "0.10.2", "devices": ["cpu:cpu"]},
     },
     exchange={"ranks": 2, "pool": 4, "correct": True},
+    versions={"jax": "0.10.2", "jaxlib": "0.10.2", "mpi4jax": "0.9"},
     mpirun=("/venv/bin/mpirun", "mpich"),
     libraries="/venv/lib",
     cores=2,
@@ -42,9 +43,27 @@ WRONG = [
         "Install an MPI next to jaxcross",
     ),
     (with_probe("mpi", {**HEALTHY.probe["mpi"], "thread_level": "single"}), "thread level", True, "jaxcross needs"),
-    (with_probe("mpi4jax", {"error": "ABI"}), "mpi4jax", True, "Rebuild it for the MPI that is loaded"),
+    (
+        replace(with_probe("mpi4jax", {"error": "ABI"}), exchange={"error": "ABI"}),
+        "mpi4jax",
+        True,
+        "Build it for the MPI",
+    ),
+    (with_probe("mpi4jax", {"error": "exchanges go over mpi4py"}), "mpi4jax", False, "Build it for the MPI"),
     (with_probe("mpi4jax", {**HEALTHY.probe["mpi4jax"], "warnings": ["too new"]}), "mpi4jax", False, "too new"),
-    (with_probe("jax", {"error": "no driver"}), "JAX", True, "JAX cannot start"),
+    (with_probe("jax", {"error": "no driver"}), "JAX", True, "JAX cannot start: check the accelerator's driver"),
+    (
+        with_probe("jax", {"error": "RuntimeError: jaxlib version 0.10.2 is newer than and incompatible with jax"}),
+        "JAX",
+        True,
+        "Install jax and jaxlib of one version: `pip install jax==0.10.2 jaxlib==0.10.2`.",
+    ),
+    (
+        replace(with_probe("jax", {"error": "no attribute"}), versions={"jax": "0.9.2", "jaxlib": "0.9.2"}),
+        "JAX",
+        True,
+        "jaxcross needs jax 0.10 to 0.12; this is 0.9.2.",
+    ),
     (replace(HEALTHY, mpirun=None), "mpirun", True, "Install an MPI next to jaxcross"),
     (replace(HEALTHY, exchange={"error": "time"}), "all-reduce of 2 ranks", True, "`mpirun` and mpi4py's MPI must"),
     (replace(HEALTHY, exchange={"ranks": 1, "correct": True}), "all-reduce of 2 ranks", True, "`mpirun` and mpi4py's"),
@@ -67,6 +86,14 @@ def test_each_wrong_thing_has_a_remedy(findings, name, fatal, remedy):
     wrong = {c.name: c for c in checks if c.remedy}
     assert name in wrong and wrong[name].remedy.startswith(remedy)
     assert exit_code(checks) == int(fatal)
+
+
+def test_mpi4jax_is_optional():
+    missing = replace(with_probe("mpi4jax", {"error": "No module named 'mpi4jax'"}), versions={"jax": "0.10.2"})
+    checks = judge(missing)
+    assert [c.remedy for c in checks] == [""] * len(checks)
+    (found,) = [c.found for c in checks if c.name == "mpi4jax"]
+    assert found.startswith("not installed, which is fine")
 
 
 NOTHING_LOADS = {"error": "RuntimeError: cannot load MPI library\nlibmpi.so: cannot open shared object file"}

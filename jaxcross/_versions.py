@@ -1,0 +1,38 @@
+"""The versions of JAX and mpi4jax that jaxcross works with, and the remedies for others. Pure, and imports neither.
+
+mpi4jax has no wheels. Its build compiles against the newest jaxlib that the installer finds, even if an older one is
+installed, and XLA refuses calls that were compiled against a newer interface than its own. The remedy is to pin jaxlib
+in the build environment: pip 25.3 and later read `PIP_BUILD_CONSTRAINT` for it, earlier ones `PIP_CONSTRAINT`.
+"""
+
+from __future__ import annotations
+
+JAX_FROM, JAX_BELOW = (0, 10), (0, 13)
+"""The range in pyproject.toml."""
+
+
+def unsupported_jax(version: str) -> str:
+    """Returns why jaxcross can't use this version of JAX and what to install, or an empty text if it can."""
+    first, last = f"{JAX_FROM[0]}.{JAX_FROM[1]}", f"{JAX_BELOW[0]}.{JAX_BELOW[1] - 1}"
+    if JAX_FROM <= tuple(map(int, version.split(".")[:2])) < JAX_BELOW:
+        return ""
+    wanted = f"jax>={first},<{JAX_BELOW[0]}.{JAX_BELOW[1]}"
+    return f"jaxcross needs jax {first} to {last}; this is {version}. Install one of these: `pip install '{wanted}'`."
+
+
+def mpi4jax_fault(error: str, jaxlib: str) -> str:
+    """Returns why mpi4jax can't be imported, from the text of the error."""
+    if error == "No module named 'mpi4jax'":
+        return "mpi4jax is not installed."
+    if "API version" in error:
+        return f"mpi4jax was built against a newer jaxlib than the installed {jaxlib}: {error}"
+    return f"mpi4jax cannot be used with this MPI: {error}"
+
+
+def mpi4jax_remedy(jaxlib: str) -> str:
+    """Returns the lines that build mpi4jax for the installed MPI and jaxlib, and how to do without it."""
+    return f"""Build it for the MPI of your `mpicc` and the installed jaxlib, without CUDA, as it's called on the host:
+    echo "jaxlib=={jaxlib}" > build.txt
+    export PIP_CONSTRAINT=$PWD/build.txt PIP_BUILD_CONSTRAINT=$PWD/build.txt CUDA_PATH=/dev/null
+    pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4jax mpi4jax
+Or use the other wire, which doesn't need mpi4jax: `export JAXCROSS_WIRE=mpi4py`."""
