@@ -41,6 +41,7 @@ ROOT = Path(__file__).parents[1]
 RECORDS = ".ci/passed.json"
 PACKAGE = "jaxcross"
 EVERYTHING = "everything"
+WHEEL = "wheel"
 RUNS_ON = ("null", "cpu", "mpi")
 
 # A change of these concerns every part.
@@ -160,6 +161,8 @@ def covered(folder: str, file: str | None = None) -> list[str]:
     """
     if folder == EVERYTHING:
         return [PACKAGE, "tests", *ALL]
+    if folder == WHEEL:
+        return [PACKAGE, "LICENSE", "README.md", "deploy", "examples", ".ci/wheel", *ALL]
     tests = files_of(folder) if file is None else (file, f"{Path(file).parent}/conftest.py")
     cases = programs_of(tests)
     names = imported().get(folder, set()) | named([*tests, *cases])
@@ -353,7 +356,12 @@ def parts() -> dict[str, tuple[list[str], str]]:
             if paths := paths_of(folder, ("mpi",) if tier == "openmpi" else RUNS_ON):
                 found[f"{tier}:{folder}"] = ([*command, *paths], folder)
     kills = ["uv", "run", "python", "benchmarks/kill_resume.py", "--trials", "3", "--ranks", "2", "--seed", "100"]
-    return {**found, "kills": (kills, "checkpoint"), "mutants": ([".ci/mutants"], EVERYTHING)}
+    return {
+        **found,
+        "kills": (kills, "checkpoint"),
+        "wheel": ([".ci/wheel"], WHEEL),
+        "mutants": ([".ci/mutants"], EVERYTHING),
+    }
 
 
 def more(named: Sequence[str]) -> int:
