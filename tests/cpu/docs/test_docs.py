@@ -23,7 +23,7 @@ MARK = "\x1e"
 # Words that a shell, a package manager or a cluster provides: nothing of ours to check.
 FOREIGN = {
     "pip", "git", "cd", "module", "source", ".", "export", "python3", "srun", "sbatch", "uv", "tc", "cat", "nvidia-smi",
-    "tfds", "echo", "ssh", "ssh-keygen", "ssh-copy-id", "rsync", "sudo",
+    "tfds", "echo", "grep", "ssh", "ssh-keygen", "ssh-copy-id", "rsync", "sudo",
 }  # fmt: skip
 
 
