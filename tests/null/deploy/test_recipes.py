@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import jsonschema
@@ -133,6 +134,12 @@ def test_image_copies_what_is_there():
         if name == "COPY":
             for source in shlex.split(rest)[1:-1]:
                 assert (DEPLOY.parent / source).exists(), source
+
+
+def test_image_copies_what_the_wheel_is_made_of():
+    build = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    copied = {source for name, rest in instructions() if name == "COPY" for source in shlex.split(rest)[1:-1]}
+    assert {*build["packages"], *build["force-include"], "README.md"} <= copied
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
