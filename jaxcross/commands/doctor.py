@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -249,7 +250,9 @@ def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: Findings) -> Check:
         )
     cuda = "with CUDA" if mpi4jax["cuda"] else "without CUDA (exchanges run on the host)"
     found = f"{mpi4jax['version']}, built for {mpi4jax['built_for']}, {cuda}"
-    return Check(name="mpi4jax", found=found, remedy=" ".join(mpi4jax.get("warnings", ())))
+    # mpi4jax warns of each JAX that is newer than its own release. Which ones work with it, jaxcross's own range says.
+    warnings = (text for text in mpi4jax.get("warnings", ()) if not text.startswith("The latest supported JAX version"))
+    return Check(name="mpi4jax", found=found, remedy=" ".join(warnings))
 
 
 def _judge_jax(jax: Mapping[str, Any], versions: Mapping[str, str]) -> Check:
@@ -320,8 +323,14 @@ def ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
     for text in reversed(done.stdout.splitlines()):
         if text.startswith("{"):
             return json.loads(text)
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    return _failed(f"exit code {done.returncode}: {last}")
+    return _failed(f"exit code {done.returncode}: {reason_in(done.stderr)}")
+
+
+def reason_in(stderr: str) -> str:
+    """Returns the last line that names an exception, which the launcher's own lines follow, or else the last line."""
+    lines = stderr.strip().splitlines() or ["no output"]
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    return (named or lines)[-1]
 
 
 def _failed(error: str) -> dict[str, Any]:

@@ -323,7 +323,7 @@ def load_mpi4jax() -> Any:
     """
     try:
         with warnings.catch_warnings():
-            # That JAX is newer than those it was tested with: `jaxcross doctor` says so once, not every rank.
+            # That JAX is newer than those it was tested with: jaxcross's own range says which ones work.
             warnings.filterwarnings("ignore", message=r"\s*The latest supported JAX version")
             import mpi4jax
         compat.register_host_calls()  # otherwise the first array of the script would fail

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxcross.commands.doctor import Findings, exit_code, judge, libraries_of
+from jaxcross.commands.doctor import Findings, exit_code, judge, libraries_of, reason_in
 
 HEALTHY = Findings(
     probe={
@@ -86,6 +86,20 @@ def test_each_wrong_thing_has_a_remedy(findings, name, fatal, remedy):
     wrong = {c.name: c for c in checks if c.remedy}
     assert name in wrong and wrong[name].remedy.startswith(remedy)
     assert exit_code(checks) == int(fatal)
+
+
+def test_warning_of_a_jax_that_is_tested_is_left_out():
+    text = "The latest supported JAX version with this release of mpi4jax is 0.11.2, but you have 0.12.0.1."
+    checks = judge(with_probe("mpi4jax", {**HEALTHY.probe["mpi4jax"], "warnings": [text]}))
+    assert [c.remedy for c in checks] == [""] * len(checks)
+
+
+def test_reason_of_an_end_is_its_exception():
+    """MPI's own lines come after it."""
+    raised = "Traceback (most recent call last):\njaxcross.errors.ExchangeError: no wire\n"
+    assert reason_in(raised + "Abort(1) on node 1") == "jaxcross.errors.ExchangeError: no wire"
+    assert reason_in("libmpi.so: cannot open\n") == "libmpi.so: cannot open"
+    assert reason_in("") == "no output"
 
 
 def test_mpi4jax_is_optional():
