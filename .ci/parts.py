@@ -92,10 +92,15 @@ ALWAYS = (
 TIERS = {
     "integration": ["uv", "run", "pytest", "-m", "not exhaustive", "--hypothesis-profile", "full", "-n", "4"],
     "exhaustive": ["uv", "run", "pytest", "-m", "exhaustive", "--hypothesis-profile", "full", "-n", "3"],
+    "mpi4py": ["uv", "run", "pytest", "-m", "not exhaustive", "-n", "4"],
     "openmpi": [".ci/with-openmpi", "-m", "not exhaustive", "-n", "4"],
 }
-# Forks share the salt of `hash`, so only real processes iterate their sets in different orders.
-COLD = {"JAXCROSS_TESTS_COLD": "1"}
+# Tiers that run the tests over MPI in another way, and what their environment says.
+OVER_MPI = {
+    "mpi4py": {"JAXCROSS_WIRE": "mpi4py"},
+    # Forks share the salt of `hash`, so only real processes iterate their sets in different orders.
+    "openmpi": {"JAXCROSS_TESTS_COLD": "1"},
+}
 NO_TESTS = 5  # pytest's exit code: in most folders nothing is exhaustive
 
 console = Console(soft_wrap=True, highlight=False)
@@ -351,9 +356,9 @@ def parts() -> dict[str, tuple[list[str], str]]:
     found = {}
     for tier, command in TIERS.items():
         for folder in folders():
-            if tier == "openmpi" and folder == PACKAGE:
+            if tier in OVER_MPI and folder == PACKAGE:
                 continue
-            if paths := paths_of(folder, ("mpi",) if tier == "openmpi" else RUNS_ON):
+            if paths := paths_of(folder, ("mpi",) if tier in OVER_MPI else RUNS_ON):
                 found[f"{tier}:{folder}"] = ([*command, *paths], folder)
     kills = ["uv", "run", "python", "benchmarks/kill_resume.py", "--trials", "3", "--ranks", "2", "--seed", "100"]
     return {
@@ -381,8 +386,8 @@ def more(named: Sequence[str]) -> int:
             console.print(f"{name}: the working tree has changes, so a pass won't be recorded", style="yellow")
             head = None
         console.print(f"\n== {name}: {reason}", style="bold")
-        cold = COLD if name.startswith("openmpi:") else {}
-        code = subprocess.run(command, cwd=ROOT, env={**os.environ, **cold}, check=False).returncode
+        environ = {**os.environ, **OVER_MPI.get(name.partition(":")[0], {})}
+        code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
         if code not in (0, NO_TESTS):
             bad.append(name)
         elif head is not None:

@@ -9,6 +9,7 @@ object is gone. A result that the user keeps for ever just keeps its slot.
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 import time
@@ -46,7 +47,7 @@ class Arena:
     def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Returns an array with undefined content that shares memory with nothing that anyone can still reach."""
         dtype = np.dtype(dtype)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST_BYTES:
             return np.empty(shape, dtype)
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -111,16 +112,16 @@ def is_message(eqn: Any) -> bool:
     return eqn.primitive.name in _NAMES
 
 
-def make(eqn: Any, x: np.ndarray, receive: Receive) -> np.ndarray:
-    """Makes the exchange of an equation on this rank. Waits for the peers.
+def maker(eqn: Any, receive: Receive) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns what makes the exchange of an equation on this rank: from the operand, which must be contiguous, to the
+    result. It waits for the peers and only reads the operand.
 
     Args:
         eqn: One that `is_message`.
-        x: The operand, contiguous; only read.
-        receive: Makes the memory for the result.
+        receive: Returns the memory for the result.
     """
     params = {key: value.wrapped if isinstance(value, _Handle) else value for key, value in eqn.params.items()}
-    return _MAKE[eqn.primitive.name.removeprefix(PREFIX)](x, receive, **params)
+    return partial(_MAKE[eqn.primitive.name.removeprefix(PREFIX)], receive=receive, **params)
 
 
 _NAMES = frozenset(p.name for p in _PRIMITIVES.values())

@@ -101,6 +101,7 @@ def test_every_part_says_what_it_covers(parts):
     assert {name.partition(":")[0] for name in parts.parts()} == {
         "integration",
         "exhaustive",
+        "mpi4py",
         "openmpi",
         "kills",
         "wheel",
