@@ -121,7 +121,9 @@ class HostProgram:
         self._done = _last_uses(self._stages, _vars(self._outvars))
 
     def __call__(self, *args: Any) -> list[Any]:
-        values: Values = {**self._consts, **dict(zip(self._invars, args, strict=True))}
+        values: Values = {**self._consts}
+        for var, arg in zip(self._invars, args, strict=True):  # one may be a number of Python's
+            values[var] = arg if isinstance(arg, jax.Array) else np.asarray(arg, var.aval.dtype)
         # This thread isn't in the step's contexts, and JAX would make 32 bits of NumPy's 64.
         with jax.enable_x64(True):
             for stage, done in zip(self._stages, self._done, strict=True):

@@ -176,6 +176,12 @@ def test_sixty_four_bits_survive_in_a_thread_without_the_setting():
     assert np.asarray(total)[0] == 2**-39 and np.asarray(count)[0] == 2**41
 
 
+def test_numbers_of_python_and_numpy_have_the_types_that_the_step_was_traced_with():
+    for number in (1.5, np.float64(1.5), np.full((), 1.5)):
+        (total,) = compiled(lambda x: lax.psum(x * 2, "r") + x, number)(number)
+        assert total.dtype == np.float32 and float(total) == 7.5
+
+
 def test_there_are_as_few_executables_as_the_order_of_messages_allows(monkeypatch):
     made = []
     compile_part = host_program.compile_with_arguments

@@ -2,8 +2,6 @@
 
 import pytest
 
-WIRES = ("mpi4jax", "mpi4py")
-
 
 @pytest.mark.parametrize("wire", [pytest.param("mpi4jax", marks=pytest.mark.integration), "mpi4py"])
 def test_what_steps_return_never_changes(mpirun, tmp_path, quick_compiler, wire):
@@ -43,6 +41,6 @@ except ValueError as error:
 
 
 def test_a_world_without_mpi4jax_exchanges_over_mpi4py(mpirun):
-    done = mpirun(2, MISSING).check()
+    done = mpirun(2, MISSING, env={"JAXCROSS_WIRE": ""}).check()
     assert done.stderr.count("Exchanges go over mpi4py: mpi4jax isn't installed.") == 1, done.stderr
     assert done.stdout.count("told: jaxcross is initialised already, with `wire='mpi4py'`") == 2, done.stdout
