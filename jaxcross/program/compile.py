@@ -121,12 +121,13 @@ def compile_segments(
     returned = frozenset(program.outputs)
     exchanged = _only_exchanged(program)
     runnables = []
+    lent: set[int] = set()  # values that a later segment may overwrite, but would be copied for it
     for segment, may_donate in zip(program.segments, program.order.donates, strict=True):
         if notify is not None:
             notify(segment)
         sources = tuple(shardings[v] for v in segment.inputs)
         pinned = _pinned_results(segment, sources, exchanged, host)
-        donated = _aliasable(program, segment, may_donate, pinned)
+        donated = _aliasable(program, segment, may_donate - lent, pinned)
         # Everything that decides what XLA makes of a segment, and nothing else: names of values and of the step may
         # differ between jobs that share an executable.
         key = (
@@ -155,6 +156,8 @@ def compile_segments(
             call = cache.get(key, _collective_maker(program, segment, lowered[segment.index], host))
             results = _return_shardings(program, segment, shardings, host)
             moves = any(s is not None for s in results)
+            if lowered[segment.index].lends and not moves:
+                lent.update(segment.outputs)
             runnables.append(
                 Runnable(
                     segment=segment,

@@ -16,6 +16,11 @@ from jaxcross import _jax_compat as compat
 class Lowered(Protocol):
     """A jaxpr whose exchanges have become the wire's own operations."""
 
+    @property
+    def lends(self) -> bool:
+        """Whether results lie in the wire's memory. XLA copies such an array before it overwrites it."""
+        ...
+
     def compile(self, structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None) -> Any:
         """Returns a function of flat arrays that runs on the host and waits for the peers. Waits for XLA.
 
@@ -35,6 +40,11 @@ class Traceable:
     """A jaxpr that is an ordinary function again: one executable computes it, exchanges included."""
 
     function: Callable[..., Sequence[Any]]
+
+    @property
+    def lends(self) -> bool:
+        """False: XLA allocates the results."""
+        return False
 
     def __call__(self, *args: Any) -> list[Any]:
         return list(self.function(*args))

@@ -52,6 +52,11 @@ class HostLowered:
     receive: Receive
     abort: Callable[[str], None]
 
+    @property
+    def lends(self) -> bool:
+        """True: large results of messages are receive buffers."""
+        return True
+
     def compile(self, _structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None) -> HostProgram:
         """Compiles the parts between the messages. Waits for XLA."""
         return HostProgram(self.jaxpr, _Site(name, host, place, self.receive, self.abort))
