@@ -26,7 +26,7 @@ from jaxcross.world.world import World
 VARIABLE = "JAXCROSS_RANK"
 """Set by `initialize()` for the processes that a rank starts: its process, its numbers, where it listens."""
 
-_NUMBERS = ("rank", "size", "local_rank", "local_size", "vendor", "lanes", "pool_size", "heartbeat_timeout_s")
+_NUMBERS = ("rank", "size", "local_rank", "local_size", "vendor", "lanes", "over", "pool_size", "heartbeat_timeout_s")
 _TALKING = ("control", "flight", "exchanger", "_base", "_watchdog", "_neighbours")  # all of a world that communicates
 _PACKAGE = str(Path(__file__).parents[1])
 _REMEDY = (

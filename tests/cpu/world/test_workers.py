@@ -5,14 +5,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
 
 from jaxcross.errors import ExchangeError
 from jaxcross.health.process import ProcessId, process_state, this_process
+from jaxcross.world import workers
 from jaxcross.world.workers import Refusal
+from jaxcross.world.world import World
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="ranks are reached by way of /proc")
 
@@ -48,3 +50,9 @@ def test_worker_that_cannot_reach_its_rank_says_so(importing):
     """A worker that cannot reach its rank reports that itself."""
     with another() as (_, place), pytest.raises(ExchangeError, match="^A worker process of rank 0 came to line "):
         _ = Refusal(0, place, 999, 60).allgather_text
+
+
+def test_a_worker_is_given_every_field_that_a_world_needs():
+    needed = {field.name for field in fields(World) if MISSING is field.default is field.default_factory}
+    given = {*workers._NUMBERS, *workers._TALKING, "executables", "make_wire", "unpickle"}  # the last by `_make_world`
+    assert needed <= given
