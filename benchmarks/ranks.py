@@ -25,9 +25,12 @@ def mpirun_or_exit() -> launch.Mpirun:
 
 
 def start_workers(ranks: int) -> int:
-    """Runs this script again on so many ranks, with its own words and `--worker`; returns the exit code."""
-    line = [mpirun_or_exit().path, "-n", str(ranks), *launch.python_program([*sys.argv, "--worker"])]
-    return subprocess.run(line, check=True).returncode
+    """Runs this script again on so many ranks, with its own words and `--worker`; returns the exit code.
+
+    The ranks have the environment that `jaxcross launch` gives them. In particular, they keep their memory.
+    """
+    line, environ = command(mpirun_or_exit(), ranks, sys.argv[0], [*sys.argv[1:], "--worker"])
+    return subprocess.run(line, env=environ, check=True).returncode
 
 
 def command(

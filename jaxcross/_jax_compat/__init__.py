@@ -72,6 +72,11 @@ def jit_disabled() -> bool:
     return _config.disable_jit.value
 
 
+def invalid_values_to_find() -> list[str]:
+    """Which of `nan` and `inf` this thread's configuration asks JAX to find in results."""
+    return [name for name, asked in (("nan", _config.debug_nans), ("inf", _config.debug_infs)) if asked.value]
+
+
 def x64_is_local() -> bool:
     """Whether this thread, by a context, means other element types by Python's and NumPy's numbers than others do."""
     return _config.enable_x64.value != _config.enable_x64.get_global()

@@ -2,13 +2,14 @@
 
 A page of fresh memory costs a fault when it is first written, 25 ms per 100 MB; the same pages again cost nothing. And
 JAX takes an aligned NumPy array as it is, without a copy, so whoever holds a result of an exchange holds a part of an
-arena. It's therefore never decided by analysis when memory is free: each array that `take` returns is a new NumPy
-object over its slot, which all views of it and all JAX arrays made of it keep alive, and a slot is free when that
-object is gone. A result that the user keeps for ever just keeps its slot.
+arena. No analysis of the program decides when that memory is free. Instead, each array that `take` returns is a new
+NumPy object over its slot. All views of it and all JAX arrays made from it keep the object alive, and the slot is free
+once the object is gone. A result that the user keeps forever just keeps its slot.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import threading
@@ -57,7 +58,7 @@ class Arena:
             slots = self._slots.setdefault(size, [])
             slot = next((slot for slot in slots if slot.is_free), None)
             if slot is None:
-                slots.append(slot := _Slot(mmap.mmap(-1, size)))
+                slots.append(slot := _Slot(_memory(size)))
             lease = np.frombuffer(slot.memory, np.uint8)
             slot.lease, slot.used_s = ref(lease), now
         return lease[:nbytes].view(dtype).reshape(shape)
@@ -73,3 +74,11 @@ class Arena:
             kept = [slot for slot in slots if not (slot.is_free and now - slot.used_s > IDLE_S)]
             if len(kept) < len(slots):
                 self._slots[size] = kept
+
+
+def _memory(size: int) -> mmap.mmap:
+    # Private, so that a forked process keeps what it had of a slot when this process uses the slot again.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

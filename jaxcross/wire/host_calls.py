@@ -113,8 +113,9 @@ def is_message(eqn: Any) -> bool:
 
 
 def maker(eqn: Any, receive: Receive) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns what makes the exchange of an equation on this rank: from the operand, which must be contiguous, to the
-    result. It waits for the peers and only reads the operand.
+    """Returns a function that makes an equation's exchange: it takes the operand and returns the result.
+
+    The function waits for the peers. The operand must be contiguous, and is only read.
 
     Args:
         eqn: One that `is_message`.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -59,7 +60,9 @@ class HostLowered:
 
     def compile(self, _structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None) -> HostProgram:
         """Compiles the parts between the messages. Waits for XLA."""
-        return HostProgram(self.jaxpr, _Site(name, host, place, self.receive, self.abort))
+        site = _Site(name, host, place, self.receive, self.abort)
+        with site.default():
+            return HostProgram(self.jaxpr, site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,14 @@ class _Site:
     place: Sharding | None
     receive: Receive
     abort: Callable[[str], None]
+
+    def default(self) -> AbstractContextManager[Any]:
+        """Returns a context in which arrays without a device are the host's."""
+        return jax.default_device(self.host)
+
+    def put(self, values: Any) -> Any:
+        """Returns NumPy arrays as JAX arrays on the host, committed to it only if the program's arguments are."""
+        return jax.device_put(values, None if self.place is None else self.host)
 
     def compile(self, function: Callable[..., Sequence[Any]], avals: Sequence[Any], donate: Sequence[int] = ()) -> Any:
         structs = [_struct(aval, self.place) for aval in avals]
@@ -84,6 +95,7 @@ class _Memory:
     """As of an executable's `memory_analysis`: what a run needs besides its arguments and results."""
 
     temp_size_in_bytes: int
+    output_size_in_bytes: int
     alias_size_in_bytes: int = 0
 
 
@@ -97,6 +109,7 @@ class _Stage:
         run: Computes the results.
         temp_nbytes: Returns the bytes that it needs for itself meanwhile.
         receives: Whether its results are receive buffers.
+        exchanges: Whether it sends messages.
     """
 
     inputs: Sequence[Any]
@@ -104,6 +117,7 @@ class _Stage:
     run: Callable[..., Sequence[Any]]
     temp_nbytes: Callable[[], int]
     receives: bool = False
+    exchanges: bool = False
 
 
 @final
@@ -118,8 +132,9 @@ class HostProgram:
 
     def __init__(self, jaxpr: Any, site: _Site, donate: Sequence[int] = ()) -> None:
         inner, consts = compat.open_jaxpr(jaxpr)
+        self._site = site
         self._invars = inner.invars
-        self._consts: Values = dict(zip(inner.constvars, jax.device_put(list(consts), site.host), strict=True))
+        self._consts: Values = dict(zip(inner.constvars, site.put(list(consts)), strict=True))
         self._outvars, copies = _own_results(inner)
         donated = _vars(inner.invars[n] for n in donate)
         self._stages = tuple(_stages(inner, site, _vars(self._outvars), copies, donated))
@@ -129,14 +144,32 @@ class HostProgram:
         values: Values = {**self._consts}
         for var, arg in zip(self._invars, args, strict=True):  # one may be a number of Python's
             values[var] = arg if isinstance(arg, jax.Array) else np.asarray(arg, var.aval.dtype)
-        # This thread isn't in the step's contexts, and JAX would make 32 bits of NumPy's 64.
-        with jax.enable_x64(True):
-            for stage, done in zip(self._stages, self._done, strict=True):
-                results = stage.run(*[_value(atom, values) for atom in stage.inputs])
+        # JAX's own checks for invalid values would end a segment between two messages; `_check` looks at the results.
+        # This thread isn't in the step's contexts, so that JAX would make 32 bits of NumPy's 64.
+        with self._site.default(), jax.enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
+            for n, (stage, done) in enumerate(zip(self._stages, self._done, strict=True)):
+                try:
+                    results = stage.run(*[_value(atom, values) for atom in stage.inputs])
+                except Exception as error:
+                    self._give_up(n, error)
+                    raise
                 values.update(zip(stage.outputs, results, strict=True))
                 for var in done:
                     del values[var]
-        return [values[var] for var in self._outvars]
+        results = [values[var] for var in self._outvars]
+        _check(results)
+        return results
+
+    def _give_up(self, n: int, error: Exception) -> None:
+        """Ends all ranks if stage `n` failed between two messages, because the peers wait in the later one.
+
+        A failure before the first message or after the last one only fails the step. The failure of a computation may
+        come up in the message that waits for it.
+        """
+        before, later = self._stages[:n], self._stages[n:]
+        if any(stage.exchanges for stage in before) and any(stage.exchanges for stage in later):
+            what = f"{type(error).__name__}: {error}"
+            self._site.abort(f"`{self._site.name}` failed between two of its exchanges: {what}")
 
     def memory_analysis(self) -> _Memory:
         """Returns the bytes that a run needs besides arguments and results.
@@ -147,7 +180,15 @@ class HostProgram:
         between = _vars(var for stage in self._stages for var in stage.outputs) - _vars(self._outvars)
         received = sum(_nbytes(stage.outputs) for stage in self._stages if stage.receives)
         own = max((stage.temp_nbytes() for stage in self._stages), default=0)
-        return _Memory(_nbytes(between) + received + own)
+        return _Memory(_nbytes(between) + received + own, _nbytes(self._outvars))
+
+
+def _check(results: Sequence[Any]) -> None:
+    """Raises JAX's error for an invalid value if the user has asked for it, which waits for the results."""
+    for name in compat.invalid_values_to_find():
+        found = {"nan": np.isnan, "inf": np.isinf}[name]
+        if any(jnp.issubdtype(x.dtype, jnp.inexact) and found(np.asarray(x)).any() for x in results):
+            raise compat.InternalFloatingPointError("exchange", name)
 
 
 def holds_message(jaxpr: Any) -> bool:
@@ -183,7 +224,10 @@ def _stages(
 
 
 def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
-    """Returns the equations of each stage. The last stage is an executable, which may be empty."""
+    """Returns the equations of each stage: one message, loop or conditional, or the equations of an executable.
+
+    Messages keep their order. Executables come before the message that needs them; the last one may be empty.
+    """
     needs = _dependences(eqns)
     by_host = [_by_host(eqn) for eqn in eqns]
     sent: set[int] = set()  # what messages depend on
@@ -247,7 +291,7 @@ def _executable(
 def _carried_out(eqn: Any, site: _Site) -> _Stage:
     """Returns the stage of a message, a loop or a conditional."""
     if host_calls.is_message(eqn):
-        return _Stage(eqn.invars, eqn.outvars, _message(eqn, site), lambda: 0, receives=True)
+        return _Stage(eqn.invars, eqn.outvars, _message(eqn, site), lambda: 0, receives=True, exchanges=True)
     run, programs = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name](eqn, site)
 
     def owned(*operands: Any) -> list[Any]:
@@ -255,12 +299,10 @@ def _carried_out(eqn: Any, site: _Site) -> _Stage:
         taken = set(map(id, operands))
         return [jnp.array(x) if id(x) in taken else x for x in run(*operands)]
 
-    return _Stage(
-        eqn.invars,
-        eqn.outvars,
-        owned,
-        lambda: max((p.memory_analysis().temp_size_in_bytes for p in programs), default=0),
-    )
+    def temp_nbytes() -> int:
+        return max((p.memory_analysis().temp_size_in_bytes for p in programs), default=0)
+
+    return _Stage(eqn.invars, eqn.outvars, owned, temp_nbytes, exchanges=True)
 
 
 def _message(eqn: Any, site: _Site) -> Callable[[Any], Sequence[Any]]:
@@ -275,7 +317,7 @@ def _message(eqn: Any, site: _Site) -> Callable[[Any], Sequence[Any]]:
         except MPI.Exception as error:
             site.abort(f"MPI failed in `{call_of(eqn)}`, at {compat.source_of(eqn)}: {error}")
             raise
-        return [result if is_small else jax.device_put(result, site.host)]
+        return [result if is_small else site.put(result)]
 
     return run
 

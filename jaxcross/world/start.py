@@ -309,7 +309,8 @@ def _load_wire(world: Any, over: Over | None, accelerators: int) -> Over:
     found, why = (over, "") if over is not None else wire_choice.default(accelerators, os.environ)
     if found == "mpi4jax":
         load_mpi4jax()
-    wire_choice.check_equal(world.allgather(found))
+    wires, reasons = zip(*world.allgather((found, why)), strict=True)
+    wire_choice.check_equal(wires, reasons)
     if why and world.Get_rank() == 0:
         _log.info("Exchanges go over mpi4py: %s.", why)
     return found

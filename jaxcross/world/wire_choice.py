@@ -17,7 +17,7 @@ def chosen(argument: str | None, environ: Mapping[str, str]) -> Over | None:
     """Returns what `initialize(wire=...)` or else the environment asks for, None if neither does.
 
     Raises:
-        ValueError: It's the name of no wire.
+        ValueError: There's no wire of that name.
     """
     for what, value in (("`wire`", argument), (f"`{VARIABLE}`", environ.get(VARIABLE) or None)):
         if value is not None:
@@ -36,24 +36,26 @@ def default(accelerators: int, environ: Mapping[str, str]) -> tuple[Over, str]:
     """
     if importlib.util.find_spec("mpi4jax") is None:
         return "mpi4py", "mpi4jax isn't installed"
-    if accelerators and environ.get("JAX_PLATFORMS") != "cpu":
+    if accelerators and environ.get("JAX_PLATFORMS", "").split(",")[0] != "cpu":
         return "mpi4py", "on accelerators, exchanges receive into buffers that a copy engine can read"
     return "mpi4jax", ""
 
 
-def check_equal(wires: Sequence[Over]) -> None:
+def check_equal(wires: Sequence[Over], reasons: Sequence[str] = ()) -> None:
     """Makes sure that all ranks use one wire: their messages differ, and ranks would wait for each other for ever.
 
     Args:
         wires: By rank.
+        reasons: Why each rank has its wire, as of `default`; empty if it was asked for or is mpi4jax.
 
     Raises:
         ExchangeError: They don't; the same text on every rank.
     """
     if len(set(wires)) > 1:
+        why = "; ".join(dict.fromkeys(filter(None, reasons)))
         ranks = {name: [str(rank) for rank, wire in enumerate(wires) if wire == name] for name in CHOICES}
         found = "; ".join(f"{name} on rank{'s' * (len(on) > 1)} {', '.join(on)}" for name, on in ranks.items())
         raise ExchangeError(
-            f"Ranks would exchange by different libraries: {found}. Install mpi4jax on all hosts or on none, or set"
-            f' `{VARIABLE}`, or `initialize(wire="mpi4py")`, on every rank.'
+            f"Ranks would exchange by different libraries: {found}{why and f' ({why})'}. Choose one on every rank: by"
+            f' `initialize(wire="mpi4py")`, which all of them can use, or by the variable `{VARIABLE}`.'
         )

@@ -2,6 +2,8 @@
 
 import gc
 import itertools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 from jax import lax
 from mpi4py import MPI
 
+from jaxcross import _jax_compat as compat
 from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
@@ -231,6 +234,64 @@ def test_memory_of_a_run_counts_what_is_between_and_a_second_set_of_buffers():
     assert compiled(lambda x: lax.psum(x, "r"), x).memory_analysis().temp_size_in_bytes == x.nbytes
     between = compiled(lambda x: lax.psum(x * 2, "r") + 1, x).memory_analysis().temp_size_in_bytes
     assert 0 <= between - 3 * x.nbytes < 1000  # the operand, the sum, and the buffer of the next run
+
+
+def test_results_are_free_to_move_if_the_arguments_were():
+    big = jnp.ones(BIG)
+    for step in (lambda x: lax.psum(x, "r"), lambda x: lax.psum(x, "r") + 1, lambda x: lax.all_gather(x[:3], "r")):
+        (got,) = compiled(step, big)(big)
+        assert not got.committed
+    place = jax.sharding.SingleDeviceSharding(HOST)
+    _, host = lowered(lambda x: lax.psum(x, "r"), big)
+    (got,) = host.compile([big], name="t", host=HOST, place=place)(jax.device_put(big, place))
+    assert got.committed
+
+
+def test_an_invalid_value_is_found_after_the_last_message():
+    comm = EqualRanks()
+    program = compiled(lambda x: lax.psum(jnp.log(lax.psum(x, "r")) * 0, "r"), x := -jnp.ones(2), comm=comm)
+    with jax.debug_nans(True), pytest.raises(compat.InternalFloatingPointError):
+        program(x)
+    assert len(comm.sent) == 2
+
+
+def test_a_failure_between_two_messages_ends_all_ranks():
+    def fails(x):
+        raise OSError("disk gone")
+
+    def between(x):
+        return lax.psum(jax.pure_callback(fails, x, lax.psum(x, "r")), "r")
+
+    x = jnp.ones(2)
+    with pytest.raises(RuntimeError, match=r"(?s)^`t` failed between two of its exchanges: .*disk gone"):
+        compiled(between, x)(x)
+    with pytest.raises(Exception, match="disk gone") as caught:
+        compiled(lambda x: lax.psum(jax.pure_callback(fails, x, x), "r"), x)(x)
+    assert "between two" not in str(caught.value)
+
+
+FORKED = """
+import os, numpy as np
+from jaxcross.wire.arena import Arena
+arena = Arena()
+memory = arena.take((1 << 20,), np.float32)
+memory[:] = 1
+reader, writer = os.pipe()
+if (child := os.fork()) == 0:
+    os.read(reader, 1)  # until the parent has used the slot again
+    os._exit(0 if (memory == 1).all() else 7)
+place = memory.ctypes.data
+del memory
+again = arena.take((1 << 20,), np.float32)
+assert again.ctypes.data == place
+again[:] = 6
+os.write(writer, b"x")
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_keeps_what_it_had():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True)
 
 
 BIG = (SMALLEST_BYTES // 4 + 1,)

@@ -24,7 +24,7 @@ def test_a_name_of_no_wire_is_refused(argument, environ):
 def test_mpi4jax_is_the_default_except_on_accelerators_and_where_it_is_missing(monkeypatch):
     pytest.importorskip("mpi4jax")
     assert wire_choice.default(0, {}) == ("mpi4jax", "")
-    assert wire_choice.default(1, {"JAX_PLATFORMS": "cpu"}) == ("mpi4jax", "")
+    assert wire_choice.default(1, {"JAX_PLATFORMS": "cpu,"}) == ("mpi4jax", "")
     assert wire_choice.default(1, {})[0] == "mpi4py"
     monkeypatch.setattr(wire_choice.importlib.util, "find_spec", lambda name: None)
     assert wire_choice.default(0, {}) == ("mpi4py", "mpi4jax isn't installed")
@@ -32,6 +32,7 @@ def test_mpi4jax_is_the_default_except_on_accelerators_and_where_it_is_missing(m
 
 def test_different_wires_are_an_error_that_names_the_ranks():
     wire_choice.check_equal(["mpi4py"] * 3)
-    text = "mpi4jax on rank 1; mpi4py on ranks 0, 2"
+    missing = "mpi4jax isn't installed"
+    text = f"mpi4jax on rank 1; mpi4py on ranks 0, 2 ({missing}). Choose one on every rank: by `initialize("
     with pytest.raises(ExchangeError, match=re.escape(text)):
-        wire_choice.check_equal(["mpi4py", "mpi4jax", "mpi4py"])
+        wire_choice.check_equal(["mpi4py", "mpi4jax", "mpi4py"], [missing, "", missing])
