@@ -164,10 +164,11 @@ class HostProgram:
         """Ends all ranks if stage `n` failed between two messages, because the peers wait in the later one.
 
         A failure before the first message or after the last one only fails the step. The failure of a computation may
-        come up in the message that waits for it.
+        come up in the message that waits for it. A loop that fails may have sent some of its messages.
         """
-        before, later = self._stages[:n], self._stages[n:]
-        if any(stage.exchanges for stage in before) and any(stage.exchanges for stage in later):
+        before, failed, later = self._stages[:n], self._stages[n], self._stages[n:]
+        in_loop = failed.exchanges and not failed.receives
+        if in_loop or (any(stage.exchanges for stage in before) and any(stage.exchanges for stage in later)):
             what = f"{type(error).__name__}: {error}"
             self._site.abort(f"`{self._site.name}` failed between two of its exchanges: {what}")
 

@@ -262,9 +262,13 @@ def test_a_failure_between_two_messages_ends_all_ranks():
     def between(x):
         return lax.psum(jax.pure_callback(fails, x, lax.psum(x, "r")), "r")
 
+    def in_a_loop(x):
+        return lax.scan(lambda x, _: (jax.pure_callback(fails, x, lax.psum(x, "r")), None), x, None, length=2)
+
     x = jnp.ones(2)
-    with pytest.raises(RuntimeError, match=r"(?s)^`t` failed between two of its exchanges: .*disk gone"):
-        compiled(between, x)(x)
+    for step in (between, in_a_loop):
+        with pytest.raises(RuntimeError, match=r"(?s)^`t` failed between two of its exchanges: .*disk gone"):
+            compiled(step, x)(x)
     with pytest.raises(Exception, match="disk gone") as caught:
         compiled(lambda x: lax.psum(jax.pure_callback(fails, x, x), "r"), x)(x)
     assert "between two" not in str(caught.value)
