@@ -268,7 +268,6 @@ JOB_LINES = """jaxcross: job `a` failed on rank 1 of 2:
 Traceback (most recent call last):
   File "{script}", line 18, in train
     state = step(state, load(batch))
-                        ^^^^^^^^^^^
   File "{script}", line 8, in load
     raise OSError("no more data")
 OSError: no more data
@@ -301,6 +300,7 @@ def launched(tmp_path, code, **environ):
 def test_failing_job_prints_one_traceback(tmp_path):
     """A job that raises prints one traceback and a line for each rank."""
     script, lines, left = launched(tmp_path, JOB_RAISES)
+    lines = [line for line in lines if line.strip(" ~^")]  # Pythons mark a call in different ways
     wanted = [line.format(script=script) for line in JOB_LINES]
     assert [line for line in lines if line in wanted] == wanted
     ends = [line for line in lines if line not in wanted]
