@@ -21,7 +21,7 @@ from jaxcross.program.digest import segment_key
 from jaxcross.program.execution import Runnable
 from jaxcross.program.hand_over import can_be_pinned, on_device, pinned_memory
 from jaxcross.program.ir import Program, Segment, Wire
-from jaxcross.program.lowered import Lowered, Traceable
+from jaxcross.program.lowered import Lowered, Traceable, struct_of
 
 V = TypeVar("V")
 
@@ -298,11 +298,7 @@ def _owned(program: Program, segment: Segment) -> bool:
 
 
 def _structs(segment: Segment, places: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    structs = []
-    for var, place in zip(segment.jaxpr.jaxpr.invars, places, strict=True):
-        weak = bool(getattr(var.aval, "weak_type", False))
-        structs.append(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=place, weak_type=weak))
-    return structs
+    return [struct_of(var.aval, place) for var, place in zip(segment.jaxpr.jaxpr.invars, places, strict=True)]
 
 
 def _avals(program: Program, ids: Sequence[int]) -> tuple[Any, ...]:

@@ -54,6 +54,11 @@ class Traceable:
         return compile_with_arguments(self, structs, name=name, host=host, place=place)
 
 
+def struct_of(aval: Any, place: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """Returns an abstract value as the type of an argument, which may be committed to a place."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place, weak_type=getattr(aval, "weak_type", False))
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Bound:
     """An executable and its first arguments."""

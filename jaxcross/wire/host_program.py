@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax.sharding import Sharding
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Aval
-from jaxcross.program.lowered import compile_with_arguments
+from jaxcross.program.lowered import compile_with_arguments, struct_of
 from jaxcross.wire import host_calls
 from jaxcross.wire.arena import SMALLEST_BYTES
 from jaxcross.wire.bytes import call_of
@@ -84,7 +84,7 @@ class _Site:
         return jax.device_put(values, None if self.place is None else self.host)
 
     def compile(self, function: Callable[..., Sequence[Any]], avals: Sequence[Any], donate: Sequence[int] = ()) -> Any:
-        structs = [_struct(aval, self.place) for aval in avals]
+        structs = [struct_of(aval, self.place) for aval in avals]
         return compile_with_arguments(
             function, structs, name=self.name, host=self.host, place=self.place, donate=donate
         )
@@ -108,16 +108,14 @@ class _Stage:
         outputs: The variables of its results.
         run: Computes the results.
         temp_nbytes: Returns the bytes that it needs for itself meanwhile.
-        receives: Whether its results are receive buffers.
-        exchanges: Whether it sends messages.
+        kind: A loop, or a conditional, sends messages; a message also receives into its results.
     """
 
     inputs: Sequence[Any]
     outputs: Sequence[Any]
     run: Callable[..., Sequence[Any]]
     temp_nbytes: Callable[[], int]
-    receives: bool = False
-    exchanges: bool = False
+    kind: Literal["executable", "message", "loop"] = "executable"
 
 
 @final
@@ -141,24 +139,29 @@ class HostProgram:
         self._done = _last_uses(self._stages, _vars(self._outvars))
 
     def __call__(self, *args: Any) -> list[Any]:
+        # JAX's check for invalid values could stop this rank between two messages, while its peers wait in the second
+        # one. It's off while messages are sent, and `_check` looks at the results afterwards. The thread isn't in the
+        # step's contexts, either, and without the setting JAX would make 32-bit arrays of NumPy's 64-bit ones.
+        with self._site.default(), jax.enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
+            results = self.run(*args)
+        _check(results)
+        return results
+
+    def run(self, *args: Any) -> list[Any]:
+        """Does the same without those contexts, for a program that runs inside another one."""
         values: Values = {**self._consts}
         for var, arg in zip(self._invars, args, strict=True):  # one may be a number of Python's
             values[var] = arg if isinstance(arg, jax.Array) else np.asarray(arg, var.aval.dtype)
-        # JAX's own checks for invalid values would end a segment between two messages; `_check` looks at the results.
-        # This thread isn't in the step's contexts, so that JAX would make 32 bits of NumPy's 64.
-        with self._site.default(), jax.enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
-            for n, (stage, done) in enumerate(zip(self._stages, self._done, strict=True)):
-                try:
-                    results = stage.run(*[_value(atom, values) for atom in stage.inputs])
-                except Exception as error:
-                    self._give_up(n, error)
-                    raise
-                values.update(zip(stage.outputs, results, strict=True))
-                for var in done:
-                    del values[var]
-        results = [values[var] for var in self._outvars]
-        _check(results)
-        return results
+        for n, (stage, done) in enumerate(zip(self._stages, self._done, strict=True)):
+            try:
+                results = stage.run(*[_value(atom, values) for atom in stage.inputs])
+            except Exception as error:
+                self._give_up(n, error)
+                raise
+            values.update(zip(stage.outputs, results, strict=True))
+            for var in done:
+                del values[var]
+        return [values[var] for var in self._outvars]
 
     def _give_up(self, n: int, error: Exception) -> None:
         """Ends all ranks if stage `n` failed between two messages, because the peers wait in the later one.
@@ -166,9 +169,9 @@ class HostProgram:
         A failure before the first message or after the last one only fails the step. The failure of a computation may
         come up in the message that waits for it. A loop that fails may have sent some of its messages.
         """
-        before, failed, later = self._stages[:n], self._stages[n], self._stages[n:]
-        in_loop = failed.exchanges and not failed.receives
-        if in_loop or (any(stage.exchanges for stage in before) and any(stage.exchanges for stage in later)):
+        kinds = [stage.kind for stage in self._stages]
+        sends = [kind != "executable" for kind in kinds]
+        if kinds[n] == "loop" or (any(sends[:n]) and any(sends[n:])):
             what = f"{type(error).__name__}: {error}"
             self._site.abort(f"`{self._site.name}` failed between two of its exchanges: {what}")
 
@@ -179,7 +182,7 @@ class HostProgram:
         run may begin while the results of the one before are still in use.
         """
         between = _vars(var for stage in self._stages for var in stage.outputs) - _vars(self._outvars)
-        received = sum(_nbytes(stage.outputs) for stage in self._stages if stage.receives)
+        received = sum(_nbytes(stage.outputs) for stage in self._stages if stage.kind == "message")
         own = max((stage.temp_nbytes() for stage in self._stages), default=0)
         return _Memory(_nbytes(between) + received + own, _nbytes(self._outvars))
 
@@ -292,7 +295,7 @@ def _executable(
 def _carried_out(eqn: Any, site: _Site) -> _Stage:
     """Returns the stage of a message, a loop or a conditional."""
     if host_calls.is_message(eqn):
-        return _Stage(eqn.invars, eqn.outvars, _message(eqn, site), lambda: 0, receives=True, exchanges=True)
+        return _Stage(eqn.invars, eqn.outvars, _message(eqn, site), lambda: 0, "message")
     run, programs = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name](eqn, site)
 
     def owned(*operands: Any) -> list[Any]:
@@ -303,7 +306,7 @@ def _carried_out(eqn: Any, site: _Site) -> _Stage:
     def temp_nbytes() -> int:
         return max((p.memory_analysis().temp_size_in_bytes for p in programs), default=0)
 
-    return _Stage(eqn.invars, eqn.outvars, owned, temp_nbytes, exchanges=True)
+    return _Stage(eqn.invars, eqn.outvars, owned, temp_nbytes, "loop")
 
 
 def _message(eqn: Any, site: _Site) -> Callable[[Any], Sequence[Any]]:
@@ -342,14 +345,14 @@ def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
     empty = site.compile(lambda: [lax.full(aval.shape, 0, aval.dtype) for aval in stacked], [])
     if length == 0:  # there's no slice that `body` could take
         return lambda *operands: [*operands[n_consts:][:n_carry], *empty()], []
-    traced = jax.make_jaxpr(body)(jax.ShapeDtypeStruct((), np.int32), *map(_struct, types))
+    traced = jax.make_jaxpr(body)(jax.ShapeDtypeStruct((), np.int32), *map(struct_of, types))
     program = HostProgram(traced, site, donate=range(1 + len(avals), 1 + len(types)))
 
     def run(*operands: Any) -> Sequence[Any]:
         fixed = (*operands[:n_consts], *operands[n_consts + n_carry :])
         results = [*operands[n_consts:][:n_carry], *empty()]
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            results = program(np.int32(i), *fixed, *results)
+            results = program.run(np.int32(i), *fixed, *results)
         return results
 
     return run, [program]
@@ -362,8 +365,8 @@ def _while(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequenc
 
     def run(*operands: Any) -> Sequence[Any]:
         carry: Sequence[Any] = operands[n_condition + n_body :]
-        while bool(np.asarray(condition(*operands[:n_condition], *carry)[0])):
-            carry = body(*operands[n_condition:][:n_body], *carry)
+        while bool(np.asarray(condition.run(*operands[:n_condition], *carry)[0])):
+            carry = body.run(*operands[n_condition:][:n_body], *carry)
         return carry
 
     return run, [condition, body]
@@ -375,7 +378,7 @@ def _cond(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
 
     def run(index: Any, *operands: Any) -> Sequence[Any]:
         n = int(np.asarray(index))
-        return branches[n if 0 <= n < len(branches) else -1](*operands)  # as in XLA
+        return branches[n if 0 <= n < len(branches) else -1].run(*operands)  # as in XLA
 
     return run, branches
 
@@ -426,10 +429,6 @@ def _order(inner: Any) -> Callable[[Any], int]:
     """Returns the place of a variable in a jaxpr: executables' arguments are in this order on every rank."""
     every = [*inner.constvars, *inner.invars, *(var for eqn in inner.eqns for var in eqn.outvars)]
     return {var: n for n, var in enumerate(every)}.__getitem__
-
-
-def _struct(aval: Any, place: Sharding | None = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place, weak_type=getattr(aval, "weak_type", False))
 
 
 def _nbytes(variables: Iterable[Any]) -> int:

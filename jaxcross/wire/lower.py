@@ -12,6 +12,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange
+from jaxcross.program.lowered import struct_of
 from jaxcross.wire import coalesce, collectives, offsets
 from jaxcross.wire.calls import with_communicators
 from jaxcross.wire.job_comms import Key
@@ -47,8 +48,8 @@ def calls_mpi4jax(jaxpr: compat.Jaxpr) -> bool:
 
 def _retrace(jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect) -> Any:
     """The closed jaxpr with messages in place of exchanges."""
-    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in jaxpr.in_avals]
-    return jax.make_jaxpr(lambda *args: _evaluate(jaxpr, args, mesh, connect))(*avals)
+    structs = map(struct_of, jaxpr.in_avals)
+    return jax.make_jaxpr(lambda *args: _evaluate(jaxpr, args, mesh, connect))(*structs)
 
 
 def _evaluate(jaxpr: compat.Jaxpr, args: Sequence[Any], mesh: RankGrid, connect: Connect) -> list[Any]:
