@@ -95,7 +95,7 @@ TIERS = {
     "mpi4py": ["uv", "run", "pytest", "-m", "not exhaustive", "-n", "4"],
     "openmpi": [".ci/with-openmpi", "-m", "not exhaustive", "-n", "4"],
 }
-# Tiers that run the tests over MPI in another way, and what their environment says.
+# Tiers that run the tests of tests/mpi again, each with these environment variables.
 OVER_MPI = {
     "mpi4py": {"JAXCROSS_WIRE": "mpi4py"},
     # Forks share the salt of `hash`, so only real processes iterate their sets in different orders.

@@ -73,7 +73,7 @@ def jit_disabled() -> bool:
 
 
 def invalid_values_to_find() -> list[str]:
-    """Which of `nan` and `inf` this thread's configuration asks JAX to find in results."""
+    """Returns `nan` if `jax_debug_nans` is set in this thread, and `inf` if `jax_debug_infs` is."""
     return [name for name, asked in (("nan", _config.debug_nans), ("inf", _config.debug_infs)) if asked.value]
 
 

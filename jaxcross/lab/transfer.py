@@ -84,7 +84,7 @@ def measure_transfer(
 
 @contextmanager
 def _running(line: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[str]]:
-    """One end of a transfer, which is killed at the end of the block, or when it has taken too long."""
+    """Starts one end of a transfer. Kills its process when the block ends, or earlier if it exceeds the time limit."""
     with METER.open() as script:
         process = subprocess.Popen(
             line, stdin=script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

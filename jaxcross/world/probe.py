@@ -1,4 +1,4 @@
-"""Findings of a rank as one line of JSON: `python -m jaxcross.world.probe [exchange | versions]`.
+"""Prints findings about MPI, mpi4jax and JAX as JSON: `python -m jaxcross.world.probe [exchange | versions]`.
 
 It runs in a process of its own, because a broken MPI may end the process that touches it. `jaxcross doctor --hosts`
 sends this file to Python on other hosts. They may lack jaxcross, so only the function that needs it imports it.
@@ -126,7 +126,7 @@ def tcp_ends() -> list[tuple[str, str]]:
 
 
 def ends_of(table: Iterable[str], own: set[str]) -> list[tuple[str, str]]:
-    """Reads lines of `/proc/net/tcp`, of the established connections whose sockets are `own` (`socket:[7]`). Pure."""
+    """Returns both ends of established connections in `/proc/net/tcp` whose sockets are in `own` (`socket:[7]`). Pure."""
     rows = (line.split() for line in table)
     return [(_end(row[1]), _end(row[2])) for row in rows if row[3] == "01" and f"socket:[{row[9]}]" in own]
 

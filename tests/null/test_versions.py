@@ -1,4 +1,4 @@
-"""Which versions of JAX are refused, and what is said about an mpi4jax that can't be used."""
+"""Unsupported versions of JAX are refused, and the error for a broken mpi4jax names the cause and the remedy."""
 
 import os
 import subprocess

@@ -29,7 +29,7 @@ HOST = jax.devices("cpu")[0]
 
 
 class EqualRanks:
-    """A communicator whose other rank sends what this one sends. Its methods have mpi4py's names."""
+    """A fake mpi4py communicator of two ranks, in which both ranks always send the same values."""
 
     def __init__(self, broken=False):
         self.sent = []
