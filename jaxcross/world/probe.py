@@ -126,7 +126,7 @@ def tcp_ends() -> list[tuple[str, str]]:
 
 
 def ends_of(table: Iterable[str], own: set[str]) -> list[tuple[str, str]]:
-    """Returns both ends of established connections in `/proc/net/tcp` whose sockets are in `own` (`socket:[7]`). Pure."""
+    """Returns both ends of the established connections in `/proc/net/tcp` whose sockets are in `own`. Pure."""
     rows = (line.split() for line in table)
     return [(_end(row[1]), _end(row[2])) for row in rows if row[3] == "01" and f"socket:[{row[9]}]" in own]
 
