@@ -38,10 +38,10 @@ def test_a_script_that_fails_alike_everywhere_says_so_once(mpirun, ranks, case):
     done = mpirun(ranks, SCRIPT, case)
     assert done.returncode == 1
     assert done.stderr.count("Traceback (most recent call last)") == 1
-    assert f"jaxcross: rank 0 of {ranks} failed:\n" in done.stderr
-    for rank in range(1, ranks):
-        told = (f"rank {rank} of {ranks} fails in the same way (", f"rank {rank} of {ranks} ends while ")
-        assert sum(done.stderr.count(text) for text in told) == 1
+    for rank in range(ranks):  # a rank that fails late may find that another one has printed the traceback
+        begins = f"jaxcross: rank {rank} of {ranks} "
+        said = ("failed:\n", "fails in the same way (", "ends while ")
+        assert sum(done.stderr.count(begins + text) for text in said) == 1
 
 
 @pytest.mark.integration
@@ -51,9 +51,11 @@ def test_a_job_that_fails_alike_has_one_traceback(mpirun, ranks, tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("Traceback (most recent call last)") == 1
     which = ", ".join(map(str, range(ranks)))
-    for rank in range(ranks):
-        end = f"rank {rank} of {ranks} ends after the run: JobError: Job `a` failed on ranks {which} after step 0"
-        assert done.stderr.count(end) == 1
+    end = f"ends after the run: JobError: Job `a` failed on ranks {which} after step 0"
+    assert end in done.stderr
+    for rank in range(ranks):  # a rank that leaves the run late is ended by another's notice, which says so
+        begins = f"jaxcross: rank {rank} of {ranks} "
+        assert sum(done.stderr.count(begins + text) for text in (end, "ends while ")) == 1
     assert list(tmp_path.iterdir()) == []
 
 
