@@ -276,7 +276,7 @@ def _judge_mpirun(mpirun: tuple[str, str] | None) -> Check:
 def _judge_exchange(exchange: Mapping[str, Any]) -> Check:
     name = "all-reduce of 2 ranks"
     if _is_correct(exchange):
-        return Check(name=name, found="correct")
+        return Check(name=name, found=f"correct, over {exchange['over']}")
     found = str(exchange.get("error", f"wrong: {dict(exchange)}"))
     remedy = (
         "`mpirun` and mpi4py's MPI must be of one vendor; run `jaxcross launch -n 2 -m jaxcross.world.probe exchange`."

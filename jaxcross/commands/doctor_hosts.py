@@ -351,7 +351,7 @@ def _judge_exchange(name: str, found: Survey, exchange: Mapping[str, Any]) -> li
         remedy = f"The names of the hosts mean other addresses than MPI has chosen. To have it use theirs: {settings}."
     none = "MPI has no TCP connection between these ranks: it uses another network, or shared memory"
     return [
-        Check(name=name, found="correct"),
+        Check(name=name, found=f"correct, over {exchange['over']}"),
         Check(name="MPI's interface", found="; ".join(reached) or none, remedy=remedy),
     ]
 

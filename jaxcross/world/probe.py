@@ -107,6 +107,7 @@ def probe_exchange() -> dict[str, Any]:
     return {
         "ranks": world.size,
         "pool": world.pool_size,
+        "over": world.over,
         "correct": bool((total == expected).all()),
         "connections": connections(ends or []),
     }

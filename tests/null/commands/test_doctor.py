@@ -12,7 +12,7 @@ HEALTHY = Findings(
         "mpi4jax": {"version": "0.9", "built_for": "MPICH 5", "cuda": False},
         "jax": {"version": "0.10.2", "jaxlib": "0.10.2", "devices": ["cpu:cpu"]},
     },
-    exchange={"ranks": 2, "pool": 4, "correct": True},
+    exchange={"ranks": 2, "pool": 4, "over": "mpi4jax", "correct": True},
     versions={"jax": "0.10.2", "jaxlib": "0.10.2", "mpi4jax": "0.9"},
     mpirun=("/venv/bin/mpirun", "mpich"),
     libraries="/venv/lib",

@@ -14,7 +14,7 @@ VERSIONS = {"jaxcross": "0.1", "jax": "0.12", "jaxlib": "0.12", "mpi4py": "4.1",
 HOST = HostFacts(python=True, folder=True, versions=VERSIONS)
 THERE = Transfer(bits_per_s=9.4e8, round_trip_us=120, source="10.0.0.1", target="10.0.0.2", interface="eth0")
 BACK = Transfer(bits_per_s=2.54e6, round_trip_us=1300, source="10.0.0.2", target="10.0.0.1", interface="eth1")
-CORRECT = {"ranks": 2, "correct": True, "connections": [["10.0.0.1", "10.0.0.2"]]}
+CORRECT = {"ranks": 2, "over": "mpi4py", "correct": True, "connections": [["10.0.0.1", "10.0.0.2"]]}
 HEALTHY = Survey(
     hosts=("a", "b"),
     agent=("ssh", "-p", "22"),
@@ -50,7 +50,7 @@ def test_healthy_hosts():
         "a to b": "eth0 (10.0.0.1) to 10.0.0.2: round trip 120 us, 940 Mbit/s",
         "b to a": "eth1 (10.0.0.2) to 10.0.0.1: round trip 1.3 ms, 2.5 Mbit/s",
         "b to here": "eth1 (10.0.0.2) to 10.0.0.1: round trip 1.3 ms",
-        "all-reduce of 2 ranks": "correct",
+        "all-reduce of 2 ranks": "correct, over mpi4py",
         "MPI's interface": "eth0 (10.0.0.1) to eth1 (10.0.0.2)",
     }
     assert exit_code(checks) == 0 and not any(check.remedy or check.cause for check in checks)
