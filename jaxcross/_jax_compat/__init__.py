@@ -30,12 +30,13 @@ from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.interpreters import pxla as _pxla
 from jax._src.lax import lax as _lax
 from jax.extend import core as _excore
 from jax.extend import random as _exrandom
 from jax.extend.core import primitives as _primitives
 from jax.interpreters import partial_eval
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxlib import xla_client as _xla_client
 
 Var = _excore.Var
@@ -247,6 +248,12 @@ def register_host_calls() -> None:
     """
     register: Any = _xla_client._xla.register_custom_call_target  # pyright: ignore[reportPrivateImportUsage]
     _xla_client.register_custom_call_handler("cpu", register)
+
+
+def put_on_host(x: np.ndarray, host: jax.Device, *, committed: bool) -> jax.Array:
+    """`jax.device_put(x, host)` in 15 us in place of 100: page-aligned memory becomes a JAX array's without a copy."""
+    aval = _core.ShapedArray(x.shape, x.dtype)
+    return _pxla.batched_device_put(aval, SingleDeviceSharding(host), [x], [host], committed, enable_x64=True)
 
 
 def backends_started() -> bool:

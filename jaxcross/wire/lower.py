@@ -12,6 +12,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange
+from jaxcross.program.jaxpr_utils import holds
 from jaxcross.program.lowered import struct_of
 from jaxcross.wire import coalesce, collectives, offsets
 from jaxcross.wire.calls import with_communicators
@@ -40,10 +41,7 @@ def lower(jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect, comms: Mapping[
 
 def calls_mpi4jax(jaxpr: compat.Jaxpr) -> bool:
     """Whether a jaxpr, or one inside of it, calls mpi4jax."""
-    return any(
-        eqn.primitive.name.endswith("_mpi") or any(map(calls_mpi4jax, compat.sub_jaxprs(eqn)))
-        for eqn in compat.open_jaxpr(jaxpr)[0].eqns
-    )
+    return holds(jaxpr, lambda eqn: eqn.primitive.name.endswith("_mpi"))
 
 
 def _retrace(jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect) -> Any:

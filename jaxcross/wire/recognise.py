@@ -13,6 +13,7 @@ from typing import Any
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange
+from jaxcross.program.jaxpr_utils import holds
 from jaxcross.wire.rank_grid import RankGrid
 
 # Primitive name -> our name. The variants differ in what JAX's types say of the result, not in what is sent.
@@ -129,24 +130,16 @@ def names_axis(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
 
 def involves_axes(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
     """Whether an equation, or one inside of it, is an exchange or says a word about our axes."""
-    return (
-        eqn.primitive.name.endswith("_mpi")
-        or names_axis(eqn, axes)
-        or any(involves_axes_inside(sub, axes) for sub in compat.sub_jaxprs(eqn))
-    )
+
+    def concerned(eqn: compat.Equation) -> bool:
+        return eqn.primitive.name.endswith("_mpi") or names_axis(eqn, axes)
+
+    return concerned(eqn) or any(holds(sub, concerned) for sub in compat.sub_jaxprs(eqn))
 
 
 def names_axis_inside(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
     """Whether an equation inside names one of our axes."""
-    return any(
-        names_axis(eqn, axes) or any(names_axis_inside(sub, axes) for sub in compat.sub_jaxprs(eqn))
-        for eqn in compat.open_jaxpr(jaxpr)[0].eqns
-    )
-
-
-def involves_axes_inside(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
-    """Whether an equation inside exchanges or names one of our axes."""
-    return any(involves_axes(eqn, axes) for eqn in compat.open_jaxpr(jaxpr)[0].eqns)
+    return holds(jaxpr, lambda eqn: names_axis(eqn, axes))
 
 
 def _axes_of(eqn: compat.Equation) -> tuple[Any, ...]:
