@@ -95,11 +95,13 @@ TIERS = {
     "mpi4py": ["uv", "run", "pytest", "-m", "not exhaustive", "-n", "4"],
     "openmpi": [".ci/with-openmpi", "-m", "not exhaustive", "-n", "4"],
 }
+TIERS["openmpi-mpi4py"] = TIERS["openmpi"]
 # Tiers that run the tests of tests/mpi again, each with these environment variables.
 OVER_MPI = {
     "mpi4py": {"JAXCROSS_WIRE": "mpi4py"},
     # Forks share the salt of `hash`, so only real processes iterate their sets in different orders.
     "openmpi": {"JAXCROSS_TESTS_COLD": "1"},
+    "openmpi-mpi4py": {"JAXCROSS_WIRE": "mpi4py"},
 }
 NO_TESTS = 5  # pytest's exit code: in most folders nothing is exhaustive
 
