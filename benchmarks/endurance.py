@@ -1,15 +1,16 @@
 """Does anything grow while jobs come and go, and while they run for long: memory, threads, files, communicators?
 
     python benchmarks/endurance.py [--ranks 4] [--joins 1000] [--jobs 64] [--steps 100000] [--json FILE] [--png FILE]
-        [--only joins|steps] [--smoke]
+        [--elements 8] [--wire mpi4jax|mpi4py] [--only joins|steps] [--smoke]
 
 joins: one run, in which a job adds others, a few at a time, waits until they have left, and adds the next: each makes
 two steps, and every fourth has a step of its own to compile. steps: one run of many jobs that share so many steps of a
-tiny program. Counts are taken at 21 places, on every rank, after a collection of garbage: resident memory, threads,
-open files, communicators that were made and kept (`World`), Python objects but for spans, and spans: the report's, of
-which the latest 200,000 are kept. growth: the slope of a line through the second half of the places, of the rank on
-which it is largest, for each join, or each thousand job-steps. Exits with 1 if one is beyond its bound; not with
-`--smoke`, which ends before caches are full. `--only` runs one part anew, and keeps the other one of --json.
+tiny program, which averages `--elements` numbers: from 16,384 on, mpi4py receives them into an arena. Counts are taken
+at 21 places, on every rank, after a collection of garbage: resident memory, threads, open files, communicators that
+were made and kept (`World`), Python objects but for spans, and spans: the report's, of which the latest 200,000 are
+kept. growth: the slope of a line through the second half of the places, of the rank on which it is largest, for each
+join, or each thousand job-steps. Exits with 1 if one is beyond its bound; not with `--smoke`, which ends before caches
+are full. `--only` runs one part anew, and keeps the other one of --json.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ import numpy as np
 from ended import ends_when_told
 from ranks import answer
 from workloads import parser, write_json
+
+from jaxcross.world.wire_choice import CHOICES
 
 PLACES = 20
 AT_ONCE = 8  # jobs that join together
@@ -76,7 +80,7 @@ class Places:
                 print(f"  {done} of {self.total}: {self.rows[-1]['rss_bytes'] / 1e6:.0f} MB", flush=True)
 
 
-def tiny(number: int = 1) -> Any:
+def tiny(number: int = 1, elements: int = 8) -> Any:
     """A step that does next to nothing, with one exchange; another one for another number."""
     import jax.numpy as jnp
     from jax import lax
@@ -84,7 +88,7 @@ def tiny(number: int = 1) -> Any:
     import jaxcross
 
     step = jaxcross.crossover(lambda state, batch: state + number * lax.pmean(state * batch, "batch"), axes="batch")
-    return step, jnp.ones(8), jnp.full(8, 1e-6)
+    return step, jnp.ones(elements), jnp.full(elements, 1e-6)
 
 
 def joins(world: Any, total: int) -> dict[str, Any]:
@@ -116,11 +120,11 @@ def joins(world: Any, total: int) -> dict[str, Any]:
     return {"rows": places.rows, "s": time.perf_counter() - begin, "total": total}
 
 
-def steps(world: Any, jobs: int, total: int) -> dict[str, Any]:
+def steps(world: Any, jobs: int, elements: int, total: int) -> dict[str, Any]:
     """Many jobs, each with its share of the steps."""
     import jaxcross
 
-    step, state, batch = tiny()
+    step, state, batch = tiny(elements=elements)
     each = -(-total // jobs)
 
     def fn(job: Any) -> Any:
@@ -145,13 +149,15 @@ def work(out: Path, args: Any) -> None:
     """On each rank."""
     import jaxcross
 
-    world = jaxcross.initialize(stall_timeout_s=600)
+    world = jaxcross.initialize(stall_timeout_s=600, wire=args.wire)
     before = {"threads": threading.active_count()}
-    joins(world, 2 * AT_ONCE)  # what is made once
-    steps(world, args.jobs, 4 * args.jobs)
-    runs = {"joins": lambda: joins(world, args.joins), "steps": lambda: steps(world, args.jobs, args.steps)}
+    join, step = partial(joins, world), partial(steps, world, args.jobs, args.elements)
+    join(2 * AT_ONCE)  # what is made once
+    step(4 * args.jobs)
+    runs = {"joins": lambda: join(args.joins), "steps": lambda: step(args.steps)}
     parts = {part: run() for part, run in runs.items() if args.only in (None, part)}
-    mine = json.dumps({"parts": parts, "before": before, "after": {"threads": threading.active_count()}})
+    after = {"threads": threading.active_count(), "arena_bytes": world.arena.nbytes}
+    mine = json.dumps({"wire": world.over, "parts": parts, "before": before, "after": after})
     every = world.control.allgather_text(mine)
     if world.rank == 0:
         out.write_text(json.dumps([json.loads(text) for text in every]))
@@ -201,7 +207,8 @@ def draw(ranks: list[dict[str, Any]], path: Path) -> None:
 
 def launch(args: Any) -> list[dict[str, Any]]:
     """Starts the ranks; what each counted."""
-    sizes = [f"--joins={args.joins}", f"--jobs={args.jobs}", f"--steps={args.steps}"]
+    sizes = [f"--{name}={getattr(args, name)}" for name in ("joins", "jobs", "steps", "elements")]
+    sizes += [] if args.wire is None else [f"--wire={args.wire}"]
     sizes += [] if args.only is None else [f"--only={args.only}"]
     with ends_when_told():
         return answer(__file__, [*sizes, "--worker"], args.ranks)
@@ -213,6 +220,8 @@ def main() -> int:
     options.add_argument("--joins", type=int, default=1000, help="jobs that come and go (default %(default)s)")
     options.add_argument("--jobs", type=int, default=64, help="jobs at once (default %(default)s)")
     options.add_argument("--steps", type=int, default=100_000, help="of all jobs together (default %(default)s)")
+    options.add_argument("--elements", type=int, default=8, help="float32 of a step (default %(default)s)")
+    options.add_argument("--wire", choices=CHOICES, help="default: jaxcross's choice")
     options.add_argument("--only", choices=tuple(BOUNDS), help="run this part anew, and keep the other one of --json")
     options.add_argument("--png", type=Path, metavar="FILE", help="draw the counts")
     options.add_argument("--worker", type=Path, help="(internal) one rank")

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from hosts import on_hosts, parser_of_hosts
+from paired import ratios, with_interval
 from workloads import write_json
 
 RANK = Path(__file__).with_name("exchange_cost_rank.py")
@@ -120,10 +121,26 @@ def launched(args: Any, environment: Mapping[str, str] | None = None, words: Seq
     for name, row in result["computation_s"].items():
         ran = result["computation_ran_s"][name]["median"]
         print(f"computation {name:34} {row['median']:.3f} s, {ran:.3f} s of them on the core")
+    result["over_mpi4jax"] = over_mpi4jax(result)
+    for name, found in result["over_mpi4jax"].items():
+        print(f"{name}: {with_interval(found)} of mpi4jax's")
     beside = result["exchange"]["beside"]
     result["tax_s"] = beside["cpu_s"]["median"] + beside["softirq_s"]["median"]
     print(f"{result['mpi']}: tax of an exchange {result['tax_s']:.3f} s")
     return result
+
+
+def over_mpi4jax(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Each time over the other wire's in the same round, with the median's 95% interval."""
+    exchange, computation = result["exchange"], result["computation_round_s"]
+    found = {}
+    for wire in [name.removeprefix("alone") for name in exchange if name.startswith("alone, mpi4py")]:
+        for way in ("alone", "beside"):
+            new, old = (exchange[way + suffix]["s"]["raw"] for suffix in (wire, ""))
+            found[f"exchange {way}{wire}"] = ratios(new, old)
+        new, old = (computation[f"beside exchanges{suffix}"]["raw"] for suffix in (wire, ""))
+        found[f"computation beside exchanges{wire}"] = ratios(new, old)
+    return found
 
 
 if __name__ == "__main__":

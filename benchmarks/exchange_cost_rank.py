@@ -83,7 +83,7 @@ class Ways:
     def forget(self) -> None:
         """What was measured so far was a rehearsal."""
         self.exchanges: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"s": [], "cpu_s": [], "softirq_s": []})
-        self.computation: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"s": [], "ran_s": []})
+        self.computation: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"s": [], "ran_s": [], "round_s": []})
 
     def compiled(
         self, lane: int, limit: int = coalesce.SMALL_BYTES, *, over: Over = "mpi4jax", world: Any = WORLD
@@ -179,8 +179,10 @@ class Ways:
         took: dict[str, list[float]] = {"s": [], "ran_s": []}
         while any(thread.is_alive() for thread in threads):
             self.compute(took, threads)
-        for name, values in self.computation[f"beside exchanges{suffix}"].items():
-            values += took[name][:-1]
+        found = self.computation[f"beside exchanges{suffix}"]
+        for name, values in took.items():
+            found[name] += values[:-1]
+        found["round_s"].append(statistics.fmean(took["s"][:-1]))
 
     def yield_to_exchanges(self, niceness: int) -> None:
         """Every thread of this process but the starter, for good: less niceness needs a privilege."""
@@ -197,7 +199,7 @@ class Ways:
             "bytes": sum(x.nbytes for x in self.shapes), "leaves": len(self.shapes), "exchanges": self.made,
             "exchange": {n: {k: spread(v) for k, v in took.items()} for n, took in self.exchanges.items()},
             **{f"computation_{key}": {name: spread(took[key]) for name, took in self.computation.items() if took[key]}
-               for key in ("s", "ran_s")},
+               for key in ("s", "ran_s", "round_s")},
         }  # fmt: skip
 
 

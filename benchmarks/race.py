@@ -6,7 +6,8 @@ Rivals (see `rivals/`), all in one run, in turn, on two hosts with one core each
   fused, fused-k              `jax.jit` + mpi4jax leaf by leaf: one job after the other; k processes a host at once
   gloo, gloo-k                JAX's own `shard_map` + `jax.distributed` with gloo
   ddp, ddp-k, ddp-bf16(-k)    PyTorch DDP with gloo; left out, with one line, where PyTorch is not installed
-  sequential, crossover       jaxcross: one job after the other; in turn (`-bf16`: gradients as bfloat16 on the wire;
+  sequential, crossover       jaxcross: one job after the other; in turn (`-mpi4py`: over mpi4py on host buffers, where
+                              all others are over mpi4jax; `-bf16`: gradients as bfloat16 on the wire;
                               `-cut`: each job's backward pass in four pieces, too; `-shares`, of unlike jobs: that of
                               the largest in four, which has four shares to each other job's one)
   uncut, wait-free            jaxcross with one job; its backward pass cut where gradients become ready

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from race_bounds import Cost, bits_a_second, needed_bytes, rate_for, wait_free_s
-from rivals.cases import RANKS, Rival, Spec, jobs_of, parameters
+from rivals.cases import RANKS, Rival, Spec, jobs_of, parameters, takes_all_jobs
 from rivals.teams import Stage, Team, TeamError
 
 WIRES = ("float32", "bfloat16")
@@ -101,7 +101,7 @@ class Entrants:
 
         They then rest: what memory they no longer need goes back, as others are to have theirs.
         """
-        numbers: list[int | None] = [None] if kind == "crossed" else list(range(len(self.jobs)))
+        numbers: list[int | None] = [None] if takes_all_jobs(kind) else list(range(len(self.jobs)))
         begin = time.perf_counter()
         sizes: dict[str, Any] = {"smoke": self.smoke, "image_size": self.image_size}
         teams = [self.stage.start(kind, self.case, job=n, **sizes) for n in numbers]
@@ -230,7 +230,7 @@ class Entrants:
             TeamError: Fewer bytes crossed than the rival's all-reduces need: it did not use the link.
         """
         teams, count = self.teams[rival.team], steps * len(self.jobs)
-        together = rival.at_once or rival.team == "crossed"
+        together = rival.at_once or takes_all_jobs(rival.team)
         before, begin = self.stage.lab.bytes_crossed(), time.perf_counter()
         groups = [teams] if together else [[team] for team in teams]
         answers = [self.stage.ask(group, "run", steps=steps, variant=rival.variant) for group in groups]

@@ -57,11 +57,12 @@ def over_reference(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | N
     return None if own is None else row["s_per_job_step"] / own["s_per_job_step"]
 
 
-LOOKS = {"crossed": "#0072b2", "ddp": "#e69f00"}
+LOOKS = {"crossed": "#0072b2", "crossed-mpi4py": "#0072b2", "ddp": "#e69f00"}
 """Colours of jaxcross and of PyTorch, the same in every picture; all other rivals are grey."""
 
 BARS = (
     "crossover",
+    "crossover-mpi4py",
     "crossover-cut",
     "crossover-shares",
     "wait-free",

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from paired import ratios, with_interval
 from ranks import start_workers
 from workloads import parser, write_json
 
@@ -50,8 +51,7 @@ def worker(args: argparse.Namespace) -> int:
             for rival, values in times.items():
                 quartiles = statistics.quantiles(values, n=4)
                 print(f"{name:12} {rival:8} {quartiles[1]:10.1f} us   ({quartiles[0]:.1f} to {quartiles[2]:.1f})")
-            ratios = [new / old for new, old in zip(times["mpi4py"], times["mpi4jax"], strict=True)]
-            print(f"{name:12} mpi4py over mpi4jax {statistics.median(ratios):.2f}")
+            print(f"{name:12} mpi4py over mpi4jax {with_interval(ratios(times['mpi4py'], times['mpi4jax']))}")
         write_json(args.json, __doc__, {"raw_us": found, "ranks": world.size, "mpi": world.vendor})
     return 0
 

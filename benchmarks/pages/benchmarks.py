@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+from paired import with_interval
+
 from pages import Read, Table
 
 
@@ -141,6 +143,24 @@ def exchange_settings(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
                f"x {computed[1] / computed[0]:.2f}")  # fmt: skip
 
 
+def exchange_wires(read: Read, name: str) -> Iterator[tuple[str, ...]]:
+    """Of a result with `--wires`: each wire and way of waiting."""
+    found = read(name)
+    if "over_mpi4jax" not in found:
+        raise FileNotFoundError(f"{name}.json was made without --wires")
+    yield ("wire", "exchange alone", "its thread's CPU", "beside a computation", "its thread's CPU",
+           "the computation beside it", "alone, over mpi4jax", "beside, over mpi4jax",
+           "the computation, over mpi4jax")  # fmt: skip
+    for wire in [key.removeprefix("alone") for key in found["exchange"] if key.startswith("alone")]:
+        alone, beside = (found["exchange"][way + wire] for way in ("alone", "beside"))
+        computed = found["computation_s"][f"beside exchanges{wire}"]["median"]
+        seconds = [row[key]["median"] for row in (alone, beside) for key in ("s", "cpu_s")]
+        ratios = [found["over_mpi4jax"].get(f"{what}{wire}") for what in
+                  ("exchange alone", "exchange beside", "computation beside exchanges")]  # fmt: skip
+        yield (wire.removeprefix(", ") or "mpi4jax", *(f"{s:.2f} s" for s in (*seconds, computed)),
+               *("" if ratio is None else with_interval(ratio) for ratio in ratios))  # fmt: skip
+
+
 def imagenet(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """Images a second from records on disk, by job and in all."""
     found = read("imagenet_resnet")
@@ -217,6 +237,7 @@ TABLES: dict[str, Table] = {
     "exchange-ways": exchange_ways,
     "exchange-settings": exchange_settings,
     "exchange-core": exchange_core,
+    "exchange-wires": exchange_wires,
     "imagenet": imagenet,
     "imagenet-accuracy": imagenet_accuracy,
     "data-cache": data_cache,

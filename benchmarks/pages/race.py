@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from paired import ratios, with_interval
 from race_show import over_reference
-from rivals.cases import RIVALS, rivals_of
+from rivals.cases import RIVALS, rivals_of, takes_all_jobs
 
 from pages import Read, Table, with_spread
 
@@ -53,7 +54,7 @@ def race_verdicts(read: Read, arguments: str) -> Iterator[tuple[str, ...]]:
             own = [row for row in at_rate if row["rival"] == name]
             if not own:
                 continue
-            alike = [r for r in rivals_of(case) if r.team != "crossed" and r.wire == RIVALS[name].wire]
+            alike = [r for r in rivals_of(case) if not takes_all_jobs(r.team) and r.wire == RIVALS[name].wire]
             jax, torch = ({r.name for r in alike if r.framework == each} for each in ("jax", "torch"))
             yield (
                 case, rate, name, str(sum(len(row["raw"]) for row in own)),
@@ -143,6 +144,20 @@ def race_account(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
         yield row["rate"], row["rival"], took, c, computed, m, exchanged, limits, *lost
 
 
+def race_wires(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """The same jobs in crossover over both wires: seconds a job-step, and repeat by repeat one over the other."""
+    found = read("race_wires")
+    yield "jobs", "rate", "sum m / sum c", "mpi4jax", "mpi4py", "mpi4py over mpi4jax", "repeats"
+    for link in found["links"]:
+        old, new = (
+            next(row for row in found["rows"] if row["rival"] == name and all(row[key] == link[key] for key in ALIKE))
+            for name in ("crossover", "crossover-mpi4py")
+        )
+        took = [[sample["s_per_job_step"] for sample in row["raw"]] for row in (new, old)]
+        yield (link["case"], link["rate"], f"{sum(old['m_s']) / sum(old['c_s']):.2f}", _with_spread(old),
+               _with_spread(new), with_interval(ratios(*took)), str(len(took[0])))  # fmt: skip
+
+
 def wait_free(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """One job alone: the cut that was found at each rate against uncut, and what could be reached."""
     found = read("race")
@@ -201,5 +216,6 @@ TABLES: dict[str, Table] = {
     "race-verdicts": race_verdicts,
     "race-links": race_links,
     "race-account": race_account,
+    "race-wires": race_wires,
     "wait-free": wait_free,
 }

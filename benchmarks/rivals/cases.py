@@ -94,6 +94,7 @@ RIVALS: dict[str, Rival] = {
         *_with_k("ddp-bf16", **_TORCH, **_BF16),
         Rival(name="sequential", team="crossed", variant="sequential", cases="many"),
         Rival(name="crossover", team="crossed", variant="crossover", cases="many"),
+        Rival(name="crossover-mpi4py", team="crossed-mpi4py", variant="crossover", cases="many"),
         Rival(name="crossover-cut", team="crossed", variant="crossover-cut", overlaps_itself=True, cases="many"),
         Rival(name="crossover-bf16", team="crossed", variant="crossover-bf16", wire="bfloat16", cases="many"),
         Rival(name="crossover-shares", team="crossed", variant="crossover-shares", overlaps_itself=True, cases="mixed"),
@@ -105,6 +106,11 @@ RIVALS: dict[str, Rival] = {
               cases="one"),
     )
 }  # fmt: skip
+
+
+def takes_all_jobs(team: str) -> bool:
+    """Whether one process a rank runs all jobs of a case; else each job has its own."""
+    return team.startswith("crossed")
 
 
 def rivals_of(case: str, only: set[str] | None = None) -> list[Rival]:

@@ -26,7 +26,9 @@ from jaxcross.world.launch_env import MPI_SETTINGS
 from rivals.cases import RANKS
 
 HERE = Path(__file__).parent
-LAUNCHED_BY_MPI = ("fused", "crossed", "planned", "carried")
+LAUNCHED_BY_MPI = ("fused", "crossed", "crossed-mpi4py", "planned", "carried")
+WIRES = {"crossed": "mpi4jax", "crossed-mpi4py": "mpi4py"}
+"""Teams of the same program, which exchange over different libraries."""
 SETTINGS = ("NPROC", "PJRT_NPROC", "OMP_NUM_THREADS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
 FIRST_PORT = 29400
 Answers = list[dict[str, Any]]
@@ -140,18 +142,20 @@ class Stage:
             self.teams.pop(name).end()
 
     def start(self, kind: str, case: str, *, job: int | None, smoke: bool, image_size: int | None = None) -> Team:
-        """Starts `rivals/<kind>.py` on the hosts. Waits until its ranks have said hello.
+        """Starts a kind's program of `rivals` on the hosts. Waits until its ranks have said hello.
 
         Raises:
             TeamError: They did not; their last words are in it.
         """
         name = kind if job is None else f"{kind}/{job}"
         log = self.folder / f"{name.replace('/', '-')}.log"
-        program = [str(HERE / f"{kind}.py"), "--socket", str(self._path), "--team", name, "--case", case]
+        program = [str(HERE / f"{kind.split('-')[0]}.py"), "--socket", str(self._path), "--team", name, "--case", case]
         program += ["--smoke"] if smoke else []
         program += [] if job is None else ["--job", str(job)]
         program += [] if image_size is None else ["--image-size", str(image_size)]
         environment = self.lab.environment(_plain_environment(smoke, self._keeps_memory))
+        if kind in WIRES:
+            environment["JAXCROSS_WIRE"] = WIRES[kind]
         with log.open("wb") as out:
             options: dict[str, Any] = dict(env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
             team = Team(name, [subprocess.Popen(line, **options) for line in self._lines(kind, program)], log)
