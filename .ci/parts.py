@@ -42,6 +42,8 @@ RECORDS = ".ci/passed.json"
 PACKAGE = "jaxcross"
 EVERYTHING = "everything"
 WHEEL = "wheel"
+WHEEL_TESTS = "wheel:tests"
+IN_THE_WHEEL = (PACKAGE, "LICENSE", "README.md", "deploy", "examples")
 RUNS_ON = ("null", "cpu", "mpi")
 
 # A change of these concerns every part.
@@ -57,6 +59,8 @@ ALL = (
 )
 # What isn't part of the package -> the test folders that a change of it concerns.
 ROWS = {
+    ".ci/installs.py": ("benchmarks",),
+    ".ci/train.py": ("benchmarks",),
     "CHANGELOG.md": ("docs",),
     "README.md": ("docs",),
     "benchmarks": ("benchmarks", "checkpoint", "docs", "exchange", "health", "lab", "plan", "program"),
@@ -169,7 +173,9 @@ def covered(folder: str, file: str | None = None) -> list[str]:
     if folder == EVERYTHING:
         return [PACKAGE, "tests", *ALL]
     if folder == WHEEL:
-        return [PACKAGE, "LICENSE", "README.md", "deploy", "examples", ".ci/wheel", *ALL]
+        return [*IN_THE_WHEEL, "CHANGELOG.md", ".ci/installs.py", ".ci/train.py", ".ci/wheel.py", *ALL]
+    if folder == WHEEL_TESTS:
+        return [*covered(WHEEL), "benchmarks", "docs", "tests"]
     tests = files_of(folder) if file is None else (file, f"{Path(file).parent}/conftest.py")
     cases = programs_of(tests)
     names = imported().get(folder, set()) | named([*tests, *cases])
@@ -363,19 +369,21 @@ def parts() -> dict[str, tuple[list[str], str]]:
             if paths := paths_of(folder, ("mpi",) if tier in OVER_MPI else RUNS_ON):
                 found[f"{tier}:{folder}"] = ([*command, *paths], folder)
     kills = ["uv", "run", "python", "benchmarks/kill_resume.py", "--trials", "3", "--ranks", "2", "--seed", "100"]
+    wheel = ["uv", "run", "python", ".ci/wheel.py"]
     return {
         **found,
         "kills": (kills, "checkpoint"),
-        "wheel": ([".ci/wheel"], WHEEL),
+        "wheel:release": ([*wheel, "release"], WHEEL),
+        "wheel:tests": ([*wheel, "tests"], WHEEL_TESTS),
         "mutants": ([".ci/mutants"], EVERYTHING),
     }
 
 
 def more(named: Sequence[str]) -> int:
     every = parts()
-    unknown = [name for name in named if name not in every and name not in TIERS]
+    unknown = set(named) - {*every, *(name.partition(":")[0] for name in every)}
     if unknown:
-        sys.exit(f"There's no part {', '.join(unknown)}. `python .ci/parts.py show` lists them.")
+        sys.exit(f"There's no part {', '.join(sorted(unknown))}. `python .ci/parts.py show` lists them.")
     bad = []
     for name, (command, folder) in every.items():
         if named and name not in named and name.partition(":")[0] not in named:

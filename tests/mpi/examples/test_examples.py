@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jaxcross.data import synthesise
+from tests.support.optional import NEEDS_MPI4JAX
 
 pytestmark = pytest.mark.integration
 
@@ -38,6 +39,7 @@ def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> 
     assert done.stdout.count("in both idioms") == 1
 
 
+@NEEDS_MPI4JAX
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))])
 def test_basin(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks: int) -> None:
     """Calls of mpi4jax that differ by rank, next to a training job, in chaos mode."""

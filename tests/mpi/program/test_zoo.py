@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.optional import NEEDS_MPI4JAX
+
 # A network, branches, and objects that a step changes. tests/cpu/program/test_zoo.py has all rows.
 QUICK = ("linen pmap-style", "cond by data", "nnx in place")
 
@@ -28,6 +30,7 @@ def test_zoo_equals_vmap_and_one_fused_executable(mpirun: Any, ranks: int, quick
     check(mpirun, ranks, env=quick_compiler if ranks != 2 else {})
 
 
+@NEEDS_MPI4JAX
 @pytest.mark.integration
 def test_mpi4jax_steps_are_cut_in_program_order(mpirun: Any) -> None:
     """Point-to-point calls that differ by rank keep their order, whatever depends on what."""

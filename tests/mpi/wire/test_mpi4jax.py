@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.optional import NEEDS_MPI4JAX
+
+pytestmark = NEEDS_MPI4JAX
+
 
 @pytest.mark.integration
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))])

@@ -2,8 +2,12 @@
 
 import pytest
 
+from tests.support.optional import NEEDS_MPI4JAX
 
-@pytest.mark.parametrize("wire", [pytest.param("mpi4jax", marks=pytest.mark.integration), "mpi4py"])
+MPI4JAX = pytest.param("mpi4jax", marks=[pytest.mark.integration, NEEDS_MPI4JAX])
+
+
+@pytest.mark.parametrize("wire", [MPI4JAX, "mpi4py"])
 def test_what_steps_return_never_changes(mpirun, tmp_path, quick_compiler, wire):
     done = mpirun(2, "kept_results.py", str(tmp_path), env={**quick_compiler, "JAXCROSS_WIRE": wire}).check()
     assert done.stdout.count(": kept") == 2, done.stdout
@@ -19,6 +23,7 @@ except jaxcross.ExchangeError as error:
 """
 
 
+@NEEDS_MPI4JAX
 def test_ranks_with_different_wires_are_told(mpirun):
     done = mpirun(3, MIXED).check()
     text = "told: Ranks would exchange by different libraries: mpi4jax on ranks 0, 2; mpi4py on rank 1."

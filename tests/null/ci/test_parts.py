@@ -64,6 +64,7 @@ def test_module_at_the_top_of_the_package_is_like_a_folder(parts, changed):
         ("CHANGELOG.md", {"docs"}),
         ("docs/howto/cluster.md", {"docs"}),
         (".ci/run", set()),
+        (".ci/installs.py", {"benchmarks"}),
     ],
 )
 def test_what_is_not_in_the_package_has_a_row(parts, changed, file, folders):
@@ -141,6 +142,15 @@ def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
     assert "the working tree has changes" in capfd.readouterr().out
     with pytest.raises(SystemExit, match="no part other"):
         parts.more(["other"])
+
+
+def test_part_is_named_alone_or_with_its_tier(parts, monkeypatch, capfd):
+    monkeypatch.setattr(parts, "parts", lambda: {f"a:{n}": (["echo", f"ran {n}"], parts.WHEEL) for n in (1, 2)})
+    monkeypatch.setattr(parts, "passed", dict)
+    monkeypatch.setattr(parts, "changed_since", lambda commit: None)
+    for named, ran in ((["a:1"], "ran 1\n"), (["a"], "ran 1\nran 2\n")):
+        assert parts.more(named) == 0
+        assert "".join(line for line in capfd.readouterr().out.splitlines(True) if line.startswith("ran")) == ran
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def test_a_module_and_its_arguments(capsys, monkeypatch):
     ],
 )
 def test_nothing_to_run(capsys, monkeypatch, words, message):
-    monkeypatch.chdir(Path(launch.__file__).parents[2])
+    monkeypatch.chdir(Path(__file__).parents[3])
     assert launch.run(parse(*words)) == 2
     assert capsys.readouterr().err.startswith(message)
 
