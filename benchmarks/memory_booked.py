@@ -102,9 +102,11 @@ def rank_main() -> None:
 
     run()
     gc.collect()
-    before = meter.in_use()
+    before = meter.in_use() - world.arena.nbytes  # its jobs need the buffers again that these have received into
     booked = run()
+    gradients = sum(x.nbytes for x in jax.tree.leaves(work.state(0)[0]))
     found = {"booked_bytes": booked, "needed_bytes": meter.peak() - before}
+    found |= {"over": world.over, "gradient_bytes": gradients}
     texts = world.control.allgather_text(json.dumps(found))
     if world.rank == 0:
         Path(args.out).write_text(json.dumps([json.loads(text) for text in texts]))

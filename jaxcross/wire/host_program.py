@@ -180,13 +180,14 @@ class HostProgram:
     def memory_analysis(self) -> _Memory:
         """Returns the bytes that a run needs besides arguments and results.
 
-        These are values between its stages, what its stages need for themselves, and a second set of receive buffers: a
-        run may begin while the results of the one before are still in use.
+        These are values between its stages, what its stages need for themselves, and a second set of those receive
+        buffers that it returns: a run may begin while the results of the one before are still in use.
         """
-        between = _vars(var for stage in self._stages for var in stage.outputs) - _vars(self._outvars)
-        received = sum(_nbytes(stage.outputs) for stage in self._stages if stage.kind == "message")
+        results = _vars(self._outvars)
+        between = _vars(var for stage in self._stages for var in stage.outputs) - results
+        received = _vars(var for stage in self._stages if stage.kind == "message" for var in stage.outputs)
         own = max((stage.temp_nbytes() for stage in self._stages), default=0)
-        return _Memory(_nbytes(between) + received + own, _nbytes(self._outvars))
+        return _Memory(_nbytes(between) + _nbytes(received & results) + own, _nbytes(self._outvars))
 
 
 def _check(results: Sequence[Any]) -> None:

