@@ -40,7 +40,7 @@ import jaxcross
 ROOT = Path(__file__).parents[1]
 RECORDS = ".ci/passed.json"
 PACKAGE = "jaxcross"
-EVERYTHING = "everything"
+MUTANTS = "mutants"
 WHEEL = "wheel"
 WHEEL_TESTS = "wheel:tests"
 IN_THE_WHEEL = (PACKAGE, "LICENSE", "README.md", "deploy", "examples")
@@ -170,8 +170,8 @@ def covered(folder: str, file: str | None = None) -> list[str]:
     These are the folder of the package and all that it imports, however indirectly, and the folders that the tests and
     their programs name. For instance, some tests of `checkpoint` run jobs.
     """
-    if folder == EVERYTHING:
-        return [PACKAGE, "tests", *ALL]
+    if folder == MUTANTS:  # it compares two suites: whoever moves or deletes tests names the commit before
+        return ["tests/mutation", ".ci/mutants"]
     if folder == WHEEL:
         return [*IN_THE_WHEEL, "CHANGELOG.md", ".ci/installs.py", ".ci/train.py", ".ci/wheel.py", *ALL]
     if folder == WHEEL_TESTS:
@@ -375,7 +375,7 @@ def parts() -> dict[str, tuple[list[str], str]]:
         "kills": (kills, "checkpoint"),
         "wheel:release": ([*wheel, "release"], WHEEL),
         "wheel:tests": ([*wheel, "tests"], WHEEL_TESTS),
-        "mutants": ([".ci/mutants"], EVERYTHING),
+        "mutants": ([".ci/mutants"], MUTANTS),
     }
 
 

@@ -10,7 +10,7 @@ at 21 places, on every rank, after a collection of garbage: resident memory, thr
 were made and kept (`World`), Python objects but for spans, and spans: the report's, of which the latest 200,000 are
 kept. growth: the slope of a line through the second half of the places, of the rank on which it is largest, for each
 join, or each thousand job-steps. Exits with 1 if one is beyond its bound; not with `--smoke`, which ends before caches
-are full. `--only` runs one part anew, and keeps the other one of --json.
+are full. `--only` runs one part anew, and keeps the other one if --json has it.
 """
 
 from __future__ import annotations
@@ -175,6 +175,8 @@ def table(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """First, last and growth of every count, of the rank on which it grows most."""
     found: dict[str, Any] = {}
     for part, unit in (("joins", 1), ("steps", 1000)):
+        if part not in ranks[0]["parts"]:
+            continue
         found[part] = {}
         for name in COUNTS:
             rows = max((rank["parts"][part]["rows"] for rank in ranks), key=lambda rows: growth(rows, name, unit))
@@ -194,7 +196,7 @@ def draw(ranks: list[dict[str, Any]], path: Path) -> None:
     for line, (part, what) in zip(axes, (("joins", "jobs that came and went"), ("steps", "job-steps")), strict=True):
         for axis, name in zip(line, COUNTS, strict=True):
             for number, rank in enumerate(ranks):
-                rows = rank["parts"][part]["rows"]
+                rows = rank["parts"].get(part, {"rows": []})["rows"]
                 values = [row[name] / (1e6 if name == "rss_bytes" else 1) for row in rows]
                 axis.plot([row["done"] for row in rows], values, label=f"rank {number}", lw=1.2)
             axis.set(xlabel=what, title="resident memory, MB" if name == "rss_bytes" else name)
@@ -232,16 +234,17 @@ def main() -> int:
     if args.smoke:
         args.ranks, args.joins, args.jobs, args.steps = 2, 40, 8, 240
     ranks = launch(args)
-    if args.only is not None:
+    if args.only is not None and args.json is not None and args.json.exists():
         for rank, kept in zip(ranks, json.loads(args.json.read_text())["raw"], strict=True):
             rank["parts"] = {**kept["parts"], **rank["parts"]}
     result = {"ranks": args.ranks, "table": table(ranks), "raw": ranks,
-              "seconds": {part: ranks[0]["parts"][part]["s"] for part in ("joins", "steps")}}  # fmt: skip
-    print(f"{args.ranks} ranks: {args.joins} joins in {result['seconds']['joins']:.0f} s; {args.jobs} jobs, "
-          f"{args.steps} steps in {result['seconds']['steps']:.0f} s")  # fmt: skip
+              "seconds": {part: found["s"] for part, found in ranks[0]["parts"].items()}}  # fmt: skip
+    what = {"joins": f"{args.joins} joins", "steps": f"{args.jobs} jobs, {args.steps} steps"}
+    told = "; ".join(f"{what[part]} in {seconds:.0f} s" for part, seconds in result["seconds"].items())
+    print(f"{args.ranks} ranks over {ranks[0]['wire']}: {told}")
     beyond = []
     for part, unit in (("joins", "a join"), ("steps", "1,000 job-steps")):
-        for name, row in result["table"][part].items():
+        for name, row in result["table"].get(part, {}).items():
             print(f"  {part}: {name:14} {row['first']:>12} -> {row['last']:>12}, {row['growth']:+.2f} {unit}")
             if row["bound"] is not None and row["growth"] > row["bound"] + 0.01:
                 beyond.append(f"{part}: {name}")
