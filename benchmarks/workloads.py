@@ -7,11 +7,9 @@ and metrics: `lax.pmean` for jaxcross, mpi4jax for its rival, nothing for a plai
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import itertools
 import json
 import math
-import platform
 import statistics
 import sys
 import time
@@ -25,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from machine import machine
-from race_file import out_file, write_whole
+from race_file import out_file, versions_of, write_whole
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -264,7 +262,7 @@ def write_json(path: Path | None, question: str | None, result: dict[str, Any]) 
     content = {
         "question": (question or "").splitlines()[0],
         "command": ["python", *(str(Path(a).name) if i == 0 else a for i, a in enumerate(sys.argv))],
-        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
+        "versions": versions_of(PACKAGES),
         "machine": machine(),
         **result,
     }
