@@ -30,7 +30,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from installs import ROOT, UV, build, entered, find_python, install, outside, run, train, versions_here, wheel_with
+from installs import (
+    ROOT,
+    UV,
+    Installed,
+    build,
+    entered,
+    find_python,
+    install,
+    outside,
+    run,
+    train,
+    versions_here,
+    wheel_with,
+)
 from packaging.metadata import Metadata
 from packaging.specifiers import SpecifierSet
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
@@ -58,19 +71,19 @@ def step(words: str) -> None:
 def quick(scratch: Path) -> None:
     wheel = build(ROOT, scratch / "dist")
     environ = outside(scratch)
-    wanted = [wheel_with("mpich", wheel)]
-    try_it(scratch, "uv", sys.executable, wanted, environ, *versions_here(scratch))
-
-
-def try_it(
-    scratch: Path, installer: str, python: str, wanted: Sequence[str], environ: Mapping[str, str], *options: str
-) -> None:
-    """Installs, asks the doctor, and trains. Prints seconds and MB."""
-    made = install(installer, python, wanted, scratch / installer, environ, *options)
-    packages = made.packages
-    print(f"{installer}: {made.seconds:.0f} s, {made.megabytes} MB in {len(packages)} packages, jax {packages['jax']}")
-    run(made.folder / "bin" / "jaxcross", "doctor", cwd=scratch, environ=entered(environ, made.folder))
+    made = install(
+        "uv", sys.executable, [wheel_with("mpich", wheel)], scratch / "env", environ, *versions_here(scratch)
+    )
+    report("uv", made)
     train(made.folder, environ)
+
+
+def report(installer: str, made: Installed) -> None:
+    packages = made.packages
+    print(
+        f"{installer}: {made.seconds:.0f} s, {made.megabytes} MB in {len(packages)} packages, jax {packages['jax']}",
+        flush=True,
+    )
 
 
 def release(scratch: Path) -> int:
@@ -108,7 +121,10 @@ def release(scratch: Path) -> int:
     for installer, version in (("pip", OLDEST), ("uv", NEWEST)):
         step(f"{installer}, Python {version}")
         if python := find_python(version):
-            try_it(scratch, installer, python, [wheel_with("mpich", wheel)], environ)
+            made = install(installer, python, [wheel_with("mpich", wheel)], scratch / installer, environ)
+            report(installer, made)
+            run(made.folder / "bin" / "jaxcross", "doctor", cwd=scratch, environ=entered(environ, made.folder))
+            train(made.folder, environ)
         else:
             missing.append(version)
     if missing:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pages import Read, benchmarks, carried, exchanges, plan, race, reliability, tensor
+from pages import Read, benchmarks, carried, exchanges, installations, plan, race, reliability, tensor
 
 RENAMED = {"parameter_server": "sharded_optimizer", "auto": "choose_compression"}
 """Present names of exchanges that older results know by another one."""
@@ -29,6 +29,7 @@ TABLES = (
     | reliability.TABLES
     | plan.TABLES
     | carried.TABLES
+    | installations.TABLES
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 import exchanges
+import installations
 import strategies
 from convergence_show import NAMED
 
@@ -49,6 +50,13 @@ def test_wire_call(smoke):
     rows = smoke("wire_call.py")["raw_us"]
     assert all(len(times) == 3 for row in rows.values() for times in row.values())
     assert all(set(row) == {"mpi4jax", "mpi4py", "jit"} for row in rows.values())
+
+
+@pytest.mark.integration
+def test_installations(smoke):
+    (row,) = smoke("installations.py")["rows"]
+    assert "failed" not in row and row["versions"]["jax"] == jax.__version__
+    assert installations.documented_lines()[-1].startswith("CUDA_PATH=/dev/null pip install")
 
 
 @pytest.mark.integration
