@@ -26,11 +26,11 @@ def installations(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     cases: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for row in read("installations")["rows"]:
         cases.setdefault((row["extras"], row["python"]), {})[row["installer"]] = row
-    for (extras, python), rows in cases.items():
-        pip, uv = (rows.get(installer, {"failed": "not measured"}) for installer in ("pip", "uv"))
-        alike = (", ".join(dict.fromkeys((cell(pip, key), cell(uv, key)))) for key in ("jax", "packages"))
-        each = (cell(row, key) for key in ("megabytes", "s", "cpu_s") for row in (pip, uv))
-        yield f"`{extras}`", python, *alike, *each, ", ".join(dict.fromkeys((trains(pip), trains(uv))))
+    for extras, python in sorted(cases, key=lambda case: (len(case[0]), case)):
+        rows = cases[extras, python]
+        alike = (", ".join(dict.fromkeys(cell(row, key) for row in rows.values())) for key in ("jax", "packages"))
+        each = (cell(rows.get(name, {}), key) for key in ("megabytes", "s", "cpu_s") for name in ("pip", "uv"))
+        yield f"`{extras}`", python, *alike, *each, ", ".join(dict.fromkeys(map(trains, rows.values())))
 
 
 def others(read: Read, _: str) -> Iterator[tuple[str, ...]]:
