@@ -96,7 +96,7 @@ ALWAYS = (
 TIERS = {
     "integration": ["uv", "run", "pytest", "-m", "not exhaustive", "--hypothesis-profile", "full", "-n", "4"],
     "exhaustive": ["uv", "run", "pytest", "-m", "exhaustive", "--hypothesis-profile", "full", "-n", "3"],
-    "mpi4py": ["uv", "run", "pytest", "-m", "not exhaustive", "-n", "4"],
+    "mpi4py": ["uv", "run", "pytest", "-m", "", "-n", "4"],
     "openmpi": [".ci/with-openmpi", "-m", "not exhaustive", "-n", "4"],
 }
 TIERS["openmpi-mpi4py"] = TIERS["openmpi"]
