@@ -143,8 +143,15 @@ class HostProgram:
     def __call__(self, *args: Any) -> list[Any]:
         # JAX's check for invalid values could stop this rank between two messages, while its peers wait in the second
         # one. It's off while messages are sent, and `_check` looks at the results afterwards. The thread isn't in the
-        # step's contexts, either, and without the setting JAX would make 32-bit arrays of NumPy's 64-bit ones.
-        with self._site.default(), jax.enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
+        # step's contexts, either, and without the setting JAX would make 32-bit arrays of NumPy's 64-bit ones. A user's
+        # guard against implicit transfers isn't about these.
+        with (
+            self._site.default(),
+            jax.enable_x64(True),
+            jax.debug_nans(False),
+            jax.debug_infs(False),
+            jax.transfer_guard_host_to_device("allow"),
+        ):
             results = self.run(*args)
         _check(results)
         return results

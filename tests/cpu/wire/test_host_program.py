@@ -181,6 +181,14 @@ def test_sixty_four_bits_survive_in_a_thread_without_the_setting():
     assert np.asarray(total)[0] == 2**-39 and np.asarray(count)[0] == 2**41
 
 
+def test_a_guard_against_implicit_transfers_is_about_the_users_own():
+    for x in (jnp.ones(2), jnp.ones(BIG)):
+        program = compiled(lambda x: lax.psum(lax.psum(x, "r") + 1, "r") + 1, x)
+        with jax.transfer_guard("disallow"):
+            (total,) = program(x)
+        assert np.asarray(total)[0] == 7
+
+
 def test_numbers_of_python_and_numpy_have_the_types_that_the_step_was_traced_with():
     for number in (1.5, np.float64(1.5), np.full((), 1.5)):
         (total,) = compiled(lambda x: lax.psum(x * 2, "r") + x, number)(number)
