@@ -16,6 +16,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
+from jaxcross.wire import arena as arena_module
 from jaxcross.wire import host_calls, host_program
 from jaxcross.wire.arena import IDLE_S, SMALLEST_BYTES, Arena
 from jaxcross.wire.host_program import HostLowered
@@ -150,6 +151,15 @@ def data_of(value):
     return np.asarray(jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value)
 
 
+@pytest.fixture(params=["small", "large"])
+def messages(request, monkeypatch):
+    """Small results stay NumPy arrays. Large ones are received into an arena, and become JAX arrays where they are."""
+    if request.param == "large":
+        for module in (arena_module, host_program):
+            monkeypatch.setattr(module, "SMALLEST_BYTES", 1)
+
+
+@pytest.mark.usefixtures("messages")
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_results_are_those_of_one_executable(step):
     x = jnp.arange(3.0) + 1
@@ -164,6 +174,7 @@ def test_results_are_those_of_one_executable(step):
             np.testing.assert_array_equal(data_of(mine), data_of(whole))
 
 
+@pytest.mark.usefixtures("messages")
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_no_two_results_share_memory_and_none_is_an_argument(step):
     x = jnp.arange(3.0) + 1
@@ -328,7 +339,7 @@ def test_a_slot_is_not_taken_while_a_jax_array_or_a_computation_reads_it():
     def filled(value):
         memory = arena.take((1024, 256), np.float32)
         memory[...] = value
-        return jax.device_put(memory, HOST)
+        return compat.put_on_host(memory, HOST, committed=False)
 
     slow = jax.jit(lambda x: lax.fori_loop(0, 300, lambda _, y: jnp.sin(y @ y.T @ x), x).sum())
     expected = float(slow(jnp.full((1024, 256), 0.5)))
@@ -345,7 +356,7 @@ def test_a_donated_array_never_gives_its_slot_away():
     arena = Arena()
     memory = arena.take(BIG, np.float32)
     memory[...] = 1
-    lent = jax.device_put(memory, HOST)
+    lent = compat.put_on_host(memory, HOST, committed=False)
     assert lent.unsafe_buffer_pointer() == memory.ctypes.data
     result = jax.jit(lambda x: x + 1, donate_argnums=0)(lent)
     assert result.unsafe_buffer_pointer() != memory.ctypes.data
