@@ -42,7 +42,7 @@ def default(accelerators: int, environ: Mapping[str, str]) -> tuple[Over, str]:
 
 
 def check_equal(wires: Sequence[Over], reasons: Sequence[str] = ()) -> None:
-    """Makes sure that all ranks use one wire: their messages differ, and ranks would wait for each other for ever.
+    """Makes sure that all ranks use one wire: ranks that mix them aren't tested, and may wait for each other for ever.
 
     Args:
         wires: By rank.
