@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -131,13 +132,21 @@ def launched(args: Any, environment: Mapping[str, str] | None = None, words: Seq
 
 
 def over_mpi4jax(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Each time over the other wire's in the same round, with the median's 95% interval."""
+    """Each round's mean over the other wire's in the same round, with the median's 95% interval.
+
+    The exchanges of one round have their surroundings in common, so they count as one measurement.
+    """
     exchange, computation = result["exchange"], result["computation_round_s"]
+
+    def rounds(name: str) -> list[float]:
+        raw = exchange[name]["s"]["raw"]
+        several = len(raw) // result["repeats"]
+        return [statistics.fmean(raw[n : n + several]) for n in range(0, len(raw), several)]
+
     found = {}
     for wire in [name.removeprefix("alone") for name in exchange if name.startswith("alone, mpi4py")]:
         for way in ("alone", "beside"):
-            new, old = (exchange[way + suffix]["s"]["raw"] for suffix in (wire, ""))
-            found[f"exchange {way}{wire}"] = ratios(new, old)
+            found[f"exchange {way}{wire}"] = ratios(rounds(way + wire), rounds(way))
         new, old = (computation[f"beside exchanges{suffix}"]["raw"] for suffix in (wire, ""))
         found[f"computation beside exchanges{wire}"] = ratios(new, old)
     return found

@@ -175,14 +175,14 @@ class Ways:
         took["cpu_s"].append(statistics.fmean(found["cpu_s"]))
 
     def _compute_while(self, threads: list[threading.Thread], suffix: str) -> None:
-        """Steps beside the threads; the last one, which was alone at its end, is not kept."""
+        """Steps beside the threads. The last one, which was alone at its end, counts only if there's no other."""
         took: dict[str, list[float]] = {"s": [], "ran_s": []}
-        while any(thread.is_alive() for thread in threads):
+        while not took["s"] or any(thread.is_alive() for thread in threads):
             self.compute(took, threads)
         found = self.computation[f"beside exchanges{suffix}"]
         for name, values in took.items():
             found[name] += values[:-1]
-        found["round_s"].append(statistics.fmean(took["s"][:-1]))
+        found["round_s"].append(statistics.fmean(took["s"][:-1] or took["s"]))
 
     def yield_to_exchanges(self, niceness: int) -> None:
         """Every thread of this process but the starter, for good: less niceness needs a privilege."""
