@@ -200,7 +200,8 @@ def faults_of_changelog(text: str, version: str, *, released: bool) -> list[str]
     if not entries:
         return ["CHANGELOG.md has no entry"]
     top, *before = entries
-    faults = [f"CHANGELOG.md has an entry {each} below {top}" for each in before if Version(each) >= Version(version)]
+    later = [each for each in before if each == "Unreleased" or Version(each) >= Version(version)]
+    faults = [f"CHANGELOG.md has an entry {each} below {top}" for each in later]
     if top != version and (top != "Unreleased" or released):
         faults.append(f"CHANGELOG.md begins with {top}, and the version is {version}")
     return faults
