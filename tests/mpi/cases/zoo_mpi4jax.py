@@ -9,7 +9,7 @@ from mpi4py import MPI
 import jaxcross
 from jaxcross.program import stages
 
-world = jaxcross.initialize(stall_timeout_s=30)
+world = jaxcross.initialize(stall_timeout_s=120)
 comm = MPI.COMM_WORLD.Dup()
 rank, size = world.rank, world.size
 x = jnp.arange(6.0) + 10 * rank

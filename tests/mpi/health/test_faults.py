@@ -92,7 +92,7 @@ import jax.numpy as jnp, numpy as np
 from jax import lax
 from jaxcross import Runner, crossover, initialize
 from jaxcross.program import stages
-world = initialize(stall_timeout_s=30, heartbeat_timeout_s=0)
+world = initialize(stall_timeout_s=120, heartbeat_timeout_s=0)
 compiled = stages.compile
 
 def fails(program, *args, **kwargs):

@@ -9,7 +9,7 @@ import jaxcross
 from jax import lax
 
 warnings.simplefilter("ignore")
-world = jaxcross.initialize(stall_timeout_s=30)
+world = jaxcross.initialize(stall_timeout_s=120)
 inside, leave, x = threading.Event(), threading.Event(), jnp.ones(4)
 
 
@@ -110,7 +110,7 @@ import jaxcross
 from jax import lax
 
 warnings.simplefilter("ignore")
-world = jaxcross.initialize(stall_timeout_s=30)
+world = jaxcross.initialize(stall_timeout_s=120)
 calls = []
 
 
