@@ -118,7 +118,7 @@ def versions_here(scratch: Path) -> tuple[str, ...]:
 def install(
     installer: str, python: str, wanted: Sequence[str], folder: Path, environ: Mapping[str, str], *options: str
 ) -> Installed:
-    """Makes an environment with `wanted` in it, by one command of pip or uv. Nothing but `promise` is built."""
+    """Makes an environment and installs `wanted` by one command of pip or uv. Only `promise` is built from source."""
     start = time.perf_counter()
     if installer == "pip":
         run(python, "-m", "venv", folder, cwd=folder.parent, environ=environ)

@@ -1,4 +1,7 @@
-"""Fits two weights on two ranks. Each rank's data determine one, so both are found only if gradients are exchanged."""
+"""Fits two weights on two ranks.
+
+Each rank has data for only one of the weights, so both are found only if the ranks exchange their gradients.
+"""
 
 import sys
 

@@ -175,7 +175,7 @@ class Ways:
         took["cpu_s"].append(statistics.fmean(found["cpu_s"]))
 
     def _compute_while(self, threads: list[threading.Thread], suffix: str) -> None:
-        """Steps beside the threads. The last one, which was alone at its end, counts only if there's no other."""
+        """Computes until the threads have ended. The last step, which ended alone, counts only if it's the only one."""
         took: dict[str, list[float]] = {"s": [], "ran_s": []}
         while not took["s"] or any(thread.is_alive() for thread in threads):
             self.compute(took, threads)

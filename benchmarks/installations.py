@@ -63,7 +63,7 @@ def main() -> int:
 
 
 Case = tuple[str, dict[str, str], Callable[[], dict[str, Any]]]
-"""Where its row goes, what tells it from the others, and what measures the rest."""
+"""The list that its row belongs to, the columns that identify the row, and a function that measures the others."""
 
 
 def cases(scratch: Path, wheel: Path) -> Iterator[Case]:
@@ -82,7 +82,7 @@ def cases(scratch: Path, wheel: Path) -> Iterator[Case]:
 
 
 def smoke(scratch: Path, wheel: Path) -> Iterator[Case]:
-    """One case, with the wheels that this environment's own installation has left in uv's cache."""
+    """One case. Its wheels are in uv's cache already, from the installation of this environment."""
     python, options = str(Path(sys.prefix) / "bin" / "python"), versions_here(scratch)
     facts = {"extras": "mpich", "python": f"{sys.version_info[0]}.{sys.version_info[1]}", "installer": "uv"}
     wanted = [wheel_with("mpich", wheel)]
@@ -138,7 +138,7 @@ def with_mpi4jax(scratch: Path, python: str, wheel: Path) -> dict[str, Any]:
 
 
 def documented_lines() -> list[str]:
-    """Returns the lines of docs/howto/install.md that build mpi4jax for the installed jaxlib."""
+    """Returns the commands in docs/howto/install.md that build mpi4jax for the installed jaxlib."""
     blocks = re.findall(r"```console\n(.*?)```", (ROOT / "docs" / "howto" / "install.md").read_text(), re.DOTALL)
     (block,) = (block for block in blocks if "PIP_BUILD_CONSTRAINT" in block)
     return re.findall(r"^\$ (.*)$", block, re.MULTILINE)
