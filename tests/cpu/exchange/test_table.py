@@ -25,9 +25,6 @@ from tests.support.quick_compiler import OPTIONS
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 WORLDS = [(row, n) for row in TABLE for n in range(1, 17) if row.worlds(n)]
-CASES = [pytest.param(row, n, id=f"{row.name} on {n}", marks=pytest.mark.exhaustive) for row, n in WORLDS]
-LOSSLESS = [pytest.param(row, n, id=f"{row.name} on {n}") for row, n in WORLDS if row.lossless]
-EVERY = pytest.mark.parametrize(("row", "ranks"), CASES)
 BAD = (np.nan, np.inf, -np.inf)
 
 
@@ -36,8 +33,7 @@ def same_bits(a: Any, b: Any) -> bool:
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
-@EVERY
-def test_identical_on_all_ranks(row: Row, ranks: int) -> None:
+def check_identical_on_all_ranks(row: Row, ranks: int) -> None:
     (values, state), told = run(row, ranks)
     same = lambda parts: all(same_bits(x[r], x[0]) for x in jax.tree.leaves(parts) for r in range(ranks))  # noqa: E731
     assert same([values] if row.kind == "parameter" else [values, *told]) == (row.identical or ranks == 1)
@@ -45,7 +41,9 @@ def test_identical_on_all_ranks(row: Row, ranks: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("row", "ranks"), LOSSLESS)
+@pytest.mark.parametrize(
+    ("row", "ranks"), [pytest.param(row, n, id=f"{row.name} on {n}") for row, n in WORLDS if row.lossless]
+)
 def test_lossless_equals_its_reference(row: Row, ranks: int) -> None:
     (values, _), told = run(row, ranks, "lossless")
     if row.kind == "gradient" and isinstance(row.referred(ranks).init(params()), optax.EmptyState):
@@ -57,8 +55,7 @@ def test_lossless_equals_its_reference(row: Row, ranks: int) -> None:
         assert_close(values, expected, row.rtol)
 
 
-@EVERY
-def test_state_types_and_bits_survive_rerun_and_resume(row: Row, ranks: int) -> None:
+def check_state_types_and_bits_survive_rerun_and_resume(row: Row, ranks: int) -> None:
     """The state preserves its types, and a run repeats and resumes bit for bit."""
     first = run(row, ranks)
     assert same_bits(run(row, ranks), first) or not row.deterministic
@@ -74,16 +71,13 @@ def test_state_types_and_bits_survive_rerun_and_resume(row: Row, ranks: int) -> 
     assert same_bits((carry, told), first) or not row.deterministic
 
 
-@EVERY
-def test_no_gradient_no_update(row: Row, ranks: int) -> None:
+def check_no_gradient_no_update(row: Row, ranks: int) -> None:
     _, told = run(row, ranks, change=lambda n, grads: jax.tree.map(np.zeros_like, grads))
     for path, x in jax.tree.leaves_with_path(told):
         assert np.max(np.abs(np.asarray(x)), initial=0) <= (0 if row.rests else 1e-6), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("bad", BAD)
-@EVERY
-def test_what_is_not_finite_on_one_rank_is_seen_on_all(row: Row, ranks: int, bad: float) -> None:
+def check_what_is_not_finite_on_one_rank_is_seen_on_all(row: Row, ranks: int, bad: float) -> None:
     for first, leaf, at in (
         (0, "kernel", (ranks - 1, 3, 2)), (1, "kernel", (ranks - 1, 3, 2)), (1, "kernel", (0, 0, 5)),
         (1, "scale", (0,)), (0, "tiny", (ranks - 1, 0, 1)), (0, "bias", (ranks // 2, 4)),
@@ -131,8 +125,7 @@ def test_what_is_not_finite_is_an_exchanged_float(name: str, bad: float) -> None
         assert not all(map(is_finite, seen)), f"step {first}"
 
 
-@EVERY
-def test_bytes_on_the_wire_are_those_of_the_formula(row: Row, ranks: int) -> None:
+def check_bytes_on_the_wire_are_those_of_the_formula(row: Row, ranks: int) -> None:
     tx = row.made(ranks)
     for n, formula in [(0, row.bytes), *([row.later] if row.later else [])]:
         carry = jax.tree.map(lambda x: x[0], run(row, ranks, steps=n)[0])
@@ -143,19 +136,27 @@ def test_bytes_on_the_wire_are_those_of_the_formula(row: Row, ranks: int) -> Non
         assert brought == formula(list(SHAPES.values()), ranks), f"step {n}"
 
 
-# Selection by threshold takes as long to compile as ten other rows.
-@pytest.mark.mostly_integration("mean, hierarchical, bfloat16", "gossip, ring")
+def in_which_tier(row: Row, ranks: int) -> list[pytest.MarkDecorator]:
+    """Every row runs on 4 ranks in the quick or the integration tier, and on all others in the exhaustive one."""
+    # Selection by threshold takes as long to compile as ten other rows.
+    if ranks != 4 or row.name == "top_k, threshold":
+        return [pytest.mark.exhaustive]
+    return [] if row.name in ("mean, hierarchical, bfloat16", "gossip, ring") else [pytest.mark.integration]
+
+
+# One test for all of these properties, because compiling a row takes nearly all of its time: with one test for each,
+# the workers of pytest-xdist compiled most rows several times.
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name) for row, n in WORLDS if n == 4 and row.name != "top_k, threshold"]
+    ("row", "ranks"),
+    [pytest.param(row, n, id=f"{row.name} on {n}", marks=in_which_tier(row, n)) for row, n in WORLDS],
 )
-def test_one_world(row: Row) -> None:
-    """What the usual tier has of the above: one test a row, which compiles it once."""
-    test_identical_on_all_ranks(row, 4)
-    test_state_types_and_bits_survive_rerun_and_resume(row, 4)
-    test_no_gradient_no_update(row, 4)
+def test_row(row: Row, ranks: int) -> None:
+    check_identical_on_all_ranks(row, ranks)
+    check_state_types_and_bits_survive_rerun_and_resume(row, ranks)
+    check_no_gradient_no_update(row, ranks)
     for bad in BAD:
-        test_what_is_not_finite_on_one_rank_is_seen_on_all(row, 4, bad)
-    test_bytes_on_the_wire_are_those_of_the_formula(row, 4)
+        check_what_is_not_finite_on_one_rank_is_seen_on_all(row, ranks, bad)
+    check_bytes_on_the_wire_are_those_of_the_formula(row, ranks)
 
 
 TREES = {
@@ -235,6 +236,6 @@ def test_there_is_a_row_that_differs_between_ranks() -> None:
     with pytest.raises(AssertionError):
         test_lossless_equals_its_reference(nothing, 4)
     with pytest.raises(AssertionError):
-        test_what_is_not_finite_on_one_rank_is_seen_on_all(nothing, 4, np.nan)
+        check_what_is_not_finite_on_one_rank_is_seen_on_all(nothing, 4, np.nan)
     with pytest.raises(AssertionError):
-        test_bytes_on_the_wire_are_those_of_the_formula(nothing, 4)
+        check_bytes_on_the_wire_are_those_of_the_formula(nothing, 4)
