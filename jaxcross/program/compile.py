@@ -156,8 +156,9 @@ def compile_segments(
             call = cache.get(key, _collective_maker(program, segment, lowered[segment.index], host))
             results = _return_shardings(program, segment, shardings, host)
             moves = any(s is not None for s in results)
-            if lowered[segment.index].lends and not moves:
-                lent.update(segment.outputs)
+            stay = [to is None or to.device_set == {host} for to in results]
+            lent_here = tuple(segment.outputs[n] for n in lowered[segment.index].lent if stay[n])
+            lent.update(lent_here)
             runnables.append(
                 Runnable(
                     segment=segment,
@@ -168,6 +169,7 @@ def compile_segments(
                     is_single_rank=program.is_single_rank(segment),
                     through=_through(program, segment, sources, exchanged, host) if moves else None,
                     shardings=tuple(results) if moves else None,
+                    lent=lent_here,
                 )
             )
         shardings.update(zip(segment.outputs, results, strict=True))

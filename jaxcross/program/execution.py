@@ -42,6 +42,7 @@ class Runnable:
         is_single_rank: Whether its exchanges have no peers, so that it can be run like a compute segment.
         through: The pinned memory, if any, through which each operand goes to `device`; None if all are there.
         shardings: The shardings in which the next segments expect the outputs; None leaves them as they are.
+        lent: Outputs that lie in the wire's memory.
     """
 
     segment: Segment
@@ -52,6 +53,7 @@ class Runnable:
     is_single_rank: bool = False
     through: tuple[Any, ...] | None = None
     shardings: tuple[Any, ...] | None = None
+    lent: tuple[int, ...] = ()
 
 
 def live_bytes(
@@ -62,6 +64,9 @@ def live_bytes(
     The arguments are those of `Compiled`.
     """
     alive = {v: program.values[v].nbytes for v in program.inputs}
+    # The wire keeps its receive buffers from step to step, and it needs a second set of them: a step may receive while
+    # something still refers to what the previous step has received.
+    kept = sum(program.values[v].nbytes for runnable in runnables for v in runnable.lent)
     peak = boundary = sum(alive.values())
     for runnable in runnables:
         segment, stats = runnable.segment, runnable.memory()
@@ -76,7 +81,7 @@ def live_bytes(
         boundary = max(boundary, sum(alive.values()))
     copies = (program.values[program.outputs[place]].nbytes for place, moved in passthroughs if not moved)
     after = sum(alive.values()) + sum(copies)
-    return max(peak, after), max(boundary, after)
+    return kept + max(peak, after), kept + max(boundary, after)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ class Lowered(Protocol):
     """A jaxpr whose exchanges have become the wire's own operations."""
 
     @property
-    def lends(self) -> bool:
-        """Whether results lie in the wire's memory. XLA copies such an array before it overwrites it."""
+    def lent(self) -> Sequence[int]:
+        """Positions of the results that lie in the wire's memory. XLA copies such an array before it overwrites it."""
         ...
 
     def compile(self, structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None) -> Any:
@@ -42,9 +42,9 @@ class Traceable:
     function: Callable[..., Sequence[Any]]
 
     @property
-    def lends(self) -> bool:
-        """False: XLA allocates the results."""
-        return False
+    def lent(self) -> Sequence[int]:
+        """None of them: XLA allocates the results."""
+        return ()
 
     def __call__(self, *args: Any) -> list[Any]:
         return list(self.function(*args))

@@ -55,9 +55,12 @@ class HostLowered:
     abort: Callable[[str], None]
 
     @property
-    def lends(self) -> bool:
-        """True: large results of messages are receive buffers."""
-        return True
+    def lent(self) -> Sequence[int]:
+        """Positions of the results that are receive buffers: large ones of messages, and any that a loop returns."""
+        inner, _ = compat.open_jaxpr(self.jaxpr)
+        own, _ = _own_results(inner)
+        messages = _vars(var for eqn in inner.eqns if _by_host(eqn) for var in eqn.outvars)
+        return [n for n, var in enumerate(own) if var in messages]
 
     def compile(self, _structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None) -> HostProgram:
         """Compiles the parts between the messages. Waits for XLA."""
@@ -187,14 +190,11 @@ class HostProgram:
     def memory_analysis(self) -> _Memory:
         """Returns the bytes that a run needs besides arguments and results.
 
-        These are values between its stages, what its stages need for themselves, and a second set of those receive
-        buffers that it returns: a run may begin while the results of the one before are still in use.
+        These are the values between its stages, and what its stages need for themselves.
         """
-        results = _vars(self._outvars)
-        between = _vars(var for stage in self._stages for var in stage.outputs) - results
-        received = _vars(var for stage in self._stages if stage.kind == "message" for var in stage.outputs)
+        between = _vars(var for stage in self._stages for var in stage.outputs) - _vars(self._outvars)
         own = max((stage.temp_nbytes() for stage in self._stages), default=0)
-        return _Memory(_nbytes(between) + _nbytes(received & results) + own, _nbytes(self._outvars))
+        return _Memory(_nbytes(between) + own, _nbytes(self._outvars))
 
 
 def _check(results: Sequence[Any]) -> None:

@@ -248,11 +248,21 @@ def test_an_error_of_mpi_ends_all_ranks_with_the_line():
         compiled(lambda x: lax.psum(x, "r"), x, comm=EqualRanks(broken=True))(x)
 
 
-def test_memory_of_a_run_counts_what_is_between_and_returned_buffers_twice():
+def test_memory_of_a_run_counts_the_values_between_its_stages():
     x = jnp.ones(50_000)
-    assert compiled(lambda x: lax.psum(x, "r"), x).memory_analysis().temp_size_in_bytes == x.nbytes
+    assert compiled(lambda x: lax.psum(x, "r"), x).memory_analysis().temp_size_in_bytes == 0
     between = compiled(lambda x: lax.psum(x * 2, "r") + 1, x).memory_analysis().temp_size_in_bytes
     assert 0 <= between - 2 * x.nbytes < 1000  # the operand, and the sum, whose buffer stays inside
+
+
+def test_lent_results_are_large_ones_of_messages_and_any_of_loops():
+    def step(x, small):
+        total = lax.psum(x, "r")
+        looped, _ = lax.scan(lambda carry, _: (lax.psum(carry, "r"), None), x, length=2)
+        return total, total + 1, lax.psum(small, "r"), looped, x, total
+
+    _, program = lowered(step, jnp.ones(BIG), jnp.ones(2))
+    assert program.lent == [0, 3], "the last result is a copy, because the first one is the same value"
 
 
 def test_results_are_free_to_move_if_the_arguments_were():
