@@ -28,10 +28,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import grimp
+from recorded import NOTHING_FAILED, PACKAGE, passed, record
 from rich.console import Console
 from rich.table import Table
 
@@ -39,7 +41,7 @@ import jaxcross
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ".ci/passed.json"
-PACKAGE = "jaxcross"
+RECORDED = ".ci/recorded.py"
 MUTANTS = "mutants"
 WHEEL = "wheel"
 WHEEL_TESTS = "wheel:tests"
@@ -92,14 +94,15 @@ ALWAYS = (
     "tests/mpi/sweeps/test_sweep_command.py::test_command_sweeps_a_script",
 )
 
-# Tier -> the command that runs it on some paths.
+# Tier -> the Python that runs it, and the arguments of pytest.
+FULL = ("--hypothesis-profile", "full")
 TIERS = {
-    "integration": ["uv", "run", "pytest", "-m", "not exhaustive", "--hypothesis-profile", "full", "-n", "4"],
-    "exhaustive": ["uv", "run", "pytest", "-m", "exhaustive", "--hypothesis-profile", "full", "-n", "3"],
-    "mpi4py": ["uv", "run", "pytest", "-m", "", "-n", "4"],
-    "openmpi": [".ci/with-openmpi", "-m", "not exhaustive", "-n", "4"],
+    "integration": (["uv", "run", "python"], ["-m", "not exhaustive", *FULL, "-n", "4"]),
+    "exhaustive": (["uv", "run", "python"], ["-m", "exhaustive", *FULL, "-n", "3"]),
+    "mpi4py": (["uv", "run", "python"], ["-m", "", "-n", "4"]),
+    "openmpi": ([".ci/with-openmpi"], ["-m", "not exhaustive", "-n", "4"]),
+    "openmpi-mpi4py": ([".ci/with-openmpi"], ["-m", "not exhaustive", "-n", "4"]),
 }
-TIERS["openmpi-mpi4py"] = TIERS["openmpi"]
 # Tiers that run the tests of tests/mpi again, each with these environment variables.
 OVER_MPI = {
     "mpi4py": {"JAXCROSS_WIRE": "mpi4py"},
@@ -107,7 +110,6 @@ OVER_MPI = {
     "openmpi": {"JAXCROSS_TESTS_COLD": "1"},
     "openmpi-mpi4py": {"JAXCROSS_WIRE": "mpi4py"},
 }
-NO_TESTS = 5  # pytest's exit code: in most folders nothing is exhaustive
 
 console = Console(soft_wrap=True, highlight=False)
 
@@ -244,15 +246,11 @@ def find_base() -> str | None:
     return left
 
 
-def passed() -> dict[str, str]:
-    return json.loads((ROOT / RECORDS).read_text()) if (ROOT / RECORDS).exists() else {}
-
-
 def collected(*words: str) -> list[str]:
     """Returns the ids of the tests that pytest would run."""
     line = ["uv", "run", "pytest", "--collect-only", "-q", "-n", "0", *words]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, NO_TESTS):
+    if done.returncode not in NOTHING_FAILED:
         sys.exit(done.stdout + done.stderr)
     return [line for line in done.stdout.splitlines() if "::" in line]
 
@@ -297,7 +295,7 @@ def select(out: Path) -> int:
     if missing:
         sys.exit(f".ci/parts.py names tests that don't exist: {sorted(missing)}")
     table = Table(
-        "Tests of", "files", "because of", title=f"Compared with {(base or f'the commits in {RECORDS}')[:40]}"
+        "Tests of", "files", "because of", title=f"Compared with {base or 'the commits at which they passed'}"
     )
     for folder, files in due.items():
         table.add_row(folder, f"{len(files)} of {len(files_of(folder))}", next(iter(files.values())))
@@ -352,31 +350,57 @@ def failures(tree: Path, tests: Sequence[str], out: Path) -> list[str] | None:
     with tempfile.TemporaryDirectory(dir=out) as folder:
         names = Path(folder, "tests")
         names.write_text("\n".join(tests))
-        line = [*TIERS["integration"], "-o", f"cache_dir={folder}/cache", f"@{names}"]
+        line = ["uv", "run", "pytest", *TIERS["integration"][1], "-o", f"cache_dir={folder}/cache", f"@{names}"]
         code = subprocess.run(line, cwd=tree, check=False).returncode
         last = Path(folder, "cache", "v", "cache", "lastfailed")
         failed = list(json.loads(last.read_text())) if last.exists() else []
     return None if code not in (0, 1) or (code and not failed) else failed
 
 
-def parts() -> dict[str, tuple[list[str], str]]:
-    """Returns all parts: their command, and the folder whose changes make them due."""
+@dataclass(frozen=True)
+class Part:
+    """What has to pass, and be recorded, on its own.
+
+    Attributes:
+        covers: The folder whose changes make it due; see `covered`.
+        command: What runs it; empty for tests.
+        tier: The tier of its tests. All due parts of a tier run at once.
+        paths: Its tests.
+    """
+
+    covers: str
+    command: Sequence[str] = ()
+    tier: str = ""
+    paths: Sequence[str] = ()
+
+
+def parts() -> dict[str, Part]:
+    """Returns all parts."""
     found = {}
-    for tier, command in TIERS.items():
+    for tier in TIERS:
         for folder in folders():
             if tier in OVER_MPI and folder == PACKAGE:
                 continue
             if paths := paths_of(folder, ("mpi",) if tier in OVER_MPI else RUNS_ON):
-                found[f"{tier}:{folder}"] = ([*command, *paths], folder)
+                found[f"{tier}:{folder}"] = Part(folder, tier=tier, paths=paths)
     kills = ["uv", "run", "python", "benchmarks/kill_resume.py", "--trials", "3", "--ranks", "2", "--seed", "100"]
     wheel = ["uv", "run", "python", ".ci/wheel.py"]
     return {
         **found,
-        "kills": (kills, "checkpoint"),
-        "wheel:release": ([*wheel, "release"], WHEEL),
-        "wheel:tests": ([*wheel, "tests"], WHEEL_TESTS),
-        "mutants": ([".ci/mutants"], MUTANTS),
+        "kills": Part("checkpoint", kills),
+        "wheel:release": Part(WHEEL, [*wheel, "release"]),
+        "wheel:tests": Part(WHEEL_TESTS, [*wheel, "tests"]),
+        "mutants": Part(MUTANTS, [".ci/mutants"]),
     }
+
+
+def command_of(run: Sequence[Part], commit: str | None) -> list[str]:
+    """Returns what runs one part, or several of one tier. As these pass, it records them at the commit, if any."""
+    (first, *_) = run
+    if not first.tier:
+        return [*first.command]
+    python, arguments = TIERS[first.tier]
+    return [*python, RECORDED, first.tier, commit or "-", *arguments, *(path for part in run for path in part.paths)]
 
 
 def more(named: Sequence[str]) -> int:
@@ -384,32 +408,30 @@ def more(named: Sequence[str]) -> int:
     unknown = set(named) - {*every, *(name.partition(":")[0] for name in every)}
     if unknown:
         sys.exit(f"There's no part {', '.join(sorted(unknown))}. `python .ci/parts.py show` lists them.")
-    bad = []
-    for name, (command, folder) in every.items():
+    due: dict[str, list[str]] = {}  # what runs at once
+    for name, part in every.items():
         if named and name not in named and name.partition(":")[0] not in named:
             continue
-        head = git("rev-parse", "HEAD")
-        if not (reason := why(covered(folder), changed_since(passed().get(name)))):
+        if reason := why(covered(part.covers), changed_since(passed().get(name))):
+            console.print(f"{name}: {reason}")
+            due.setdefault(part.tier or name, []).append(name)
+        else:
             console.print(f"{name}: passed at {passed()[name][:10]}, and nothing that it covers has changed")
-            continue
+    bad: list[str] = []
+    for run, names in due.items():
+        head = git("rev-parse", "HEAD")
+        console.print(f"\n== {run}", style="bold")
         if changed_since("HEAD"):
-            console.print(f"{name}: the working tree has changes, so a pass won't be recorded", style="yellow")
+            console.print("The working tree has changes, so a pass won't be recorded.", style="yellow")
             head = None
-        console.print(f"\n== {name}: {reason}", style="bold")
-        environ = {**os.environ, **OVER_MPI.get(name.partition(":")[0], {})}
-        code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
-        if code not in (0, NO_TESTS):
-            bad.append(name)
-        elif head is not None:
-            record([name], head)
+        command = command_of([every[name] for name in names], head)
+        code = subprocess.run(command, cwd=ROOT, env={**os.environ, **OVER_MPI.get(run, {})}, check=False).returncode
+        if code == 0 and head is not None:
+            record(names, head)
+        elif code != 0:
+            bad += [name for name in names if head is None or passed().get(name) != head]
     console.print(f"failed: {', '.join(bad)}" if bad else "All of these parts have passed.")
     return int(bool(bad))
-
-
-def record(names: Iterable[str], commit: str) -> None:
-    """Writes down that parts have passed at a commit."""
-    known = {**passed(), **dict.fromkeys(names, commit)}
-    (ROOT / RECORDS).write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
 def record_selected(out: Path) -> int:
@@ -424,9 +446,9 @@ def record_selected(out: Path) -> int:
 
 def show() -> int:
     table = Table("Part", "Passed at", "Due because of")
-    for name, (_, folder) in parts().items():
+    for name, part in parts().items():
         commit = passed().get(name)
-        table.add_row(name, (commit or "-")[:10], why(covered(folder), changed_since(commit)))
+        table.add_row(name, (commit or "-")[:10], why(covered(part.covers), changed_since(commit)))
     console.print(table)
     return 0
 

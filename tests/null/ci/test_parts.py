@@ -1,21 +1,24 @@
 """What a change runs: the folders above it, one case of each kind, and a tenth of the rest."""
 
-import importlib.util
+import importlib
 import json
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / ".ci" / "parts.py"
+CI = Path(__file__).parents[3] / ".ci"
 
 
 @pytest.fixture(scope="module")
 def parts():
-    spec = importlib.util.spec_from_file_location("parts", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(CI))
+    try:
+        yield importlib.import_module("parts")
+    finally:
+        sys.path.remove(str(CI))
 
 
 @pytest.fixture
@@ -97,8 +100,8 @@ def test_rest_is_drawn_by_commit(parts):
 
 
 def test_every_part_says_what_it_covers(parts):
-    for name, (command, folder) in parts.parts().items():
-        assert command and parts.covered(folder), name
+    for name, part in parts.parts().items():
+        assert parts.command_of([part], None) and parts.covered(part.covers), name
     kinds = {name.partition(":")[0] for name in parts.parts()}
     assert kinds == {*parts.TIERS, "kills", "wheel", "mutants"}
 
@@ -116,9 +119,9 @@ def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
     git("commit", "--quiet", "-m", "first")
     monkeypatch.setattr(parts, "ROOT", tmp_path)
     monkeypatch.setattr(parts, "covered", lambda folder, file=None: ["file"])
-    monkeypatch.setattr(
-        parts, "parts", lambda: {"good": (["echo", "ran"], "x"), "bad": (["false"], "x"), "also": (["true"], "x")}
-    )
+    monkeypatch.setattr(sys.modules["recorded"], "RECORDS", tmp_path / parts.RECORDS)
+    commands = {"good": ["echo", "ran"], "bad": ["false"], "also": ["true"]}
+    monkeypatch.setattr(parts, "parts", lambda: {name: parts.Part("x", words) for name, words in commands.items()})
     assert parts.more([]) == 1
     assert list(json.loads((tmp_path / parts.RECORDS).read_text())) == ["also", "good"]
     git("add", ".")
@@ -132,19 +135,46 @@ def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
     (tmp_path / "parts").unlink()
     (tmp_path / "file").write_text("2")
     assert parts.more(["good"]) == 0
-    assert "the working tree has changes" in capfd.readouterr().out
+    assert "The working tree has changes" in capfd.readouterr().out
     with pytest.raises(SystemExit, match="no part other"):
         parts.more(["other"])
 
 
 def test_part_is_named_alone_or_with_its_tier(parts, monkeypatch, capfd):
-    monkeypatch.setattr(parts, "parts", lambda: {f"a:{n}": (["echo", f"ran {n}"], parts.WHEEL) for n in (1, 2)})
+    monkeypatch.setattr(
+        parts, "parts", lambda: {f"a:{n}": parts.Part(parts.WHEEL, ["echo", f"ran {n}"]) for n in (1, 2)}
+    )
     monkeypatch.setattr(parts, "passed", dict)
     monkeypatch.setattr(parts, "record", lambda names, commit: None)
     monkeypatch.setattr(parts, "changed_since", lambda commit: None)
     for named, ran in ((["a:1"], "ran 1\n"), (["a"], "ran 1\nran 2\n")):
         assert parts.more(named) == 0
         assert "".join(line for line in capfd.readouterr().out.splitlines(True) if line.startswith("ran")) == ran
+
+
+def test_folders_are_recorded_one_by_one(parts, tmp_path):
+    """A folder of a tier counts as passed although another one fails; so does one without tests if none fails."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(CI / "recorded.py", tmp_path / ".ci")
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    bodies = {"cpu/good": "assert True", "cpu/bad": "assert False", "null/bad": "pass", "cpu/empty": None}
+    for folder, body in bodies.items():
+        (tmp_path / "tests" / folder).mkdir(parents=True)
+        if body:
+            name = f"test_{folder.replace('/', '_')}"
+            (tmp_path / "tests" / folder / f"{name}.py").write_text(f"def {name}(): {body}")
+    (tmp_path / "tests/null/test_all.py").write_text("def test_all(): pass")
+
+    def passed(*paths):
+        line = [sys.executable, ".ci/recorded.py", "tier", "c0", "-n", "2", "-p", "no:cacheprovider", *paths]
+        code = subprocess.run(line, cwd=tmp_path, check=False, capture_output=True).returncode
+        return code, json.loads((tmp_path / parts.RECORDS).read_text())
+
+    assert passed("tests/cpu/empty/") == (0, {"tier:empty": "c0"})
+    assert passed("tests/cpu/bad/", "tests/null/bad/", "tests/cpu/good/", "tests/null/test_all.py") == (
+        1,
+        dict.fromkeys(["tier:empty", "tier:good", "tier:jaxcross"], "c0"),
+    )
 
 
 @pytest.fixture
