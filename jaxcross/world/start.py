@@ -179,8 +179,9 @@ def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
     """Ends all ranks if some other one does not come: there is no watchdog yet that could tell which."""
     reason = f"rank {rank} has waited {limit_s:g} s for all ranks to call `jaxcross.initialize()`"
     message = (
-        f"jaxcross: {reason}; all {size} ranks end. The script of some rank ended before it, or hangs: in a lock, a"
-        " file system? For start-ups that take longer, raise `initialize(stall_timeout_s=...)`."
+        f"jaxcross: {reason}; all {size} ranks end. Either the script of some rank ended before this call or hangs (in"
+        " a lock, a file system?), or ranks can't reach each other, which `jaxcross doctor --hosts A,B` checks. If the"
+        " start takes longer, raise `initialize(stall_timeout_s=...)`."
     )
     timer = threading.Timer(
         min(limit_s, threading.TIMEOUT_MAX),

@@ -208,7 +208,7 @@ def test_the_pool_has_the_size_that_the_world_says():
 @pytest.mark.integration
 def test_an_mpi4jax_for_another_mpi_is_explained(tmp_path):
     (tmp_path / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!')")
-    done = alone(START.format(watchdog=300), PYTHONPATH=str(tmp_path))
+    done = alone(START.format(watchdog=300), PYTHONPATH=str(tmp_path), JAXCROSS_WIRE="mpi4jax")
     assert done.returncode != 0
     assert "ExchangeError: mpi4jax cannot be used with this MPI: MPI ABI incompatibility detected!" in done.stderr
     assert "--no-cache-dir --no-binary mpi4jax mpi4jax" in done.stderr
@@ -233,7 +233,7 @@ jax.ffi.register_ffi_target("foreign", jax.ffi.pycapsule(handler), platform="cpu
 def test_an_mpi4jax_for_a_newer_jaxlib_is_explained(tmp_path):
     """The rank ends in `initialize()`, not at its first array, and the remedy names the jaxlib that is installed."""
     (tmp_path / "mpi4jax.py").write_text(FOREIGN_CALL)
-    done = alone(START.format(watchdog=300), PYTHONPATH=str(tmp_path))
+    done = alone(START.format(watchdog=300), PYTHONPATH=str(tmp_path), JAXCROSS_WIRE="mpi4jax")
     assert done.returncode != 0
     jaxlib = importlib.metadata.version("jaxlib")
     assert f"ExchangeError: mpi4jax was built against a newer jaxlib than the installed {jaxlib}: " in done.stderr
