@@ -267,7 +267,7 @@ def options() -> argparse.Namespace:
     made.add_argument("--rates", default="network,balanced,compute", help="or 500mbit (default %(default)s)")
     made.add_argument("--rivals", default="", metavar="A,B", help=f"of {', '.join(RIVALS)} (default: all)")
     made.add_argument("--steps", type=int, default=8, help="of each job, a repeat (default %(default)s)")
-    made.add_argument("--repeats", type=int, default=3, help="default %(default)s")
+    made.add_argument("--repeats", type=int, help="default 3, or 1 with --smoke")
     made.add_argument("--times", type=int, default=5, help="steps and exchanges of a calibration (default %(default)s)")
     made.add_argument(
         "--apart",
@@ -280,7 +280,7 @@ def options() -> argparse.Namespace:
     made.add_argument("--json", type=out_file, metavar="FILE", help="rows and raw numbers; written after every rate")
     made.add_argument("--png", type=out_folder, metavar="DIR", help="a picture a case")
     made.add_argument("--resume", action="store_true", help="keep FILE's rows, and run the rivals that have none")
-    made.add_argument("--smoke", action="store_true", help="toy models, one case, rate and repeat: to see that it runs")
+    made.add_argument("--smoke", action="store_true", help="toy models, one case and rate: to see that it runs")
     args = made.parse_args()
     args.cases = args.cases.split(",")
     args.rates = args.rates.split(",")
@@ -288,7 +288,8 @@ def options() -> argparse.Namespace:
     args.apart = tuple(args.apart.split(",")) if args.apart else ()
     if args.smoke:
         args.cases, args.rates = args.cases[:1], ["balanced"] if "balanced" in args.rates else args.rates[:1]
-        args.steps, args.repeats, args.times = 4, 1, 2
+        args.steps, args.times = 4, 2
+    args.repeats = args.repeats or (1 if args.smoke else 3)
     kinds = {rival.team for rival in RIVALS.values()} - {*NEEDED}
     for given, known in ((args.cases, CASES), (args.rivals or (), RIVALS), (args.apart, kinds)):
         if unknown := [name for name in given if name not in known]:

@@ -144,9 +144,9 @@ def race_account(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
         yield row["rate"], row["rival"], took, c, computed, m, exchanged, limits, *lost
 
 
-def race_wires(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """The same jobs in crossover over both wires: seconds a job-step, and repeat by repeat one over the other."""
-    found = read("race_wires")
+def race_wires(read: Read, name: str) -> Iterator[tuple[str, ...]]:
+    """The same jobs in crossover over both wires: seconds per job-step, and one over the other, repeat by repeat."""
+    found = read(name)
     yield "jobs", "rate", "sum m / sum c", "mpi4jax", "mpi4py", "mpi4py over mpi4jax", "repeats"
     for link in found["links"]:
         old, new = (
@@ -202,7 +202,8 @@ def _by_rate(each: dict[str, Any]) -> int:
 def _with_spread(row: dict[str, Any]) -> str:
     """Median, and the smallest and largest of several repeats."""
     low, high = row["spread"]
-    return f"{row['s_per_job_step']:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
+    digits = 2 if high >= 0.1 else 4
+    return f"{row['s_per_job_step']:.{digits}f}" + (f" ({low:.{digits}f} to {high:.{digits}f})" if low < high else "")
 
 
 def _each(values: list[float]) -> str:

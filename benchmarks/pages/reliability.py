@@ -13,11 +13,12 @@ def reliability(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """What was tried, how often, and what came of it; a line for each result that is kept."""
     yield "tried", "how often", "came of it", "script"
     for name, lines in (
-        ("model_check", _orders), ("faults", _faults), ("kill_resume", _killed), ("endurance", _lasting)
+        ("model_check", _orders), ("faults", _faults), ("kill_resume", _killed), ("endurance", _lasting),
+        ("endurance_mpi4jax", _lasting), ("endurance_mpi4py", _lasting),
     ):  # fmt: skip
         with suppress(FileNotFoundError):
             for line in lines(read(name)):
-                yield *line, f"{name}.py"
+                yield *line, f"{name.partition('_mpi')[0]}.py"
 
 
 def _orders(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -44,12 +45,20 @@ def _killed(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _lasting(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    told = found["raw"][0]
+    over = f" over {told['wire']}" if "wire" in told else ""
     for part, what in (("joins", "jobs that join and leave"), ("steps", "steps of many jobs")):
+        if part not in found["table"]:
+            continue
         done, counts = found["raw"][0]["parts"][part]["total"], found["table"][part]
         grown = [n for n in ("threads", "files", "communicators") if counts[n]["last"] > counts[n]["first"]]
         first, last = (counts["rss_bytes"][when] / 1e6 for when in ("first", "last"))
         kept = ", ".join(grown) or "no thread, file or communicator"
-        yield what, f"{done:,} on {found['ranks']} ranks", f"{kept} more; memory {first:.1f} MB, then {last:.1f} MB"
+        yield (
+            what + over,
+            f"{done:,} on {found['ranks']} ranks",
+            f"{kept} more; memory {first:.1f} MB, then {last:.1f} MB",
+        )
 
 
 TABLES: dict[str, Table] = {
