@@ -33,7 +33,7 @@ from functools import cache
 from pathlib import Path
 
 import grimp
-from recorded import NOTHING_FAILED, PACKAGE, passed, record
+from recorded import NOTHING_FAILED, PACKAGE, is_at, passed, record
 from rich.console import Console
 from rich.table import Table
 
@@ -96,12 +96,13 @@ ALWAYS = (
 
 # Tier -> the Python that runs it, and the arguments of pytest.
 FULL = ("--hypothesis-profile", "full")
+OPEN_MPI = ["-p", "no:cacheprovider", "-m", "not exhaustive", "-n", "4"]  # its environment may be a temporary one
 TIERS = {
     "integration": (["uv", "run", "python"], ["-m", "not exhaustive", *FULL, "-n", "4"]),
     "exhaustive": (["uv", "run", "python"], ["-m", "exhaustive", *FULL, "-n", "3"]),
     "mpi4py": (["uv", "run", "python"], ["-m", "", "-n", "4"]),
-    "openmpi": ([".ci/with-openmpi"], ["-m", "not exhaustive", "-n", "4"]),
-    "openmpi-mpi4py": ([".ci/with-openmpi"], ["-m", "not exhaustive", "-n", "4"]),
+    "openmpi": ([".ci/with-openmpi"], OPEN_MPI),
+    "openmpi-mpi4py": ([".ci/with-openmpi"], OPEN_MPI),
 }
 # Tiers that run the tests of tests/mpi again, each with these environment variables.
 OVER_MPI = {
@@ -359,7 +360,7 @@ def failures(tree: Path, tests: Sequence[str], out: Path) -> list[str] | None:
 
 @dataclass(frozen=True)
 class Part:
-    """What has to pass, and be recorded, on its own.
+    """One unit that passes and is recorded on its own.
 
     Attributes:
         covers: The folder whose changes make it due; see `covered`.
@@ -426,7 +427,7 @@ def more(named: Sequence[str]) -> int:
             head = None
         command = command_of([every[name] for name in names], head)
         code = subprocess.run(command, cwd=ROOT, env={**os.environ, **OVER_MPI.get(run, {})}, check=False).returncode
-        if code == 0 and head is not None:
+        if code == 0 and head is not None and is_at(head):
             record(names, head)
         elif code != 0:
             bad += [name for name in names if head is None or passed().get(name) != head]

@@ -10,6 +10,7 @@ finished. COMMIT is `-` for a working tree with changes, for which nothing is wr
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -29,13 +30,27 @@ def passed() -> dict[str, str]:
 
 def record(names: Iterable[str], commit: str) -> None:
     """Writes down that parts have passed at a commit."""
-    RECORDS.write_text(json.dumps({**passed(), **dict.fromkeys(names, commit)}, indent=1, sort_keys=True) + "\n")
+    new = RECORDS.with_suffix(".new")
+    new.write_text(json.dumps({**passed(), **dict.fromkeys(names, commit)}, indent=1, sort_keys=True) + "\n")
+    new.replace(RECORDS)  # at once, because this process may be killed at any time
 
 
-def folder_of(path: str) -> str:
-    """Returns the folder of the package that a test or a folder of tests is for."""
-    name = Path(path.partition("::")[0]).parts[2]
-    return PACKAGE if name.endswith(".py") else name
+def is_at(commit: str) -> bool:
+    """Whether the checkout is at a commit, without other changes than the records."""
+    line = ["git", "status", "--porcelain", "--", ".", f":!{RECORDS.parent.name}/{RECORDS.name}"]
+    head, changes = (
+        subprocess.run(words, cwd=RECORDS.parents[1], capture_output=True, text=True, check=True).stdout.strip()
+        for words in (["git", "rev-parse", "HEAD"], line)
+    )
+    return head == commit and not changes
+
+
+def folder_of(path: str) -> str | None:
+    """Returns the folder of the package that a test or a folder of tests is for, None if it's for several."""
+    parts = Path(path.partition("::")[0]).parts
+    if len(parts) < 3:
+        return None
+    return PACKAGE if parts[2].endswith(".py") else parts[2]
 
 
 class Recorder:
@@ -43,8 +58,12 @@ class Recorder:
 
     def __init__(self, tier: str, commit: str) -> None:
         self._tier, self._commit = tier, commit
-        self._left: Counter[str] = Counter()
-        self._failed: set[str] = set()
+        self._left: Counter[str | None] = Counter()
+        self._failed: set[str | None] = set()  # None: any of them
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:  # the tests of this file aren't among those that run
+            self._failed.add(folder_of(report.nodeid))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
@@ -56,19 +75,21 @@ class Recorder:
             self._failed.add(folder)
         if report.when == "teardown":
             self._left[folder] -= 1
-            if not self._left[folder] and folder not in self._failed:
+            if not self._left[folder]:
                 self._record([folder])
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if not hasattr(session.config, "workerinput") and exitstatus in NOTHING_FAILED:
-            self._record(map(folder_of, session.config.args))
+        if exitstatus in (*NOTHING_FAILED, pytest.ExitCode.TESTS_FAILED):  # also those that have no tests in this tier
+            self._record({folder for folder in map(folder_of, session.config.args) if not self._left[folder]})
 
-    def _record(self, folders: Iterable[str]) -> None:
-        if self._commit != "-":
-            record([f"{self._tier}:{folder}" for folder in folders], self._commit)
+    def _record(self, folders: Iterable[str | None]) -> None:
+        passed = {folder for folder in folders if None not in self._failed and folder not in self._failed}
+        if self._commit != "-" and passed and is_at(self._commit):
+            record([f"{self._tier}:{folder}" for folder in passed], self._commit)
 
 
 if __name__ == "__main__":
     tier, commit, *arguments = sys.argv[1:]
+    sys.path.pop(0)  # this folder, whose modules are none of the tests'
     code = pytest.main(arguments, plugins=[Recorder(tier, commit)])
     sys.exit(0 if code in NOTHING_FAILED else code)

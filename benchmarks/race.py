@@ -289,7 +289,8 @@ def options() -> argparse.Namespace:
     if args.smoke:
         args.cases, args.rates = args.cases[:1], ["balanced"] if "balanced" in args.rates else args.rates[:1]
         args.steps, args.times = 4, 2
-    args.repeats = args.repeats or (1 if args.smoke else 3)
+    if args.repeats is None:
+        args.repeats = 1 if args.smoke else 3
     kinds = {rival.team for rival in RIVALS.values()} - {*NEEDED}
     for given, known in ((args.cases, CASES), (args.rivals or (), RIVALS), (args.apart, kinds)):
         if unknown := [name for name in given if name not in known]:

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxcross import _jax_compat as compat
 from jaxcross.program.digest import segment_key
 from jaxcross.program.execution import Runnable
+from jaxcross.program.graph import nbytes
 from jaxcross.program.hand_over import can_be_pinned, on_device, pinned_memory
 from jaxcross.program.ir import Program, Segment, Wire
 from jaxcross.program.lowered import Lowered, Traceable, struct_of
@@ -156,8 +157,10 @@ def compile_segments(
             call = cache.get(key, _collective_maker(program, segment, lowered[segment.index], host))
             results = _return_shardings(program, segment, shardings, host)
             moves = any(s is not None for s in results)
-            stay = [to is None or to.device_set == {host} for to in results]
-            lent_here = tuple(segment.outputs[n] for n in lowered[segment.index].lent if stay[n])
+            # A result that goes elsewhere is a copy. What the segment has besides its outputs goes nowhere.
+            stays = [to is None or host in to.device_set for to in results]
+            places = [n for n in lowered[segment.index].lent if n >= len(stays) or stays[n]]
+            lent_here = tuple(segment.outputs[n] for n in places if n < len(stays))
             lent.update(lent_here)
             runnables.append(
                 Runnable(
@@ -170,6 +173,7 @@ def compile_segments(
                     through=_through(program, segment, sources, exchanged, host) if moves else None,
                     shardings=tuple(results) if moves else None,
                     lent=lent_here,
+                    lent_nbytes=sum(nbytes(segment.jaxpr.jaxpr.outvars[n]) for n in places),
                 )
             )
         shardings.update(zip(segment.outputs, results, strict=True))

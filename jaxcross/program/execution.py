@@ -42,7 +42,8 @@ class Runnable:
         is_single_rank: Whether its exchanges have no peers, so that it can be run like a compute segment.
         through: The pinned memory, if any, through which each operand goes to `device`; None if all are there.
         shardings: The shardings in which the next segments expect the outputs; None leaves them as they are.
-        lent: Outputs that lie in the wire's memory.
+        lent: Outputs that may lie in the wire's memory.
+        lent_nbytes: Their bytes, and those of what it has besides its outputs and lies there, too.
     """
 
     segment: Segment
@@ -54,6 +55,7 @@ class Runnable:
     through: tuple[Any, ...] | None = None
     shardings: tuple[Any, ...] | None = None
     lent: tuple[int, ...] = ()
+    lent_nbytes: int = 0
 
 
 def live_bytes(
@@ -64,20 +66,21 @@ def live_bytes(
     The arguments are those of `Compiled`.
     """
     alive = {v: program.values[v].nbytes for v in program.inputs}
-    # The wire keeps its receive buffers from step to step, and it needs a second set of them: a step may receive while
-    # something still refers to what the previous step has received.
-    kept = sum(program.values[v].nbytes for runnable in runnables for v in runnable.lent)
+    # The wire keeps its receive buffers from step to step, whether or not anything refers to them, and it needs a
+    # second set: a step may receive while something still refers to what the previous step has received.
+    kept = 2 * sum(runnable.lent_nbytes for runnable in runnables)
     peak = boundary = sum(alive.values())
     for runnable in runnables:
         segment, stats = runnable.segment, runnable.memory()
-        made = sum(program.values[v].nbytes for v in segment.outputs) + segment.extra_nbytes
+        outputs = {v: program.values[v].nbytes for v in segment.outputs}
+        made = sum(outputs.values()) + segment.extra_nbytes - runnable.lent_nbytes
         # A segment's inputs are still alive while it runs; results that reuse a donated input add nothing.
         extra = made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
         peak = max(peak, sum(alive.values()) + extra)
         for v in segment.last_uses:
             if v not in program.inputs or v in program.donated:
                 alive.pop(v, None)
-        alive.update({v: program.values[v].nbytes for v in segment.outputs})
+        alive.update({v: nbytes for v, nbytes in outputs.items() if v not in runnable.lent})
         boundary = max(boundary, sum(alive.values()))
     copies = (program.values[program.outputs[place]].nbytes for place, moved in passthroughs if not moved)
     after = sum(alive.values()) + sum(copies)

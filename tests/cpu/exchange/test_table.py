@@ -90,7 +90,7 @@ def check_what_is_not_finite_on_one_rank_is_seen_on_all(row: Row, ranks: int, ba
 
         (values, _), _ = run(row, ranks, change=spoil, steps=first + row.spreads(ranks))
         for r in range(ranks):
-            assert not np.all(np.isfinite(values[leaf][r])), f"rank {r}, {leaf} spoiled in step {first}"
+            assert not np.all(np.isfinite(values[leaf][r])), f"rank {r}, {leaf} {bad} in step {first}"
 
 
 @pytest.mark.mostly_integration("sign_sgd-inf", "sign_sgd--inf")
@@ -136,12 +136,15 @@ def check_bytes_on_the_wire_are_those_of_the_formula(row: Row, ranks: int) -> No
         assert brought == formula(list(SHAPES.values()), ranks), f"step {n}"
 
 
+QUICK = {"mean, hierarchical, bfloat16", "gossip, ring"}
+SLOW = {"top_k, threshold"}  # takes as long to compile as ten other rows
+
+
 def in_which_tier(row: Row, ranks: int) -> list[pytest.MarkDecorator]:
-    """Every row runs on 4 ranks in the quick or the integration tier, and on all others in the exhaustive one."""
-    # Selection by threshold takes as long to compile as ten other rows.
-    if ranks != 4 or row.name == "top_k, threshold":
+    """Every row runs on 4 ranks in the quick or the integration tier unless it's slow; all else is exhaustive."""
+    if ranks != 4 or row.name in SLOW:
         return [pytest.mark.exhaustive]
-    return [] if row.name in ("mean, hierarchical, bfloat16", "gossip, ring") else [pytest.mark.integration]
+    return [] if row.name in QUICK else [pytest.mark.integration]
 
 
 # One test for all of these properties, because compiling a row takes nearly all of its time: with one test for each,
@@ -221,7 +224,7 @@ def test_an_axis_that_is_not_bound_is_refused(row: Row) -> None:
 
 def test_the_table_is_whole() -> None:
     names = [row.name for row in TABLE]
-    assert len(names) == len(set(names)) == 55
+    assert len(names) == len(set(names)) == 55 and {*names} >= QUICK | SLOW
     missing = {n for n in exchange.__all__ if not any(name.split(",")[0] == n for name in names)}
     assert missing == {"finish", "scale_by_trust_ratio"}, "which are part of an exchange"
 

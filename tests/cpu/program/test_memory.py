@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from jax import lax
 from jaxcross import _jax_compat as compat
 from jaxcross import tensor
 from jaxcross.program import stages
-from jaxcross.program.execution import Execution, live_bytes
+from jaxcross.program.execution import Execution
 from jaxcross.program.graph import nbytes
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
@@ -52,17 +51,6 @@ def test_only_results_and_inputs_remain_at_the_end(cut: Any) -> None:
     assert {v for s in program.segments for v in s.last_uses} >= {v for s in program.segments for v in s.inputs} - set(
         program.outputs
     )
-
-
-def test_receive_buffers_are_counted_twice_for_a_whole_step() -> None:
-    """A wire keeps what its segments receive into, and needs a second set if something still refers to the first."""
-    done, _ = compiled(cut=2)
-    collectives = [r for r in done.runnables if r.segment.kind == "collective"]
-    assert len(collectives) == 2
-    lending = [replace(r, lent=r.segment.outputs if r in collectives else ()) for r in done.runnables]
-    received = sum(done.program.values[v].nbytes for r in collectives for v in r.segment.outputs)
-    plain = live_bytes(done.program, done.runnables, done.passthroughs)
-    assert live_bytes(done.program, lending, done.passthroughs) == (plain[0] + received, plain[1] + received)
 
 
 def test_stages_are_shown_in_a_line() -> None:

@@ -417,3 +417,41 @@ def test_only_memory_of_xla_is_overwritten(wire):
     for n in range(len(done.runnables)):
         run.run(n)
     assert (np.asarray(run.outputs()) == -1).all()
+
+
+def late_exchange(x):
+    """The most is alive long before anything is received."""
+    large = jnp.outer(x[:1024], x[:1024]) @ jnp.ones((1024, 1024))
+    return lax.psum(x * jnp.max(large), "r")
+
+
+def masked_sum(x):
+    """The first sum leaves its segment through a maximum only, so the segment returns it besides its outputs."""
+    return lax.psum(jnp.maximum(lax.psum(x * 2, "r"), 0), "r") + 1
+
+
+def exchanged_result(x):
+    return lax.psum(x, "r")
+
+
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("step", [late_exchange, masked_sum, exchanged_result])
+def test_both_sets_of_receive_buffers_are_booked_whatever_is_alive(step, committed):
+    x = jax.device_put(jnp.ones(102_400), HOST if committed else None)
+    wire = HostRanks()
+    done = stages.compile(stages.cut(trace(step, (x,), axes=AXES, wire=wire)), [x])
+    results = []
+    for _ in range(2):
+        run = done.execution([x])
+        for n in range(len(done.runnables)):
+            run.run(n)
+        results.append(run.outputs())
+    computing = [
+        r.memory().temp_size_in_bytes + sum(done.program.values[v].nbytes for v in r.segment.outputs)
+        for r in done.runnables
+        if r.device is None
+    ]
+    assert wire.arena.nbytes >= x.nbytes
+    assert done.boundary_live_bytes() >= x.nbytes + wire.arena.nbytes
+    assert done.peak_live_bytes() >= x.nbytes + max(computing, default=0) + wire.arena.nbytes
+    assert not np.shares_memory(*(np.asarray(jax.tree.leaves(result)[0]) for result in results))

@@ -153,28 +153,46 @@ def test_part_is_named_alone_or_with_its_tier(parts, monkeypatch, capfd):
 
 
 def test_folders_are_recorded_one_by_one(parts, tmp_path):
-    """A folder of a tier counts as passed although another one fails; so does one without tests if none fails."""
+    """A folder of a tier counts as passed although another one fails or can't be imported, and so does an empty one."""
+
+    def git(*words):
+        line = ["git", "-c", "user.name=n", "-c", "user.email=e", *words]
+        return subprocess.run(line, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
     (tmp_path / ".ci").mkdir()
     shutil.copy(CI / "recorded.py", tmp_path / ".ci")
     (tmp_path / "pytest.ini").write_text("[pytest]")
-    bodies = {"cpu/good": "assert True", "cpu/bad": "assert False", "null/bad": "pass", "cpu/empty": None}
+    (tmp_path / ".gitignore").write_text("__pycache__")
+    bodies = {"cpu/good": "assert True", "cpu/bad": "assert False", "null/bad": "pass", "null/broken": "pass"}
     for folder, body in bodies.items():
         (tmp_path / "tests" / folder).mkdir(parents=True)
-        if body:
-            name = f"test_{folder.replace('/', '_')}"
-            (tmp_path / "tests" / folder / f"{name}.py").write_text(f"def {name}(): {body}")
+        name = f"test_{folder.replace('/', '_')}"
+        (tmp_path / "tests" / folder / f"{name}.py").write_text(f"def {name}(): {body}")
+    (tmp_path / "tests/null/broken/test_import.py").write_text("import nothing_like_that")
+    (tmp_path / "tests/cpu/empty").mkdir()
     (tmp_path / "tests/null/test_all.py").write_text("def test_all(): pass")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    head = git("rev-parse", "HEAD")
 
     def passed(*paths):
-        line = [sys.executable, ".ci/recorded.py", "tier", "c0", "-n", "2", "-p", "no:cacheprovider", *paths]
+        line = [sys.executable, ".ci/recorded.py", "tier", head, "-n", "2", "-p", "no:cacheprovider", *paths]
         code = subprocess.run(line, cwd=tmp_path, check=False, capture_output=True).returncode
-        return code, json.loads((tmp_path / parts.RECORDS).read_text())
+        return code, set(json.loads((tmp_path / parts.RECORDS).read_text()))
 
-    assert passed("tests/cpu/empty/") == (0, {"tier:empty": "c0"})
-    assert passed("tests/cpu/bad/", "tests/null/bad/", "tests/cpu/good/", "tests/null/test_all.py") == (
-        1,
-        dict.fromkeys(["tier:empty", "tier:good", "tier:jaxcross"], "c0"),
-    )
+    assert passed("tests/cpu/empty/") == (0, {"tier:empty"})
+    all_of_them = [
+        "tests/cpu/bad/",
+        "tests/null/bad/",
+        "tests/null/broken/",
+        "tests/cpu/good/",
+        "tests/null/test_all.py",
+    ]
+    wanted = {"tier:empty", "tier:good", "tier:jaxcross"}
+    assert passed(*all_of_them) == (1, wanted)
+    (tmp_path / "tests/cpu/bad/test_cpu_bad.py").write_text("def test_it(): pass")
+    assert passed("tests/cpu/bad/") == (0, wanted), "the checkout has changes"
 
 
 @pytest.fixture
