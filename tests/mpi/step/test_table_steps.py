@@ -36,9 +36,8 @@ def test_steps_of_every_type(mpirun, tmp_path, x64, jobs, quick_compiler):
     run(mpirun, tmp_path, 100, x64, 0, jobs, quick_compiler)
 
 
+# Few, because each takes minutes in which all other tests wait for a core, too.
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("jobs", [0, 2])
-@pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "x64", "jobs"), [(1, False, 0), (2, False, 2), (3, True, 0), (4, True, 2)])
 def test_steps_of_every_type_under_load(mpirun, tmp_path, x64, seed, jobs, load):
-    run(mpirun, tmp_path, 2000, x64, 1 + seed, jobs, {})
+    run(mpirun, tmp_path, 500, x64, seed, jobs, {})
