@@ -33,14 +33,13 @@ from functools import cache
 from pathlib import Path
 
 import grimp
-from recorded import NOTHING_FAILED, PACKAGE, is_at, passed, record
+from recorded import NOTHING_FAILED, PACKAGE, RECORDS, changed_since, git, is_at, passed, record
 from rich.console import Console
 from rich.table import Table
 
 import jaxcross
 
 ROOT = Path(__file__).parents[1]
-RECORDS = ".ci/passed.json"
 RECORDED = ".ci/recorded.py"
 MUTANTS = "mutants"
 WHEEL = "wheel"
@@ -94,9 +93,9 @@ ALWAYS = (
     "tests/mpi/sweeps/test_sweep_command.py::test_command_sweeps_a_script",
 )
 
-# Tier -> the Python that runs it, and the arguments of pytest.
 FULL = ("--hypothesis-profile", "full")
 OPEN_MPI = ["-p", "no:cacheprovider", "-m", "not exhaustive", "-n", "4"]  # its environment may be a temporary one
+# Tier -> the Python that runs it, and the arguments of pytest.
 TIERS = {
     "integration": (["uv", "run", "python"], ["-m", "not exhaustive", *FULL, "-n", "4"]),
     "exhaustive": (["uv", "run", "python"], ["-m", "exhaustive", *FULL, "-n", "3"]),
@@ -113,12 +112,6 @@ OVER_MPI = {
 }
 
 console = Console(soft_wrap=True, highlight=False)
-
-
-def git(*words: str) -> str | None:
-    """Returns what git prints, or None if it fails."""
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def folder_of(module: str) -> str:
@@ -218,15 +211,6 @@ def programs_of(tests: Iterable[str]) -> list[str]:
     """Returns the programs that tests over MPI name, and those that these import."""
     text = "".join(text_of(file) for file in tests if file.startswith("tests/mpi/"))
     return sorted(set().union(*(used for file, used in programs().items() if Path(file).name in text)))
-
-
-def changed_since(commit: str | None) -> list[str] | None:
-    """Returns the files that differ from a commit, uncommitted ones included, or None if the commit isn't known."""
-    if commit is None:
-        return None
-    named = git("diff", "--name-only", "--no-renames", commit)
-    new = git("ls-files", "--others", "--exclude-standard")
-    return None if named is None else [file for file in f"{named}\n{new}".split("\n") if file not in ("", RECORDS)]
 
 
 def why(paths: Sequence[str], files: Sequence[str] | None) -> str:
@@ -396,7 +380,10 @@ def parts() -> dict[str, Part]:
 
 
 def command_of(run: Sequence[Part], commit: str | None) -> list[str]:
-    """Returns what runs one part, or several of one tier. As these pass, it records them at the commit, if any."""
+    """Returns the command that runs one part, or several parts of one tier.
+
+    The command of a tier records its parts at the commit as they pass. None records nothing.
+    """
     (first, *_) = run
     if not first.tier:
         return [*first.command]
@@ -422,12 +409,12 @@ def more(named: Sequence[str]) -> int:
     for run, names in due.items():
         head = git("rev-parse", "HEAD")
         console.print(f"\n== {run}", style="bold")
-        if changed_since("HEAD"):
+        if not is_at(head):
             console.print("The working tree has changes, so a pass won't be recorded.", style="yellow")
             head = None
         command = command_of([every[name] for name in names], head)
         code = subprocess.run(command, cwd=ROOT, env={**os.environ, **OVER_MPI.get(run, {})}, check=False).returncode
-        if code == 0 and head is not None and is_at(head):
+        if code == 0 and is_at(head):
             record(names, head)
         elif code != 0:
             bad += [name for name in names if head is None or passed().get(name) != head]
@@ -439,7 +426,7 @@ def record_selected(out: Path) -> int:
     """Records the parts that `.ci/run` has selected and run, unless files were changed that no commit has."""
     head = git("rev-parse", "HEAD")
     names = (out / "parts").read_text().split()
-    if head and names and not changed_since("HEAD"):
+    if names and is_at(head):
         record(names, head)
         console.print(f"{RECORDS} now says that these parts have passed: {', '.join(names)}")
     return 0

@@ -1,10 +1,10 @@
-"""Runs pytest, and writes down each folder whose tests have all passed as soon as the last of them has.
+"""Runs pytest, and records each folder as soon as all of its tests have passed.
 
     python .ci/recorded.py TIER COMMIT [ARGUMENTS OF PYTEST]
 
-`.ci/more` runs all due folders of a tier at once: with one run per folder, much of the time went into starting pytest
-and its workers, and into waiting for each folder's last test. A run that is killed loses only the folders that weren't
-finished. COMMIT is `-` for a working tree with changes, for which nothing is written down.
+`.ci/more` runs all due folders of a tier at once, because with one run per folder much of the time was spent on
+starting pytest and its workers, and on waiting for each folder's last test. If the run is killed, only the unfinished
+folders are lost. Pass `-` as COMMIT if the working tree has changes: then nothing is recorded.
 """
 
 from __future__ import annotations
@@ -15,38 +15,50 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
-RECORDS = Path(__file__).with_name("passed.json")
+ROOT = Path(__file__).parents[1]
+RECORDS = ".ci/passed.json"
 PACKAGE = "jaxcross"
 NOTHING_FAILED = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # in most folders nothing is exhaustive
 
 
+def git(*words: str) -> str | None:
+    """Returns what git prints, or None if it fails."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def changed_since(commit: str | None) -> list[str] | None:
+    """Returns the files that differ from a commit, uncommitted ones included, or None if the commit isn't known."""
+    if commit is None:
+        return None
+    named = git("diff", "--name-only", "--no-renames", commit)
+    new = git("ls-files", "--others", "--exclude-standard")
+    return None if named is None else [file for file in f"{named}\n{new}".split("\n") if file not in ("", RECORDS)]
+
+
+def is_at(commit: str | None) -> TypeGuard[str]:
+    """Whether the checkout is exactly at this commit, apart from the records."""
+    return commit is not None and git("rev-parse", "HEAD") == commit and not changed_since("HEAD")
+
+
 def passed() -> dict[str, str]:
     """Returns the commit at which each part has passed."""
-    return json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
+    return json.loads((ROOT / RECORDS).read_text()) if (ROOT / RECORDS).exists() else {}
 
 
 def record(names: Iterable[str], commit: str) -> None:
     """Writes down that parts have passed at a commit."""
-    new = RECORDS.with_suffix(".new")
+    new = ROOT / f"{RECORDS}.new"
     new.write_text(json.dumps({**passed(), **dict.fromkeys(names, commit)}, indent=1, sort_keys=True) + "\n")
-    new.replace(RECORDS)  # at once, because this process may be killed at any time
-
-
-def is_at(commit: str) -> bool:
-    """Whether the checkout is at a commit, without other changes than the records."""
-    line = ["git", "status", "--porcelain", "--", ".", f":!{RECORDS.parent.name}/{RECORDS.name}"]
-    head, changes = (
-        subprocess.run(words, cwd=RECORDS.parents[1], capture_output=True, text=True, check=True).stdout.strip()
-        for words in (["git", "rev-parse", "HEAD"], line)
-    )
-    return head == commit and not changes
+    new.replace(ROOT / RECORDS)  # in one step, because this process can be killed at any time
 
 
 def folder_of(path: str) -> str | None:
-    """Returns the folder of the package that a test or a folder of tests is for, None if it's for several."""
+    """Returns which folder of the package a test or a folder of tests belongs to, or None if it covers several."""
     parts = Path(path.partition("::")[0]).parts
     if len(parts) < 3:
         return None
@@ -62,7 +74,7 @@ class Recorder:
         self._failed: set[str | None] = set()  # None: any of them
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:  # the tests of this file aren't among those that run
+        if report.failed:  # no test of this file will run
             self._failed.add(folder_of(report.nodeid))
 
     @pytest.hookimpl(optionalhook=True)
@@ -79,7 +91,10 @@ class Recorder:
                 self._record([folder])
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus in (*NOTHING_FAILED, pytest.ExitCode.TESTS_FAILED):  # also those that have no tests in this tier
+        if exitstatus in (
+            *NOTHING_FAILED,
+            pytest.ExitCode.TESTS_FAILED,
+        ):  # this includes folders without tests in this tier
             self._record({folder for folder in map(folder_of, session.config.args) if not self._left[folder]})
 
     def _record(self, folders: Iterable[str | None]) -> None:

@@ -1,6 +1,6 @@
 """Fits two weights on two ranks.
 
-Each rank has data for only one of the weights, so both are found only if the ranks exchange their gradients.
+Each rank's data determines only one of the weights, so training finds both only if the ranks exchange gradients.
 """
 
 import sys

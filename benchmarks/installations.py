@@ -82,7 +82,7 @@ def cases(scratch: Path, wheel: Path) -> Iterator[Case]:
 
 
 def smoke(scratch: Path, wheel: Path) -> Iterator[Case]:
-    """One case. Its wheels are in uv's cache already, from the installation of this environment."""
+    """Yields a single case. It needs no download, because uv cached its wheels when it installed this environment."""
     python, options = str(Path(sys.prefix) / "bin" / "python"), versions_here(scratch)
     facts = {"extras": "mpich", "python": f"{sys.version_info[0]}.{sys.version_info[1]}", "installer": "uv"}
     wanted = [wheel_with("mpich", wheel)]

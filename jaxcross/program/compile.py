@@ -157,7 +157,7 @@ def compile_segments(
             call = cache.get(key, _collective_maker(program, segment, lowered[segment.index], host))
             results = _return_shardings(program, segment, shardings, host)
             moves = any(s is not None for s in results)
-            # A result that goes elsewhere is a copy. What the segment has besides its outputs goes nowhere.
+            # A result that is moved to another device is a copy. Results beyond the segment's outputs are never moved.
             stays = [to is None or host in to.device_set for to in results]
             places = [n for n in lowered[segment.index].lent if n >= len(stays) or stays[n]]
             lent_here = tuple(segment.outputs[n] for n in places if n < len(stays))

@@ -42,8 +42,8 @@ class Runnable:
         is_single_rank: Whether its exchanges have no peers, so that it can be run like a compute segment.
         through: The pinned memory, if any, through which each operand goes to `device`; None if all are there.
         shardings: The shardings in which the next segments expect the outputs; None leaves them as they are.
-        lent: Outputs that may lie in the wire's memory.
-        lent_nbytes: Their bytes, and those of what it has besides its outputs and lies there, too.
+        lent: Outputs that may be in the wire's memory.
+        lent_nbytes: Bytes of all its results that may be there, including those beyond the segment's outputs.
     """
 
     segment: Segment
@@ -66,8 +66,8 @@ def live_bytes(
     The arguments are those of `Compiled`.
     """
     alive = {v: program.values[v].nbytes for v in program.inputs}
-    # The wire keeps its receive buffers from step to step, whether or not anything refers to them, and it needs a
-    # second set: a step may receive while something still refers to what the previous step has received.
+    # The wire keeps its receive buffers allocated between steps, even while nothing refers to them. It needs two sets,
+    # because a step can receive while something still refers to the results of the previous step.
     kept = 2 * sum(runnable.lent_nbytes for runnable in runnables)
     peak = boundary = sum(alive.values())
     for runnable in runnables:

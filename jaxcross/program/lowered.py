@@ -18,7 +18,7 @@ class Lowered(Protocol):
 
     @property
     def lent(self) -> Sequence[int]:
-        """Positions of the results that lie in the wire's memory. XLA copies such an array before it overwrites it."""
+        """Positions of the results that may be in the wire's memory. XLA has to copy such an array to overwrite it."""
         ...
 
     def compile(self, structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None) -> Any:

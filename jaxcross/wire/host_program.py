@@ -56,7 +56,7 @@ class HostLowered:
 
     @property
     def lent(self) -> Sequence[int]:
-        """Positions of the results that are receive buffers: large ones of messages, and any that a loop returns."""
+        """Positions of the results that may be receive buffers: large results of messages, and all results of loops."""
         inner, _ = compat.open_jaxpr(self.jaxpr)
         own, _ = _own_results(inner)
         messages = _vars(var for eqn in inner.eqns if _by_host(eqn) for var in eqn.outvars)
@@ -190,7 +190,7 @@ class HostProgram:
     def memory_analysis(self) -> _Memory:
         """Returns the bytes that a run needs besides arguments and results.
 
-        These are the values between its stages, and what its stages need for themselves.
+        These are the values that one stage passes to another, and the temporaries of the stage with the most.
         """
         between = _vars(var for stage in self._stages for var in stage.outputs) - _vars(self._outvars)
         own = max((stage.temp_nbytes() for stage in self._stages), default=0)

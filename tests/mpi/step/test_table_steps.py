@@ -36,7 +36,7 @@ def test_steps_of_every_type(mpirun, tmp_path, x64, jobs, quick_compiler):
     run(mpirun, tmp_path, 100, x64, 0, jobs, quick_compiler)
 
 
-# Few, because each takes minutes in which all other tests wait for a core, too.
+# Few cases and steps, because each case takes minutes, and slows down every test that runs beside it.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("seed", "x64", "jobs"), [(1, False, 0), (2, False, 2), (3, True, 0), (4, True, 2)])
 def test_steps_of_every_type_under_load(mpirun, tmp_path, x64, seed, jobs, load):

@@ -123,7 +123,7 @@ def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
     git("commit", "--quiet", "-m", "first")
     monkeypatch.setattr(parts, "ROOT", tmp_path)
     monkeypatch.setattr(parts, "covered", lambda folder, file=None: ["file"])
-    monkeypatch.setattr(sys.modules["recorded"], "RECORDS", tmp_path / parts.RECORDS)
+    monkeypatch.setattr(sys.modules["recorded"], "ROOT", tmp_path)
     commands = {"good": ["echo", "ran"], "bad": ["false"], "also": ["true"]}
     monkeypatch.setattr(parts, "parts", lambda: {name: parts.Part("x", words) for name, words in commands.items()})
     assert parts.more([]) == 1

@@ -122,7 +122,7 @@ def test_changelog_begins_with_the_version(wheel, entries, released, right):
 
 
 def test_no_compiler_is_on_the_path(monkeypatch, tmp_path):
-    """Folders without compilers stay as they are. The others keep all programs but the compilers, links included."""
+    """A folder without compilers stays on the path. Any other is replaced by links to its other programs."""
     installs = loaded("installs", monkeypatch)
     for name in ("a/gcc-12", "a/cc", "a/mpirun", "a/nvcc", "a/git", "b/sort"):
         program = tmp_path / name
