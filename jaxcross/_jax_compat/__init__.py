@@ -256,6 +256,11 @@ def put_on_host(x: np.ndarray, host: Any, *, committed: bool) -> jax.Array:
     return _pxla.batched_device_put(aval, SingleDeviceSharding(host), [x], [host], committed, enable_x64=True)
 
 
+def collect_garbage() -> None:
+    """Makes JAX let go of the Python objects of arrays that are deleted. Otherwise, it does so in a later call."""
+    _xla_client._xla.collect_garbage()  # pyright: ignore[reportPrivateImportUsage]
+
+
 def backends_started() -> bool:
     """Whether JAX has started a backend in this process; thread-pool settings come too late then."""
     return _xla_bridge.backends_are_initialized()

@@ -89,8 +89,8 @@ class Folders:
         for the disk.
         """
         file = self.path / f"{what}-{self._rank:04d}"
-        for other in self.path.glob(f"{what}-*") if self._rank == 0 else ():
-            if _number(other) >= self._ranks:
+        if self._rank == 0:
+            for other in self._of_lost_ranks(self.path, what):
                 other.unlink(missing_ok=True)
         if text is None:
             file.unlink(missing_ok=True)
@@ -194,8 +194,11 @@ class Folders:
         """
         for name in names:
             folder = self.path / name
-            parts = list(folder.glob("rank-*")) if self._rank == 0 else []
-            for part in [self.part_path(name), *(p for p in parts if _number(p) >= self._ranks)]:
+            parts = [self.part_path(name)]
+            if self._rank == 0:
+                with suppress(OSError):
+                    parts += self._of_lost_ranks(folder, "rank")
+            for part in parts:
                 try:
                     (part / "part.json").unlink(missing_ok=True)  # first: half a part must not look whole
                 except OSError:
@@ -205,6 +208,17 @@ class Folders:
                 folder.rmdir()
             except OSError:
                 continue  # another rank's part is still there, or the folder is gone already
+
+    def _of_lost_ranks(self, folder: Path, what: str) -> list[Path]:
+        """Returns the entries `<what>-<rank>` of ranks that this run doesn't have.
+
+        `Path.glob` would raise where another rank deletes the folder between its test and its listing.
+        """
+        try:
+            found = [Path(entry.path) for entry in os.scandir(folder) if entry.name.startswith(f"{what}-")]
+        except ABSENT:
+            return []
+        return [path for path in found if _number(path) >= self._ranks]
 
 
 @contextmanager

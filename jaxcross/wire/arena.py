@@ -20,6 +20,8 @@ from weakref import ref
 
 import numpy as np
 
+from jaxcross._jax_compat import collect_garbage
+
 # Below this size, NumPy's own allocator is at least as fast, and a page would be mostly empty.
 SMALLEST_BYTES = 64 * 1024
 # Idle slots are kept so long: jobs of one run alternate within seconds, and a slot of a finished job is to go.
@@ -56,7 +58,11 @@ class Arena:
             now = time.monotonic()
             self._drop_idle(now)
             slots = self._slots.setdefault(size, [])
-            slot = next((slot for slot in slots if slot.is_free), None)
+            slot = _free(slots)
+            if slot is None:
+                # A JAX array that is gone leaves the NumPy array it was made from to JAX's next call.
+                collect_garbage()
+                slot = _free(slots)
             if slot is None:
                 slots.append(slot := _Slot(_memory(size)))
             lease = np.frombuffer(slot.memory, np.uint8)
@@ -74,6 +80,10 @@ class Arena:
             kept = [slot for slot in slots if not (slot.is_free and now - slot.used_s > IDLE_S)]
             if len(kept) < len(slots):
                 self._slots[size] = kept
+
+
+def _free(slots: list[_Slot]) -> _Slot | None:
+    return next((slot for slot in slots if slot.is_free), None)
 
 
 def _memory(size: int) -> mmap.mmap:

@@ -1,6 +1,7 @@
 """What a checkpoint is on disk: leaves of every kind, parts, folders."""
 
 import importlib
+import os
 import pkgutil
 import re
 from typing import Any
@@ -16,6 +17,7 @@ from flax.training.train_state import TrainState
 
 from jaxcross import _pytree, exchange
 from jaxcross.checkpoint import arrays
+from jaxcross.checkpoint.layout import Folders, checkpoint_name
 from jaxcross.checkpoint.rank_local import rank_local_leaves
 from jaxcross.exchange.demo import DemoState
 
@@ -166,3 +168,17 @@ def test_every_element_type_comes_back(tmp_path):
     arrays.write(tmp_path / "state", {path: leaf.array for path, leaf in taken.items()})
     forms = {path: leaf.form for path, leaf in taken.items()}
     identical(_pytree.rebuild(state, forms, arrays.read(tmp_path / "state", forms)), state)
+
+
+def test_a_folder_that_another_rank_deletes_first_is_no_error(tmp_path, monkeypatch):
+    """Both ranks delete one checkpoint: the folder is gone between rank 0's look at it and its listing."""
+    name, look = checkpoint_name(3, "0" * 16), os.scandir
+    (tmp_path / name).mkdir()
+
+    def deleted_meanwhile(path):
+        os.rmdir(path)
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", deleted_meanwhile)
+    Folders(tmp_path, rank=0, ranks=2).delete([name])
+    assert not (tmp_path / name).exists()

@@ -343,6 +343,14 @@ def test_a_slot_is_taken_again_when_nothing_refers_to_it():
     assert arena.nbytes == 2 * size
 
 
+def test_a_slot_is_taken_again_as_soon_as_its_jax_array_is_gone():
+    """JAX would keep the memory until its next call, which may come only after the next exchange has received."""
+    arena = Arena()
+    for _ in range(5):
+        compat.put_on_host(arena.take(BIG, np.float32), HOST, committed=False).block_until_ready()
+    assert arena.nbytes == -(-4 * BIG[0] // 4096) * 4096
+
+
 def test_a_slot_is_not_taken_while_a_jax_array_or_a_computation_reads_it():
     arena = Arena()
 
