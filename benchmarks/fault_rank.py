@@ -83,7 +83,8 @@ class Injector:
     def comes(self, activity: Any) -> bool:
         """Whether the point is this one. Once: several threads ask."""
         with self.lock:
-            self.near |= activity.job == "b" and activity.step == AT_STEP
+            # Not by a save, which may be the first one: until it's over, there's nothing to resume from.
+            self.near |= activity.job == "b" and activity.step == AT_STEP and activity.segment >= 0
             here = activity.job == "b" and (activity.step == AT_STEP or POINT == "compile")
             here |= self.near and (POINT == "vote" or (POINT == "agreement" and activity.job == "b"))
             here &= (

@@ -76,13 +76,13 @@ class Case:
 
     @property
     def where(self) -> str:
-        """Where the faulty rank was, in the post-mortem; a vote is of all jobs, and says which was there beside it."""
+        """Where the faulty rank was, in the post-mortem; a vote is of all jobs, and says which job it was next to."""
         return {
             "compile": r"job 'b', step 0 \(compile\)",
             "compute": r"job 'b', step 3, segment 0 \(compute\)",
             "exchange": r"job 'b', step 3, segment 1 \(exchange\)",
             "carried": r"job 'b', step 3, segment 1 \(exchange\)",
-            "vote": r"in vote, (after|beside) job '[ab]', step \d",
+            "vote": r"in vote, (after|next to) job '[ab]'(,| after) step \d",
             "checkpoint": r"job 'b', step 3 \(checkpoint\)",
         }[self.point]
 

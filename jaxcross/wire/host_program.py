@@ -369,14 +369,34 @@ def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
 
 
 def _while(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
-    """The host reads the condition before each iteration."""
+    """The host reads the condition before each iteration.
+
+    Under `vmap`, each element of the batch has a condition of its own. The loop continues while any of them holds, and
+    an element whose condition no longer holds keeps its values.
+    """
     n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    condition, body = (HostProgram(eqn.params[name], site) for name in ("cond_jaxpr", "body_jaxpr"))
+    condition = HostProgram(eqn.params["cond_jaxpr"], site)
+    iteration = eqn.params["body_jaxpr"]
+    (predicate,) = eqn.params["cond_jaxpr"].out_avals
+    is_batched = predicate.ndim > 0
+
+    def selected(active: Any, *operands: Any) -> list[Any]:
+        results = jaxpr_as_fun(iteration)(*operands)
+        return [
+            lax.select(lax.broadcast_in_dim(active, new.shape, range(active.ndim)), new, old)
+            for new, old in zip(results, operands[n_body:], strict=True)
+        ]
+
+    if is_batched:
+        body = HostProgram(jax.make_jaxpr(selected)(*map(struct_of, [predicate, *iteration.in_avals])), site)
+    else:
+        body = HostProgram(iteration, site)
 
     def run(*operands: Any) -> Sequence[Any]:
+        consts = operands[n_condition:][:n_body]
         carry: Sequence[Any] = operands[n_condition + n_body :]
-        while bool(np.asarray(condition.run(*operands[:n_condition], *carry)[0])):
-            carry = body.run(*operands[n_condition:][:n_body], *carry)
+        while np.asarray(active := condition.run(*operands[:n_condition], *carry)[0]).any():
+            carry = body.run(*([active] if is_batched else []), *consts, *carry)
         return carry
 
     return run, [condition, body]

@@ -118,6 +118,19 @@ def while_some_rank_is_small(x):
     return lax.while_loop(lambda carry: lax.pmax(carry[1].sum(), "r") < 100, body, (0, x))
 
 
+def while_of_each_element(x):
+    """The elements of a batch make different numbers of iterations, the same ones on every rank."""
+
+    def one(n, key):
+        def body(_, carry):
+            total, key = carry
+            return lax.psum(total, "r") + x.sum(), jax.random.split(key)[0]
+
+        return lax.fori_loop(0, n, body, (x, key))
+
+    return jax.vmap(one)(jnp.array([2, 0, 3]), jax.random.split(jax.random.key(3), 3))
+
+
 def one_branch(x):
     return lax.switch(
         jnp.int32(1), [lambda x: x, lambda x: lax.psum(x, "r"), lambda x: lax.pmax(x, "r") + 1, lambda x: 2 * x], x
@@ -142,8 +155,8 @@ def blocks(x):
 
 
 STEPS = [
-    scan_in_reverse, scan_in_a_scan, scan_with_keys, no_iteration, while_some_rank_is_small, one_branch,
-    several_exchanges, results_that_are_arguments, blocks,
+    scan_in_reverse, scan_in_a_scan, scan_with_keys, no_iteration, while_some_rank_is_small, while_of_each_element,
+    one_branch, several_exchanges, results_that_are_arguments, blocks,
 ]  # fmt: skip
 
 
