@@ -8,7 +8,7 @@ import pytest
 
 
 def check(mpirun: Any, ranks: int, *names: str, env: dict[str, str]) -> None:
-    done = mpirun(ranks, "exchanges.py", *names, timeout=900, env=env).check()
+    done = mpirun(ranks, "exchanges.py", *names, timeout=3600, env=env).check()
     for rank in range(ranks):
         assert f"rank {rank}: exchanges done" in done.stdout, done.stdout + done.stderr
 

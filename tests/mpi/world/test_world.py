@@ -132,7 +132,10 @@ def test_unresponsive_stuck_rank_is_aborted(mpirun):
     )
     done = mpirun(2, code)
     assert done.returncode != 0
-    assert "rank 1 does not answer: it has ended, or its interpreter is blocked." in done.stderr
+    # The watchdog asks it after 12 s. On a loaded machine, 30 s without a heartbeat may be noticed first.
+    assert re.search(
+        r"rank 1 (does not answer: it has ended, or its interpreter is blocked|is silent for)", done.stderr
+    )
 
 
 def alone(code, **environ):
