@@ -95,11 +95,19 @@ ALWAYS = (
 
 FULL = ("--hypothesis-profile", "full")
 OPEN_MPI = ["-p", "no:cacheprovider", "-m", "not exhaustive", "-n", "4"]  # its environment may be a temporary one
+# These take half an hour and don't depend on the wire, so only the exhaustive tier has them.
+ONCE = (
+    "tests/mpi/benchmarks/test_imagenet.py::test_by_itself",
+    "tests/mpi/benchmarks/test_plan.py",
+    "tests/mpi/benchmarks/test_race.py::test_memory",
+    "tests/mpi/benchmarks/test_race.py::test_race",
+    "tests/mpi/checkpoint/test_checkpoint.py::test_many_killed_runs_go_on",
+)
 # Tier -> the Python that runs it, and the arguments of pytest.
 TIERS = {
     "integration": (["uv", "run", "python"], ["-m", "not exhaustive", *FULL, "-n", "4"]),
     "exhaustive": (["uv", "run", "python"], ["-m", "exhaustive", *FULL, "-n", "3"]),
-    "mpi4py": (["uv", "run", "python"], ["-m", "", "-n", "4"]),
+    "mpi4py": (["uv", "run", "python"], ["-m", "", "-n", "4", *(f"--deselect={test}" for test in ONCE)]),
     "openmpi": ([".ci/with-openmpi"], OPEN_MPI),
     "openmpi-mpi4py": ([".ci/with-openmpi"], OPEN_MPI),
 }
@@ -368,11 +376,9 @@ def parts() -> dict[str, Part]:
                 continue
             if paths := paths_of(folder, ("mpi",) if tier in OVER_MPI else RUNS_ON):
                 found[f"{tier}:{folder}"] = Part(folder, tier=tier, paths=paths)
-    kills = ["uv", "run", "python", "benchmarks/kill_resume.py", "--trials", "3", "--ranks", "2", "--seed", "100"]
     wheel = ["uv", "run", "python", ".ci/wheel.py"]
     return {
         **found,
-        "kills": Part("checkpoint", kills),
         "wheel:release": Part(WHEEL, [*wheel, "release"]),
         "wheel:tests": Part(WHEEL_TESTS, [*wheel, "tests"]),
         "mutants": Part(MUTANTS, [".ci/mutants"]),

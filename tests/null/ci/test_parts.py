@@ -107,7 +107,13 @@ def test_every_part_says_what_it_covers(parts):
     for name, part in parts.parts().items():
         assert parts.command_of([part], None) and parts.covered(part.covers), name
     kinds = {name.partition(":")[0] for name in parts.parts()}
-    assert kinds == {*parts.TIERS, "kills", "wheel", "mutants"}
+    assert kinds == {*parts.TIERS, "wheel", "mutants"}
+
+
+def test_tests_that_one_tier_is_enough_for_exist(parts):
+    for test in parts.ONCE:
+        file, _, name = test.partition("::")
+        assert f"def {name or 'test_'}" in parts.text_of(file), test
 
 
 def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
