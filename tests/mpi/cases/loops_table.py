@@ -166,7 +166,8 @@ def an_inner_loop_that_no_rank_ends():
 
     @jaxcross.crossover(axes="batch")
     def step(outer, inner, s):
-        length = lambda: lax.while_loop(lambda n: n < inner, lambda n: n + lax.pmax(1, "batch"), 0)  # noqa: E731
+        one = jnp.int32(1)  # with JAX_ENABLE_X64, a number of Python's has 64 bits
+        length = lambda: lax.while_loop(lambda n: n < inner, lambda n: n + lax.pmax(one, "batch"), one * 0)  # noqa: E731
         return lax.fori_loop(0, outer, lambda i, c: c + lax.psum(length(), "batch"), s)
 
     long, short = [jnp.int32(1), jnp.int32(201)], [jnp.int32(2), jnp.int32(20)]
