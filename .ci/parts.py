@@ -159,8 +159,8 @@ def paths_of(folder: str, tiers: Sequence[str] = RUNS_ON) -> list[str]:
     return [f"tests/{tier}/{folder}/" for tier in tiers if (ROOT / "tests" / tier / folder).is_dir()]
 
 
-def files_of(folder: str) -> tuple[str, ...]:
-    return tuple(str(file.relative_to(ROOT)) for path in paths_of(folder) for file in _python_files(ROOT / path))
+def files_of(folder: str, tiers: Sequence[str] = RUNS_ON) -> tuple[str, ...]:
+    return tuple(str(file.relative_to(ROOT)) for path in paths_of(folder, tiers) for file in _python_files(ROOT / path))
 
 
 def _python_files(path: Path) -> list[Path]:
@@ -168,8 +168,8 @@ def _python_files(path: Path) -> list[Path]:
 
 
 @cache
-def covered(folder: str, file: str | None = None) -> list[str]:
-    """Returns the paths whose change concerns the tests of a folder, or of one of its files.
+def covered(folder: str, file: str | None = None, tiers: Sequence[str] = RUNS_ON) -> list[str]:
+    """Returns the paths whose change concerns the tests of a folder in `tests/{tiers}`, or of one of its files.
 
     These are the folder of the package and all that it imports, however indirectly, and the folders that the tests and
     their programs name. For instance, some tests of `checkpoint` run jobs.
@@ -180,12 +180,12 @@ def covered(folder: str, file: str | None = None) -> list[str]:
         return [*IN_THE_WHEEL, "CHANGELOG.md", ".ci/installs.py", ".ci/train.py", ".ci/wheel.py", *ALL]
     if folder == WHEEL_TESTS:
         return [*covered(WHEEL), "benchmarks", "docs", "tests"]
-    tests = files_of(folder) if file is None else (file, f"{Path(file).parent}/conftest.py")
+    tests = files_of(folder, tiers) if file is None else (file, f"{Path(file).parent}/conftest.py")
     cases = programs_of(tests)
     names = imported().get(folder, set()) | named([*tests, *cases])
     package = [PACKAGE] if folder == PACKAGE else map(path_of, names)
     rows = [path for path, concerned in ROWS.items() if folder in concerned]
-    return [*sorted(package), *rows, *(paths_of(folder) if file is None else tests), *cases, *ALL]
+    return [*sorted(package), *rows, *(paths_of(folder, tiers) if file is None else tests), *cases, *ALL]
 
 
 def path_of(name: str) -> str:
@@ -359,12 +359,14 @@ class Part:
         command: What runs it; empty for tests.
         tier: The tier of its tests. All due parts of a tier run at once.
         paths: Its tests.
+        runs_on: The folders of `tests` that have its tests.
     """
 
     covers: str
     command: Sequence[str] = ()
     tier: str = ""
     paths: Sequence[str] = ()
+    runs_on: Sequence[str] = RUNS_ON
 
 
 def parts() -> dict[str, Part]:
@@ -374,8 +376,9 @@ def parts() -> dict[str, Part]:
         for folder in folders():
             if tier in OVER_MPI and folder == PACKAGE:
                 continue
-            if paths := paths_of(folder, ("mpi",) if tier in OVER_MPI else RUNS_ON):
-                found[f"{tier}:{folder}"] = Part(folder, tier=tier, paths=paths)
+            runs_on = ("mpi",) if tier in OVER_MPI else RUNS_ON
+            if paths := paths_of(folder, runs_on):
+                found[f"{tier}:{folder}"] = Part(folder, tier=tier, paths=paths, runs_on=runs_on)
     wheel = ["uv", "run", "python", ".ci/wheel.py"]
     return {
         **found,
@@ -406,7 +409,7 @@ def more(named: Sequence[str]) -> int:
     for name, part in every.items():
         if named and name not in named and name.partition(":")[0] not in named:
             continue
-        if reason := why(covered(part.covers), changed_since(passed().get(name))):
+        if reason := why(covered(part.covers, tiers=part.runs_on), changed_since(passed().get(name))):
             console.print(f"{name}: {reason}")
             due.setdefault(part.tier or name, []).append(name)
         else:
@@ -442,7 +445,7 @@ def show() -> int:
     table = Table("Part", "Passed at", "Due because of")
     for name, part in parts().items():
         commit = passed().get(name)
-        table.add_row(name, (commit or "-")[:10], why(covered(part.covers), changed_since(commit)))
+        table.add_row(name, (commit or "-")[:10], why(covered(part.covers, tiers=part.runs_on), changed_since(commit)))
     console.print(table)
     return 0
 

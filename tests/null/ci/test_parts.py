@@ -56,6 +56,18 @@ def test_change_concerns_tests_that_use_the_folder(parts, changed):
     assert "jobs" in due(parts)
 
 
+def test_tests_without_mpi_concern_no_part_that_runs_only_those_over_mpi(parts):
+    every = parts.parts()
+
+    def concerned(file):
+        return {n for n, p in every.items() if parts.why(parts.covered(p.covers, tiers=p.runs_on), [file])}
+
+    both = {"integration:exchange", "exhaustive:exchange", "wheel:tests"}
+    assert concerned("tests/cpu/exchange/test_table.py") == both
+    over_mpi = {f"{tier}:exchange" for tier in parts.OVER_MPI}
+    assert concerned("tests/mpi/exchange/test_table.py") == both | over_mpi
+
+
 def test_module_at_the_top_of_the_package_is_like_a_folder(parts, changed):
     changed("jaxcross/_tracing.py")
     assert {"exchange", "tensor", "program"} <= due(parts) and "interleave" not in due(parts)
@@ -128,7 +140,7 @@ def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
     git("add", ".")
     git("commit", "--quiet", "-m", "first")
     monkeypatch.setattr(parts, "ROOT", tmp_path)
-    monkeypatch.setattr(parts, "covered", lambda folder, file=None: ["file"])
+    monkeypatch.setattr(parts, "covered", lambda folder, file=None, tiers=(): ["file"])
     monkeypatch.setattr(sys.modules["recorded"], "ROOT", tmp_path)
     commands = {"good": ["echo", "ran"], "bad": ["false"], "also": ["true"]}
     monkeypatch.setattr(parts, "parts", lambda: {name: parts.Part("x", words) for name, words in commands.items()})
