@@ -28,14 +28,6 @@ WORLDS = [(row, n) for row in TABLE for n in range(1, 17) if row.worlds(n)]
 BAD = (np.nan, np.inf, -np.inf)
 
 
-@pytest.fixture(autouse=True)
-def exhaustive_tests_keep_no_executables(request):
-    """Each row's executables are a few hundred memory maps, and a process may have 65,530 (`vm.max_map_count`)."""
-    yield
-    if request.node.get_closest_marker("exhaustive"):
-        compiled.cache_clear()
-
-
 def same_bits(a: Any, b: Any) -> bool:
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
