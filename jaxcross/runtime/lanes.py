@@ -196,6 +196,7 @@ class ExchangeLane:
     def __init__(self, driver: LaneDriver) -> None:
         self._driver = driver
         self._todo: SimpleQueue[tuple[m.Instruction, StepCall | None] | None] = driver.queue()
+        self._arrived = threading.Event()  # set after each `put`
         self._pause = threading.Event()  # never set: a wait that is not a sleep
         self._thread = LaneThread("exchange", self._work, driver.world.exchange_owner.lane_threads, driver)
 
@@ -206,11 +207,30 @@ class ExchangeLane:
     def close(self) -> None:
         """Ends the thread, if `Finish` has not done so yet. Waits."""
         self._todo.put(None)
+        self._arrived.set()
         self._thread.join()
 
     def put(self, instruction: m.Instruction, call: StepCall | None) -> None:
         """Queues an instruction, with the call of a step that it belongs to, if any."""
         self._todo.put((instruction, call))
+        self._arrived.set()
+
+    def _next(self, backoff: float | None) -> tuple[m.Instruction, StepCall | None] | None:
+        """Returns the next instruction, or None if the lane has to end.
+
+        Raises:
+            Empty: None has come within `backoff` seconds. This may be raised too early, but never too late.
+        """
+        # Up to Python 3.12, `SimpleQueue.get` with a timeout may wait forever. If the kernel suspends this thread for
+        # longer than the timeout at the wrong moment, the rest of the timeout is negative, which the queue takes for no
+        # timeout at all. On a busy machine, this happened with a backoff of a few milliseconds: the rank never cast its
+        # vote, and the other ranks waited for it until the watchdog ended the run.
+        if backoff is None:
+            return self._todo.get()
+        self._arrived.clear()
+        if self._todo.empty():
+            self._arrived.wait(backoff)
+        return self._todo.get(block=False)
 
     def _work(self) -> None:
         # The kernel then wakes this thread up soon after a message, though XLA's threads are computing.
@@ -218,7 +238,7 @@ class ExchangeLane:
         backoff = None
         while True:
             try:
-                item = self._todo.get(timeout=backoff)
+                item = self._next(backoff)
             except Empty:
                 # Nothing came in time: the interleaver votes, though this rank has nothing to report.
                 backoff = None

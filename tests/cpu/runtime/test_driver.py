@@ -19,6 +19,7 @@ from jaxcross.jobs.context import current_job
 from jaxcross.jobs.runner import Runner
 from jaxcross.jobs.step_registry import step_graph_of
 from jaxcross.jobs.thread import JobThread
+from jaxcross.runtime import lanes
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.job_record import JobRecord, StepCall
@@ -141,6 +142,26 @@ def test_every_segment_is_dispatched_and_then_waited_for():
         assert sorted(events, key=lambda event: type(event).__name__) == [
             m.SegmentCompleted(0, 1, 0, 0), m.SegmentDispatched(0, 1, 0)
         ]  # fmt: skip
+
+    run_ranks(1, work)
+
+
+def test_backoff_ends_although_the_thread_is_suspended_for_longer(monkeypatch):
+    """A microsecond is over before the thread waits, as if the kernel had suspended it. With Python 3.11 and 3.12,
+    `SimpleQueue.get(timeout=...)` then waits forever if the instruction before came without a wait, here the second.
+    """
+    monkeypatch.setattr(lanes, "_FIRST_BACKOFF_S", 1e-6)
+
+    def work(world):
+        events = SimpleQueue()
+        driver: Any = SimpleNamespace(world=world, queue=SimpleQueue, post=events.put)
+        lane = lanes.ExchangeLane(driver)
+        lane.start()
+        for _ in range(1000):
+            lane.put(m.Backoff(0), None)
+            lane.put(m.Backoff(0), None)
+            assert events.get(timeout=60) == m.BackoffElapsed()
+        lane.close()
 
     run_ranks(1, work)
 
