@@ -106,8 +106,8 @@ ONCE = (
 # Tier -> the Python that runs it, and the arguments of pytest.
 TIERS = {
     "integration": (["uv", "run", "python"], ["-m", "not exhaustive", *FULL, "-n", "4"]),
-    # No stacks of slow tests. To print those of a thread that's running, `faulthandler` reads its frames while they
-    # change, and this crashed a test that computes for five minutes. The other slow tests wait for a process.
+    # Some of these tests compute for minutes, and pytest would print their stacks as if they hung. `faulthandler` then
+    # reads a running thread's frames, which isn't safe. It may be why a worker crashed in `plan/test_rates.py`.
     "exhaustive": (
         ["uv", "run", "python"],
         ["-m", "exhaustive", *FULL, "-n", "3", "-o", "faulthandler_timeout=0"],
@@ -174,7 +174,9 @@ def _python_files(path: Path) -> list[Path]:
 
 @cache
 def covered(folder: str, file: str | None = None, tiers: Sequence[str] = RUNS_ON) -> list[str]:
-    """Returns the paths whose change concerns the tests of a folder in `tests/{tiers}`, or of one of its files.
+    """Returns the paths that concern a folder's tests, or one of its test files. A part is due if one of them changes.
+
+    Only the tests in `tests/null`, `tests/cpu` and `tests/mpi` that `tiers` names count.
 
     These are the folder of the package and all that it imports, however indirectly, and the folders that the tests and
     their programs name. For instance, some tests of `checkpoint` run jobs.
@@ -364,14 +366,21 @@ class Part:
         command: What runs it; empty for tests.
         tier: The tier of its tests. All due parts of a tier run at once.
         paths: Its tests.
-        runs_on: The folders of `tests` that have its tests.
     """
 
     covers: str
     command: Sequence[str] = ()
     tier: str = ""
     paths: Sequence[str] = ()
-    runs_on: Sequence[str] = RUNS_ON
+
+    def due(self, files: Sequence[str] | None) -> str:
+        """Returns why this part must run if these files have changed; see `why`."""
+        return why(covered(self.covers, tiers=runs_on(self.tier)), files)
+
+
+def runs_on(tier: str) -> Sequence[str]:
+    """Returns the folders of `tests` that have a tier's tests."""
+    return ("mpi",) if tier in OVER_MPI else RUNS_ON
 
 
 def parts() -> dict[str, Part]:
@@ -381,9 +390,8 @@ def parts() -> dict[str, Part]:
         for folder in folders():
             if tier in OVER_MPI and folder == PACKAGE:
                 continue
-            runs_on = ("mpi",) if tier in OVER_MPI else RUNS_ON
-            if paths := paths_of(folder, runs_on):
-                found[f"{tier}:{folder}"] = Part(folder, tier=tier, paths=paths, runs_on=runs_on)
+            if paths := paths_of(folder, runs_on(tier)):
+                found[f"{tier}:{folder}"] = Part(folder, tier=tier, paths=paths)
     wheel = ["uv", "run", "python", ".ci/wheel.py"]
     return {
         **found,
@@ -414,7 +422,7 @@ def more(named: Sequence[str]) -> int:
     for name, part in every.items():
         if named and name not in named and name.partition(":")[0] not in named:
             continue
-        if reason := why(covered(part.covers, tiers=part.runs_on), changed_since(passed().get(name))):
+        if reason := part.due(changed_since(passed().get(name))):
             console.print(f"{name}: {reason}")
             due.setdefault(part.tier or name, []).append(name)
         else:
@@ -450,7 +458,7 @@ def show() -> int:
     table = Table("Part", "Passed at", "Due because of")
     for name, part in parts().items():
         commit = passed().get(name)
-        table.add_row(name, (commit or "-")[:10], why(covered(part.covers, tiers=part.runs_on), changed_since(commit)))
+        table.add_row(name, (commit or "-")[:10], part.due(changed_since(commit)))
     console.print(table)
     return 0
 

@@ -196,7 +196,7 @@ class ExchangeLane:
     def __init__(self, driver: LaneDriver) -> None:
         self._driver = driver
         self._todo: SimpleQueue[tuple[m.Instruction, StepCall | None] | None] = driver.queue()
-        self._arrived = threading.Event()  # set after each `put`
+        self._arrived = threading.Event()  # set whenever an item has been queued
         self._pause = threading.Event()  # never set: a wait that is not a sleep
         self._thread = LaneThread("exchange", self._work, driver.world.exchange_owner.lane_threads, driver)
 
@@ -206,25 +206,28 @@ class ExchangeLane:
 
     def close(self) -> None:
         """Ends the thread, if `Finish` has not done so yet. Waits."""
-        self._todo.put(None)
-        self._arrived.set()
+        self._put(None)
         self._thread.join()
 
     def put(self, instruction: m.Instruction, call: StepCall | None) -> None:
         """Queues an instruction, with the call of a step that it belongs to, if any."""
-        self._todo.put((instruction, call))
+        self._put((instruction, call))
+
+    def _put(self, item: tuple[m.Instruction, StepCall | None] | None) -> None:
+        self._todo.put(item)
         self._arrived.set()
 
     def _next(self, backoff: float | None) -> tuple[m.Instruction, StepCall | None] | None:
         """Returns the next instruction, or None if the lane has to end.
 
         Raises:
-            Empty: None has come within `backoff` seconds. This may be raised too early, but never too late.
+            Empty: No instruction arrived within `backoff` seconds. Sometimes raised earlier, which only means that this
+                rank votes earlier.
         """
-        # Up to Python 3.12, `SimpleQueue.get` with a timeout may wait forever. If the kernel suspends this thread for
-        # longer than the timeout at the wrong moment, the rest of the timeout is negative, which the queue takes for no
-        # timeout at all. On a busy machine, this happened with a backoff of a few milliseconds: the rank never cast its
-        # vote, and the other ranks waited for it until the watchdog ended the run.
+        # We don't pass the timeout to the queue, because up to Python 3.12, `SimpleQueue.get(timeout=...)` can block
+        # forever. It computes the remaining timeout in a loop. If the kernel suspends this thread for too long, the
+        # remaining timeout becomes negative, and CPython then waits without any timeout. We saw this on a busy machine,
+        # where backoffs are 2 to 50 ms: one rank never cast its vote, so the run hung until the watchdog terminated it.
         if backoff is None:
             return self._todo.get()
         self._arrived.clear()

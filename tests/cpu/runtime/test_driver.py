@@ -147,8 +147,9 @@ def test_every_segment_is_dispatched_and_then_waited_for():
 
 
 def test_backoff_ends_although_the_thread_is_suspended_for_longer(monkeypatch):
-    """A microsecond is over before the thread waits, as if the kernel had suspended it. With Python 3.11 and 3.12,
-    `SimpleQueue.get(timeout=...)` then waits forever if the instruction before came without a wait, here the second.
+    """With a backoff of one microsecond, the time is always up before the thread begins to wait, just as if the kernel
+    had suspended it. `SimpleQueue.get(timeout=...)` of Python 3.11 and 3.12 then blocks forever, provided that it
+    returned the previous item without waiting. That's why we put two instructions at once.
     """
     monkeypatch.setattr(lanes, "_FIRST_BACKOFF_S", 1e-6)
 

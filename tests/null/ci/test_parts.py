@@ -60,7 +60,7 @@ def test_tests_without_mpi_concern_no_part_that_runs_only_those_over_mpi(parts):
     every = parts.parts()
 
     def concerned(file):
-        return {n for n, p in every.items() if parts.why(parts.covered(p.covers, tiers=p.runs_on), [file])}
+        return {name for name, part in every.items() if part.due([file])}
 
     both = {"integration:exchange", "exhaustive:exchange", "wheel:tests"}
     assert concerned("tests/cpu/exchange/test_table.py") == both
