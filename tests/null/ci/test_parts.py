@@ -122,6 +122,12 @@ def test_every_part_says_what_it_covers(parts):
     assert kinds == {*parts.TIERS, "wheel", "mutants"}
 
 
+def test_words_about_the_mutants_concern_none_of_them(parts):
+    mutants = parts.parts()["mutants"]
+    assert not mutants.due(["tests/mutation/README.md"])
+    assert mutants.due(["tests/mutation/inside/probe.py"])
+
+
 def test_tests_that_one_tier_is_enough_for_exist(parts):
     for test in parts.ONCE:
         file, _, name = test.partition("::")
