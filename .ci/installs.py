@@ -1,4 +1,5 @@
-"""Builds the wheel and installs it outside of the clone, where no compiler is on the path, and trains there.
+"""Builds the wheel and installs it outside of the clone, where no compiler is on the path, and
+trains there.
 
 `.ci/wheel.py` checks that this works, and `benchmarks/installations.py` measures it.
 """
@@ -20,7 +21,8 @@ UV = os.environ.get("UV", "uv")  # `uv run` sets it, also where uv itself isn't 
 COMPILERS = ("*gcc*", "*g++*", "c++*", "cc", "*clang*", "nvcc*", "mpi*")
 # What a user's shell doesn't have, but a run by uv or pytest does.
 OF_THIS_RUN = ("PYTHON", "VIRTUAL_ENV", "JAX", "XLA_", "MPIR_", "OMPI_")
-# `promise`, which tensorflow-datasets needs, is pure Python without a wheel. pip and uv build it without a compiler.
+# `promise`, which tensorflow-datasets needs, is pure Python without a wheel. pip and uv build it
+# without a compiler.
 WHEELS_ONLY = ("--only-binary", ":all:", "--no-binary", "promise")
 
 
@@ -40,7 +42,9 @@ class Installed:
         """The version of each package, without the installer's own."""
         (packages,) = self.folder.glob("lib/python*/site-packages")
         found = {each.name: each.version for each in distributions(path=[str(packages)])}
-        return {name: version for name, version in found.items() if name not in ("pip", "setuptools")}
+        return {
+            name: version for name, version in found.items() if name not in ("pip", "setuptools")
+        }
 
 
 def run(*line: str | Path, cwd: Path, environ: Mapping[str, str] | None = None) -> None:
@@ -57,13 +61,20 @@ def build(tree: Path, out: Path) -> Path:
 def without_compilers(path: str, scratch: Path) -> str:
     """Returns a search path that has all programs of `path` but compilers, and those of an MPI.
 
-    A folder that has a compiler is replaced by a new one, in `scratch`, of links to its other programs.
+    A folder that has a compiler is replaced by a new one, in `scratch`, of links to its other
+    programs.
     """
     found = []
     for name in path.split(os.pathsep):
         folder = Path(name or ".").absolute()
-        files = [file for file in folder.iterdir() if not file.is_dir()] if os.access(folder, os.R_OK | os.X_OK) else []
-        others = [file for file in files if not any(fnmatch(file.name, pattern) for pattern in COMPILERS)]
+        files = (
+            [file for file in folder.iterdir() if not file.is_dir()]
+            if os.access(folder, os.R_OK | os.X_OK)
+            else []
+        )
+        others = [
+            file for file in files if not any(fnmatch(file.name, pattern) for pattern in COMPILERS)
+        ]
         if len(others) < len(files):
             folder = scratch / f"path-{len(found)}"
             folder.mkdir(parents=True)
@@ -74,10 +85,16 @@ def without_compilers(path: str, scratch: Path) -> str:
 
 
 def outside(scratch: Path, *, compilers: bool = False) -> dict[str, str]:
-    """Returns the variables of a user's shell: no environment of the clone and, unless asked for, no compilers."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_RUN)}
+    """Returns the variables of a user's shell: no environment of the clone and, unless asked for,
+    no compilers.
+    """
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_RUN)
+    }
     own = os.path.join(os.environ.get("VIRTUAL_ENV", "/nowhere"), "bin")
-    path = os.pathsep.join(name for name in environ["PATH"].split(os.pathsep) if name.rstrip("/") != own)
+    path = os.pathsep.join(
+        name for name in environ["PATH"].split(os.pathsep) if name.rstrip("/") != own
+    )
     if compilers:
         return {**environ, "PATH": path}
     path = without_compilers(path, scratch)
@@ -93,11 +110,17 @@ def outside(scratch: Path, *, compilers: bool = False) -> dict[str, str]:
 
 def entered(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Returns the variables after `source folder/bin/activate`."""
-    return {**environ, "VIRTUAL_ENV": str(folder), "PATH": f"{folder / 'bin'}{os.pathsep}{environ['PATH']}"}
+    return {
+        **environ,
+        "VIRTUAL_ENV": str(folder),
+        "PATH": f"{folder / 'bin'}{os.pathsep}{environ['PATH']}",
+    }
 
 
 def find_python(version: str) -> str | None:
-    """Returns a Python of that version, such as "3.12", that can make environments, or None if the machine has none."""
+    """Returns a Python of that version, such as "3.12", that can make environments, or None if the
+    machine has none.
+    """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     name = f"python{version}"
     for candidate in (shutil.which(name), *pyenv.glob(f"versions/{version}.*/bin/{name}")):
@@ -111,20 +134,39 @@ def versions_here(scratch: Path) -> tuple[str, ...]:
     """Returns the options that hold an installation to the versions of the clone's environment."""
     file = scratch / "versions.txt"
     found = sorted({(each.name, each.version) for each in distributions()})
-    file.write_text("".join(f"{name}=={version}\n" for name, version in found if name != "jaxcross"))
+    file.write_text(
+        "".join(f"{name}=={version}\n" for name, version in found if name != "jaxcross")
+    )
     return ("--constraint", str(file))
 
 
 def install(
-    installer: str, python: str, wanted: Sequence[str], folder: Path, environ: Mapping[str, str], *options: str
+    installer: str,
+    python: str,
+    wanted: Sequence[str],
+    folder: Path,
+    environ: Mapping[str, str],
+    *options: str,
 ) -> Installed:
-    """Makes an environment and installs `wanted` by one command of pip or uv. Only `promise` is built from source."""
+    """Makes an environment and installs `wanted` by one command of pip or uv. Only `promise` is
+    built from source.
+    """
     start = time.perf_counter()
     if installer == "pip":
         run(python, "-m", "venv", folder, cwd=folder.parent, environ=environ)
         line = [folder / "bin" / "pip", "install", "--disable-pip-version-check"]
     else:
-        run(UV, "venv", "--quiet", "--no-project", "--python", python, folder, cwd=folder.parent, environ=environ)
+        run(
+            UV,
+            "venv",
+            "--quiet",
+            "--no-project",
+            "--python",
+            python,
+            folder,
+            cwd=folder.parent,
+            environ=environ,
+        )
         line = [UV, "pip", "install", "--no-config", "--python", folder]
     run(*line, "--quiet", *WHEELS_ONLY, *options, *wanted, cwd=folder.parent, environ=environ)
     return Installed(folder=folder, seconds=time.perf_counter() - start)
@@ -144,5 +186,11 @@ def train(folder: Path, environ: Mapping[str, str]) -> None:
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     script = shutil.copy(Path(__file__).with_name("train.py"), folder)
     run(
-        folder / "bin" / "mpirun", "-n", "2", "python", script, cwd=folder, environ={**entered(environ, folder), **root}
+        folder / "bin" / "mpirun",
+        "-n",
+        "2",
+        "python",
+        script,
+        cwd=folder,
+        environ={**entered(environ, folder), **root},
     )

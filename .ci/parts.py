@@ -1,20 +1,23 @@
-"""Chooses the integration tests that `.ci/run` runs for a change, and the parts of `.ci/more` that are still due.
+"""Chooses the integration tests that `.ci/run` runs for a change, and the parts of `.ci/more` that
+are still due.
 
     python .ci/parts.py select FOLDER     # for .ci/run: writes what to run to FOLDER, and says why
-    python .ci/parts.py drawn FOLDER      # runs the drawn cases; failures that also occur at the base are only reported
+    python .ci/parts.py drawn FOLDER      # runs the drawn cases; failures that also occur at the
+                                          base are only reported
     python .ci/parts.py record FOLDER     # writes down that what `.ci/run` selected has passed
-    python .ci/parts.py more [PART ...]   # for .ci/more: runs the parts that haven't passed since their folders changed
+    python .ci/parts.py more [PART ...]   # for .ci/more: runs the parts that haven't passed since
+                                          their folders changed
     python .ci/parts.py show              # which parts have passed, and at which commit
 
-A *part* is the tests of one folder in one tier, such as `integration:wire`. It covers the folder of the package, all
-folders that this one imports, however indirectly, the folders that the tests name, and the tests themselves. So a
-change of `wire` concerns the parts of `wire`, `world`, `jobs` and everything else above it. The import graph comes from
-grimp, which `lint-imports` uses, too.
+A *part* is the tests of one folder in one tier, such as `integration:wire`. It covers the folder of
+the package, all folders that this one imports, however indirectly, the folders that the tests name,
+and the tests themselves. So a change of `wire` concerns the parts of `wire`, `world`, `jobs` and
+everything else above it. The import graph comes from grimp, which `lint-imports` uses, too.
 
-Both scripts write down in `.ci/passed.json` at which commit each part has passed. Commit that file: it's what a later
-run on another machine starts from. A change is what differs from the base, which is `CI_BASE`, or else where this
-branch left `origin/main`. On main itself there's no such base, and each part is compared with the commit at which it
-passed.
+Both scripts write down in `.ci/passed.json` at which commit each part has passed. Commit that file:
+it's what a later run on another machine starts from. A change is what differs from the base, which
+is `CI_BASE`, or else where this branch left `origin/main`. On main itself there's no such base, and
+each part is compared with the commit at which it passed.
 """
 
 from __future__ import annotations
@@ -64,14 +67,24 @@ ROWS = {
     ".ci/train.py": ("benchmarks",),
     "CHANGELOG.md": ("docs",),
     "README.md": ("docs",),
-    "benchmarks": ("benchmarks", "checkpoint", "docs", "exchange", "health", "lab", "plan", "program"),
+    "benchmarks": (
+        "benchmarks",
+        "checkpoint",
+        "docs",
+        "exchange",
+        "health",
+        "lab",
+        "plan",
+        "program",
+    ),
     "deploy": ("commands", "deploy"),
     "docs": ("docs",),
     "examples": ("docs", "examples", "program", "step"),
     "tests/model": ("interleave",),
     "tests/mutation": ("jaxcross",),
 }
-# Open MPI runs, with the newest Python and JAX, if one of these folders has changed, or what its ranks run on.
+# Open MPI runs, with the newest Python and JAX, if one of these folders has changed, or what its
+# ranks run on.
 ON_OPEN_MPI = ("wire", "world", "health", "server", "lab", "commands")
 UNDER_OPEN_MPI = (*ALL, "jaxcross/_jax_compat", "tests/mpi/cases")
 
@@ -94,7 +107,14 @@ ALWAYS = (
 )
 
 FULL = ("--hypothesis-profile", "full")
-OPEN_MPI = ["-p", "no:cacheprovider", "-m", "not exhaustive", "-n", "4"]  # its environment may be a temporary one
+OPEN_MPI = [
+    "-p",
+    "no:cacheprovider",
+    "-m",
+    "not exhaustive",
+    "-n",
+    "4",
+]  # its environment may be a temporary one
 # These take half an hour and don't depend on the wire, so only the exhaustive tier has them.
 ONCE = (
     "tests/mpi/benchmarks/test_imagenet.py::test_by_itself",
@@ -106,13 +126,17 @@ ONCE = (
 # Tier -> the Python that runs it, and the arguments of pytest.
 TIERS = {
     "integration": (["uv", "run", "python"], ["-m", "not exhaustive", *FULL, "-n", "4"]),
-    # Some of these tests compute for minutes, and pytest would print their stacks as if they hung. `faulthandler` then
-    # reads a running thread's frames, which isn't safe. It may be why a worker crashed in `plan/test_rates.py`.
+    # Some of these tests compute for minutes, and pytest would print their stacks as if they hung.
+    # `faulthandler` then reads a running thread's frames, which isn't safe. It may be why a worker
+    # crashed in `plan/test_rates.py`.
     "exhaustive": (
         ["uv", "run", "python"],
         ["-m", "exhaustive", *FULL, "-n", "3", "-o", "faulthandler_timeout=0"],
     ),
-    "mpi4py": (["uv", "run", "python"], ["-m", "", "-n", "4", *(f"--deselect={test}" for test in ONCE)]),
+    "mpi4py": (
+        ["uv", "run", "python"],
+        ["-m", "", "-n", "4", *(f"--deselect={test}" for test in ONCE)],
+    ),
     "openmpi": ([".ci/with-openmpi"], OPEN_MPI),
     "openmpi-mpi4py": ([".ci/with-openmpi"], OPEN_MPI),
 }
@@ -133,7 +157,9 @@ def folder_of(module: str) -> str:
 
 @cache
 def imported() -> Mapping[str, set[str]]:
-    """Returns, for each folder of the package, all folders that it imports, however indirectly, and itself."""
+    """Returns, for each folder of the package, all folders that it imports, however indirectly, and
+    itself.
+    """
     graph = grimp.build_graph(PACKAGE, exclude_type_checking_imports=True, cache_dir=None)
     found: dict[str, set[str]] = {}
     for module in graph.modules:
@@ -145,7 +171,9 @@ def imported() -> Mapping[str, set[str]]:
 def closed(found: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """Returns the transitive closure of a relation."""
     while True:
-        more = {name: set().union(*(found[other] for other in others)) for name, others in found.items()}
+        more = {
+            name: set().union(*(found[other] for other in others)) for name, others in found.items()
+        }
         if more == found:
             return more
         found = more
@@ -153,19 +181,33 @@ def closed(found: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 @cache
 def folders() -> tuple[str, ...]:
-    """Returns the folders that have tests, and `PACKAGE` for the files in `tests/null` itself, which test all of it."""
-    found = {path.parent.name for tier in RUNS_ON for path in (ROOT / "tests" / tier).glob("*/__init__.py")}
+    """Returns the folders that have tests, and `PACKAGE` for the files in `tests/null` itself,
+    which test all of it.
+    """
+    found = {
+        path.parent.name
+        for tier in RUNS_ON
+        for path in (ROOT / "tests" / tier).glob("*/__init__.py")
+    }
     return (*sorted(found), PACKAGE)
 
 
 def paths_of(folder: str, tiers: Sequence[str] = RUNS_ON) -> list[str]:
     if folder == PACKAGE:
-        return [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/null").glob("test_*.py"))]
-    return [f"tests/{tier}/{folder}/" for tier in tiers if (ROOT / "tests" / tier / folder).is_dir()]
+        return [
+            str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/null").glob("test_*.py"))
+        ]
+    return [
+        f"tests/{tier}/{folder}/" for tier in tiers if (ROOT / "tests" / tier / folder).is_dir()
+    ]
 
 
 def files_of(folder: str, tiers: Sequence[str] = RUNS_ON) -> tuple[str, ...]:
-    return tuple(str(file.relative_to(ROOT)) for path in paths_of(folder, tiers) for file in _python_files(ROOT / path))
+    return tuple(
+        str(file.relative_to(ROOT))
+        for path in paths_of(folder, tiers)
+        for file in _python_files(ROOT / path)
+    )
 
 
 def _python_files(path: Path) -> list[Path]:
@@ -174,18 +216,30 @@ def _python_files(path: Path) -> list[Path]:
 
 @cache
 def covered(folder: str, file: str | None = None, tiers: Sequence[str] = RUNS_ON) -> list[str]:
-    """Returns the paths that concern a folder's tests, or one of its test files. A part is due if one of them changes.
+    """Returns the paths that concern a folder's tests, or one of its test files. A part is due if
+    one of them changes.
 
     Only the tests in `tests/null`, `tests/cpu` and `tests/mpi` that `tiers` names count.
 
-    These are the folder of the package and all that it imports, however indirectly, and the folders that the tests and
-    their programs name. For instance, some tests of `checkpoint` run jobs.
+    These are the folder of the package and all that it imports, however indirectly, and the folders
+    that the tests and their programs name. For instance, some tests of `checkpoint` run jobs.
     """
-    if folder == MUTANTS:  # it compares two suites: whoever moves or deletes tests names the commit before
-        tool = sorted((ROOT / "tests/mutation").rglob("*.py"))  # its README and its kept results are no part of it
+    if (
+        folder == MUTANTS
+    ):  # it compares two suites: whoever moves or deletes tests names the commit before
+        tool = sorted(
+            (ROOT / "tests/mutation").rglob("*.py")
+        )  # its README and its kept results are no part of it
         return [*(str(file.relative_to(ROOT)) for file in tool), ".ci/mutants"]
     if folder == WHEEL:
-        return [*IN_THE_WHEEL, "CHANGELOG.md", ".ci/installs.py", ".ci/train.py", ".ci/wheel.py", *ALL]
+        return [
+            *IN_THE_WHEEL,
+            "CHANGELOG.md",
+            ".ci/installs.py",
+            ".ci/train.py",
+            ".ci/wheel.py",
+            *ALL,
+        ]
     if folder == WHEEL_TESTS:
         return [*covered(WHEEL), "benchmarks", "docs", "tests"]
     tests = files_of(folder, tiers) if file is None else (file, f"{Path(file).parent}/conftest.py")
@@ -193,7 +247,13 @@ def covered(folder: str, file: str | None = None, tiers: Sequence[str] = RUNS_ON
     names = imported().get(folder, set()) | named([*tests, *cases])
     package = [PACKAGE] if folder == PACKAGE else map(path_of, names)
     rows = [path for path, concerned in ROWS.items() if folder in concerned]
-    return [*sorted(package), *rows, *(paths_of(folder, tiers) if file is None else tests), *cases, *ALL]
+    return [
+        *sorted(package),
+        *rows,
+        *(paths_of(folder, tiers) if file is None else tests),
+        *cases,
+        *ALL,
+    ]
 
 
 def path_of(name: str) -> str:
@@ -206,7 +266,9 @@ def text_of(file: str) -> str:
 
 
 def named(files: Iterable[str]) -> set[str]:
-    """Returns the folders of the package that files name, in imports and in the programs that they hold as text."""
+    """Returns the folders of the package that files name, in imports and in the programs that they
+    hold as text.
+    """
     text = "".join(map(text_of, files))
     words = set(re.findall(rf"{PACKAGE}\.(\w+)", text))
     for names in re.findall(rf"from {PACKAGE} import \(?([^)\n]*)", text):
@@ -217,23 +279,40 @@ def named(files: Iterable[str]) -> set[str]:
 
 @cache
 def programs() -> dict[str, set[str]]:
-    """Returns the programs in `tests/mpi/cases`, each with those that it imports, however indirectly, and itself."""
-    files = {path.stem: str(path.relative_to(ROOT)) for path in (ROOT / "tests/mpi/cases").glob("*.py")}
-    words = {name: set(re.findall(r"\w+", text_of(file))) & set(files) | {name} for name, file in files.items()}
-    return {files[name]: {files[other] for other in others} for name, others in closed(words).items()}
+    """Returns the programs in `tests/mpi/cases`, each with those that it imports, however
+    indirectly, and itself.
+    """
+    files = {
+        path.stem: str(path.relative_to(ROOT)) for path in (ROOT / "tests/mpi/cases").glob("*.py")
+    }
+    words = {
+        name: set(re.findall(r"\w+", text_of(file))) & set(files) | {name}
+        for name, file in files.items()
+    }
+    return {
+        files[name]: {files[other] for other in others} for name, others in closed(words).items()
+    }
 
 
 def programs_of(tests: Iterable[str]) -> list[str]:
     """Returns the programs that tests over MPI name, and those that these import."""
     text = "".join(text_of(file) for file in tests if file.startswith("tests/mpi/"))
-    return sorted(set().union(*(used for file, used in programs().items() if Path(file).name in text)))
+    return sorted(
+        set().union(*(used for file, used in programs().items() if Path(file).name in text))
+    )
 
 
 def why(paths: Sequence[str], files: Sequence[str] | None) -> str:
-    """Returns why tests that cover some paths must run if these files have changed. Empty if they needn't."""
+    """Returns why tests that cover some paths must run if these files have changed. Empty if they
+    needn't.
+    """
     if files is None:
         return "nothing to compare with"
-    hits = [file for file in files if any(file == path or file.startswith(f"{path.rstrip('/')}/") for path in paths)]
+    hits = [
+        file
+        for file in files
+        if any(file == path or file.startswith(f"{path.rstrip('/')}/") for path in paths)
+    ]
     return f"{hits[0]}{f' and {len(hits) - 1} more' if len(hits) > 1 else ''}" if hits else ""
 
 
@@ -262,7 +341,9 @@ def is_drawn(test: str, commit: str) -> bool:
 
 
 def chosen(tests: Iterable[str], files: Iterable[str], commit: str) -> tuple[list[str], list[str]]:
-    """Returns which integration tests run if these files of tests are concerned, and which others a commit draws."""
+    """Returns which integration tests run if these files of tests are concerned, and which others a
+    commit draws.
+    """
     concerned = set(files)
     run, drawn = [], []
     for test in tests:
@@ -284,9 +365,14 @@ def reasons(folder: str, base: str | None) -> dict[str, str]:
 
 def select(out: Path) -> int:
     base, records = find_base(), passed()
-    due = {folder: reasons(folder, base or records.get(f"integration:{folder}")) for folder in folders()}
+    due = {
+        folder: reasons(folder, base or records.get(f"integration:{folder}"))
+        for folder in folders()
+    }
     due = {folder: files for folder, files in due.items() if files}
-    on_open_mpi = [f for f in ON_OPEN_MPI if concerns_open_mpi(f, base or records.get(f"openmpi:{f}"))]
+    on_open_mpi = [
+        f for f in ON_OPEN_MPI if concerns_open_mpi(f, base or records.get(f"openmpi:{f}"))
+    ]
     tests = collected("-m", "(integration or hypothesis) and not exhaustive")
     integration = set(collected("-m", "integration and not exhaustive"))
     files = [file for files in due.values() for file in files]
@@ -296,15 +382,28 @@ def select(out: Path) -> int:
     if missing:
         sys.exit(f".ci/parts.py names tests that don't exist: {sorted(missing)}")
     table = Table(
-        "Tests of", "files", "because of", title=f"Compared with {base or 'the commits at which they passed'}"
+        "Tests of",
+        "files",
+        "because of",
+        title=f"Compared with {base or 'the commits at which they passed'}",
     )
     for folder, files in due.items():
-        table.add_row(folder, f"{len(files)} of {len(files_of(folder))}", next(iter(files.values())))
+        table.add_row(
+            folder, f"{len(files)} of {len(files_of(folder))}", next(iter(files.values()))
+        )
     console.print(table)
     left = [folder for folder in folders() if folder not in due]
-    console.print(f"Left to .ci/more: the integration tests of {', '.join(left) or 'no folder'}; all exhaustive tests.")
-    console.print(f"{len(run)} tests run, one of each kind included, and {len(drawn)} others are drawn by the commit.")
-    console.print(f"Open MPI: {'because of ' + ', '.join(on_open_mpi) if on_open_mpi else 'not needed'}.")
+    console.print(
+        f"Left to .ci/more: the integration tests of {', '.join(left) or 'no folder'}; all "
+        "exhaustive tests."
+    )
+    console.print(
+        f"{len(run)} tests run, one of each kind included, and {len(drawn)} others are drawn by "
+        "the commit."
+    )
+    console.print(
+        f"Open MPI: {'because of ' + ', '.join(on_open_mpi) if on_open_mpi else 'not needed'}."
+    )
     out.mkdir(parents=True, exist_ok=True)
     (out / "integration").write_text("\n".join(run))
     (out / "drawn").write_text("\n".join(drawn))
@@ -315,7 +414,9 @@ def select(out: Path) -> int:
 
 
 def concerns_open_mpi(folder: str, base: str | None) -> bool:
-    """Whether the folder itself has changed: what it imports counts for its integration tests only."""
+    """Whether the folder itself has changed: what it imports counts for its integration tests
+    only.
+    """
     files = changed_since(base)
     paths = (f"{PACKAGE}/{folder}/", f"tests/mpi/{folder}/", *UNDER_OPEN_MPI)
     return files is None or any(file.startswith(paths) for file in files)
@@ -334,13 +435,17 @@ def drawn(out: Path) -> int:
         console.print(f"{len(failed)} drawn cases failed, and there's no base to run them at.")
         return 1
     tree = out / "tree"
-    subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, base], cwd=ROOT, check=True)
+    subprocess.run(
+        ["git", "worktree", "add", "--quiet", "--detach", tree, base], cwd=ROOT, check=True
+    )
     try:
         before = failures(tree, failed, out) or []
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=False)
     for test in failed:
-        console.print(f"{test}: fails {'at the base, too' if test in before else 'since this change'}")
+        console.print(
+            f"{test}: fails {'at the base, too' if test in before else 'since this change'}"
+        )
     return int(not set(failed) <= set(before))
 
 
@@ -351,7 +456,15 @@ def failures(tree: Path, tests: Sequence[str], out: Path) -> list[str] | None:
     with tempfile.TemporaryDirectory(dir=out) as folder:
         names = Path(folder, "tests")
         names.write_text("\n".join(tests))
-        line = ["uv", "run", "pytest", *TIERS["integration"][1], "-o", f"cache_dir={folder}/cache", f"@{names}"]
+        line = [
+            "uv",
+            "run",
+            "pytest",
+            *TIERS["integration"][1],
+            "-o",
+            f"cache_dir={folder}/cache",
+            f"@{names}",
+        ]
         code = subprocess.run(line, cwd=tree, check=False).returncode
         last = Path(folder, "cache", "v", "cache", "lastfailed")
         failed = list(json.loads(last.read_text())) if last.exists() else []
@@ -411,14 +524,23 @@ def command_of(run: Sequence[Part], commit: str | None) -> list[str]:
     if not first.tier:
         return [*first.command]
     python, arguments = TIERS[first.tier]
-    return [*python, RECORDED, first.tier, commit or "-", *arguments, *(path for part in run for path in part.paths)]
+    return [
+        *python,
+        RECORDED,
+        first.tier,
+        commit or "-",
+        *arguments,
+        *(path for part in run for path in part.paths),
+    ]
 
 
 def more(named: Sequence[str]) -> int:
     every = parts()
     unknown = set(named) - {*every, *(name.partition(":")[0] for name in every)}
     if unknown:
-        sys.exit(f"There's no part {', '.join(sorted(unknown))}. `python .ci/parts.py show` lists them.")
+        sys.exit(
+            f"There's no part {', '.join(sorted(unknown))}. `python .ci/parts.py show` lists them."
+        )
     due: dict[str, list[str]] = {}  # what runs at once
     for name, part in every.items():
         if named and name not in named and name.partition(":")[0] not in named:
@@ -427,16 +549,22 @@ def more(named: Sequence[str]) -> int:
             console.print(f"{name}: {reason}")
             due.setdefault(part.tier or name, []).append(name)
         else:
-            console.print(f"{name}: passed at {passed()[name][:10]}, and nothing that it covers has changed")
+            console.print(
+                f"{name}: passed at {passed()[name][:10]}, and nothing that it covers has changed"
+            )
     bad: list[str] = []
     for run, names in due.items():
         head = git("rev-parse", "HEAD")
         console.print(f"\n== {run}", style="bold")
         if not is_at(head):
-            console.print("The working tree has changes, so a pass won't be recorded.", style="yellow")
+            console.print(
+                "The working tree has changes, so a pass won't be recorded.", style="yellow"
+            )
             head = None
         command = command_of([every[name] for name in names], head)
-        code = subprocess.run(command, cwd=ROOT, env={**os.environ, **OVER_MPI.get(run, {})}, check=False).returncode
+        code = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **OVER_MPI.get(run, {})}, check=False
+        ).returncode
         if code == 0 and is_at(head):
             record(names, head)
         elif code != 0:
@@ -446,7 +574,9 @@ def more(named: Sequence[str]) -> int:
 
 
 def record_selected(out: Path) -> int:
-    """Records the parts that `.ci/run` has selected and run, unless files were changed that no commit has."""
+    """Records the parts that `.ci/run` has selected and run, unless files were changed that no
+    commit has.
+    """
     head = git("rev-parse", "HEAD")
     names = (out / "parts").read_text().split()
     if names and is_at(head):
@@ -465,7 +595,9 @@ def show() -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     with_folder = {"select": select, "drawn": drawn, "record": record_selected}
     for name in with_folder:

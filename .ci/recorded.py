@@ -2,9 +2,10 @@
 
     python .ci/recorded.py TIER COMMIT [ARGUMENTS OF PYTEST]
 
-`.ci/more` runs all due folders of a tier at once, because with one run per folder much of the time was spent on
-starting pytest and its workers, and on waiting for each folder's last test. If the run is killed, only the unfinished
-folders are lost. Pass `-` as COMMIT if the working tree has changes: then nothing is recorded.
+`.ci/more` runs all due folders of a tier at once, because with one run per folder much of the time
+was spent on starting pytest and its workers, and on waiting for each folder's last test. If the run
+is killed, only the unfinished folders are lost. Pass `-` as COMMIT if the working tree has changes:
+then nothing is recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RECORDS = ".ci/passed.json"
 PACKAGE = "jaxcross"
-NOTHING_FAILED = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # in most folders nothing is exhaustive
+NOTHING_FAILED = (
+    pytest.ExitCode.OK,
+    pytest.ExitCode.NO_TESTS_COLLECTED,
+)  # in most folders nothing is exhaustive
 
 
 def git(*words: str) -> str | None:
@@ -32,12 +36,18 @@ def git(*words: str) -> str | None:
 
 
 def changed_since(commit: str | None) -> list[str] | None:
-    """Returns the files that differ from a commit, uncommitted ones included, or None if the commit isn't known."""
+    """Returns the files that differ from a commit, uncommitted ones included, or None if the commit
+    isn't known.
+    """
     if commit is None:
         return None
     named = git("diff", "--name-only", "--no-renames", commit)
     new = git("ls-files", "--others", "--exclude-standard")
-    return None if named is None else [file for file in f"{named}\n{new}".split("\n") if file not in ("", RECORDS)]
+    return (
+        None
+        if named is None
+        else [file for file in f"{named}\n{new}".split("\n") if file not in ("", RECORDS)]
+    )
 
 
 def is_at(commit: str | None) -> TypeGuard[str]:
@@ -53,12 +63,16 @@ def passed() -> dict[str, str]:
 def record(names: Iterable[str], commit: str) -> None:
     """Writes down that parts have passed at a commit."""
     new = ROOT / f"{RECORDS}.new"
-    new.write_text(json.dumps({**passed(), **dict.fromkeys(names, commit)}, indent=1, sort_keys=True) + "\n")
+    new.write_text(
+        json.dumps({**passed(), **dict.fromkeys(names, commit)}, indent=1, sort_keys=True) + "\n"
+    )
     new.replace(ROOT / RECORDS)  # in one step, because this process can be killed at any time
 
 
 def folder_of(path: str) -> str | None:
-    """Returns which folder of the package a test or a folder of tests belongs to, or None if it covers several."""
+    """Returns which folder of the package a test or a folder of tests belongs to, or None if it
+    covers several.
+    """
     parts = Path(path.partition("::")[0]).parts
     if len(parts) < 3:
         return None
@@ -95,10 +109,14 @@ class Recorder:
             *NOTHING_FAILED,
             pytest.ExitCode.TESTS_FAILED,
         ):  # this includes folders without tests in this tier
-            self._record({folder for folder in map(folder_of, session.config.args) if not self._left[folder]})
+            self._record(
+                {folder for folder in map(folder_of, session.config.args) if not self._left[folder]}
+            )
 
     def _record(self, folders: Iterable[str | None]) -> None:
-        passed = {folder for folder in folders if None not in self._failed and folder not in self._failed}
+        passed = {
+            folder for folder in folders if None not in self._failed and folder not in self._failed
+        }
         if self._commit != "-" and passed and is_at(self._commit):
             record([f"{self._tier}:{folder}" for folder in passed], self._commit)
 

@@ -1,19 +1,23 @@
-"""Whether what a user installs is whole: the wheel, outside of the clone, where no compiler is on the path.
+"""Whether what a user installs is whole: the wheel, outside of the clone, where no compiler is on
+the path.
 
-    python .ci/wheel.py quick             # in .ci/run: installs the wheel and trains on two ranks, in seconds
+    python .ci/wheel.py quick             # in .ci/run: installs the wheel and trains on two ranks,
+                                          in seconds
     python .ci/wheel.py release           # in .ci/more: rehearses a release from a tag
-    python .ci/wheel.py tests [WORDS]     # in .ci/more: the quick tests, with the installed wheel; WORDS go to pytest
+    python .ci/wheel.py tests [WORDS]     # in .ci/more: the quick tests, with the installed wheel;
+                                          WORDS go to pytest
 
-`quick` takes the Python and the versions of the clone's environment, whose wheels uv has in its cache.
+`quick` takes the Python and the versions of the clone's environment, whose wheels uv has in its
+cache.
 
-`release` tags a temporary clone of the last commit with pyproject's version and builds the sdist and the wheel from
-there. It checks their metadata, what is in them, and the changelog's top entry. Then it installs the wheel by pip on
-the oldest supported Python and by uv on the newest one, and trains in both. If the machine lacks one of these Pythons,
-the last line says so.
+`release` tags a temporary clone of the last commit with pyproject's version and builds the sdist
+and the wheel from there. It checks their metadata, what is in them, and the changelog's top entry.
+Then it installs the wheel by pip on the oldest supported Python and by uv on the newest one, and
+trains in both. If the machine lacks one of these Pythons, the last line says so.
 
-`tests` runs in a copy of the clone that has no folder `jaxcross`, so that only the installed package can be imported.
-mpi4jax isn't installed, because it would need a compiler: exchanges go over the mpi4py wire, and tests that call
-mpi4jax are skipped.
+`tests` runs in a copy of the clone that has no folder `jaxcross`, so that only the installed
+package can be imported. mpi4jax isn't installed, because it would need a compiler: exchanges go
+over the mpi4py wire, and tests that call mpi4jax are skipped.
 """
 
 from __future__ import annotations
@@ -51,7 +55,11 @@ from packaging.version import Version
 
 OLDEST, NEWEST = "3.11", "3.13"
 # Folders of the clone -> where the wheel has their files. Nothing else is in the wheel.
-IN_THE_WHEEL = {"jaxcross/": "jaxcross/", "examples/": "jaxcross/_examples/", "deploy/": "jaxcross/_deploy/"}
+IN_THE_WHEEL = {
+    "jaxcross/": "jaxcross/",
+    "examples/": "jaxcross/_examples/",
+    "deploy/": "jaxcross/_deploy/",
+}
 OF_PYTHON = "Programming Language :: Python :: "
 # Tests of the clone itself, which read the package's source next to them, or its `.ci`.
 ABOUT_THE_CLONE = (
@@ -60,7 +68,8 @@ ABOUT_THE_CLONE = (
     "--ignore=tests/null/test_mutation.py",  # a tool that changes the source
     "--ignore=tests/null/test_no_code_from_data.py",
     "--ignore=tests/null/test_structure.py",
-    "--deselect=tests/null/deploy/test_recipes.py::test_image_copies_what_is_there",  # the source, into an image
+    # the source, into an image
+    "--deselect=tests/null/deploy/test_recipes.py::test_image_copies_what_is_there",
 )
 
 
@@ -72,7 +81,12 @@ def quick(scratch: Path) -> None:
     wheel = build(ROOT, scratch / "dist")
     environ = outside(scratch)
     made = install(
-        "uv", sys.executable, [wheel_with("mpich", wheel)], scratch / "env", environ, *versions_here(scratch)
+        "uv",
+        sys.executable,
+        [wheel_with("mpich", wheel)],
+        scratch / "env",
+        environ,
+        *versions_here(scratch),
     )
     report("uv", made)
     train(made.folder, environ)
@@ -81,7 +95,8 @@ def quick(scratch: Path) -> None:
 def report(installer: str, made: Installed) -> None:
     packages = made.packages
     print(
-        f"{installer}: {made.seconds:.0f} s, {made.megabytes} MB in {len(packages)} packages, jax {packages['jax']}",
+        f"{installer}: {made.seconds:.0f} s, {made.megabytes} MB in {len(packages)} packages, jax "
+        f"{packages['jax']}",
         flush=True,
     )
 
@@ -95,7 +110,9 @@ def release(scratch: Path) -> int:
     run("git", "clone", "--quiet", ROOT, tree, cwd=scratch)
     at_head = git(tree, "tag", "--points-at", "HEAD").split()
     if tag not in at_head:
-        run("git", "tag", tag, cwd=tree)  # fails if another commit has it: then the version must be raised
+        run(
+            "git", "tag", tag, cwd=tree
+        )  # fails if another commit has it: then the version must be raised
     run("git", "checkout", "--quiet", tag, cwd=tree)
     wheel = build(tree, scratch / "dist")
     (sdist,) = (scratch / "dist").glob("*.tar.gz")
@@ -108,8 +125,14 @@ def release(scratch: Path) -> int:
         *faults_of_names(wheel.name, sdist.name, tag),
         *faults_of_metadata(metadata_of(wheel), project),
         *faults_of_wheel(contents(wheel), files),
-        *([] if contents(wheel) == contents(direct) else ["the sdist builds another wheel than the clone"]),
-        *faults_of_changelog((tree / "CHANGELOG.md").read_text(), project["version"], released=tag in at_head),
+        *(
+            []
+            if contents(wheel) == contents(direct)
+            else ["the sdist builds another wheel than the clone"]
+        ),
+        *faults_of_changelog(
+            (tree / "CHANGELOG.md").read_text(), project["version"], released=tag in at_head
+        ),
     ]
     for fault in faults:
         print(f"FAULT: {fault}")
@@ -121,9 +144,16 @@ def release(scratch: Path) -> int:
     for installer, version in (("pip", OLDEST), ("uv", NEWEST)):
         step(f"{installer}, Python {version}")
         if python := find_python(version):
-            made = install(installer, python, [wheel_with("mpich", wheel)], scratch / installer, environ)
+            made = install(
+                installer, python, [wheel_with("mpich", wheel)], scratch / installer, environ
+            )
             report(installer, made)
-            run(made.folder / "bin" / "jaxcross", "doctor", cwd=scratch, environ=entered(environ, made.folder))
+            run(
+                made.folder / "bin" / "jaxcross",
+                "doctor",
+                cwd=scratch,
+                environ=entered(environ, made.folder),
+            )
             train(made.folder, environ)
         else:
             missing.append(version)
@@ -133,13 +163,19 @@ def release(scratch: Path) -> int:
 
 
 def git(tree: Path, *words: str) -> str:
-    return subprocess.run(["git", *words], cwd=tree, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", *words], cwd=tree, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def contents(wheel: Path) -> dict[str, int]:
     """Returns the checksum of each file in a wheel, but for those about the wheel itself."""
     with zipfile.ZipFile(wheel) as archive:
-        return {each.filename: each.CRC for each in archive.infolist() if ".dist-info/" not in each.filename}
+        return {
+            each.filename: each.CRC
+            for each in archive.infolist()
+            if ".dist-info/" not in each.filename
+        }
 
 
 def metadata_of(wheel: Path) -> Metadata:
@@ -147,7 +183,9 @@ def metadata_of(wheel: Path) -> Metadata:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         found = Metadata.from_email(archive.read(name), validate=True)
         folder = name.rpartition("/")[0]
-        lacking = {f"{folder}/licenses/{file}" for file in found.license_files or ()} - set(archive.namelist())
+        lacking = {f"{folder}/licenses/{file}" for file in found.license_files or ()} - set(
+            archive.namelist()
+        )
     if lacking:
         raise SystemExit(f"the wheel names {', '.join(lacking)}, but doesn't have it")
     return found
@@ -155,11 +193,17 @@ def metadata_of(wheel: Path) -> Metadata:
 
 def faults_of_names(wheel: str, sdist: str, tag: str) -> list[str]:
     built = {parse_wheel_filename(wheel)[1], parse_sdist_filename(sdist)[1]}
-    return [] if built == {Version(tag)} else [f"the tag is {tag}, but {wheel} and {sdist} were built from it"]
+    return (
+        []
+        if built == {Version(tag)}
+        else [f"the tag is {tag}, but {wheel} and {sdist} were built from it"]
+    )
 
 
 def faults_of_metadata(found: Metadata, project: Mapping[str, Any]) -> list[str]:
-    """Returns what the metadata have otherwise than pyproject.toml, or what an index would refuse or show wrongly."""
+    """Returns what the metadata have otherwise than pyproject.toml, or what an index would refuse
+    or show wrongly.
+    """
     says = {
         "name": (found.name, project["name"]),
         "version": (found.version, Version(project["version"])),
@@ -171,30 +215,49 @@ def faults_of_metadata(found: Metadata, project: Mapping[str, Any]) -> list[str]
         "project URLs": (found.project_urls or {}, project.get("urls", {})),
         "type of README": (found.description_content_type, "text/markdown"),
     }
-    faults = [f"{what}: {has!r}, not {wanted!r}" for what, (has, wanted) in says.items() if has != wanted]
-    classified = [line.removeprefix(OF_PYTHON) for line in found.classifiers or () if line.startswith(OF_PYTHON)]
-    admitted = [f"3.{n}" for n in range(50) if SpecifierSet(project["requires-python"]).contains(f"3.{n}")]
+    faults = [
+        f"{what}: {has!r}, not {wanted!r}" for what, (has, wanted) in says.items() if has != wanted
+    ]
+    classified = [
+        line.removeprefix(OF_PYTHON)
+        for line in found.classifiers or ()
+        if line.startswith(OF_PYTHON)
+    ]
+    admitted = [
+        f"3.{n}" for n in range(50) if SpecifierSet(project["requires-python"]).contains(f"3.{n}")
+    ]
     if classified != ["3", *admitted]:
-        faults.append(f"classifiers name Python {', '.join(classified)}, but `requires-python` admits {admitted}")
+        faults.append(
+            f"classifiers name Python {', '.join(classified)}, but `requires-python` admits "
+            f"{admitted}"
+        )
     if [admitted[0], admitted[-1]] != [OLDEST, NEWEST]:
-        faults.append(f"Python {OLDEST} and {NEWEST} are tried as the oldest and the newest of {admitted}")
+        faults.append(
+            f"Python {OLDEST} and {NEWEST} are tried as the oldest and the newest of {admitted}"
+        )
     pinned = [str(each) for each in found.requires_dist or () if each.url]
     return [*faults, *(f"an index refuses dependencies with a URL: {each}" for each in pinned)]
 
 
 def faults_of_wheel(has: Mapping[str, int], files: Sequence[str]) -> list[str]:
     """Returns which files of the clone the wheel lacks, and what else it has."""
-    places = [(file, of, to) for file in files for of, to in IN_THE_WHEEL.items() if file.startswith(of)]
+    places = [
+        (file, of, to) for file in files for of, to in IN_THE_WHEEL.items() if file.startswith(of)
+    ]
     wanted = {to + file.removeprefix(of) for file, of, to in places} | {"jaxcross/py.typed"}
     lacks, more = sorted(wanted - has.keys()), sorted(has.keys() - wanted)
-    return [*(f"the wheel lacks {name}" for name in lacks), *(f"the wheel has {name}" for name in more)]
+    return [
+        *(f"the wheel lacks {name}" for name in lacks),
+        *(f"the wheel has {name}" for name in more),
+    ]
 
 
 def faults_of_changelog(text: str, version: str, *, released: bool) -> list[str]:
     """Returns what is wrong with the changelog's top entry.
 
-    It's `Unreleased`, or the version. On a commit that has the version's tag it must be the version, and an entry of
-    this version or a later one further down means that the version has been released and must be raised.
+    It's `Unreleased`, or the version. On a commit that has the version's tag it must be the
+    version, and an entry of this version or a later one further down means that the version has
+    been released and must be raised.
     """
     entries = re.findall(r"^## \[?([^\]\s]+)", text, re.MULTILINE)
     if not entries:
@@ -217,9 +280,27 @@ def tests(scratch: Path, words: Sequence[str]) -> int:
     wheel = build(ROOT, scratch / "dist")
     environ = outside(scratch)
     folder = scratch / "env"
-    line = (UV, "sync", "--quiet", "--no-install-project", "--no-group", "mpi", "--python", sys.executable)
+    line = (
+        UV,
+        "sync",
+        "--quiet",
+        "--no-install-project",
+        "--no-group",
+        "mpi",
+        "--python",
+        sys.executable,
+    )
     run(*line, cwd=ROOT, environ={**environ, "UV_PROJECT_ENVIRONMENT": str(folder)})
-    line = (UV, "pip", "install", "--quiet", "--no-config", "--python", folder, *versions_here(scratch))
+    line = (
+        UV,
+        "pip",
+        "install",
+        "--quiet",
+        "--no-config",
+        "--python",
+        folder,
+        *versions_here(scratch),
+    )
     run(*line, wheel_with("mpich,all", wheel), cwd=scratch, environ=environ)
     environ = entered(environ, folder)
     run(
@@ -236,7 +317,9 @@ def tests(scratch: Path, words: Sequence[str]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("quick", "release", "tests"):
         commands.add_parser(name)

@@ -1,11 +1,13 @@
-"""What does XLA's CPU backend offer a ResNet-50 step: flags, layouts, large pages, products for 1x1 convolutions?
+"""What does XLA's CPU backend offer a ResNet-50 step: flags, layouts, large pages, products for 1x1
+convolutions?
 
     python benchmarks/backend.py [--repeats 5] [--steps 4] [--json FILE] [--smoke]
 
-The race's own step (batch 4, 224x224, no exchange) on one core, in one process a way, all started before the first
-measurement, for which 20 GB are needed; they step in turn. `as raced` is how every JAX row of the race runs. A flag
-that this jaxlib does not know ends its process and is named. `ratio`: seconds a step over those `as raced`. Where
-PyTorch is installed, its step stands beside, too: do the pages that serve XLA serve it?
+The race's own step (batch 4, 224x224, no exchange) on one core, in one process a way, all started
+before the first measurement, for which 20 GB are needed; they step in turn. `as raced` is how every
+JAX row of the race runs. A flag that this jaxlib does not know ends its process and is named.
+`ratio`: seconds a step over those `as raced`. Where PyTorch is installed, its step stands beside,
+too: do the pages that serve XLA serve it?
 """
 
 from __future__ import annotations
@@ -25,33 +27,54 @@ from workloads import parser, spread, write_json
 
 from jaxcross.world import malloc
 
-CONVOLUTIONS, SMALL_PAGES, TORCH = "1x1 kernels as convolutions", "pages as the kernel gives them", "PyTorch"
+CONVOLUTIONS, SMALL_PAGES, TORCH = (
+    "1x1 kernels as convolutions",
+    "pages as the kernel gives them",
+    "PyTorch",
+)
 NCHW = "other convolutions in NCHW"
 WAYS = {
     "as raced": "",
     CONVOLUTIONS: "",
     NCHW: "",
     SMALL_PAGES: "",
-    **{flag: f"--{flag}" for flag in (
-        "xla_cpu_use_onednn=true", "xla_cpu_use_xnnpack=true", "xla_cpu_prefer_vector_width=512",
-        "xla_cpu_enable_fast_math=true", "xla_cpu_use_fusion_emitters=false", "xla_cpu_multi_thread_eigen=false",
-    )},
-    **(dict.fromkeys((TORCH, f"{TORCH}, {SMALL_PAGES}"), "") if importlib.util.find_spec("torch") else {}),
-}  # fmt: skip
+    **{
+        flag: f"--{flag}"
+        for flag in (
+            "xla_cpu_use_onednn=true",
+            "xla_cpu_use_xnnpack=true",
+            "xla_cpu_prefer_vector_width=512",
+            "xla_cpu_enable_fast_math=true",
+            "xla_cpu_use_fusion_emitters=false",
+            "xla_cpu_multi_thread_eigen=false",
+        )
+    },
+    **(
+        dict.fromkeys((TORCH, f"{TORCH}, {SMALL_PAGES}"), "")
+        if importlib.util.find_spec("torch")
+        else {}
+    ),
+}
 
 
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--repeats", type=int, default=5, help="default %(default)s")
-    options.add_argument("--steps", type=int, default=4, help="of each way, a repeat (default %(default)s)")
+    options.add_argument(
+        "--steps", type=int, default=4, help="of each way, a repeat (default %(default)s)"
+    )
     options.add_argument("--worker", metavar="WAY", help="(internal) step as stdin says")
     args = options.parse_args()
     if args.worker:
         return worker(args)
     processes = {way: start(way, args.smoke) for way in WAYS}
     try:
-        unknown = [way for way, process in processes.items() if asked(process, 2) is None]  # compiles and warms up
-        if others := [way for way in unknown if not WAYS[way] or processes[way].wait() == -signal.SIGKILL]:
+        unknown = [
+            way for way, process in processes.items() if asked(process, 2) is None
+        ]  # compiles and warms up
+        if others := [
+            way for way in unknown if not WAYS[way] or processes[way].wait() == -signal.SIGKILL
+        ]:
             raise RuntimeError(f"the process of `{others[0]}` ended; its last words are above")
         for way in unknown:
             print(f"{way}: not known to this jaxlib")
@@ -80,7 +103,9 @@ def start(way: str, smoke: bool) -> subprocess.Popen[str]:
     if not way.endswith(SMALL_PAGES):
         environment |= malloc.settings(environment)
     line = [sys.executable, __file__, "--worker", way, *(["--smoke"] if smoke else [])]
-    return subprocess.Popen(line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def asked(process: subprocess.Popen[str], steps: int) -> list[float] | None:
@@ -117,7 +142,9 @@ def xla_step(spec: Any, way: str) -> Callable[[int], list[float]]:
         if kernel.shape[:2] == (1, 1):
             return usual(x, kernel, *args, **rest)
         order = rest | {"dimension_numbers": ("NCHW", "OIHW", "NCHW")}
-        y = jax.lax.conv_general_dilated(x.transpose(0, 3, 1, 2), kernel.transpose(3, 2, 0, 1), *args, **order)
+        y = jax.lax.conv_general_dilated(
+            x.transpose(0, 3, 1, 2), kernel.transpose(3, 2, 0, 1), *args, **order
+        )
         return y.transpose(0, 2, 3, 1)
 
     resnet.convolve = {CONVOLUTIONS: jax.lax.conv_general_dilated, NCHW: nchw}.get(way, usual)

@@ -1,10 +1,12 @@
-"""What does it cost that the ranks compare which step they call, before each call of a plain loop exchanges?
+"""What does it cost that the ranks compare which step they call, before each call of a plain loop
+exchanges?
 
     python benchmarks/call_check.py [--ranks 2] [--json FILE] [--smoke]
 
-A step multiplies matrices for 1 ms or 100 ms, about, and then averages 1000 numbers over the ranks. Each round times a
-block of calls with the comparison (`JAXCROSS_CHECK_CALLS=1`) and an equal block without it, which one first by turns,
-in one process. with_ms, without_ms: time of a call; ratio: of a round's two blocks, with over without.
+A step multiplies matrices for 1 ms or 100 ms, about, and then averages 1000 numbers over the ranks.
+Each round times a block of calls with the comparison (`JAXCROSS_CHECK_CALLS=1`) and an equal block
+without it, which one first by turns, in one process. with_ms, without_ms: time of a call; ratio: of
+a round's two blocks, with over without.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def worker(args: Any) -> int:
 
     world = jaxcross.initialize()
     rounds, steps = (2, {1: 3}) if args.smoke else (args.rounds, STEPS_MS)
-    result = {f"{ms} ms": measured(world, ms, calls=calls, rounds=rounds) for ms, calls in steps.items()}
+    result = {
+        f"{ms} ms": measured(world, ms, calls=calls, rounds=rounds) for ms, calls in steps.items()
+    }
     if world.rank == 0:
         for name, row in result.items():
             ratio = row["ratio"]
@@ -64,11 +68,16 @@ def measured(world: Any, milliseconds: float, *, calls: int, rounds: int) -> dic
             times[way].append((time.perf_counter() - start) / calls * 1e3)
     owner.check_every = 1
     ratios = [a / b for a, b in zip(times["with_ms"], times["without_ms"], strict=True)]
-    return {name: spread(raw) for name, raw in times.items()} | {"ratio": spread(ratios), "calls": calls}
+    return {name: spread(raw) for name, raw in times.items()} | {
+        "ratio": spread(ratios),
+        "calls": calls,
+    }
 
 
 def made_call(world: Any, milliseconds: float) -> Callable[[], Any]:
-    """Returns what calls a step of about so many milliseconds and waits for its result, compiled on every rank."""
+    """Returns what calls a step of about so many milliseconds and waits for its result, compiled on
+    every rank.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np

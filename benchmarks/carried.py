@@ -1,25 +1,32 @@
-"""What does an exchange still cost when it is carried to the next step and runs while that computes?
+"""What does an exchange still cost when it is carried to the next step and runs while that
+computes?
 
     uv run --group torch python benchmarks/carried.py [--only alone,work,delayed,rivals,pairs]
-        [--rates 500,25,100] [--repeats 3] [--minutes 20] [--json FILE] [--png FILE] [--draw] [--smoke]
+        [--rates 500,25,100] [--repeats 3] [--minutes 20] [--json FILE] [--png FILE] [--draw]
+        [--smoke]
 
-ResNet-50, two hosts with one core each and a real link. Ways take turns in one run, each time beginning with the next
-one. Numbers are seconds a step. The first two parts take turns every four steps, the turn of a fragment, and a repeat
-is a round of four turns: so a core that changes its speed does so for all ways. Each turn is a run of its own. Parts:
-  alone    one job at each rate. `jit`: the step without exchange in one `jax.jit`; `compute`: the same under
-           `crossover`; `blocking` and `carried`: streaming DiLoCo with 4 fragments on a wire of 8 bits, whose exchange
-           runs in the step that needs it, or is carried, spread over the four steps until the next fragment's turn
-  work     the first rate: `jit`, `compute`, `carried`, and `work`, which is `carried` on an axis of one rank: it does
-           what streaming DiLoCo computes, but for decoding the other rank's part, and sends nothing. Also of each the
-           seconds of the first rank's processor, which the other rank's pauses change less
-  delayed  the first rate: `mean`, and `delayed_mean`, which applies the mean of the step before; m, the exchange of all
-           gradients, alone and next to a computation
-  rivals   the first rate: the mean in one `jax.jit` by mpi4jax (`fused`), PyTorch's DDP, and its post-local SGD, which
-           averages all parameters every 16 steps; `carried` takes turns with them
-  pairs    the first rate: two `carried` jobs, one after the other and in crossover; one of `mean` and one of `carried`
-Peak bytes are exact: arrays and XLA's temporaries at the fullest moment of any step. A part that does not begin within
-`--minutes` is left out; FILE is written after each, and keeps rows of earlier runs that are not made again. `--draw`
-only draws FILE's rows.
+ResNet-50, two hosts with one core each and a real link. Ways take turns in one run, each time
+beginning with the next one. Numbers are seconds a step. The first two parts take turns every four
+steps, the turn of a fragment, and a repeat is a round of four turns: so a core that changes its
+speed does so for all ways. Each turn is a run of its own. Parts:
+  alone    one job at each rate. `jit`: the step without exchange in one `jax.jit`; `compute`: the
+           same under `crossover`; `blocking` and `carried`: streaming DiLoCo with 4 fragments on a
+           wire of 8 bits, whose exchange runs in the step that needs it, or is carried, spread over
+           the four steps until the next fragment's turn
+  work     the first rate: `jit`, `compute`, `carried`, and `work`, which is `carried` on an axis of
+           one rank: it does what streaming DiLoCo computes, but for decoding the other rank's part,
+           and sends nothing. Also of each the seconds of the first rank's processor, which the
+           other rank's pauses change less
+  delayed  the first rate: `mean`, and `delayed_mean`, which applies the mean of the step before; m,
+           the exchange of all gradients, alone and next to a computation
+  rivals   the first rate: the mean in one `jax.jit` by mpi4jax (`fused`), PyTorch's DDP, and its
+           post-local SGD, which averages all parameters every 16 steps; `carried` takes turns with
+           them
+  pairs    the first rate: two `carried` jobs, one after the other and in crossover; one of `mean`
+           and one of `carried`
+Peak bytes are exact: arrays and XLA's temporaries at the fullest moment of any step. A part that
+does not begin within `--minutes` is left out; FILE is written after each, and keeps rows of earlier
+runs that are not made again. `--draw` only draws FILE's rows.
 """
 
 from __future__ import annotations
@@ -44,12 +51,18 @@ from workloads import kept, parser, write_json
 
 PARTS = ("alone", "work", "delayed", "rivals", "pairs")
 RATES = (500, 25, 100)
-RIVALS = {"fused": ("fused", "plain"), "DDP": ("ddp", "plain"), "post-local SGD": ("ddp", "post-local")}
+RIVALS = {
+    "fused": ("fused", "plain"),
+    "DDP": ("ddp", "plain"),
+    "post-local SGD": ("ddp", "post-local"),
+}
 """Rival -> its team and variant."""
 TURN = EVERY // 4
 """Steps from one fragment's turn to that of the next one."""
 ROUND_AND_TURN = EVERY + TURN
-"""Steps until a job has made every kind of step: in the first fragment's first turn nothing is pending."""
+"""Steps until a job has made every kind of step: in the first fragment's first turn nothing is
+pending.
+"""
 SHORT = 4
 """Steps of a way that exchanges everything in each step."""
 
@@ -67,14 +80,21 @@ def main() -> int:
         Stage(lab, Path(folder)) as stage,
     ):
         sizes: dict[str, Any] = {"smoke": args.smoke, "image_size": args.image_size}
-        bench = Bench(args=args, stage=stage, team=stage.start("carried", "one", job=None, **sizes), sizes=sizes)
+        bench = Bench(
+            args=args,
+            stage=stage,
+            team=stage.start("carried", "one", job=None, **sizes),
+            sizes=sizes,
+        )
         for part in args.only:
             for rate in args.rates if part == "alone" else args.rates[:1]:
                 if is_over(part, rate, begin=bench.begin, minutes=args.minutes):
                     continue
                 made = bench.measure(part, rate)
                 print("\n".join(carried_show.lines(made)), flush=True)
-                result["rows"] = [r for r in result["rows"] if (r["part"], r["rate"]) != (part, rate)] + [made]
+                result["rows"] = [
+                    r for r in result["rows"] if (r["part"], r["rate"]) != (part, rate)
+                ] + [made]
                 result["memory"] |= bench.memory
                 result["image_size"] = args.image_size
                 write_json(args.json, __doc__, result)
@@ -115,7 +135,9 @@ class Bench:
         for way in ways:
             self._prepare(way, ROUND_AND_TURN)
         used: dict[str, list[float]] = {way: [] for way in ways}
-        found = self._in_turn({way: self._way(way, TURN, used=used[way]) for way in ways}, turns=EVERY // TURN)
+        found = self._in_turn(
+            {way: self._way(way, TURN, used=used[way]) for way in ways}, turns=EVERY // TURN
+        )
         return {
             **found,
             "turn_steps": TURN,
@@ -130,8 +152,12 @@ class Bench:
                 "compute": self._way("compute"),
                 "mean": self._way("mean", SHORT),
                 "delayed": self._way("delayed", 2 * SHORT),
-                "m": lambda: statistics.median(self._ask("exchange", variant="mean", times=3)["raw"]),
-                "m next to c": lambda: statistics.median(self._ask("beside", variant="mean", exchanges=3)["taxed_m"]),
+                "m": lambda: statistics.median(
+                    self._ask("exchange", variant="mean", times=3)["raw"]
+                ),
+                "m next to c": lambda: statistics.median(
+                    self._ask("beside", variant="mean", exchanges=3)["taxed_m"]
+                ),
             }
         )
 
@@ -164,7 +190,9 @@ class Bench:
         steps = EVERY if variant == "post-local" else SHORT
 
         def seconds() -> float:
-            self.stage.ask(self.teams[team], "prepare", variant=variant)  # the wrapper of another variant, and memory
+            self.stage.ask(
+                self.teams[team], "prepare", variant=variant
+            )  # the wrapper of another variant, and memory
             if variant == "post-local":  # from the begin of a round on
                 self.stage.ask(self.teams[team], "run", steps=EVERY - 2, variant=variant)
             begin = time.perf_counter()
@@ -199,8 +227,12 @@ class Bench:
         mean, carried = (self._way(way, SHORT)() for way in ("mean", "carried"))
         return mean / carried
 
-    def _way(self, way: str, steps: int = EVERY, *, used: list[float] | None = None) -> Callable[[], float]:
-        """Returns what measures seconds a step; `used` grows by those of the first rank's processor."""
+    def _way(
+        self, way: str, steps: int = EVERY, *, used: list[float] | None = None
+    ) -> Callable[[], float]:
+        """Returns what measures seconds a step; `used` grows by those of the first rank's
+        processor.
+        """
 
         def seconds() -> float:
             found = self._ask("run", variants=[way], steps=[steps], policy="crossover")
@@ -210,8 +242,12 @@ class Bench:
 
         return seconds
 
-    def _in_turn(self, ways: Mapping[str, Callable[[], float]], *, turns: int = 1) -> dict[str, Any]:
-        """Measures all ways in each repeat, as a mean of so many turns. Returns medians and the repeats' seconds."""
+    def _in_turn(
+        self, ways: Mapping[str, Callable[[], float]], *, turns: int = 1
+    ) -> dict[str, Any]:
+        """Measures all ways in each repeat, as a mean of so many turns. Returns medians and the
+        repeats' seconds.
+        """
         found: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(self.args.repeats * turns):
             for way in in_order(list(ways), turn):
@@ -227,8 +263,10 @@ class Bench:
             return
         begin = time.perf_counter()
         found = self.memory[key] = self._ask("prepare", variant=way, number=number, steps=steps)
-        print(f"{way} is ready after {time.perf_counter() - begin:.0f} s: {found.get('programs', 1)} programs, "
-              f"peak {found.get('peak_bytes', 0) / 1e6:.0f} MB", flush=True)  # fmt: skip
+        print((
+            f"{way} is ready after {time.perf_counter() - begin:.0f} s: {found.get('programs', 1)} "
+            f"programs, peak {found.get('peak_bytes', 0) / 1e6:.0f} MB"
+        ), flush=True)  # fmt: skip
 
     def _ask(self, do: str, **facts: Any) -> dict[str, Any]:
         return self.stage.ask(self.team, do, **facts)[0]

@@ -28,12 +28,16 @@ def lines(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def shares(row: Mapping[str, Any], way: str, of: str = "compute") -> list[float]:
-    """Returns the speed of a way over that of computation alone, or of another way, in each repeat."""
+    """Returns the speed of a way over that of computation alone, or of another way, in each
+    repeat.
+    """
     return _ratios(row, of, way)
 
 
 def of_bound(row: Mapping[str, Any], exchange: str) -> list[float]:
-    """Returns the longer of computation and exchange over the seconds of `delayed_mean`, in each repeat."""
+    """Returns the longer of computation and exchange over the seconds of `delayed_mean`, in each
+    repeat.
+    """
     each = zip(*(row["raw"][way] for way in ("compute", exchange, "delayed")), strict=True)
     return [max(c, m) / took for c, m, took in each]
 
@@ -52,7 +56,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     """Writes the picture: what is left of the speed of computation alone, by rate of the link."""
     from matplotlib.figure import Figure
 
-    rows = sorted((row for row in result["rows"] if row["part"] == "alone"), key=lambda row: -row["rate"])
+    rows = sorted(
+        (row for row in result["rows"] if row["part"] == "alone"), key=lambda row: -row["rate"]
+    )
     figure = Figure(figsize=(9.5, 3.6), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for at, row in enumerate(rows):
@@ -64,12 +70,25 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
                 at + shift, middle, 0.36, color=COLOURS[way], xerr=error, error_kw={"lw": 0.8},
                 label=LABELS[way] if at == 0 else None,
             )  # fmt: skip
-            axes.text(0.01, at + shift, f"{middle:.2f}", va="center", color="white", fontsize=9.5, weight="bold")
+            axes.text(
+                0.01,
+                at + shift,
+                f"{middle:.2f}",
+                va="center",
+                color="white",
+                fontsize=9.5,
+                weight="bold",
+            )
     axes.axvline(1, color="#333333", lw=1, ls="--")
     axes.set_yticks(range(len(rows)), [f"{row['rate']} Mbit/s" for row in rows])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.02 * max(1.06, *(share for row in rows for way in COLOURS for share in shares(row, way))))
-    axes.set_xlabel("speed over that of computation alone (ResNet-50, streaming DiLoCo, a round of 16 steps)")
+    axes.set_xlim(
+        0,
+        1.02 * max(1.06, *(share for row in rows for way in COLOURS for share in shares(row, way))),
+    )
+    axes.set_xlabel(
+        "speed over that of computation alone (ResNet-50, streaming DiLoCo, a round of 16 steps)"
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.45, 1.16), ncols=2)
     figure.suptitle(

@@ -3,14 +3,15 @@
     python benchmarks/convergence.py [--json FILE] [--png FILE] [--resume]
         [--only NAME]... [--task TASK] [--smoke]
 
-Every strategy of the family on a task with images (momentum SGD) and one with language (Adam), each on 4 ranks under
-`vmap`, with 3 seeds. Rates are the tasks', not tuned for a strategy, and fall as a cosine to zero. Evaluated are the
-ranks' mean parameters, of `elastic_average` its centre. received_bytes: by a rank up to this step, by the exchanges'
-formulas. `growth`: the effective batch from 1 rank to 8 at a constant batch a rank, with plain SGD at the constant rate
-that was best for 1 rank. `longer`: the mean and top-k on the language task, for three times as many steps.
+Every strategy of the family on a task with images (momentum SGD) and one with language (Adam), each
+on 4 ranks under `vmap`, with 3 seeds. Rates are the tasks', not tuned for a strategy, and fall as a
+cosine to zero. Evaluated are the ranks' mean parameters, of `elastic_average` its centre.
+received_bytes: by a rank up to this step, by the exchanges' formulas. `growth`: the effective batch
+from 1 rank to 8 at a constant batch a rank, with plain SGD at the constant rate that was best for 1
+rank. `longer`: the mean and top-k on the language task, for three times as many steps.
 
-The results do not depend on the machine's speed; all of it takes about two hours on one core. `--resume`
-adds what the file does not hold yet.
+The results do not depend on the machine's speed; all of it takes about two hours on one core.
+`--resume` adds what the file does not hold yet.
 """
 
 from __future__ import annotations
@@ -28,7 +29,18 @@ import jax.numpy as jnp
 import optax
 import tasks
 from convergence_show import draw
-from strategies import AXIS, CONTROLS, GENTLER, ROUNDS, ROUTES, STRATEGIES, Setting, Strategy, one_axis, received_bytes
+from strategies import (
+    AXIS,
+    CONTROLS,
+    GENTLER,
+    ROUNDS,
+    ROUTES,
+    STRATEGIES,
+    Setting,
+    Strategy,
+    one_axis,
+    received_bytes,
+)
 from tables import kept_result
 from workloads import parser, write_json
 
@@ -43,7 +55,9 @@ REACHED = 0.9  # accuracy
 
 
 class Plan(NamedTuple):
-    """A task, what training starts from (seeds along the first axis), how it is optimised, and for how long."""
+    """A task, what training starts from (seeds along the first axis), how it is optimised, and for
+    how long.
+    """
 
     task: tasks.Task
     params: Any
@@ -64,13 +78,18 @@ def plan(name: str, ranks: int, seeds: int, *, smoke: bool, times: int = 1) -> P
     task = tasks.digits() if name == "images" else tasks.text()
     params = jax.jit(jax.vmap(task.init))(keys_of(seeds))
     common: dict[str, Any] = dict(
-        ranks=ranks, signs=optax.sgd(falling(0.002)), adam_rate=falling(0.003), freeze_step=steps // 5 + 1
+        ranks=ranks,
+        signs=optax.sgd(falling(0.002)),
+        adam_rate=falling(0.003),
+        freeze_step=steps // 5 + 1,
     )
     if name == "images":
         norms = exchange.lars(AXIS, falling(0.1), trust_coefficient=0.1)
         setting = Setting(optimizer=optax.sgd(falling(0.05), momentum=0.9), norms=norms, **common)
         return Plan(task, params, setting, 16, steps, every)
-    setting = Setting(optimizer=optax.adam(falling(0.003)), norms=exchange.lamb(AXIS, falling(0.01)), **common)
+    setting = Setting(
+        optimizer=optax.adam(falling(0.003)), norms=exchange.lamb(AXIS, falling(0.01)), **common
+    )
     return Plan(task, params, setting, 4, steps, every)
 
 
@@ -85,9 +104,17 @@ Model = Callable[[Any, Any], Any]
 
 
 def train(
-    made: Plan, tx: optax.GradientTransformation, model: Model, *, axes: dict[str, int], steps: int, every: int
+    made: Plan,
+    tx: optax.GradientTransformation,
+    model: Model,
+    *,
+    axes: dict[str, int],
+    steps: int,
+    every: int,
 ) -> Curves:
-    """The training loss (mean since the last point), test loss and accuracy after every `every` steps."""
+    """The training loss (mean since the last point), test loss and accuracy after every `every`
+    steps.
+    """
     task, names = made.task, tuple(axes)
 
     def advance(carry: Any, key: jax.Array, first: jax.Array) -> Any:
@@ -118,7 +145,9 @@ def train(
 
     seeds = len(jax.tree.leaves(made.params)[0])
     keys = keys_of(seeds)
-    carry = jax.jit(jax.vmap(on_ranks(lambda params: (params, tx.init(params)), in_axes=None)))(made.params)
+    carry = jax.jit(jax.vmap(on_ranks(lambda params: (params, tx.init(params)), in_axes=None)))(
+        made.params
+    )
     run, points = jax.jit(more, donate_argnums=0), []
     for first in range(0, steps, every):
         carry, told = run(carry, keys, jnp.int32(first))
@@ -136,12 +165,18 @@ def strategy_row(name: str, strategy: Strategy, made: Plan) -> dict[str, Any]:
     params = jax.tree.map(lambda x: x[0], made.params)
     kinds = [strategy.like(step, made.setting) for step in range(made.steps)]
     each = received_bytes(tx, params, axes, kinds)
-    received = [sum(each[kind] for kind in kinds[: n + made.every]) for n in range(0, made.steps, made.every)]
+    received = [
+        sum(each[kind] for kind in kinds[: n + made.every])
+        for n in range(0, made.steps, made.every)
+    ]
     return {
-        "task": name, "strategy": strategy.name, **curves, "received_bytes": received,
+        "task": name,
+        "strategy": strategy.name,
+        **curves,
+        "received_bytes": received,
         **{f"final_{key}": mean_of_last(curves[key]) for key in ("test_loss", "accuracy")},
         "wall_s": round(time.perf_counter() - begin, 1),
-    }  # fmt: skip
+    }
 
 
 def mean_of_last(curves: list[list[float]]) -> float:
@@ -149,8 +184,12 @@ def mean_of_last(curves: list[list[float]]) -> float:
 
 
 def longer(kept: list[dict[str, Any]], *, smoke: bool) -> dict[str, Any]:
-    """Does top-k come nearer to the mean in a longer training behind Adam? Adds the rows that are not there yet."""
-    made = plan("text", 2 if smoke else RANKS, 1 if smoke else SEEDS, smoke=smoke, times=1 if smoke else 3)
+    """Does top-k come nearer to the mean in a longer training behind Adam? Adds the rows that are
+    not there yet.
+    """
+    made = plan(
+        "text", 2 if smoke else RANKS, 1 if smoke else SEEDS, smoke=smoke, times=1 if smoke else 3
+    )
     few = [s for s in STRATEGIES if s.name in ("mean", "top_k 1%, exact")]
     known = {row["strategy"] for row in kept}
     new = [s for s in (*few, *(() if smoke else GENTLER)) if s.name not in known]
@@ -159,20 +198,29 @@ def longer(kept: list[dict[str, Any]], *, smoke: bool) -> dict[str, Any]:
 
 WAYS: dict[str, Callable[[float, int], optax.GradientTransformation]] = {
     "mean": lambda rate, ranks: optax.chain(exchange.mean(AXIS), optax.sgd(rate)),
-    "mean, rate times ranks": lambda rate, ranks: optax.chain(exchange.mean(AXIS), optax.sgd(rate * ranks)),
+    "mean, rate times ranks": lambda rate, ranks: optax.chain(
+        exchange.mean(AXIS), optax.sgd(rate * ranks)
+    ),
     "adasum": lambda rate, ranks: optax.chain(exchange.adasum(AXIS), optax.sgd(rate)),
 }
 
 
 def growth(*, smoke: bool) -> dict[str, Any]:
-    """Steps that each way needs to reach an accuracy as ranks are added, at the best rate of one rank."""
+    """Steps that each way needs to reach an accuracy as ranks are added, at the best rate of one
+    rank.
+    """
     seeds, steps, every = (1, 4, 2) if smoke else (SEEDS, 400, 10)
     made = plan("images", 1, seeds, smoke=smoke)
     rates, sizes, reached = (RATES[:1], GROWTH[:2], 0.0) if smoke else (RATES, GROWTH, REACHED)
 
     def row(way: str, rate: float, ranks: int) -> dict[str, Any]:
         curves = train(
-            made, WAYS[way](rate, ranks), STRATEGIES[0].model, axes=one_axis(ranks), steps=steps, every=every
+            made,
+            WAYS[way](rate, ranks),
+            STRATEGIES[0].model,
+            axes=one_axis(ranks),
+            steps=steps,
+            every=every,
         )
         firsts = [
             next((every * (n + 1) for n, value in enumerate(curve) if value >= reached), math.inf)
@@ -180,17 +228,32 @@ def growth(*, smoke: bool) -> dict[str, Any]:
         ]
         middle = statistics.median(firsts)
         return {
-            "way": way, "rate": rate, "ranks": ranks, "steps_to_reach": None if math.isinf(middle) else middle,
-            **{f"final_{key}": mean_of_last(curves[key]) for key in ("loss", "test_loss", "accuracy")}, **curves,
-        }  # fmt: skip
+            "way": way,
+            "rate": rate,
+            "ranks": ranks,
+            "steps_to_reach": None if math.isinf(middle) else middle,
+            **{
+                f"final_{key}": mean_of_last(curves[key])
+                for key in ("loss", "test_loss", "accuracy")
+            },
+            **curves,
+        }
 
     sweep = [row("mean", rate, 1) for rate in rates]
     best = min(sweep, key=lambda r: (r["steps_to_reach"] or math.inf, -r["final_accuracy"]))["rate"]
     known = {("mean", 1): next(r for r in sweep if r["rate"] == best)}
     return {
-        "batch": made.batch, "steps": steps, "every": every, "seeds": seeds, "reached": reached, "rate": best,
-        "sweep": sweep, "rows": [known.get((way, ranks)) or row(way, best, ranks) for way in WAYS for ranks in sizes],
-    }  # fmt: skip
+        "batch": made.batch,
+        "steps": steps,
+        "every": every,
+        "seeds": seeds,
+        "reached": reached,
+        "rate": best,
+        "sweep": sweep,
+        "rows": [
+            known.get((way, ranks)) or row(way, best, ranks) for way in WAYS for ranks in sizes
+        ],
+    }
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -200,8 +263,10 @@ def show(rows: list[dict[str, Any]]) -> None:
         lost = dense[row["task"]] - row["final_accuracy"]
         diverged = row["final_test_loss"] is None or not math.isfinite(row["final_test_loss"])
         loss = "diverged" if diverged else f"{row['final_test_loss']:.3f}"
-        print(f"{row['task']:9} {row['strategy']:32} accuracy {row['final_accuracy']:.3f} ({-lost:+.3f}), "
-              f"test loss {loss}, {row['received_bytes'][-1] / 1e6:.2f} MB")  # fmt: skip
+        print(
+            f"{row['task']:9} {row['strategy']:32} accuracy {row['final_accuracy']:.3f} "
+            f"({-lost:+.3f}), test loss {loss}, {row['received_bytes'][-1] / 1e6:.2f} MB"
+        )
         if row["strategy"].startswith("top_k 1%"):
             print(f"  within {WITHIN:.0%} of the mean: {'met' if lost <= WITHIN else 'missed'}")
 
@@ -209,9 +274,15 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--png", type=Path, metavar="FILE", help="draw the curves")
-    options.add_argument("--resume", action="store_true", help="add what the file of --json does not hold yet")
-    options.add_argument("--only", metavar="NAME", action="append", help="only strategies whose names begin so")
-    options.add_argument("--task", choices=TASKS, action="append", help="only this task; may be repeated")
+    options.add_argument(
+        "--resume", action="store_true", help="add what the file of --json does not hold yet"
+    )
+    options.add_argument(
+        "--only", metavar="NAME", action="append", help="only strategies whose names begin so"
+    )
+    options.add_argument(
+        "--task", choices=TASKS, action="append", help="only this task; may be repeated"
+    )
     args = options.parse_args()
     ranks, seeds = (2, 1) if args.smoke else (RANKS, SEEDS)
     result: dict[str, Any] = {"ranks": ranks, "seeds": seeds, "tasks": {}, "rows": []}
@@ -223,7 +294,9 @@ def main() -> int:
         result["growth"] = growth(smoke=args.smoke)
         write_json(args.json, __doc__, result)
     if whole:
-        result["longer"] = longer(result["longer"]["rows"] if "longer" in result else [], smoke=args.smoke)
+        result["longer"] = longer(
+            result["longer"]["rows"] if "longer" in result else [], smoke=args.smoke
+        )
         write_json(args.json, __doc__, result)
     known = {(row["task"], row["strategy"]) for row in result["rows"]}
     for name in TASKS:
@@ -231,7 +304,9 @@ def main() -> int:
         result["tasks"][name] = {"batch": made.batch, "steps": made.steps, "every": made.every}
         if args.task and name not in args.task:
             continue
-        for strategy in toys(name) if args.smoke else (*STRATEGIES, *ROUTES, *GENTLER, *ROUNDS, *CONTROLS):
+        for strategy in (
+            toys(name) if args.smoke else (*STRATEGIES, *ROUTES, *GENTLER, *ROUNDS, *CONTROLS)
+        ):
             wanted = not args.only or strategy.name.startswith(tuple(args.only))
             if wanted and (name, strategy.name) not in known:
                 result["rows"].append(strategy_row(name, strategy, made))
@@ -243,8 +318,11 @@ def main() -> int:
         print(f"{result['longer']['steps']} steps:")
         show(result["longer"]["rows"])
     for row in result.get("growth", {"rows": []})["rows"]:
-        print(f"{row['ranks']} ranks, {row['way']:24} rate {row['rate']}: {row['steps_to_reach'] or 'no'} steps to "
-              f"{result['growth']['reached']:.0%}, at the end {row['final_accuracy']:.3f}")  # fmt: skip
+        print(
+            f"{row['ranks']} ranks, {row['way']:24} rate {row['rate']}: "
+            f"{row['steps_to_reach'] or 'no'} steps to {result['growth']['reached']:.0%}, at the "
+            f"end {row['final_accuracy']:.3f}"
+        )
     if args.png:
         draw(result, args.png)
     return 0
@@ -252,7 +330,11 @@ def main() -> int:
 
 def toys(task: str) -> list[Strategy]:
     """Few, since compiling takes a second or two each: one of each kind."""
-    names = ("mean", "top_k 1%", "one_bit", "local_sgd", "elastic", "mean, hier") if task == "images" else ("mean",)
+    names = (
+        ("mean", "top_k 1%", "one_bit", "local_sgd", "elastic", "mean, hier")
+        if task == "images"
+        else ("mean",)
+    )
     return [next(s for s in (*STRATEGIES, *ROUTES) if s.name.startswith(name)) for name in names]
 
 

@@ -13,7 +13,9 @@ NAMED = {
     "local_sgd, every 8": ("#cc79a7", (-20, 11)),
     "adasum of deltas": ("#e69f00", (-95, 5)),
 }
-"""What is named in the picture: its colour, and its label's offset in points. All other strategies are grey."""
+"""What is named in the picture: its colour, and its label's offset in points. All other strategies
+are grey.
+"""
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -24,10 +26,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     tasks = list(result["tasks"])
-    figure, axes = plt.subplots(1, len(tasks), figsize=(5.6 * len(tasks), 4.2), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(tasks), figsize=(5.6 * len(tasks), 4.2), squeeze=False, layout="constrained"
+    )
     for axis, task in zip(axes[0], tasks, strict=True):
         rows = [row for row in result["rows"] if row["task"] == task]
-        points = {row["strategy"]: (row["received_bytes"][-1] / 1e6, accuracy_of(row)) for row in rows}
+        points = {
+            row["strategy"]: (row["received_bytes"][-1] / 1e6, accuracy_of(row)) for row in rows
+        }
         mean = points.get("mean", (0.0, 0.0))[1]
         for name, (mb, accuracy) in points.items():
             if name not in NAMED:
@@ -35,12 +41,18 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 continue
             color, offset = NAMED[name]
             axis.scatter(mb, accuracy, color=color, s=60, zorder=3)
-            axis.annotate(name, (mb, accuracy), offset, textcoords="offset points", fontsize=8.5, color=color)
+            axis.annotate(
+                name, (mb, accuracy), offset, textcoords="offset points", fontsize=8.5, color=color
+            )
         axis.axhline(mean, color="#0072b2", lw=0.8, linestyle=":")
         axis.set(xlabel="MB that a rank receives", ylabel="test accuracy at the end", title=task)
         axis.set_xscale("log")
-        lowest = min((accuracy for name, (_, accuracy) in points.items() if name in NAMED), default=0.0)
-        axis.set_ylim(lowest - 0.03, max(accuracy for _, accuracy in points.values()) + 0.015)  # what diverged is below
+        lowest = min(
+            (accuracy for name, (_, accuracy) in points.items() if name in NAMED), default=0.0
+        )
+        axis.set_ylim(
+            lowest - 0.03, max(accuracy for _, accuracy in points.values()) + 0.015
+        )  # what diverged is below
         axis.margins(x=0.15)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(_answer(result), fontsize=12, fontweight="bold", x=0.01, ha="left")

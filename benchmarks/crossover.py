@@ -1,17 +1,21 @@
-"""What does crossover gain where jobs exchange by parameter servers, or by what `plan.choose_compression` chooses?
+"""What does crossover gain where jobs exchange by parameter servers, or by what
+`plan.choose_compression` chooses?
 
     python benchmarks/crossover.py [--rate 500mbit] [--json FILE] [--smoke]
 
-Two ResNet-50 jobs on two hosts and a real slow link, one after the other and in turn, by each of these in one run:
+Two ResNet-50 jobs on two hosts and a real slow link, one after the other and in turn, by each of
+these in one run:
   mean                `lax.pmean` of the gradients
   sharded_optimizer   each rank steps its share of the parameters: reduce-scatter, step, all-gather
-  ParameterServer     the real servers, driven by the host on a lane of their own; a worker waits for all others
-  choose_compression  what `choose_compression(1.0, ...)` chooses from the report of `mean`'s jobs, one after the other
+  ParameterServer     the real servers, driven by the host on a lane of their own; a worker waits
+                      for all others
+  choose_compression  what `choose_compression(1.0, ...)` chooses from the report of `mean`'s jobs,
+                      one after the other
 
-Starts the two hosts (network namespaces, a shaped link) and the ranks itself. Seconds are those of one job-step: wall
-time over steps of all jobs. The states at the end of both orders must be equal to the bit. c and m are those of the
-jobs one after the other; bound = max(sum c, sum m, max(c + m)) over the jobs, a job-step. Against what users would pick
-instead of jaxcross: race.py.
+Starts the two hosts (network namespaces, a shaped link) and the ranks itself. Seconds are those of
+one job-step: wall time over steps of all jobs. The states at the end of both orders must be equal
+to the bit. c and m are those of the jobs one after the other; bound = max(sum c, sum m, max(c + m))
+over the jobs, a job-step. Against what users would pick instead of jaxcross: race.py.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ JOBS = 2
 
 def main() -> int:
     options = parser_of_hosts(__doc__)
-    options.add_argument("--steps", type=int, default=8, help="of each job, a repeat (default %(default)s)")
+    options.add_argument(
+        "--steps", type=int, default=8, help="of each job, a repeat (default %(default)s)"
+    )
     options.add_argument("--repeats", type=int, default=3, help="default %(default)s")
     args = options.parse_args()
     if args.worker:
@@ -44,8 +50,9 @@ def main() -> int:
     for row in result["rows"]:
         sequential, crossover = (row[order]["median"] for order in ORDERS)
         print(
-            f"{row['exchange']:18} sum m / sum c {row['ratio']:.2f}; {sequential:.3f} s a job-step one by one, "
-            f"{crossover:.3f} in turn: {row['speedup']:.2f} times as fast, bound / T {row['efficiency']:.2f}"
+            f"{row['exchange']:18} sum m / sum c {row['ratio']:.2f}; {sequential:.3f} s a job-step "
+            f"one by one, {crossover:.3f} in turn: {row['speedup']:.2f} times as fast, bound / T "
+            f"{row['efficiency']:.2f}"
         )
     write_json(args.json, __doc__, result)
     return 0
@@ -65,13 +72,18 @@ def worker(args: Any) -> int:
 
     name, size = "resnet50", dict[str, Any](batch_size=4, image_size=224)
     if args.smoke:
-        name, size = "resnet8", dict[str, Any](batch_size=2, image_size=32, classes=8, stage_sizes=[1])
+        name, size = (
+            "resnet8",
+            dict[str, Any](batch_size=2, image_size=32, classes=8, stage_sizes=[1]),
+        )
     steps, repeats = (2, 1) if args.smoke else (args.steps, args.repeats)
     plain = workloads.resnet(name, **size)
     assert plain.gradients is not None
     gradients = jax.jit(plain.gradients)
     batches = [plain.batch(100 * world.rank + job) for job in range(JOBS)]
-    initial = [jax.tree.map(np.asarray, plain.state(job)[:2]) for job in range(JOBS)]  # parameters, statistics
+    initial = [
+        jax.tree.map(np.asarray, plain.state(job)[:2]) for job in range(JOBS)
+    ]  # parameters, statistics
     policies = {"sequential": jaxcross.Sequential, "crossover": jaxcross.RoundRobin}
     why: list[str] = []
 
@@ -83,7 +95,9 @@ def worker(args: Any) -> int:
 
     def in_the_step(exchange: Any, optimizers: list[Any]) -> Any:
         step_of = {
-            tx: jaxcross.crossover(workloads.resnet(name, **size, tx=tx).make(exchange), axes="batch", donate_argnums=0)
+            tx: jaxcross.crossover(
+                workloads.resnet(name, **size, tx=tx).make(exchange), axes="batch", donate_argnums=0
+            )
             for tx in optimizers
         }
 
@@ -128,11 +142,15 @@ def worker(args: Any) -> int:
     for train in trains.values():
         run(train, "crossover", 2)
     costs = [
-        JobCost(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=initial[0][0])
+        JobCost(
+            name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=initial[0][0]
+        )
         for j in run(trains["mean"], "sequential", steps)[1].rounds.jobs
     ]
     chosen = choose_compression(1.0, costs, "batch", ranks=world.size, log=why.append)
-    trains["choose_compression"] = in_the_step(mean_of_loss, [optax.chain(tx, workloads.momentum()) for tx in chosen])
+    trains["choose_compression"] = in_the_step(
+        mean_of_loss, [optax.chain(tx, workloads.momentum()) for tx in chosen]
+    )
     run(trains["choose_compression"], "crossover", 2)
 
     raw: dict[str, dict[str, list[float]]] = {e: {order: [] for order in ORDERS} for e in EXCHANGES}
@@ -145,28 +163,54 @@ def worker(args: Any) -> int:
             if order == "sequential":
                 measured[exchange].append([(j.compute_s, j.exchange_s) for j in report.rounds.jobs])
             if world.rank == 0:
-                print(f"repeat {repeat}: {exchange}, {order}: {took_s:.3f} s a job-step", flush=True)
-        same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), finals["sequential"], finals["crossover"])
+                print(
+                    f"repeat {repeat}: {exchange}, {order}: {took_s:.3f} s a job-step", flush=True
+                )
+        same = jax.tree.map(
+            lambda a, b: a.tobytes() == b.tobytes(), finals["sequential"], finals["crossover"]
+        )
         if not all(jax.tree.leaves(same)):
             raise SystemExit(f"{exchange}: one after the other and in turn end in different states")
     if world.rank == 0:
         rows = [row_of(exchange, raw[exchange], measured[exchange]) for exchange in EXCHANGES]
-        facts = {"model": name, "jobs": JOBS, "steps": steps, "repeats": repeats, "ranks": world.size, **size}
-        Path(args.worker).write_text(json.dumps({**facts, "why": why, "rows": rows, "equal_to_the_bit": True}))
+        facts = {
+            "model": name,
+            "jobs": JOBS,
+            "steps": steps,
+            "repeats": repeats,
+            "ranks": world.size,
+            **size,
+        }
+        Path(args.worker).write_text(
+            json.dumps({**facts, "why": why, "rows": rows, "equal_to_the_bit": True})
+        )
     return 0
 
 
-def row_of(exchange: str, raw: dict[str, list[float]], measured: list[list[tuple[float, float]]]) -> dict[str, Any]:
-    """What both orders took, and what the jobs' c and m, in medians of the repeats, leave to be gained. Pure."""
-    jobs = [[statistics.median(values) for values in zip(*job, strict=True)] for job in zip(*measured, strict=True)]
+def row_of(
+    exchange: str, raw: dict[str, list[float]], measured: list[list[tuple[float, float]]]
+) -> dict[str, Any]:
+    """What both orders took, and what the jobs' c and m, in medians of the repeats, leave to be
+    gained. Pure.
+    """
+    jobs = [
+        [statistics.median(values) for values in zip(*job, strict=True)]
+        for job in zip(*measured, strict=True)
+    ]
     c_s, m_s = (sum(values) / len(jobs) for values in zip(*jobs, strict=True))
     bound_s = max(c_s, m_s, max(c + m for c, m in jobs) / len(jobs))
     sequential, crossover = (spread(raw[order]) for order in ORDERS)
     return {
-        "exchange": exchange, "sequential": sequential, "crossover": crossover, "c_s": c_s, "m_s": m_s,
-        "ratio": m_s / c_s, "bound_s": bound_s, "speedup": sequential["median"] / crossover["median"],
+        "exchange": exchange,
+        "sequential": sequential,
+        "crossover": crossover,
+        "c_s": c_s,
+        "m_s": m_s,
+        "ratio": m_s / c_s,
+        "bound_s": bound_s,
+        "speedup": sequential["median"] / crossover["median"],
         "efficiency": bound_s / crossover["median"],
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

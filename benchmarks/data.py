@@ -1,10 +1,11 @@
-"""How many images a second does the input pipeline make, from 500x375 JPEG to a normalised 224x224 crop?
+"""How many images a second does the input pipeline make, from 500x375 JPEG to a normalised 224x224
+crop?
 
     python benchmarks/data.py [--json FILE] [--smoke]
 
-Writes synthetic records, reads them once, then times training and evaluation batches with 1 and 2 threads in turn,
-and one shared decode for two readers. Synthetic JPEGs are smaller than ImageNet's (see `jpeg_bytes`); photographs
-decode more slowly.
+Writes synthetic records, reads them once, then times training and evaluation batches with 1 and 2
+threads in turn, and one shared decode for two readers. Synthetic JPEGs are smaller than ImageNet's
+(see `jpeg_bytes`); photographs decode more slowly.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxcross.data import Batches, SharedDecode, eval_batches, open_records, synthesise, train_batches
+from jaxcross.data import (
+    Batches,
+    SharedDecode,
+    eval_batches,
+    open_records,
+    synthesise,
+    train_batches,
+)
 
 WIDTH, HEIGHT, IMAGE_SIZE, BATCH = 500, 375, 224, 32
 
@@ -51,9 +59,13 @@ def shared_rate(batches: Batches, steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", metavar="FILE", help="write medians, spread and raw numbers")
-    parser.add_argument("--smoke", action="store_true", help="a few batches only, to see that it runs")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few batches only, to see that it runs"
+    )
     args = parser.parse_args()
     images, steps, repeats = (128, 2, 2) if args.smoke else (512, 16, 7)
 
@@ -72,7 +84,8 @@ def main() -> None:
             "train, 2 threads": lambda: rate(train(2), steps),
             "train, 2 threads, 2 readers of one decode": lambda: shared_rate(train(2), steps),
             "evaluation, 2 threads": lambda: rate(
-                eval_batches(folder, batch_size=BATCH, image_size=IMAGE_SIZE, steps=steps + 1), steps
+                eval_batches(folder, batch_size=BATCH, image_size=IMAGE_SIZE, steps=steps + 1),
+                steps,
             ),
         }
         raw: dict[str, list[float]] = {name: [] for name in rows}
@@ -80,13 +93,25 @@ def main() -> None:
             for name, measure in rows.items():
                 raw[name].append(measure())
 
-    print(f"{images} images of {WIDTH}x{HEIGHT}, {jpeg_bytes / 1e3:.0f} kB each, written in {synth_s:.1f} s")
+    print(
+        f"{images} images of {WIDTH}x{HEIGHT}, {jpeg_bytes / 1e3:.0f} kB each, written in "
+        f"{synth_s:.1f} s"
+    )
     for name, rates in raw.items():
-        print(f"{name:45} {statistics.median(rates):6.0f} images/s  ({min(rates):.0f} to {max(rates):.0f})")
+        print(
+            f"{name:45} {statistics.median(rates):6.0f} images/s  ({min(rates):.0f} to "
+            f"{max(rates):.0f})"
+        )
     if args.json:
         versions = {
             name: importlib.metadata.version(name)
-            for name in ("grain", "array-record", "tensorflow-datasets", "opencv-python-headless", "numpy")
+            for name in (
+                "grain",
+                "array-record",
+                "tensorflow-datasets",
+                "opencv-python-headless",
+                "numpy",
+            )
         }
         result = {
             "question": (__doc__ or "").splitlines()[0],
@@ -96,7 +121,12 @@ def main() -> None:
             "jpeg_bytes": jpeg_bytes,
             "synth_s": synth_s,
             "images_per_second": {
-                name: {"median": statistics.median(rates), "min": min(rates), "max": max(rates), "raw": rates}
+                name: {
+                    "median": statistics.median(rates),
+                    "min": min(rates),
+                    "max": max(rates),
+                    "raw": rates,
+                }
                 for name, rates in raw.items()
             },
         }

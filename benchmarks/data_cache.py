@@ -1,11 +1,14 @@
-"""Does training from slow storage run at full speed through the cache, and do jobs read each record once?
+"""Does training from slow storage run at full speed through the cache, and do jobs read each record
+once?
 
-    python benchmarks/data_cache.py [--rate 200mbit] [--turns N] [--json FILE] [--png FILE] [--smoke]
+    python benchmarks/data_cache.py [--rate 200mbit] [--turns N] [--json FILE] [--png FILE]
+    [--smoke]
 
-An HTTP server with byte ranges on one host of a lab serves ImageNet-like records to training on the other one, over a
-link of 200 Mbit/s. Ways alternate, each in a process of its own: the cache with 1, 2 and 4 jobs of unlike seeds, where
-the data set fits on disk and where half of it does; the same records from a local folder; and rivals. `predicted` is
-what `jaxcross.data.cache.simulate` says. Rivals without a reader of byte ranges get the one of jaxcross.
+An HTTP server with byte ranges on one host of a lab serves ImageNet-like records to training on the
+other one, over a link of 200 Mbit/s. Ways alternate, each in a process of its own: the cache with
+1, 2 and 4 jobs of unlike seeds, where the data set fits on disk and where half of it does; the same
+records from a local folder; and rivals. `predicted` is what `jaxcross.data.cache.simulate` says.
+Rivals without a reader of byte ranges get the one of jaxcross.
 """
 
 from __future__ import annotations
@@ -75,7 +78,9 @@ def bytes_sent(server: subprocess.Popen[str]) -> int:
 
 def measure(lab: Lab, server: subprocess.Popen[str], request: dict[str, Any]) -> dict[str, Any]:
     """Runs one way, and asks the server at the end of each pass what it has sent."""
-    line = lab.wrap_host(0, [sys.executable, str(HERE / "data_cache_worker.py"), json.dumps(request)])
+    line = lab.wrap_host(
+        0, [sys.executable, str(HERE / "data_cache_worker.py"), json.dumps(request)]
+    )
     before, passes, last = bytes_sent(server), [], {}
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdin is not None and worker.stdout is not None
@@ -100,15 +105,20 @@ def summary(runs: list[dict[str, Any]], set_bytes: int) -> dict[str, Any]:
         return runs[0]
     passes = [
         {
-            "images_per_s": statistics.median(run["passes"][n]["images"] / run["passes"][n]["seconds"] for run in runs),
+            "images_per_s": statistics.median(
+                run["passes"][n]["images"] / run["passes"][n]["seconds"] for run in runs
+            ),
             "cpu_ms_an_image": statistics.median(
                 1e3 * run["passes"][n]["cpu_s"] / run["passes"][n]["images"] for run in runs
             ),
-            "origin_sets": statistics.median(run["passes"][n]["origin_bytes"] for run in runs) / set_bytes,
+            "origin_sets": statistics.median(run["passes"][n]["origin_bytes"] for run in runs)
+            / set_bytes,
         }
         for n in range(len(runs[0]["passes"]))
     ]
-    origin_bytes = statistics.median(sum(each["origin_bytes"] for each in run["passes"]) for run in runs)
+    origin_bytes = statistics.median(
+        sum(each["origin_bytes"] for each in run["passes"]) for run in runs
+    )
     over = [
         sum(each["origin_bytes"] for each in run["passes"]) / run["predicted_bytes"]
         for run in runs
@@ -117,7 +127,9 @@ def summary(runs: list[dict[str, Any]], set_bytes: int) -> dict[str, Any]:
     return {
         "passes": passes,
         "origin_bytes": origin_bytes,
-        "over_predicted": {"median": statistics.median(over), "min": min(over), "max": max(over)} if over else None,
+        "over_predicted": {"median": statistics.median(over), "min": min(over), "max": max(over)}
+        if over
+        else None,
         "first_batch_s": statistics.median(run["first_batch_s"] for run in runs),
     }
 
@@ -125,7 +137,9 @@ def summary(runs: list[dict[str, Any]], set_bytes: int) -> dict[str, Any]:
 def undisturbed(
     lab: Lab, server: subprocess.Popen[str], request: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Measures a way, again where the machine stood still for a while; returns what was found and what was asked."""
+    """Measures a way, again where the machine stood still for a while; returns what was found and
+    what was asked.
+    """
     for attempt in range(4):
         own = {**request, "work": f"{request['work']}{attempt}"}
         found = measure(lab, server, own)
@@ -134,7 +148,9 @@ def undisturbed(
     return found, own
 
 
-def result_of(raw: dict[str, list[dict[str, Any]]], args: argparse.Namespace, known: dict[str, Any]) -> dict[str, Any]:
+def result_of(
+    raw: dict[str, list[dict[str, Any]]], args: argparse.Namespace, known: dict[str, Any]
+) -> dict[str, Any]:
     summaries = {name: summary(runs, known["set_bytes"]) for name, runs in raw.items()}
     local = summaries["local folder"]["passes"][1]
     fits = summaries.get(AGAIN, summaries["local folder"])["passes"][1]
@@ -143,7 +159,10 @@ def result_of(raw: dict[str, list[dict[str, Any]]], args: argparse.Namespace, kn
         "command": sys.argv,
         "versions": {
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in ("grain", "array-record", "fsspec", "aiohttp")},
+            **{
+                name: importlib.metadata.version(name)
+                for name in ("grain", "array-record", "fsspec", "aiohttp")
+            },
         },
         "machine": machine(),
         "rate": args.rate,
@@ -156,17 +175,29 @@ def result_of(raw: dict[str, list[dict[str, Any]]], args: argparse.Namespace, kn
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", default="200mbit", help="of the link (default %(default)s)")
-    parser.add_argument("--ways", help="only those that begin with one of these words, separated by semicolons")
-    parser.add_argument("--turns", type=int, default=3, help="how often each way is measured (default %(default)s)")
+    parser.add_argument(
+        "--ways", help="only those that begin with one of these words, separated by semicolons"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=3, help="how often each way is measured (default %(default)s)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write medians and raw numbers")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="draw the bytes by level over time")
-    parser.add_argument("--smoke", action="store_true", help="a few records only, to see that it runs")
+    parser.add_argument(
+        "--png", metavar="FILE", type=Path, help="draw the bytes by level over time"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few records only, to see that it runs"
+    )
     args = parser.parse_args()
     images, turns, epochs, batch = (64, 1, 2, 8) if args.smoke else (512, args.turns, 3, 32)
     wanted = tuple(args.ways.split(";")) if args.ways else ("",)
-    ways = {name: way for name, way in WAYS.items() if name.startswith(wanted) or name == "local folder"}
+    ways = {
+        name: way for name, way in WAYS.items() if name.startswith(wanted) or name == "local folder"
+    }
     raw: dict[str, list[dict[str, Any]]] = {}
 
     with tempfile.TemporaryDirectory() as root:
@@ -179,17 +210,25 @@ def main() -> None:
             for turn in range(turns):
                 for number, (name, way) in enumerate(ways.items()):
                     request = {
-                        **way, "url": url, "folder": str(folder), "epochs": epochs, "batch": batch, "seed": turn,
-                        "image_size": 32 if args.smoke else 224, "work": f"{root}/{turn}-{number}-",
+                        **way,
+                        "url": url,
+                        "folder": str(folder),
+                        "epochs": epochs,
+                        "batch": batch,
+                        "seed": turn,
+                        "image_size": 32 if args.smoke else 224,
+                        "work": f"{root}/{turn}-{number}-",
                         "samples": name in SHOWN and turn == 0,
-                    }  # fmt: skip
+                    }
                     found, place = undisturbed(lab, server, request)
                     raw.setdefault(name, []).append(found)
                     if name == AGAIN:
                         again = measure(lab, server, {**place, "samples": False, "predict": False})
                         raw.setdefault(f"{name}, second run", []).append(again)
                     print(f"turn {turn + 1}: {name}", file=sys.stderr)
-                result = result_of(raw, args, {"link": link, "images": images, "set_bytes": set_bytes})
+                result = result_of(
+                    raw, args, {"link": link, "images": images, "set_bytes": set_bytes}
+                )
                 if args.json:  # after each turn: a run of an hour may be ended
                     Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 

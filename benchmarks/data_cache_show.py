@@ -1,4 +1,5 @@
-"""What `data_cache.py` found, as a table and as a picture of the bytes that each level gave. Measures nothing.
+"""What `data_cache.py` found, as a table and as a picture of the bytes that each level gave.
+Measures nothing.
 
 python benchmarks/data_cache_show.py RESULT.json PICTURE.png
 """
@@ -24,12 +25,19 @@ def show(result: dict[str, Any]) -> None:
         sets = " ".join(f"{each['origin_sets']:.2f}" for each in row["passes"])
         over = "" if row["over_predicted"] is None else f"{row['over_predicted']['median']:.3f}"
         print(f"{name:44}{rates:>20}  {sets:>20}  {over:>13}")
-    print(f"second pass through the cache over the local folder's: {result['second_pass_over_local']:.3f}")
-    print(f"its CPU time an image over the local folder's: {result['second_pass_cpu_over_local']:.3f}")
+    print(
+        "second pass through the cache over the local folder's: "
+        f"{result['second_pass_over_local']:.3f}"
+    )
+    print(
+        f"its CPU time an image over the local folder's: {result['second_pass_cpu_over_local']:.3f}"
+    )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bytes that each level gave to one job, over time: where the set fits on disk, and where half of it does."""
+    """Bytes that each level gave to one job, over time: where the set fits on disk, and where half
+    of it does.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -37,7 +45,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     names = [name for name, runs in result["raw"].items() if runs[0].get("samples")]
     figure, (axes,) = plt.subplots(
-        1, len(names), figsize=(5.2 * len(names), 3.8), sharey=True, squeeze=False, layout="constrained"
+        1,
+        len(names),
+        figsize=(5.2 * len(names), 3.8),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axis, name in zip(axes, names, strict=True):
         run = result["raw"][name][0]
@@ -45,7 +58,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for level, color in COLORS.items():
             given = [sample[level] / result["set_bytes"] for sample in run["samples"]]
             axis.plot(times, given, color=color, lw=2)
-            axis.annotate(level, (times[-1], given[-1]), (5, -3), textcoords="offset points", color=color, fontsize=10)
+            axis.annotate(
+                level,
+                (times[-1], given[-1]),
+                (5, -3),
+                textcoords="offset points",
+                color=color,
+                fontsize=10,
+            )
         for each in run["passes"]:
             axis.axvline(each["ended_s"], color="#c0c0c0", lw=0.8, zorder=0)
         title = name.removeprefix("cache, ").removesuffix(", 1 job")
@@ -62,7 +82,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def _answer(result: dict[str, Any], names: list[str]) -> str:
     """The question of the picture with its answer: what the last pass reads from the origin."""
     shares = [
-        f"{result['ways'][name]['passes'][-1]['origin_sets']:.0%} where {'half' if 'half' in name else 'all'} fits"
+        (
+            f"{result['ways'][name]['passes'][-1]['origin_sets']:.0%} where "
+            f"{'half' if 'half' in name else 'all'} fits"
+        )
         for name in names
     ]
     return f"How much of a later pass does the origin send?  {', '.join(shares)}"

@@ -1,4 +1,6 @@
-"""One way of benchmarks/data_cache.py in a process of its own: prints a line for each pass, and one at the end."""
+"""One way of benchmarks/data_cache.py in a process of its own: prints a line for each pass, and one
+at the end.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ STEP_SIZE = 512  # of a matrix product, in place of a training step
 
 def page_share(sizes: np.ndarray, share: float) -> tuple[int, int]:
     """A budget for `share` of the records, and what of it the records' pages may take."""
-    budget = max(1 << 16, int(share * int((-(-sizes // PAGE_BYTES)).sum()) * (PAGE_BYTES + 8)) + 4096)
+    budget = max(
+        1 << 16, int(share * int((-(-sizes // PAGE_BYTES)).sum()) * (PAGE_BYTES + 8)) + 4096
+    )
     return budget, (budget - 64) // (PAGE_BYTES + 8) * PAGE_BYTES
 
 
@@ -55,7 +59,9 @@ def sizes_of(folder: str) -> np.ndarray:
 
 
 def torch_batches(stream: Stream, batch: int) -> Iterator[Any]:
-    """A rival: PyTorch's loader over a data set with a dictionary. Without workers, which would each have their own."""
+    """A rival: PyTorch's loader over a data set with a dictionary. Without workers, which would
+    each have their own.
+    """
     import torch.utils.data
 
     class Examples(torch.utils.data.Dataset):
@@ -66,20 +72,28 @@ def torch_batches(stream: Stream, batch: int) -> Iterator[Any]:
             epoch = position // (stream.steps_per_epoch * batch)
             return stream.example(StreamPosition(record=int(stream.order[position]), epoch=epoch))
 
-    return iter(torch.utils.data.DataLoader(Examples(), batch_size=batch, shuffle=False, num_workers=0))
+    return iter(
+        torch.utils.data.DataLoader(Examples(), batch_size=batch, shuffle=False, num_workers=0)
+    )
 
 
-def streams(request: dict[str, Any], stack: ExitStack, sizes: np.ndarray) -> tuple[list[Any], Cache | None]:
+def streams(
+    request: dict[str, Any], stack: ExitStack, sizes: np.ndarray
+) -> tuple[list[Any], Cache | None]:
     work = Path(request["work"])
     work.mkdir(exist_ok=True)
     options = {
-        "batch_size": request["batch"], "image_size": request["image_size"], "epochs": request["epochs"], "threads": 2,
-    }  # fmt: skip
+        "batch_size": request["batch"],
+        "image_size": request["image_size"],
+        "epochs": request["epochs"],
+        "threads": 2,
+    }
     seed = 100 * request["seed"]
     if request["way"] == "local":
         return [train_batches(request["folder"], seed=seed, **options)], None
     if request["way"] == "copy":
-        # fsspec cannot list a server's folder that has no index pages, so the names come from the data set
+        # fsspec cannot list a server's folder that has no index pages, so the names come from the
+        # data set
         fs = fsspec.filesystem("http")
         for path in sorted(Path(request["folder"]).iterdir()):
             fs.get_file(f"{request['url']}/{path.name}", str(work / path.name))
@@ -88,12 +102,21 @@ def streams(request: dict[str, Any], stack: ExitStack, sizes: np.ndarray) -> tup
         ahead = 64
         disk, _ = page_share(sizes, request["share"])
         memory, _ = page_share(sizes, request["share"] / 4)
-        images = int(request.get("images_share", 0) * len(sizes) * (4104 * (500 * 375 * 3 // PAGE_BYTES + 2)))
+        images = int(
+            request.get("images_share", 0) * len(sizes) * (4104 * (500 * 375 * 3 // PAGE_BYTES + 2))
+        )
         cache = stack.enter_context(
-            Cache(work / "cache", disk_bytes=disk, memory_bytes=memory, images_bytes=images, ahead_records=ahead)
+            Cache(
+                work / "cache",
+                disk_bytes=disk,
+                memory_bytes=memory,
+                images_bytes=images,
+                ahead_records=ahead,
+            )
         )
         return [
-            train_batches(request["url"], seed=seed + job, cache=cache, **options) for job in range(request["jobs"])
+            train_batches(request["url"], seed=seed + job, cache=cache, **options)
+            for job in range(request["jobs"])
         ], cache
     cache = stack.enter_context(Cache(work / "cache"))
     batches = train_batches(request["url"], seed=seed, cache=cache, **options)
@@ -109,7 +132,8 @@ def streams(request: dict[str, Any], stack: ExitStack, sizes: np.ndarray) -> tup
     plain = replace(batches._stream, records=replace(records, source=source, cached=None))
     if request["way"] == "torch":
         return [torch_batches(plain, request["batch"])], None
-    # On two threads, fsspec's block cache hands out zeros for new blocks, and its file cache fails now and then.
+    # On two threads, fsspec's block cache hands out zeros for new blocks, and its file cache fails
+    # now and then.
     return [Batches(plain, threads=1 if request["way"] == "fsspec" else 2)], None
 
 
@@ -119,19 +143,27 @@ def predicted_bytes(request: dict[str, Any], taken: list[Batches], sizes: np.nda
 
     def order_of(batches: Batches) -> Any:
         order = batches._stream.order
-        return lambda epoch: np.array([int(order[p]) for p in range(epoch * length, (epoch + 1) * length)])
+        return lambda epoch: np.array(
+            [int(order[p]) for p in range(epoch * length, (epoch + 1) * length)]
+        )
 
     origin = taken[0]._stream.records.cached._origin
     sent = np.array([origin.read_bytes(record) for record in range(len(sizes))])
     tallies = simulate(
-        [order_of(each) for each in taken], sizes, budgets,
-        length=length, epochs=request["epochs"], group=32, read_bytes=sent,
-    )  # fmt: skip
+        [order_of(each) for each in taken],
+        sizes,
+        budgets,
+        length=length,
+        epochs=request["epochs"],
+        group=32,
+        read_bytes=sent,
+    )
     return sum(tally.origin_bytes for tally in tallies)
 
 
 class Sampler:
-    """What each level has given, ten times a second; and the longest time for which this process did not run.
+    """What each level has given, ten times a second; and the longest time for which this process
+    did not run.
 
     Attributes:
         samples: Seconds since the start, and bytes by level.
@@ -152,7 +184,9 @@ class Sampler:
             now = time.perf_counter()
             self.gap_s, last = max(self.gap_s, now - last - 0.1), now
             levels = self._cache.statistics().items() if self._cache else ()
-            self.samples.append({"s": round(now - began, 2), **{name: level.nbytes for name, level in levels}})
+            self.samples.append(
+                {"s": round(now - began, 2), **{name: level.nbytes for name, level in levels}}
+            )
 
     def stop(self) -> None:
         self._done.set()
@@ -180,23 +214,35 @@ def main() -> None:
                     first_batch_s = first_batch_s or time.perf_counter() - began
                     matrix = np.clip(matrix @ matrix, 0, 1)
             now = time.perf_counter()
-            cpu_s = time.process_time() - cpu_start  # less disturbed by other work on the machine than seconds
+            cpu_s = (
+                time.process_time() - cpu_start
+            )  # less disturbed by other work on the machine than seconds
             found = {"pass": number, "seconds": now - start, "cpu_s": cpu_s, "ended_s": now - began}
-            print(json.dumps({**found, "images": steps * request["batch"] * len(taken)}), flush=True)
+            print(
+                json.dumps({**found, "images": steps * request["batch"] * len(taken)}), flush=True
+            )
             sys.stdin.readline()
         for batches in taken:
             if isinstance(batches, Batches):
                 batches.close()
         sampler.stop()
-        levels = {name: level.records for name, level in cache.statistics().items()} if cache else {}
-        predicted = predicted_bytes(request, taken, sizes) if cache and request.get("predict", True) else None
+        levels = (
+            {name: level.records for name, level in cache.statistics().items()} if cache else {}
+        )
+        predicted = (
+            predicted_bytes(request, taken, sizes)
+            if cache and request.get("predict", True)
+            else None
+        )
     print(
         json.dumps(
             {
                 "first_batch_s": first_batch_s,
                 "levels": levels,
                 "predicted_bytes": predicted,
-                "samples": sampler.samples[:: max(1, len(sampler.samples) // 80)] if request["samples"] else [],
+                "samples": sampler.samples[:: max(1, len(sampler.samples) // 80)]
+                if request["samples"]
+                else [],
                 "gap_s": sampler.gap_s,
             }
         ),

@@ -4,9 +4,11 @@
 
 The mean and `diloco` with H = 16, each on 4 ranks under `vmap`, with 3 seeds. The cases:
   as it is      400 steps from the start, a batch of 4 on each rank
-  warm-up       the first quarter of the steps with the mean; Adam's state and the rate's cosine go on
-The gap of a seed is its test loss less that of the mean with the same seed, at the last step. The results do not depend
-on the machine's speed. `--resume` adds what FILE does not hold yet; it is written after each row.
+  warm-up       the first quarter of the steps with the mean; Adam's state and the rate's cosine go
+                on
+The gap of a seed is its test loss less that of the mean with the same seed, at the last step. The
+results do not depend on the machine's speed. `--resume` adds what FILE does not hold yet; it is
+written after each row.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ CASES = {"as it is": 0.0, "warm-up": 0.25}
 
 
 class WarmUpState(NamedTuple):
-    """Attributes: `step`, counted from 0; `diloco`, whose anchor follows the parameters during the warm-up."""
+    """Attributes: `step`, counted from 0; `diloco`, whose anchor follows the parameters during the
+    warm-up.
+    """
 
     step: jax.Array
     diloco: Any
@@ -46,7 +50,9 @@ class WarmUpState(NamedTuple):
 def after_warm_up(
     inner: optax.GradientTransformation, outer: optax.GradientTransformation, *, steps: int
 ) -> optax.GradientTransformation:
-    """Returns `diloco` that begins, with the state of `inner`, after so many steps with the mean of the gradients."""
+    """Returns `diloco` that begins, with the state of `inner`, after so many steps with the mean of
+    the gradients.
+    """
     alone = exchange.diloco(inner, outer, AXIS, every=EVERY)
 
     def init(params: Any) -> WarmUpState:
@@ -57,7 +63,9 @@ def after_warm_up(
         mean, mean_inner = inner.update(jax.lax.pmean(grads, AXIS), state.diloco.inner, params)
         mean_state = alone.init(optax.apply_updates(params, mean))._replace(inner=mean_inner)
         is_warm = state.step < steps
-        updates, following = jax.tree.map(lambda a, b: jnp.where(is_warm, a, b), (mean, mean_state), (own, own_state))
+        updates, following = jax.tree.map(
+            lambda a, b: jnp.where(is_warm, a, b), (mean, mean_state), (own, own_state)
+        )
         return updates, WarmUpState(state.step + 1, following)
 
     return optax.GradientTransformation(init, update)
@@ -71,7 +79,10 @@ def row(case: str, way: str, *, smoke: bool) -> dict[str, Any]:
     warm_up = round(made.steps * CASES[case])
     inner = made.setting.optimizer
     if way == "mean":
-        tx, model = optax.chain(exchange.mean(AXIS), inner), lambda params, _: jax.tree.map(lambda x: x.mean(0), params)
+        tx, model = (
+            optax.chain(exchange.mean(AXIS), inner),
+            lambda params, _: jax.tree.map(lambda x: x.mean(0), params),
+        )
     else:
         tx = after_warm_up(inner, OUTERS[way], steps=warm_up)
         model = lambda params, state: agreed(params, state.diloco)  # noqa: E731
@@ -87,13 +98,19 @@ def row(case: str, way: str, *, smoke: bool) -> dict[str, Any]:
 def gaps(rows: Mapping[tuple[str, str], Mapping[str, Any]], case: str, way: str) -> list[float]:
     """Returns each seed's test loss at the end less the plain mean's."""
     mean = rows["as it is", "mean"]["test_loss"]
-    return [own[-1] - other[-1] for own, other in zip(rows[case, way]["test_loss"], mean, strict=True)]
+    return [
+        own[-1] - other[-1] for own, other in zip(rows[case, way]["test_loss"], mean, strict=True)
+    ]
 
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--resume", action="store_true", help="add what the file of --json does not hold yet")
-    options.add_argument("--only", metavar="CASE", action="append", choices=CASES, help="may be repeated")
+    options.add_argument(
+        "--resume", action="store_true", help="add what the file of --json does not hold yet"
+    )
+    options.add_argument(
+        "--only", metavar="CASE", action="append", choices=CASES, help="may be repeated"
+    )
     args = options.parse_args()
     rows = kept(args.json if args.resume else None, {"rows": []})["rows"]
     known = {(made["case"], made["way"]) for made in rows}
@@ -102,8 +119,14 @@ def main() -> int:
             if (case, way) in known or (way == "mean" and case != "as it is"):
                 continue
             rows.append(row(case, way, smoke=args.smoke))
-            print(f"{case}, {way}: test loss {rows[-1]['final_test_loss']:.3f}, {rows[-1]['wall_s']} s", flush=True)
-            write_json(args.json, __doc__, {"ranks": RANKS, "seeds": SEEDS, "every": EVERY, "rows": rows})
+            print(
+                f"{case}, {way}: test loss {rows[-1]['final_test_loss']:.3f}, {rows[-1]['wall_s']} "
+                "s",
+                flush=True,
+            )
+            write_json(
+                args.json, __doc__, {"ranks": RANKS, "seeds": SEEDS, "every": EVERY, "rows": rows}
+            )
     by = {(made["case"], made["way"]): made for made in rows}
     for case, way in by:
         if way != "mean" and ("as it is", "mean") in by:

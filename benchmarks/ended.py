@@ -21,7 +21,9 @@ def ends_when_told() -> Iterator[None]:
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
-    told = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # as under nohup
+    told = [
+        n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN
+    ]  # as under nohup
     before = {number: signal.signal(number, end) for number in told}
     try:
         yield
@@ -32,7 +34,9 @@ def ends_when_told() -> Iterator[None]:
 
 @contextmanager
 def started(line: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A command that is ended with its block. `mpirun` gets the time to end its ranks, which have their own groups."""
+    """A command that is ended with its block. `mpirun` gets the time to end its ranks, which have
+    their own groups.
+    """
     with subprocess.Popen(line, text=True, start_new_session=True, **options) as process:
         try:
             yield process
@@ -47,7 +51,9 @@ def started(line: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[st
 
 
 def _tell(process: subprocess.Popen[str]) -> None:
-    """SIGTERM, if it has not ended. `nsenter`, by which a lab starts a command, ends by it and passes nothing on."""
+    """SIGTERM, if it has not ended. `nsenter`, by which a lab starts a command, ends by it and
+    passes nothing on.
+    """
     line = process.args
     inside = related(process.pid) if isinstance(line, list) and line[0] == "nsenter" else []
     for pid in inside:

@@ -1,16 +1,20 @@
-"""Does anything grow while jobs come and go, and while they run for long: memory, threads, files, communicators?
+"""Does anything grow while jobs come and go, and while they run for long: memory, threads, files,
+communicators?
 
-    python benchmarks/endurance.py [--ranks 4] [--joins 1000] [--jobs 64] [--steps 100000] [--json FILE] [--png FILE]
+    python benchmarks/endurance.py [--ranks 4] [--joins 1000] [--jobs 64] [--steps 100000] [--json
+    FILE] [--png FILE]
         [--elements 8] [--wire mpi4jax|mpi4py] [--only joins|steps] [--smoke]
 
-joins: one run, in which a job adds others, a few at a time, waits until they have left, and adds the next: each makes
-two steps, and every fourth has a step of its own to compile. steps: one run of many jobs that share so many steps of a
-tiny program, which averages `--elements` numbers: from 16,384 on, mpi4py receives them into an arena. Counts are taken
-at 21 places, on every rank, after a collection of garbage: resident memory, threads, open files, communicators that
-were made and kept (`World`), Python objects but for spans, and spans: the report's, of which the latest 200,000 are
-kept. growth: the slope of a line through the second half of the places, of the rank on which it is largest, for each
-join, or each thousand job-steps. Exits with 1 if one is beyond its bound; not with `--smoke`, which ends before caches
-are full. `--only` runs one part anew, and keeps the other one if --json has it.
+joins: one run, in which a job adds others, a few at a time, waits until they have left, and adds
+the next: each makes two steps, and every fourth has a step of its own to compile. steps: one run of
+many jobs that share so many steps of a tiny program, which averages `--elements` numbers: from
+16,384 on, mpi4py receives them into an arena. Counts are taken at 21 places, on every rank, after a
+collection of garbage: resident memory, threads, open files, communicators that were made and kept
+(`World`), Python objects but for spans, and spans: the report's, of which the latest 200,000 are
+kept. growth: the slope of a line through the second half of the places, of the rank on which it is
+largest, for each join, or each thousand job-steps. Exits with 1 if one is beyond its bound; not
+with `--smoke`, which ends before caches are full. `--only` runs one part anew, and keeps the other
+one if --json has it.
 """
 
 from __future__ import annotations
@@ -34,9 +38,10 @@ from jaxcross.world.wire_choice import CHOICES
 PLACES = 20
 AT_ONCE = 8  # jobs that join together
 UNLIKE = 4  # every so manieth of them has a step of its own
-# What may grow, and how fast: for each join, and each thousand job-steps. A job that has left keeps its results in its
-# runner, and a span that is not yet pushed out of the report's 200,000 takes about 150 bytes: some 5 kB a join. The
-# rest is for what compiling leaves behind in the C library's heap, which grows by 2 MB at a time.
+# What may grow, and how fast: for each join, and each thousand job-steps. A job that has left keeps
+# its results in its runner, and a span that is not yet pushed out of the report's 200,000 takes
+# about 150 bytes: some 5 kB a join. The rest is for what compiling leaves behind in the C library's
+# heap, which grows by 2 MB at a time.
 BOUNDS = {
     "joins": {"rss_bytes": 2**14, "threads": 0, "files": 0, "communicators": 0, "objects": 64},
     "steps": {"rss_bytes": 2**16, "threads": 0, "files": 0, "communicators": 0, "objects": 100},
@@ -47,8 +52,8 @@ COUNTS = ("rss_bytes", "threads", "files", "communicators", "objects", "spans")
 def counted(world: Any, runner: Any) -> dict[str, int]:
     """What this process holds."""
     gc.collect()
-    # Counted without a reference to any: `gc.get_objects` would hold tuples that other threads still fill, which fails
-    # there with a SystemError.
+    # Counted without a reference to any: `gc.get_objects` would hold tuples that other threads
+    # still fill, which fails there with a SystemError.
     gc.freeze()
     objects = gc.get_freeze_count()
     gc.unfreeze()
@@ -68,7 +73,12 @@ class Places:
     """The counts, at equal distances."""
 
     def __init__(self, world: Any, runner: Any, total: int) -> None:
-        self.world, self.runner, self.every, self.total = world, runner, max(1, total // PLACES), total
+        self.world, self.runner, self.every, self.total = (
+            world,
+            runner,
+            max(1, total // PLACES),
+            total,
+        )
         self.next, self.rows = 0, list[dict[str, int]]()
 
     def passed(self, done: int) -> None:
@@ -77,7 +87,10 @@ class Places:
             self.next = done + self.every
             self.rows.append({"done": done, **counted(self.world, self.runner)})
             if self.world.rank == 0:
-                print(f"  {done} of {self.total}: {self.rows[-1]['rss_bytes'] / 1e6:.0f} MB", flush=True)
+                print(
+                    f"  {done} of {self.total}: {self.rows[-1]['rss_bytes'] / 1e6:.0f} MB",
+                    flush=True,
+                )
 
 
 def tiny(number: int = 1, elements: int = 8) -> Any:
@@ -87,7 +100,9 @@ def tiny(number: int = 1, elements: int = 8) -> Any:
 
     import jaxcross
 
-    step = jaxcross.crossover(lambda state, batch: state + number * lax.pmean(state * batch, "batch"), axes="batch")
+    step = jaxcross.crossover(
+        lambda state, batch: state + number * lax.pmean(state * batch, "batch"), axes="batch"
+    )
     return step, jnp.ones(elements), jnp.full(elements, 1e-6)
 
 
@@ -106,7 +121,10 @@ def joins(world: Any, total: int) -> dict[str, Any]:
     def host(job: Any) -> None:
         job.restore(state)
         for done in range(0, total, AT_ONCE):
-            added = [runner.add(f"visitor-{n}", visitor, number=n) for n in range(done, min(done + AT_ONCE, total))]
+            added = [
+                runner.add(f"visitor-{n}", visitor, number=n)
+                for n in range(done, min(done + AT_ONCE, total))
+            ]
             for one in added:
                 one.done.wait()
                 assert (one.status, one.step) == ("ended", 2), (one.status, one.error)
@@ -142,7 +160,12 @@ def steps(world: Any, jobs: int, elements: int, total: int) -> dict[str, Any]:
     made = [runner.add(f"job-{n}", fn) for n in range(jobs)]
     runner.run()
     assert [job.step for job in made] == [each] * jobs
-    return {"rows": places.rows, "s": time.perf_counter() - begin, "total": each * jobs, "jobs": jobs}
+    return {
+        "rows": places.rows,
+        "s": time.perf_counter() - begin,
+        "total": each * jobs,
+        "jobs": jobs,
+    }
 
 
 def work(out: Path, args: Any) -> None:
@@ -168,7 +191,9 @@ def growth(rows: list[dict[str, int]], name: str, unit: int) -> float:
     late = rows[len(rows) // 2 :]
     if len(late) < 2:
         return 0.0
-    return float(np.polyfit([row["done"] for row in late], [row[name] for row in late], 1)[0]) * unit
+    return (
+        float(np.polyfit([row["done"] for row in late], [row[name] for row in late], 1)[0]) * unit
+    )
 
 
 def table(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -179,8 +204,15 @@ def table(ranks: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         found[part] = {}
         for name in COUNTS:
-            rows = max((rank["parts"][part]["rows"] for rank in ranks), key=lambda rows: growth(rows, name, unit))
-            found[part][name] = {"first": rows[0][name], "last": rows[-1][name], "growth": growth(rows, name, unit)}
+            rows = max(
+                (rank["parts"][part]["rows"] for rank in ranks),
+                key=lambda rows: growth(rows, name, unit),
+            )
+            found[part][name] = {
+                "first": rows[0][name],
+                "last": rows[-1][name],
+                "growth": growth(rows, name, unit),
+            }
             found[part][name]["bound"] = BOUNDS[part].get(name)
     return found
 
@@ -192,8 +224,12 @@ def draw(ranks: list[dict[str, Any]], path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, len(COUNTS), figsize=(3.2 * len(COUNTS), 6), layout="constrained", squeeze=False)
-    for line, (part, what) in zip(axes, (("joins", "jobs that came and went"), ("steps", "job-steps")), strict=True):
+    figure, axes = plt.subplots(
+        2, len(COUNTS), figsize=(3.2 * len(COUNTS), 6), layout="constrained", squeeze=False
+    )
+    for line, (part, what) in zip(
+        axes, (("joins", "jobs that came and went"), ("steps", "job-steps")), strict=True
+    ):
         for axis, name in zip(line, COUNTS, strict=True):
             for number, rank in enumerate(ranks):
                 rows = rank["parts"].get(part, {"rows": []})["rows"]
@@ -219,12 +255,20 @@ def launch(args: Any) -> list[dict[str, Any]]:
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, default=4, help="default %(default)s")
-    options.add_argument("--joins", type=int, default=1000, help="jobs that come and go (default %(default)s)")
+    options.add_argument(
+        "--joins", type=int, default=1000, help="jobs that come and go (default %(default)s)"
+    )
     options.add_argument("--jobs", type=int, default=64, help="jobs at once (default %(default)s)")
-    options.add_argument("--steps", type=int, default=100_000, help="of all jobs together (default %(default)s)")
-    options.add_argument("--elements", type=int, default=8, help="float32 of a step (default %(default)s)")
+    options.add_argument(
+        "--steps", type=int, default=100_000, help="of all jobs together (default %(default)s)"
+    )
+    options.add_argument(
+        "--elements", type=int, default=8, help="float32 of a step (default %(default)s)"
+    )
     options.add_argument("--wire", choices=CHOICES, help="default: jaxcross's choice")
-    options.add_argument("--only", choices=tuple(BOUNDS), help="run this part anew, and keep the other one of --json")
+    options.add_argument(
+        "--only", choices=tuple(BOUNDS), help="run this part anew, and keep the other one of --json"
+    )
     options.add_argument("--png", type=Path, metavar="FILE", help="draw the counts")
     options.add_argument("--worker", type=Path, help="(internal) one rank")
     args = options.parse_args()
@@ -237,15 +281,24 @@ def main() -> int:
     if args.only is not None and args.json is not None and args.json.exists():
         for rank, kept in zip(ranks, json.loads(args.json.read_text())["raw"], strict=True):
             rank["parts"] = {**kept["parts"], **rank["parts"]}
-    result = {"ranks": args.ranks, "table": table(ranks), "raw": ranks,
-              "seconds": {part: found["s"] for part, found in ranks[0]["parts"].items()}}  # fmt: skip
+    result = {
+        "ranks": args.ranks,
+        "table": table(ranks),
+        "raw": ranks,
+        "seconds": {part: found["s"] for part, found in ranks[0]["parts"].items()},
+    }
     what = {"joins": f"{args.joins} joins", "steps": f"{args.jobs} jobs, {args.steps} steps"}
-    told = "; ".join(f"{what[part]} in {seconds:.0f} s" for part, seconds in result["seconds"].items())
+    told = "; ".join(
+        f"{what[part]} in {seconds:.0f} s" for part, seconds in result["seconds"].items()
+    )
     print(f"{args.ranks} ranks over {ranks[0]['wire']}: {told}")
     beyond = []
     for part, unit in (("joins", "a join"), ("steps", "1,000 job-steps")):
         for name, row in result["table"].get(part, {}).items():
-            print(f"  {part}: {name:14} {row['first']:>12} -> {row['last']:>12}, {row['growth']:+.2f} {unit}")
+            print(
+                f"  {part}: {name:14} {row['first']:>12} -> {row['last']:>12}, "
+                f"{row['growth']:+.2f} {unit}"
+            )
             if row["bound"] is not None and row["growth"] > row["bound"] + 0.01:
                 beyond.append(f"{part}: {name}")
     result["beyond_its_bound"] = beyond

@@ -1,27 +1,31 @@
-"""What does an exchange cost the link and the core, and would a second exchange lane fill the link better?
+"""What does an exchange cost the link and the core, and would a second exchange lane fill the link
+better?
 
-    python benchmarks/exchange_cost.py [--rate 500mbit] [--repeats 5] [--ways] [--limits none,64k,1m,4m] [--settings]
+    python benchmarks/exchange_cost.py [--rate 500mbit] [--repeats 5] [--ways] [--limits
+    none,64k,1m,4m] [--settings]
         [--wires]
 
-ResNet-50's 161 gradients, all-reduced as one program with sums joined as the library joins them, on two hosts with one
-core each and a real link:
+ResNet-50's 161 gradients, all-reduced as one program with sums joined as the library joins them, on
+two hosts with one core each and a real link:
   alone        one exchange, nothing beside it
-  at once      two exchanges, each in a thread and with communicators of its own, as two lanes would make them
+  at once      two exchanges, each in a thread and with communicators of its own, as two lanes would
+               make them
   beside       exchanges beside ResNet-50's computation on the same core
   computation  the same step without exchange, alone and beside exchanges
-`--ways`: beside, too, with the exchange's thread as it comes, with other slices than those of 0.25 ms that it asks for
-in `beside`, with these at niceness 5, with two exchanges at once, and, last, as nobody may go back, with all others at
-niceness 1, 3 and 5.
-`--wires`: alone and beside, too, over mpi4py, where the first ones are over mpi4jax: with MPI's blocking call, and with
-a non-blocking one that is tested after sleeps of 10 us to 1 ms.
-`--limits`: alone and beside, too, with sums of up to these bytes joined (`none`: each is a message).
-`--settings`: the first four again under each of the MPI's own settings, which only a new launch can change.
+`--ways`: beside, too, with the exchange's thread as it comes, with other slices than those of 0.25
+ms that it asks for in `beside`, with these at niceness 5, with two exchanges at once, and, last, as
+nobody may go back, with all others at niceness 1, 3 and 5. `--wires`: alone and beside, too, over
+mpi4py, where the first ones are over mpi4jax: with MPI's blocking call, and with a non-blocking one
+that is tested after sleeps of 10 us to 1 ms. `--limits`: alone and beside, too, with sums of up to
+these bytes joined (`none`: each is a message). `--settings`: the first four again under each of the
+MPI's own settings, which only a new launch can change.
 
-Rivals alternate in one run. fill: bytes on the wire over what the link carries in that time, as plain TCP measures it.
-tax: the core's seconds an exchange takes from the computation, at most: its thread's CPU time, and the kernel's for
-packets. How long a computation's threads had the core is told, too, packets that the kernel handles meanwhile
-included: what they need beside exchanges and not alone is the cost of caches, memory and packets; the rest of what the
-computation takes longer went to the exchange's thread. The MPI is that of the environment; run it once in each.
+Rivals alternate in one run. fill: bytes on the wire over what the link carries in that time, as
+plain TCP measures it. tax: the core's seconds an exchange takes from the computation, at most: its
+thread's CPU time, and the kernel's for packets. How long a computation's threads had the core is
+told, too, packets that the kernel handles meanwhile included: what they need beside exchanges and
+not alone is the cost of caches, memory and packets; the rest of what the computation takes longer
+went to the exchange's thread. The MPI is that of the environment; run it once in each.
 """
 
 from __future__ import annotations
@@ -44,8 +48,13 @@ SETTINGS = {
     "mpich": [
         {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"},
         {"MPIR_CVAR_CH4_PROGRESS_THROTTLE": "1"},
-        *({"MPIR_CVAR_ALLREDUCE_DEVICE_COLLECTIVE": "0", "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": algorithm}
-          for algorithm in ("recursive_doubling", "reduce_scatter_allgather", "ring")),
+        *(
+            {
+                "MPIR_CVAR_ALLREDUCE_DEVICE_COLLECTIVE": "0",
+                "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": algorithm,
+            }
+            for algorithm in ("recursive_doubling", "reduce_scatter_allgather", "ring")
+        ),
         {"FI_TCP_ZEROCOPY_SIZE": "65536"},
         {"FI_TCP_STAGING_SBUF_SIZE": "0"},
         {"FI_TCP_PREFETCH_RBUF_SIZE": "262144"},
@@ -55,13 +64,22 @@ SETTINGS = {
         {"OMPI_MCA_btl_tcp_flags": _PUT, "OMPI_MCA_mpi_yield_when_idle": "0"},
         {"OMPI_MCA_btl_tcp_flags": _PUT},
         {"OMPI_MCA_mpi_yield_when_idle": "0"},
-        *({"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": algorithm}
-          for algorithm in ("3", "6")),  # recursive doubling, Rabenseifner
+        *(
+            {
+                "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+                "OMPI_MCA_coll_tuned_allreduce_algorithm": algorithm,
+            }
+            for algorithm in ("3", "6")
+        ),  # recursive doubling, Rabenseifner
         {"OMPI_MCA_btl_tcp_links": "2"},
         {"OMPI_MCA_btl_tcp_progress_thread": "1"},
-        {"OMPI_MCA_pml": "cm", "OMPI_MCA_mtl": "ofi", "OMPI_MCA_opal_common_ofi_provider_include": "tcp"},
+        {
+            "OMPI_MCA_pml": "cm",
+            "OMPI_MCA_mtl": "ofi",
+            "OMPI_MCA_opal_common_ofi_provider_include": "tcp",
+        },
     ],
-}  # fmt: skip
+}
 
 
 def limits(words: str) -> dict[str, int]:
@@ -79,9 +97,13 @@ def options() -> argparse.ArgumentParser:
     made = parser_of_hosts(__doc__)
     made.add_argument("--repeats", type=int, default=5, help="default %(default)s")
     made.add_argument("--ways", action=argparse.BooleanOptionalAction, help="to share the core")
-    made.add_argument("--limits", type=limits, default="", metavar="A,B", help="none, or bytes as 64k or 4m")
+    made.add_argument(
+        "--limits", type=limits, default="", metavar="A,B", help="none, or bytes as 64k or 4m"
+    )
     made.add_argument("--wires", action="store_true", help="over mpi4py, too")
-    made.add_argument("--settings", action="store_true", help="the MPI's own, each in a launch of its own")
+    made.add_argument(
+        "--settings", action="store_true", help="the MPI's own, each in a launch of its own"
+    )
     return made
 
 
@@ -104,7 +126,9 @@ def main() -> int:
     return 0
 
 
-def launched(args: Any, environment: Mapping[str, str] | None = None, words: Sequence[str] = ()) -> dict[str, Any]:
+def launched(
+    args: Any, environment: Mapping[str, str] | None = None, words: Sequence[str] = ()
+) -> dict[str, Any]:
     """All measurements of one launch, whose ranks are told `words` too.
 
     Raises:
@@ -113,12 +137,17 @@ def launched(args: Any, environment: Mapping[str, str] | None = None, words: Seq
     result = on_hosts(str(RANK), args.rate, words=words, environment=environment)
     needed = 2 * result["bytes"] * result["exchanges"]  # each of two ranks sends its operand once
     if result["bytes_crossed"] < needed:
-        raise RuntimeError(f"{result['bytes_crossed']} bytes crossed the link, the exchanges need {needed}.")
+        raise RuntimeError(
+            f"{result['bytes_crossed']} bytes crossed the link, the exchanges need {needed}."
+        )
     there = min(result["tcp_bits_per_s"])
     for name, row in result["exchange"].items():
         row["fill"] = 8 * result["bytes"] / there / row["s"]["median"]
-        print(f"exchange {name:26} {row['s']['median']:.3f} s, {row['cpu_s']['median']:.3f} s of its thread's CPU, "
-              f"{row['softirq_s']['median']:.3f} s of the kernel's; fills {row['fill']:.1%} of the link")  # fmt: skip
+        print(
+            f"exchange {name:26} {row['s']['median']:.3f} s, {row['cpu_s']['median']:.3f} s of its "
+            f"thread's CPU, {row['softirq_s']['median']:.3f} s of the kernel's; fills "
+            f"{row['fill']:.1%} of the link"
+        )
     for name, row in result["computation_s"].items():
         ran = result["computation_ran_s"][name]["median"]
         print(f"computation {name:34} {row['median']:.3f} s, {ran:.3f} s of them on the core")
@@ -144,7 +173,9 @@ def over_mpi4jax(result: Mapping[str, Any]) -> dict[str, Any]:
         return [statistics.fmean(raw[n : n + several]) for n in range(0, len(raw), several)]
 
     found = {}
-    for wire in [name.removeprefix("alone") for name in exchange if name.startswith("alone, mpi4py")]:
+    for wire in [
+        name.removeprefix("alone") for name in exchange if name.startswith("alone, mpi4py")
+    ]:
         for way in ("alone", "beside"):
             found[f"exchange {way}{wire}"] = ratios(rounds(way + wire), rounds(way))
         new, old = (computation[f"beside exchanges{suffix}"]["raw"] for suffix in (wire, ""))

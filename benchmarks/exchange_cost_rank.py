@@ -1,6 +1,8 @@
-"""One rank of benchmarks/exchange_cost.py: what an exchange and a computation cost each other, in turn.
+"""One rank of benchmarks/exchange_cost.py: what an exchange and a computation cost each other, in
+turn.
 
-Started by that benchmark with its own arguments and `--worker FILE`, where rank 0 writes the numbers.
+Started by that benchmark with its own arguments and `--worker FILE`, where rank 0 writes the
+numbers.
 """
 
 from __future__ import annotations
@@ -64,9 +66,11 @@ class SleepingComm:
 
 
 class Ways:
-    """An exchange, a computation, and both at once in several ways. What they took is in `exchanges` and `computation`.
+    """An exchange, a computation, and both at once in several ways. What they took is in
+    `exchanges` and `computation`.
 
-    Every measurement begins on all ranks together. The compiled exchanges take and give the gradients of `work`.
+    Every measurement begins on all ranks together. The compiled exchanges take and give the
+    gradients of `work`.
     """
 
     def __init__(self, work: workloads.Workload) -> None:
@@ -75,18 +79,29 @@ class Ways:
         sums = lambda *xs: [lax.psum(x, "batch") for x in xs]  # noqa: E731
         self.jaxpr = jax.make_jaxpr(sums, axis_env=list(AXES.items()))(*self.shapes)
         self.step = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
-        self.starter = ThreadPoolExecutor(1, "starter")  # a thread begins at the niceness of who starts it
+        self.starter = ThreadPoolExecutor(
+            1, "starter"
+        )  # a thread begins at the niceness of who starts it
         self.lanes = [self.compiled(0), self.compiled(1)]
         self.made = 0
         self.forget()
 
     def forget(self) -> None:
         """What was measured so far was a rehearsal."""
-        self.exchanges: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"s": [], "cpu_s": [], "softirq_s": []})
-        self.computation: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"s": [], "ran_s": [], "round_s": []})
+        self.exchanges: dict[str, dict[str, list[float]]] = defaultdict(
+            lambda: {"s": [], "cpu_s": [], "softirq_s": []}
+        )
+        self.computation: dict[str, dict[str, list[float]]] = defaultdict(
+            lambda: {"s": [], "ran_s": [], "round_s": []}
+        )
 
     def compiled(
-        self, lane: int, limit: int = coalesce.SMALL_BYTES, *, over: Over = "mpi4jax", world: Any = WORLD
+        self,
+        lane: int,
+        limit: int = coalesce.SMALL_BYTES,
+        *,
+        over: Over = "mpi4jax",
+        world: Any = WORLD,
     ) -> Any:
         """All gradients' sums as one program, those of up to `limit` bytes joined."""
         usual, coalesce.SMALL_BYTES = coalesce.SMALL_BYTES, limit
@@ -113,8 +128,12 @@ class Ways:
         took["s"].append(time.perf_counter() - start)
         took["ran_s"].append(sum(s - before.get(thread, 0) for thread, s in ran_s(but).items()))
 
-    def in_threads(self, *tasks: Callable[[], Any], way: Callable[[], Any] | None = None) -> list[threading.Thread]:
-        """Starts the tasks at once on all ranks, each thread prepared `way`: as the exchange lane is, if None."""
+    def in_threads(
+        self, *tasks: Callable[[], Any], way: Callable[[], Any] | None = None
+    ) -> list[threading.Thread]:
+        """Starts the tasks at once on all ranks, each thread prepared `way`: as the exchange lane
+        is, if None.
+        """
 
         def run(task: Callable[[], Any]) -> None:
             (way or ask_for_short_slices)()
@@ -137,7 +156,9 @@ class Ways:
         """Two exchanges; what is kept is of one of them."""
         found: dict[str, list[float]] = {"s": [], "cpu_s": []}
         before, start = softirq_s(), time.perf_counter()
-        for thread in self.in_threads(*(partial(self.exchange, call, found) for call in self.lanes)):
+        for thread in self.in_threads(
+            *(partial(self.exchange, call, found) for call in self.lanes)
+        ):
             thread.join()
         took = self.exchanges["at once"]
         took["s"].append((time.perf_counter() - start) / 2)
@@ -149,7 +170,9 @@ class Ways:
         for _ in range(2):
             self.compute(self.computation["alone"])
 
-    def beside(self, suffix: str = "", call: Any = None, way: Callable[[], Any] | None = None) -> None:
+    def beside(
+        self, suffix: str = "", call: Any = None, way: Callable[[], Any] | None = None
+    ) -> None:
         took = self.exchanges[f"beside{suffix}"]
         before = softirq_s()
         several = lambda: [self.exchange(call or self.lanes[0], took) for _ in range(BESIDE)]  # noqa: E731
@@ -168,14 +191,18 @@ class Ways:
                 self.exchange(call, found)
             ends.append(time.perf_counter())
 
-        self._compute_while(self.in_threads(*(partial(several, call) for call in self.lanes)), suffix)
+        self._compute_while(
+            self.in_threads(*(partial(several, call) for call in self.lanes)), suffix
+        )
         took = self.exchanges[f"beside{suffix}"]
         took["s"].append((max(ends) - begin) / (2 * BESIDE))
         took["softirq_s"].append((softirq_s() - before) / (2 * BESIDE))
         took["cpu_s"].append(statistics.fmean(found["cpu_s"]))
 
     def _compute_while(self, threads: list[threading.Thread], suffix: str) -> None:
-        """Computes until the threads have ended. The last step, which ended alone, counts only if it's the only one."""
+        """Computes until the threads have ended. The last step, which ended alone, counts only if
+        it's the only one.
+        """
         took: dict[str, list[float]] = {"s": [], "ran_s": []}
         while not took["s"] or any(thread.is_alive() for thread in threads):
             self.compute(took, threads)
@@ -185,7 +212,9 @@ class Ways:
         found["round_s"].append(statistics.fmean(took["s"][:-1] or took["s"]))
 
     def yield_to_exchanges(self, niceness: int) -> None:
-        """Every thread of this process but the starter, for good: less niceness needs a privilege."""
+        """Every thread of this process but the starter, for good: less niceness needs a
+        privilege.
+        """
 
         def set_others() -> None:
             for thread in os.listdir("/proc/self/task"):
@@ -196,20 +225,32 @@ class Ways:
 
     def facts(self) -> dict[str, Any]:
         return {
-            "bytes": sum(x.nbytes for x in self.shapes), "leaves": len(self.shapes), "exchanges": self.made,
-            "exchange": {n: {k: spread(v) for k, v in took.items()} for n, took in self.exchanges.items()},
-            **{f"computation_{key}": {name: spread(took[key]) for name, took in self.computation.items() if took[key]}
-               for key in ("s", "ran_s", "round_s")},
-        }  # fmt: skip
+            "bytes": sum(x.nbytes for x in self.shapes),
+            "leaves": len(self.shapes),
+            "exchanges": self.made,
+            "exchange": {
+                n: {k: spread(v) for k, v in took.items()} for n, took in self.exchanges.items()
+            },
+            **{
+                f"computation_{key}": {
+                    name: spread(took[key]) for name, took in self.computation.items() if took[key]
+                }
+                for key in ("s", "ran_s", "round_s")
+            },
+        }
 
 
 def ran_s(but: Sequence[threading.Thread]) -> dict[int, float]:
-    """Seconds that each of this process's threads, but some, has had a core: number of the thread -> seconds."""
+    """Seconds that each of this process's threads, but some, has had a core: number of the thread
+    -> seconds.
+    """
     others = {thread.native_id for thread in but}
     found = {}
     for thread in {int(name) for name in os.listdir("/proc/self/task")} - others:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            found[thread] = int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+            found[thread] = (
+                int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+            )
     return found
 
 
@@ -218,13 +259,18 @@ def main() -> int:
     repeats = 2 if args.smoke else args.repeats
     (spec,) = jobs_of("one", args.smoke)
     ways = Ways(jax_work.workload(spec))
-    limited = {f", sums up to {word}": ways.compiled(0, limit) for word, limit in args.limits.items()}
+    limited = {
+        f", sums up to {word}": ways.compiled(0, limit) for word, limit in args.limits.items()
+    }
     if args.wires:
         limited[", mpi4py"] = ways.compiled(0, over="mpi4py")
         limited[", mpi4py that sleeps"] = ways.compiled(0, over="mpi4py", world=SleepingWorld())
     threads: dict[str, Callable[[], Any]] = {
         ", as it comes": lambda: None,
-        **{f", slices of {us} us": partial(ask_for_short_slices, us * 1000) for us in (100, 500, 1000)},
+        **{
+            f", slices of {us} us": partial(ask_for_short_slices, us * 1000)
+            for us in (100, 500, 1000)
+        },
         ", niceness 5": lambda: (ask_for_short_slices(), os.nice(5)),  # on Linux, this thread alone
     }
     for repeat in range(-1, repeats):

@@ -1,14 +1,16 @@
 """How long does each exchange take of a model's gradients on a slow link, over the plain mean?
 
-    python benchmarks/exchanges.py [--rate 500mbit] [--hosts 2] [--local 1] [--only NAME ...] [--json FILE] [--smoke]
+    python benchmarks/exchanges.py [--rate 500mbit] [--hosts 2] [--local 1] [--only NAME ...]
+    [--json FILE] [--smoke]
 
-The gradients of ResNet-50 and of a small Transformer, a rank on each host, a real link between them. A step is the
-exchange and SGD alone: no forward or backward pass. The strategies take turns, each from its first state, in one run.
-total: a step, its computing included; wire: its exchanges, without waiting for a rank that computes longer. Both, over
-those of `mean` in the same repeat, and bytes too. A target is undecided where repeats lie on both sides of it.
-What exchanges every few steps is measured over all of these, and is a mean of them. A turn has two steps, or
-up to eight of a small model: as many as exchange some 20 million elements.
-`ParameterServer` is the real one; its wire is `push_pull`, in which servers step and others may be waited for.
+The gradients of ResNet-50 and of a small Transformer, a rank on each host, a real link between
+them. A step is the exchange and SGD alone: no forward or backward pass. The strategies take turns,
+each from its first state, in one run. total: a step, its computing included; wire: its exchanges,
+without waiting for a rank that computes longer. Both, over those of `mean` in the same repeat, and
+bytes too. A target is undecided where repeats lie on both sides of it. What exchanges every few
+steps is measured over all of these, and is a mean of them. A turn has two steps, or up to eight of
+a small model: as many as exchange some 20 million elements. `ParameterServer` is the real one; its
+wire is `push_pull`, in which servers step and others may be waited for.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from hosts import on_hosts, parser_of_hosts
 from pages.exchanges import ratios
 from workloads import spread, write_json
 
-# What is compared, of which strategies, and the target: a strategy's time over another's. `as chosen` is what users
-# get, the others are forced.
+# What is compared, of which strategies, and the target: a strategy's time over another's. `as
+# chosen` is what users get, the others are forced.
 TOP_K = ("top_k 1%, as chosen", "top_k 1%, exact", "top_k 1%, threshold")
 TARGETS = (
     *(("top-k at 1%, wire", "wire", name, "mean", 1 / 20) for name in TOP_K),
@@ -48,42 +50,66 @@ def main() -> int:
     options = parser_of_hosts(__doc__)
     options.add_argument("--hosts", type=int, default=2, help="default %(default)s")
     options.add_argument(
-        "--local", type=int, default=1, help="ranks a host, which share its core (default %(default)s)"
+        "--local",
+        type=int,
+        default=1,
+        help="ranks a host, which share its core (default %(default)s)",
     )
     options.add_argument("--repeats", type=int, default=5, help="default %(default)s")
     options.add_argument("--models", default="transformer,resnet50", help="default %(default)s")
-    options.add_argument("--only", action="append", default=[], metavar="NAME", help="mean, and what begins so")
+    options.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="mean, and what begins so"
+    )
     args = options.parse_args()
     if args.worker:
         return worker(args)
     result = on_hosts(__file__, args.rate, args.hosts, local=args.local)
     result |= {"hosts": args.hosts, "ranks_a_host": args.local}
-    result["targets"] = [found for model in result["models"] for found in judge(model, result["models"][model])]
+    result["targets"] = [
+        found for model in result["models"] for found in judge(model, result["models"][model])
+    ]
     for model, rows in result["models"].items():
         print(f"{model}: {rows['elements'] / 1e6:.2f} million elements")
         for name, row in rows["strategies"].items():
-            print(f"  {name:36} total {row['total']['median']:.4f} s ({row['total_over_mean']:.2f} of the mean's), "
-                  f"wire {row['wire']['median']:.4f} s ({row['wire_over_mean']:.3f}), {row['bytes'] / 1e6:.3f} MB "
-                  f"({row['bytes_over_mean']:.3f})")  # fmt: skip
+            print(
+                f"  {name:36} total {row['total']['median']:.4f} s ({row['total_over_mean']:.2f} "
+                f"of the mean's), wire {row['wire']['median']:.4f} s "
+                f"({row['wire_over_mean']:.3f}), {row['bytes'] / 1e6:.3f} MB "
+                f"({row['bytes_over_mean']:.3f})"
+            )
     for found in result["targets"]:
-        print(f"{found['model']}: {found['what']}, {found['of']}: {found['ratio']:.3f} of {found['over']}'s "
-              f"({min(found['ratios']):.3f} to {max(found['ratios']):.3f}), target {found['target']:.3f}: "
-              f"{found['verdict']}")  # fmt: skip
+        print(
+            f"{found['model']}: {found['what']}, {found['of']}: {found['ratio']:.3f} of "
+            f"{found['over']}'s ({min(found['ratios']):.3f} to {max(found['ratios']):.3f}), target "
+            f"{found['target']:.3f}: {found['verdict']}"
+        )
     write_json(args.json, __doc__, result)
     return 0
 
 
 def judge(model: str, rows: dict[str, Any]) -> list[dict[str, Any]]:
-    """The targets that this run has the strategies for: met or missed by every repeat's ratio, or undecided."""
+    """The targets that this run has the strategies for: met or missed by every repeat's ratio, or
+    undecided.
+    """
     found: list[dict[str, Any]] = []
     for what, key, name, over, target in TARGETS:
         if {name, over} <= rows["strategies"].keys():
             each = ratios(rows["strategies"], name, key, over)
-            verdict = "met" if max(each) <= target else "missed" if min(each) > target else "undecided"
-            found.append({
-                "model": model, "what": what, "of": name, "over": over, "ratio": statistics.median(each),
-                "ratios": each, "target": target, "verdict": verdict,
-            })  # fmt: skip
+            verdict = (
+                "met" if max(each) <= target else "missed" if min(each) > target else "undecided"
+            )
+            found.append(
+                {
+                    "model": model,
+                    "what": what,
+                    "of": name,
+                    "over": over,
+                    "ratio": statistics.median(each),
+                    "ratios": each,
+                    "target": target,
+                    "verdict": verdict,
+                }
+            )
     return found
 
 
@@ -108,19 +134,31 @@ def worker(args: Any) -> int:
         works = {name: works[name] for name in args.models.split(",")}
     sgd = optax.sgd(1e-3)
     setting = Setting(
-        ranks=world.size, optimizer=sgd, signs=sgd, adam_rate=1e-3, norms=jaxcross.exchange.lars(AXIS, 1e-3),
+        ranks=world.size,
+        optimizer=sgd,
+        signs=sgd,
+        adam_rate=1e-3,
+        norms=jaxcross.exchange.lars(AXIS, 1e-3),
         freeze_step=1,
-    )  # fmt: skip
+    )
     rivals = (
         *STRATEGIES,
         *ROUTES,
-        Strategy(name="top_k 1%, as chosen",
-                 make=lambda s: optax.chain(jaxcross.exchange.top_k(0.01, AXIS), s.optimizer)),
-        Strategy(name="top_k 1%, one bucket",
-                 make=lambda s: optax.chain(jaxcross.exchange.top_k(0.01, AXIS, bucket=True), s.optimizer)),
-        Strategy(name="norms on every rank",
-                 make=lambda s: optax.chain(jaxcross.exchange.mean(AXIS), optax.lars(1e-3))),
-    )  # fmt: skip
+        Strategy(
+            name="top_k 1%, as chosen",
+            make=lambda s: optax.chain(jaxcross.exchange.top_k(0.01, AXIS), s.optimizer),
+        ),
+        Strategy(
+            name="top_k 1%, one bucket",
+            make=lambda s: optax.chain(
+                jaxcross.exchange.top_k(0.01, AXIS, bucket=True), s.optimizer
+            ),
+        ),
+        Strategy(
+            name="norms on every rank",
+            make=lambda s: optax.chain(jaxcross.exchange.mean(AXIS), optax.lars(1e-3)),
+        ),
+    )
 
     def wanted(name: str) -> bool:
         return not args.only or name == "mean" or name.startswith(tuple(args.only))
@@ -142,7 +180,9 @@ def worker(args: Any) -> int:
         elements = sum(x.size for x in jax.tree.leaves(params))
         fewest = 2 if args.smoke else max(2, min(8, TURN // elements))
         rng = np.random.default_rng(world.rank)
-        grads = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, dtype=np.float32)), params)
+        grads = jax.tree.map(
+            lambda x: jnp.asarray(rng.standard_normal(x.shape, dtype=np.float32)), params
+        )
         made = {s.name: s.make(setting) for s in rivals if wanted(s.name)}
         nbytes: dict[str, float] = {}
         for s in rivals:
@@ -176,12 +216,21 @@ def worker(args: Any) -> int:
                 return runner.run()
 
         ways = {s.name: functools.partial(of_strategy, s) for s in chosen}
-        ways |= {name: functools.partial(of_server, name, staleness) for name, staleness in servers.items()}
-        raw: dict[str, dict[str, list[float]]] = {name: {"total": [], "wire": [], "compute": []} for name in ways}
+        ways |= {
+            name: functools.partial(of_server, name, staleness)
+            for name, staleness in servers.items()
+        }
+        raw: dict[str, dict[str, list[float]]] = {
+            name: {"total": [], "wire": [], "compute": []} for name in ways
+        }
         for repeat in range(-1, repeats):  # the first round compiles
             for name, way in ways.items():
                 (account,) = way().rounds.jobs
-                own = {"total": account.period_s, "wire": account.exchange_s, "compute": account.compute_s}
+                own = {
+                    "total": account.period_s,
+                    "wire": account.exchange_s,
+                    "compute": account.compute_s,
+                }
                 if repeat >= 0:
                     for key, value in own.items():
                         raw[name][key].append(value)

@@ -1,7 +1,8 @@
 """What faults.py runs on each rank: `fault_rank.py FAULT POINT FOLDER SILENCE_S WATCHDOG_S`.
 
-The last rank comes to harm once, in job `b`. Two jobs in crossover, with a checkpoint in FOLDER after every step; where
-the runner is to save what a stop or a failure leaves, jobs save nothing. With the fault `none` they go on from there.
+The last rank comes to harm once, in job `b`. Two jobs in crossover, with a checkpoint in FOLDER
+after every step; where the runner is to save what a stop or a failure leaves, jobs save nothing.
+With the fault `none` they go on from there.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ import jaxcross
 
 STEPS, AT_STEP = 8, 3
 FAULT, POINT, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-SAID = {"agreement": "checkpoint: save", "carried": "exchange"}.get(POINT, POINT)  # what the recorder calls it
+SAID = {"agreement": "checkpoint: save", "carried": "exchange"}.get(
+    POINT, POINT
+)  # what the recorder calls it
 RUNNER_SAVES = FAULT == "term" or (FAULT in ("raise", "memory") and POINT == "compute")
-WORLD = jaxcross.initialize(heartbeat_timeout_s=float(sys.argv[4]), stall_timeout_s=float(sys.argv[5]))
+WORLD = jaxcross.initialize(
+    heartbeat_timeout_s=float(sys.argv[4]), stall_timeout_s=float(sys.argv[5])
+)
 VICTIM = WORLD.size - 1
 
 import jax  # noqa: E402
@@ -44,7 +49,9 @@ def hurt() -> None:
             try:
                 np.zeros(1 << 30, np.uint8)
             finally:
-                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                resource.setrlimit(
+                    resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+                )
         case "segv":
             ctypes.string_at(0)
         case "block":
@@ -55,7 +62,8 @@ def hurt() -> None:
             while not (FOLDER / "cut").exists():  # whoever started this takes the link down
                 threading.Event().wait(0.02)
         case "stop":
-            # Sent to the process, it may be another thread that takes it, a while after this one went on.
+            # Sent to the process, it may be another thread that takes it, a while after this one
+            # went on.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         case name:
             os.kill(os.getpid(), getattr(signal, f"SIG{name.upper()}"))
@@ -66,7 +74,9 @@ class Injector:
 
     def __init__(self) -> None:
         self.lock, self.done, self.near = threading.Lock(), False, False
-        self.armed: tuple[int, int] | None = None  # the thread and the segment where an error is to be raised
+        self.armed: tuple[int, int] | None = (
+            None  # the thread and the segment where an error is to be raised
+        )
         self.begin, self.run = WORLD.flight.begin, Execution.run
         WORLD.flight.begin = self.watch  # type: ignore[method-assign]
         Execution.run = lambda execution, index: self.run_segment(execution, index)  # type: ignore[method-assign]
@@ -75,7 +85,10 @@ class Injector:
         token = self.begin(activity)
         if self.comes(activity):
             if FAULT in ("raise", "memory") and POINT in ("compute", "exchange"):
-                self.armed = threading.get_ident(), activity.segment  # a segment fails where it runs
+                self.armed = (
+                    threading.get_ident(),
+                    activity.segment,
+                )  # a segment fails where it runs
             else:
                 hurt()
         return token
@@ -83,10 +96,13 @@ class Injector:
     def comes(self, activity: Any) -> bool:
         """Whether the point is this one. Once: several threads ask."""
         with self.lock:
-            # Not by a save, which may be the first one: until it's over, there's nothing to resume from.
+            # Not by a save, which may be the first one: until it's over, there's nothing to resume
+            # from.
             self.near |= activity.job == "b" and activity.step == AT_STEP and activity.segment >= 0
             here = activity.job == "b" and (activity.step == AT_STEP or POINT == "compile")
-            here |= self.near and (POINT == "vote" or (POINT == "agreement" and activity.job == "b"))
+            here |= self.near and (
+                POINT == "vote" or (POINT == "agreement" and activity.job == "b")
+            )
             here &= (
                 POINT != "agreement" or activity.number > 0
             )  # the exchange lane's; a job's thread waits for it as well

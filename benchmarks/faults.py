@@ -1,11 +1,13 @@
-"""Does every fault of one rank end in an error that names it, on every rank and soon, with no checkpoint damaged?
+"""Does every fault of one rank end in an error that names it, on every rank and soon, with no
+checkpoint damaged?
 
     python benchmarks/faults.py [--json FILE] [--smoke] [--ranks N]
 
-Each fault is injected at every kind of point of a step of one of two jobs (`fault_rank.py`), under `jaxcross launch`.
-Seconds count from the fault to the end of the command, its post-mortem included; told_s, where all ranks end, to the
-last words of the last of the others. Then the same command, without the fault, must go on from the checkpoints that
-are there, to the values of a run that nothing happened to; where a job has left, or all have stopped, from that step.
+Each fault is injected at every kind of point of a step of one of two jobs (`fault_rank.py`), under
+`jaxcross launch`. Seconds count from the fault to the end of the command, its post-mortem included;
+told_s, where all ranks end, to the last words of the last of the others. Then the same command,
+without the fault, must go on from the checkpoints that are there, to the values of a run that
+nothing happened to; where a job has left, or all have stopped, from that step.
 """
 
 from __future__ import annotations
@@ -32,16 +34,24 @@ POINTS = ("compile", "compute", "exchange", "vote", "checkpoint")
 DEADLINE_S = 180.0
 SILENCE_S, WATCHDOG_S = 3.0, 40.0  # of each run, if it has the machine to itself
 PROMISED_S = {
-    "raise": 1.0, "memory": 1.0, "segv": 3.0, "kill": 3.0, "exit": 3.0, "stop": SILENCE_S + 1, "block": SILENCE_S + 1
-}  # fmt: skip
+    "raise": 1.0,
+    "memory": 1.0,
+    "segv": 3.0,
+    "kill": 3.0,
+    "exit": 3.0,
+    "stop": SILENCE_S + 1,
+    "block": SILENCE_S + 1,
+}
 """Until all other ranks have named the faulty one: what docs/reference/faults.md states."""
 LOADED_S = 20.0
-"""What a machine that does other things as well may add. The watchdog would still take longer, so that a fault which
-only that one has told is found out."""
+"""What a machine that does other things as well may add. The watchdog would still take longer, so
+that a fault which only that one has told is found out.
+"""
 
 Outcome = Literal["leaves", "ends", "stops"]
-"""`leaves`: the job leaves on all ranks, the other one goes on. `ends`: every rank ends with an error that names the
-faulty one. `stops`: all ranks stop after the same step, with exit code 143."""
+"""`leaves`: the job leaves on all ranks, the other one goes on. `ends`: every rank ends with an
+error that names the faulty one. `stops`: all ranks stop after the same step, with exit code 143.
+"""
 
 FAULTS: dict[str, Outcome] = {
     "raise": "leaves",  # an exception
@@ -70,13 +80,16 @@ class Case:
 
     @property
     def outcome(self) -> Outcome:
-        # In a lane there is no job to blame: a lane that breaks ends all ranks, as it can serve no job any more.
+        # In a lane there is no job to blame: a lane that breaks ends all ranks, as it can serve no
+        # job any more.
         broken = FAULTS[self.fault] == "leaves" and self.point in ("exchange", "vote")
         return "ends" if broken else FAULTS[self.fault]
 
     @property
     def where(self) -> str:
-        """Where the faulty rank was, in the post-mortem; a vote is of all jobs, and says which job it was next to."""
+        """Where the faulty rank was, in the post-mortem; a vote is of all jobs, and says which job
+        it was next to.
+        """
         return {
             "compile": r"job 'b', step 0 \(compile\)",
             "compute": r"job 'b', step 3, segment 0 \(compute\)",
@@ -88,13 +101,19 @@ class Case:
 
     @property
     def named(self) -> str:
-        """What each other rank names beside the faulty one: whoever waits in an exchange, which it is."""
+        """What each other rank names beside the faulty one: whoever waits in an exchange, which it
+        is.
+        """
         return self.where if self.point in ("exchange", "carried") else r"job '[ab]', step \d"
 
     @property
     def limit_s(self) -> float:
-        """For `told_s`; where ranks go on, or stop by themselves, for the whole: nobody waited for the watchdog."""
-        return self.slack * (PROMISED_S[self.fault] + LOADED_S if self.outcome == "ends" else WATCHDOG_S)
+        """For `told_s`; where ranks go on, or stop by themselves, for the whole: nobody waited for
+        the watchdog.
+        """
+        return self.slack * (
+            PROMISED_S[self.fault] + LOADED_S if self.outcome == "ends" else WATCHDOG_S
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +157,11 @@ def run_case(case: Case) -> Result:
         if case.outcome == "ends":
             others = [record for record in records if record.rank != case.ranks - 1]
             told_s = max(record.last_s for record in others) - hurt_s
-            problems += [f"rank {record.rank} has left no last words" for record in others if not record.words]
+            problems += [
+                f"rank {record.rank} has left no last words"
+                for record in others
+                if not record.words
+            ]
         took_s = ended_s - hurt_s if told_s is None else told_s
         if took_s > case.limit_s:
             problems.append(f"it took {took_s:.0f} s, not {case.limit_s:.0f} at most")
@@ -147,9 +170,14 @@ def run_case(case: Case) -> Result:
         problems += [f"process {r.pid} is left" for r in records if lives(r.pid)]
         problems += check_restart(case, *launch(case, folder, "none"), steps_left(output))
     return Result(
-        case=case, code=code, seconds=ended_s - hurt_s, told_s=told_s, verdict=said, problems=tuple(problems),
+        case=case,
+        code=code,
+        seconds=ended_s - hurt_s,
+        told_s=told_s,
+        verdict=said,
+        problems=tuple(problems),
         output=output,
-    )  # fmt: skip
+    )
 
 
 def launch(case: Case, folder: Path, fault: str) -> tuple[int, str]:
@@ -157,9 +185,13 @@ def launch(case: Case, folder: Path, fault: str) -> tuple[int, str]:
     line = f"-m jaxcross.cli launch -n {case.ranks} --events {folder / 'events'}"
     words = [*line.split(), *program(folder, fault, case.point, case.slack)]
     process = subprocess.Popen(
-        [sys.executable, *words], text=True, start_new_session=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, *words],
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         output, _ = process.communicate(timeout=case.slack * DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -182,12 +214,17 @@ def check(case: Case, code: int, output: str, said: str) -> Iterator[str]:
         if code != 0:
             yield f"exit code {code}, not 0"
         for rank in range(case.ranks):
-            if not re.search(rf"rank {rank} goes on: .*'a': 8.*Job `b` failed .*on rank {victim}\b", output):
+            if not re.search(
+                rf"rank {rank} goes on: .*'a': 8.*Job `b` failed .*on rank {victim}\b", output
+            ):
                 yield f"rank {rank} has not gone on without job b"
     elif case.outcome == "stops":
         if code != 143:
             yield f"exit code {code}, not 143"
-        steps = {rank: re.search(rf"rank {rank} leaves: (\{{.*?\}})", output) for rank in range(case.ranks)}
+        steps = {
+            rank: re.search(rf"rank {rank} leaves: (\{{.*?\}})", output)
+            for rank in range(case.ranks)
+        }
         if None in steps.values() or len({m[1] for m in steps.values() if m is not None}) > 1:
             yield f"the ranks have not stopped at the same steps: {steps}"
         elif set(steps_left(output).values()) == {8}:
@@ -198,15 +235,22 @@ def check(case: Case, code: int, output: str, said: str) -> Iterator[str]:
         for rank in others:
             words = re.search(rf"rank {rank} (of \d+ )?ends .*because .*rank {victim}\b.*", output)
             if words is None or not re.search(case.named, words[0]):
-                yield f"rank {rank} does not name rank {victim} and {case.named}: {words and words[0]}"
+                yield (
+                    f"rank {rank} does not name rank {victim} and {case.named}: "
+                    f"{words and words[0]}"
+                )
         # What it was in comes before what the others did then.
         own = re.split(r"\. Ranks? [\d, ]+ (?:waited|stood) ", said)[0]
-        if not re.match(rf"Rank {victim} (ended|stopped) first", own) or not re.search(case.where, own):
+        if not re.match(rf"Rank {victim} (ended|stopped) first", own) or not re.search(
+            case.where, own
+        ):
             yield f"the post-mortem does not name rank {victim} and {case.where}: {said}"
 
 
 def lives(pid: int, patience_s: float = 5.0) -> bool:
-    """Whether a process does not end within that time. What nobody has asked for its exit code has ended, too."""
+    """Whether a process does not end within that time. What nobody has asked for its exit code has
+    ended, too.
+    """
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         try:
@@ -225,50 +269,91 @@ def steps_left(output: str) -> dict[str, int]:
 
 
 def check_restart(case: Case, code: int, output: str, left: Mapping[str, int]) -> Iterator[str]:
-    """What is not as in a run that nothing happened to: each step adds its number, times the job's scale. Pure."""
+    """What is not as in a run that nothing happened to: each step adds its number, times the job's
+    scale. Pure.
+    """
     for rank in range(case.ranks):
         if f"rank {rank} ends: {{'a': (8, 36.0), 'b': (8, 72.0)}}" not in output:
-            yield f"started again, rank {rank} does not come to the end: exit code {code}: {output[-1000:]}"
-        begun = {job: int(step) for job, step in re.findall(rf"rank {rank} begins job (\w) after step (\d+)", output)}
+            yield (
+                f"started again, rank {rank} does not come to the end: exit code {code}: "
+                f"{output[-1000:]}"
+            )
+        begun = {
+            job: int(step)
+            for job, step in re.findall(rf"rank {rank} begins job (\w) after step (\d+)", output)
+        }
         if left and begun != left:
-            yield f"started again, rank {rank} begins after {begun}, not where the jobs were left: {left}"
+            yield (
+                f"started again, rank {rank} begins after {begun}, not where the jobs were left: "
+                f"{left}"
+            )
         if not left and case.point != "compile" and not begun.get("b"):
             yield f"started again, rank {rank} does not go on from a checkpoint of job b"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     line = parser(__doc__)
-    line.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks of each run (default: %(default)s)")
+    line.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help="ranks of each run (default: %(default)s)"
+    )
     options = line.parse_args(arguments)
     cases = table(options.ranks)
     if options.smoke:
-        cases = [case for case in cases if (case.fault, case.point) in (("kill", "exchange"), ("term", "compute"))]
+        cases = [
+            case
+            for case in cases
+            if (case.fault, case.point) in (("kill", "exchange"), ("term", "compute"))
+        ]
     results = []
     for case in cases:
         results.append(result := run_case(case))
         state = "; ".join(result.problems) or "ok"
         print(
-            f"{case.fault:8}{case.point:12}{case.outcome:8}{result.code:5}{result.seconds:7.1f} s  {state}", flush=True
+            f"{case.fault:8}{case.point:12}{case.outcome:8}{result.code:5}{result.seconds:7.1f} s  "
+            f"{state}",
+            flush=True,
         )
     rows: list[dict[str, Any]] = [
-        {**asdict(r.case), "outcome": r.case.outcome, "code": r.code, "seconds": round(r.seconds, 2),
-         "told_s": None if r.told_s is None else round(r.told_s, 2), "limit_s": r.case.limit_s,
-         "verdict": r.verdict, "problems": list(r.problems)} for r in results
-    ]  # fmt: skip
+        {
+            **asdict(r.case),
+            "outcome": r.case.outcome,
+            "code": r.code,
+            "seconds": round(r.seconds, 2),
+            "told_s": None if r.told_s is None else round(r.told_s, 2),
+            "limit_s": r.case.limit_s,
+            "verdict": r.verdict,
+            "problems": list(r.problems),
+        }
+        for r in results
+    ]
     longest = {
         outcome: max((r.seconds for r in results if r.case.outcome == outcome), default=None)
         for outcome in ("leaves", "ends", "stops")
     }
     told = {
-        fault: max((r.told_s for r in results if r.case.fault == fault and r.told_s is not None), default=None)
+        fault: max(
+            (r.told_s for r in results if r.case.fault == fault and r.told_s is not None),
+            default=None,
+        )
         for fault in FAULTS
     }
     good = sum(not r.problems for r in results)
-    print(f"{good} of {len(results)} as the table says; longest {longest}; all others told after {told}")
-    write_json(options.json, __doc__, {
-        "cases": len(results), "as_expected": good, "longest_s": longest, "told_s": told, "promised_s": PROMISED_S,
-        "rows": rows,
-    })  # fmt: skip
+    print(
+        f"{good} of {len(results)} as the table says; longest {longest}; all others told after "
+        f"{told}"
+    )
+    write_json(
+        options.json,
+        __doc__,
+        {
+            "cases": len(results),
+            "as_expected": good,
+            "longest_s": longest,
+            "told_s": told,
+            "promised_s": PROMISED_S,
+            "rows": rows,
+        },
+    )
     return int(good < len(results))
 
 

@@ -1,9 +1,10 @@
-"""What does the flight recorder cost an event, and the watchdog's thread with its heartbeat a second?
+"""What does the flight recorder cost an event, and the watchdog's thread with its heartbeat a
+second?
 
     mpirun -n 2 python benchmarks/flight.py [--json FILE] [--smoke]
 
-An event is one line: a beginning or an end. The best of many short runs is what it takes; the median is what it takes
-on this machine now. The thread's time is the kernel's account of it.
+An event is one line: a beginning or an end. The best of many short runs is what it takes; the
+median is what it takes on this machine now. The thread's time is the kernel's account of it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def main() -> None:
         recording.record_to(folder)
         without, written = per_event_us(idle, runs), per_event_us(recording, runs)
     for name, raw in (("without a file", without), ("with a file", written)):
-        print(f"{name}: {min(raw):.1f} us an event at best, {spread(raw)['median']:.1f} in the median")
+        print(
+            f"{name}: {min(raw):.1f} us an event at best, {spread(raw)['median']:.1f} in the median"
+        )
     print(f"watchdog's thread, {world.size} ranks: {thread_share * 1e6:.0f} us of a core a second")
     facts = {"without_file_us": spread(without), "with_file_us": spread(written)}
     for fact in facts.values():

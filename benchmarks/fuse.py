@@ -2,10 +2,11 @@
 
     python benchmarks/fuse.py [--rate 1000mbit] [--json FILE] [--smoke]
 
-Jobs of one step on two hosts with a core each and a real link, three ways in one run, by turns: one after the other,
-in crossover, and fused, as `jaxcross.fuse(when="always")` does. Seconds are those in which each job makes a step, of
-the slowest rank, without the first ten steps; ratios are of medians. `first_s` is the whole first run, with all
-compiling. The states at the end of all ways must be equal to the bit. `chosen` is what `jaxcross.fuse` decides.
+Jobs of one step on two hosts with a core each and a real link, three ways in one run, by turns: one
+after the other, in crossover, and fused, as `jaxcross.fuse(when="always")` does. Seconds are those
+in which each job makes a step, of the slowest rank, without the first ten steps; ratios are of
+medians. `first_s` is the whole first run, with all compiling. The states at the end of all ways
+must be equal to the bit. `chosen` is what `jaxcross.fuse` decides.
 """
 
 from __future__ import annotations
@@ -29,16 +30,23 @@ WARM_UP_STEPS = 10
 def main() -> int:
     options = parser_of_hosts(__doc__)
     options.set_defaults(rate="1000mbit")
-    options.add_argument("--steps", type=int, default=60, help="of each job, a repeat (default %(default)s)")
+    options.add_argument(
+        "--steps", type=int, default=60, help="of each job, a repeat (default %(default)s)"
+    )
     options.add_argument("--repeats", type=int, default=5, help="default %(default)s")
-    options.add_argument("--cases", default="", metavar="A,B", help="only these, of those it prints (default: all)")
+    options.add_argument(
+        "--cases", default="", metavar="A,B", help="only these, of those it prints (default: all)"
+    )
     args = options.parse_args()
     if args.worker:
         return worker(args)
     result = on_hosts(__file__, args.rate)
     for row in result["rows"]:
         times = ", ".join(f"{way} {1e3 * row[way]['median']:.2f} ms" for way in WAYS)
-        print(f"{row['case']:12} {row['jobs']} jobs: {times}; fused {row['over_crossover']:.2f} times as fast")
+        print(
+            f"{row['case']:12} {row['jobs']} jobs: {times}; fused {row['over_crossover']:.2f} "
+            "times as fast"
+        )
         print(f"{'':12} {row['chosen']}")
     write_json(args.json, __doc__, result)
     return 0
@@ -54,7 +62,9 @@ def cases(smoke: bool) -> dict[str, tuple[int, Callable[[], Workload]]]:
         "convolution": (8, lambda: workloads.convolution(channels=8, batch_size=16)),
         "transformer": (
             8,
-            lambda: workloads.transformer(layers=1, width=64, length=16, batch_size=2, vocabulary=64),
+            lambda: workloads.transformer(
+                layers=1, width=64, length=16, batch_size=2, vocabulary=64
+            ),
         ),
         "larger": (4, lambda: workloads.mlp(width=512, batch_size=128)),
     }
@@ -75,7 +85,9 @@ def worker(args: Any) -> int:
         """The slowest rank's."""
         return max(map(float, world.control.allgather_text(str(value))))
 
-    def once(way: str, step: Any, states: list[Any], batches: list[Any], steps: int) -> tuple[float, float, list[Any]]:
+    def once(
+        way: str, step: Any, states: list[Any], batches: list[Any], steps: int
+    ) -> tuple[float, float, list[Any]]:
         """Seconds of a step of each job, of the whole run, and the final states."""
         stamps: list[list[float]] = []
 
@@ -90,7 +102,9 @@ def worker(args: Any) -> int:
             return call
 
         def job(n: int, function: Any) -> Any:
-            return jaxcross.Job(f"job-{n}", function, states[n], itertools.repeat(batches[n]), steps=steps)
+            return jaxcross.Job(
+                f"job-{n}", function, states[n], itertools.repeat(batches[n]), steps=steps
+            )
 
         begin = time.perf_counter()
         jobs = [job(n, step if way == "fused" else timed(step)) for n in range(len(states))]
@@ -104,13 +118,19 @@ def worker(args: Any) -> int:
         if way == "one by one":
             seconds = sum((each[-1] - each[warm]) / (steps - 1 - warm) for each in stamps)
         else:
-            seconds = (max(each[-1] for each in stamps) - max(each[warm] for each in stamps)) / (steps - 1 - warm)
+            seconds = (max(each[-1] for each in stamps) - max(each[warm] for each in stamps)) / (
+                steps - 1 - warm
+            )
         return agreed(seconds), agreed(whole), [each.state for each in jobs]
 
     def measure(case: str, number: int, work: Workload) -> dict[str, Any]:
-        step = jaxcross.crossover(work.make(lambda tree: jax.lax.pmean(tree, "batch")), axes="batch", donate_argnums=0)
+        step = jaxcross.crossover(
+            work.make(lambda tree: jax.lax.pmean(tree, "batch")), axes="batch", donate_argnums=0
+        )
         states = [jax.tree.map(np.asarray, work.state(n)) for n in range(number)]
-        batches = [jax.tree.map(np.asarray, work.batch(100 * n + world.rank)) for n in range(number)]
+        batches = [
+            jax.tree.map(np.asarray, work.batch(100 * n + world.rank)) for n in range(number)
+        ]
         steps, repeats = (6, 1) if args.smoke else (args.steps, args.repeats)
         raw: dict[str, list[float]] = {way: [] for way in WAYS}
         first: dict[str, float] = {}
@@ -122,23 +142,33 @@ def worker(args: Any) -> int:
                 if repeat >= 0:
                     raw[way].append(seconds)
             for way in WAYS[1:]:
-                for one, other in zip(jax.tree.leaves(ends[WAYS[0]]), jax.tree.leaves(ends[way]), strict=True):
+                for one, other in zip(
+                    jax.tree.leaves(ends[WAYS[0]]), jax.tree.leaves(ends[way]), strict=True
+                ):
                     assert np.array_equal(one, other), f"{case}, {way}: not the bits of a job alone"
         chosen = jaxcross.fuse(
-            [jaxcross.Job(f"job-{n}", step, states[n], itertools.repeat(batches[n])) for n in range(number)]
+            [
+                jaxcross.Job(f"job-{n}", step, states[n], itertools.repeat(batches[n]))
+                for n in range(number)
+            ]
         )
         medians = {way: statistics.median(values) for way, values in raw.items()}
         return {
-            "case": case, "jobs": number, **{way: spread(values) for way, values in raw.items()}, "first_s": first,
+            "case": case,
+            "jobs": number,
+            **{way: spread(values) for way, values in raw.items()},
+            "first_s": first,
             "over_crossover": medians["crossover"] / medians["fused"],
             "over_one_by_one": medians["one by one"] / medians["fused"],
             "chosen": str(chosen),
-        }  # fmt: skip
+        }
 
     every = cases(args.smoke)
     wanted = args.cases.split(",") if args.cases else list(every)
     if unknown := set(wanted) - set(every):
-        raise SystemExit(f"no such cases: {', '.join(sorted(unknown))}; there are {', '.join(every)}")
+        raise SystemExit(
+            f"no such cases: {', '.join(sorted(unknown))}; there are {', '.join(every)}"
+        )
     rows = []
     for number, case in enumerate(wanted, 1):
         if world.rank == 0:

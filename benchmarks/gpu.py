@@ -3,22 +3,29 @@
     python benchmarks/gpu.py [--json FILE] [--smoke] [--stand-in] [--cases A,B]
 
 Cases:
-  ranks      two ranks on the accelerator over a real shaped link: k jobs in crossover, one after the other, and as k
-             processes a rank. Without network namespaces the link is emulated, and no speed-up is given
-  split      one rank, one job, in turn: `jax.jit`, the whole cut, that of `cut="auto"` beside other jobs (a piece per
-             25 MB of gradients: one rank exchanges with nobody, and has nothing to try cuts for), and `copied`, the
-             whole cut without pinned memory. A cut step hands its gradients to the host and back, as with several ranks
-  depth      one rank, two jobs with 1, 2 and 3 segments queued on the device: does a hand-over wait for what was
-             queued before it? The best belongs in `depth_of` (jaxcross/interleave/compute_queue.py)
-  transfers  which public calls hand arrays over fastest, to the host's CPU device and back, from 1 kB to 100 MB, and
-             the model's leaves one by one, in one call, or put together into one array
-  memory     two ranks: what k jobs book before their first steps, over what they need (see memory.py)
-  profile    one, two and three jobs under `jax.profiler`: copies of one job beside kernels of another (a job alone
-             has none: its copies and kernels depend on one another), and how long the device idled between segments
-             that were ready (target: less than 1% of the time), against a loop of plain `jax.jit`
+  ranks      two ranks on the accelerator over a real shaped link: k jobs in crossover, one after
+             the other, and as k processes a rank. Without network namespaces the link is emulated,
+             and no speed-up is given
+  split      one rank, one job, in turn: `jax.jit`, the whole cut, that of `cut="auto"` beside other
+             jobs (a piece per 25 MB of gradients: one rank exchanges with nobody, and has nothing
+             to try cuts for), and `copied`, the whole cut without pinned memory. A cut step hands
+             its gradients to the host and back, as with several ranks
+  depth      one rank, two jobs with 1, 2 and 3 segments queued on the device: does a hand-over wait
+             for what was queued before it? The best belongs in `depth_of`
+             (jaxcross/interleave/compute_queue.py)
+  transfers  which public calls hand arrays over fastest, to the host's CPU device and back, from 1
+             kB to 100 MB, and the model's leaves one by one, in one call, or put together into one
+             array
+  memory     two ranks: what k jobs book before their first steps, over what they need (see
+             memory.py)
+  profile    one, two and three jobs under `jax.profiler`: copies of one job beside kernels of
+             another (a job alone has none: its copies and kernels depend on one another), and how
+             long the device idled between segments that were ready (target: less than 1% of the
+             time), against a loop of plain `jax.jit`
 
-`--stand-in` lets a second CPU device stand for the accelerator, to see that everything runs. What only an
-accelerator's profile can tell is then null, with the reason; its times say nothing of an accelerator.
+`--stand-in` lets a second CPU device stand for the accelerator, to see that everything runs. What
+only an accelerator's profile can tell is then null, with the reason; its times say nothing of an
+accelerator.
 """
 
 from __future__ import annotations
@@ -52,11 +59,18 @@ from jaxcross.program import hand_over
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Move = Callable[[Any], Any]
-LINK = "link_only"  # between the device and pinned memory of the host, which is no array of the CPU device yet
+# between the device and pinned memory of the host, which is no array of the CPU device yet
+LINK = "link_only"
 CASES = ("ranks", "memory", "split", "depth", "transfers", "profile")
 RIVALS = ("jit", "whole", "auto", "copied")
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
-PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+PLUGINS = (
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "jax-rocm7-plugin",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+)
 
 
 def crossed(work: Workload, **options: Any) -> Step:
@@ -66,7 +80,9 @@ def crossed(work: Workload, **options: Any) -> Step:
 
 
 def unlike(work: Workload, number: int) -> Step:
-    """The same, no segment of which shares its executable with another number: a profile tells their kernels apart."""
+    """The same, no segment of which shares its executable with another number: a profile tells
+    their kernels apart.
+    """
     rate = 1.0 - number / 8
 
     def exchange(tree: Any) -> Any:
@@ -77,7 +93,9 @@ def unlike(work: Workload, number: int) -> Step:
     return jaxcross.crossover(step, axes="batch", donate_argnums=0)
 
 
-def split(work: Workload, device: Any, names: list[str], *, repeats: int, steps: int) -> dict[str, Any]:
+def split(
+    work: Workload, device: Any, names: list[str], *, repeats: int, steps: int
+) -> dict[str, Any]:
     """Seconds a step of each rival, in turn."""
 
     def copied(state: Any, batch: Any) -> Any:
@@ -97,7 +115,10 @@ def split(work: Workload, device: Any, names: list[str], *, repeats: int, steps:
     raw = in_turn(rivals, states, batch, repeats=repeats, steps=steps)
     rows = {name: spread(values) for name, values in raw.items()}
     jit = rows["jit"]["median"]
-    return {"s_per_step": rows, **{f"{name}_over_jit": row["median"] / jit for name, row in rows.items()}}
+    return {
+        "s_per_step": rows,
+        **{f"{name}_over_jit": row["median"] / jit for name, row in rows.items()},
+    }
 
 
 def depths(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str, Any]:
@@ -105,13 +126,20 @@ def depths(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str
     step = crossed(work)
     batch = jax.device_put(work.batch(0), device)
     initial = [jax.tree.map(np.asarray, work.state(seed)) for seed in range(2)]
-    timed = range(2, steps) if steps > 2 else range(1, steps + 1)  # a run begins and ends with work of its own
+    timed = (
+        range(2, steps) if steps > 2 else range(1, steps + 1)
+    )  # a run begins and ends with work of its own
 
     def run(depth: int) -> float:
         states = jax.block_until_ready(jax.device_put(initial, device))
-        jobs = [jaxcross.Job(f"job{n}", step, state, itertools.repeat(batch, steps)) for n, state in enumerate(states)]
+        jobs = [
+            jaxcross.Job(f"job{n}", step, state, itertools.repeat(batch, steps))
+            for n, state in enumerate(states)
+        ]
         spans = [s for s in jaxcross.run(jobs, depth=depth).spans if s.step in timed]
-        return (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e9 / (2 * len(timed))
+        return (
+            (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e9 / (2 * len(timed))
+        )
 
     raw: dict[int, list[float]] = {depth: [] for depth in (1, 2, 3)}
     for repeat in range(-1, repeats):
@@ -129,18 +157,24 @@ def together(arrays: list[Any]) -> Any:
 
 
 def apart(arrays: list[np.ndarray]) -> Move:
-    """The function that undoes `together` for arrays of these shapes, on the device where its argument is."""
+    """The function that undoes `together` for arrays of these shapes, on the device where its
+    argument is.
+    """
     ends = list(itertools.accumulate(x.size for x in arrays))
 
     @jax.jit
     def cut(flat: Any) -> list[Any]:
-        return [flat[end - x.size : end].reshape(x.shape) for end, x in zip(ends, arrays, strict=True)]
+        return [
+            flat[end - x.size : end].reshape(x.shape) for end, x in zip(ends, arrays, strict=True)
+        ]
 
     return cut
 
 
 def to_host(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Move]:
-    """Ways from the accelerator to arrays on the host's CPU device. Each takes and gives a list of arrays."""
+    """Ways from the accelerator to arrays on the host's CPU device. Each takes and gives a list of
+    arrays.
+    """
 
     def copy_async(arrays: list[Any]) -> Any:
         for x in arrays:
@@ -155,14 +189,18 @@ def to_host(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Move]
         ways[LINK] = lambda arrays: jax.device_put(arrays, place)
         if len(arrays) > 1:
             cut = apart(arrays)
-            ways["together"] = lambda arrays: cut(hand_over.to_host([together(arrays)], host, [place])[0])
+            ways["together"] = lambda arrays: cut(
+                hand_over.to_host([together(arrays)], host, [place])[0]
+            )
     ways["hand_over"] = lambda arrays: hand_over.to_host(arrays, host, [place] * len(arrays))
     return ways
 
 
 def to_device(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Move]:
     """Ways from arrays on the host's CPU device to the accelerator."""
-    ways: dict[str, Move] = {"device_put": lambda arrays: [jax.device_put(x, device) for x in arrays]}
+    ways: dict[str, Move] = {
+        "device_put": lambda arrays: [jax.device_put(x, device) for x in arrays]
+    }
     if (place := hand_over.pinned_memory([SingleDeviceSharding(device)], host)) is not None:
         there = hand_over.on_device(place)
         stages = jax.block_until_ready(jax.device_put([np.zeros_like(x) for x in arrays], place))
@@ -171,7 +209,10 @@ def to_device(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Mov
 
         def staged_by_threads(arrays: list[Any]) -> Any:
             parts = [
-                (view.reshape(-1)[start : start + 1_000_000], np.asarray(x).reshape(-1)[start : start + 1_000_000])
+                (
+                    view.reshape(-1)[start : start + 1_000_000],
+                    np.asarray(x).reshape(-1)[start : start + 1_000_000],
+                )
                 for view, x in zip(views, arrays, strict=True)
                 for start in range(0, x.size, 1_000_000)
             ]
@@ -181,18 +222,24 @@ def to_device(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Mov
         ways["pinned"] = lambda arrays: jax.device_put(jax.device_put(arrays, place), there)
         ways["staged_by_threads"] = staged_by_threads
         ways[LINK] = lambda _: jax.device_put(stages, there)
-    ways["hand_over"] = lambda arrays: hand_over.from_host(arrays, [SingleDeviceSharding(device)] * len(arrays))
+    ways["hand_over"] = lambda arrays: hand_over.from_host(
+        arrays, [SingleDeviceSharding(device)] * len(arrays)
+    )
     return ways
 
 
 def writable(x: Any) -> np.ndarray:
-    """The pinned memory of an array, to write into: what a hand-over with buffers of its own would do."""
+    """The pinned memory of an array, to write into: what a hand-over with buffers of its own would
+    do.
+    """
     memory = (ctypes.c_char * x.nbytes).from_address(x.unsafe_buffer_pointer())
     return np.frombuffer(memory, x.dtype).reshape(x.shape)
 
 
 def inside(arrays: list[np.ndarray], device: Any, host: Any, *, repeats: int) -> dict[str, Any]:
-    """Seconds of an executable whose results go to the device's memory, and to pinned memory of the host."""
+    """Seconds of an executable whose results go to the device's memory, and to pinned memory of the
+    host.
+    """
     held = jax.device_put(arrays, device)
     ways = {"device": jax.jit(lambda xs: [x + 1 for x in xs])}
     if (place := hand_over.pinned_memory([SingleDeviceSharding(device)], host)) is not None:
@@ -207,10 +254,14 @@ def inside(arrays: list[np.ndarray], device: Any, host: Any, *, repeats: int) ->
     return {way: spread(values) for way, values in raw.items()}
 
 
-def transfers(work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *, repeats: int) -> dict[str, Any]:
+def transfers(
+    work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *, repeats: int
+) -> dict[str, Any]:
     """Seconds of each way, both directions, for each size and for a whole model's leaves."""
     cases: dict[str, list[np.ndarray]] = {f"{n}": [np.ones(n // 4, np.float32)] for n in sizes}
-    params, *_ = jax.eval_shape(lambda: work.state(0))  # values do not matter, and take XLA a minute to make
+    params, *_ = jax.eval_shape(
+        lambda: work.state(0)
+    )  # values do not matter, and take XLA a minute to make
     cases["leaves"] = [np.ones(x.shape, x.dtype) for x in jax.tree.leaves(params)]
     result: dict[str, Any] = {}
     for direction, find, source in (("to_host", to_host, device), ("to_device", to_device, host)):
@@ -227,8 +278,12 @@ def transfers(work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *,
     return result
 
 
-def _race(ways: dict[str, Move], arrays: list[np.ndarray], source: Any, repeats: int) -> dict[str, list[float]]:
-    fresh = jax.jit(lambda xs: [x + 1 for x in xs])  # an array keeps the copy that it once gave to NumPy
+def _race(
+    ways: dict[str, Move], arrays: list[np.ndarray], source: Any, repeats: int
+) -> dict[str, list[float]]:
+    fresh = jax.jit(
+        lambda xs: [x + 1 for x in xs]
+    )  # an array keeps the copy that it once gave to NumPy
     held = jax.device_put(arrays, source)
     raw: dict[str, list[float]] = {way: [] for way in ways}
     for repeat in range(-1, repeats):
@@ -250,7 +305,9 @@ def profile(work: Workload, device: Any, *, steps: int) -> dict[str, Any]:
     steps_of = [unlike(work, n) for n in range(3)]
 
     def jobs(count: int, steps: int) -> Any:
-        states = jax.block_until_ready([jax.device_put(work.state(n), device) for n in range(count)])
+        states = jax.block_until_ready(
+            [jax.device_put(work.state(n), device) for n in range(count)]
+        )
         made = [
             jaxcross.Job(f"job_{n}", steps_of[n], state, itertools.repeat(batch, steps))
             for n, state in enumerate(states)
@@ -292,7 +349,11 @@ def memory(args: argparse.Namespace, save: Callable[[list[Any]], None]) -> list[
     """What one and two jobs book and need. The process must not have started JAX or MPI."""
     rows: list[dict[str, Any]] = []
     for jobs in (1, 2):
-        rows.append(memory_booked.measure(args.model, jobs, "whole", smoke=args.smoke, stand_in=args.stand_in))
+        rows.append(
+            memory_booked.measure(
+                args.model, jobs, "whole", smoke=args.smoke, stand_in=args.stand_in
+            )
+        )
         print("memory", memory_booked.shown(rows[-1]), flush=True)
         save(rows)
     return rows
@@ -321,33 +382,58 @@ def show(name: str, result: dict[str, Any]) -> None:
     if name == "transfers":
         for direction in ("to_host", "to_device"):
             for case, row in result[direction].items():
-                ways = {way: f"{statistics.median(r['raw']) * 1e6:.0f} us" for way, r in row["s"].items()}
+                ways = {
+                    way: f"{statistics.median(r['raw']) * 1e6:.0f} us"
+                    for way, r in row["s"].items()
+                }
                 print(f"transfers {direction} {case}: {row['best']} is best of {ways}", flush=True)
     elif name == "profile":
         for case, row in result.items():
-            print("profile", case, row["overlap"], row["idleness"], row.get("reason", ""), flush=True)
+            print(
+                "profile", case, row["overlap"], row["idleness"], row.get("reason", ""), flush=True
+            )
     else:
         if "without_link" in result:
             show(name, result["without_link"] | {"link": "no link"})
         rows = result["s_per_job_step" if name == "ranks" else "s_per_step"]
-        shown = {rival: None if row is None else round(row["median"], 5) for rival, row in rows.items()}
+        shown = {
+            rival: None if row is None else round(row["median"], 5) for rival, row in rows.items()
+        }
         best = f"best is {result['best']}, see `depth_of`" if "best" in result else ""
         print(name, "seconds a step", shown, result.get("link", ""), best, flush=True)
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--stand-in", action="store_true", help="a second CPU device stands for the accelerator")
+    options.add_argument(
+        "--stand-in", action="store_true", help="a second CPU device stands for the accelerator"
+    )
     options.add_argument("--cases", default=",".join(CASES), help="default %(default)s")
-    options.add_argument("--rate", default="10gbit", help="of the link between the ranks (default %(default)s)")
-    options.add_argument("--no-lab", action="store_true", help="no shaped link, as where namespaces are refused")
-    options.add_argument("--model", choices=("resnet50", "gpt"), default="resnet50", help="default %(default)s")
-    options.add_argument("--batch-size", type=int, default=64, help="examples a step (default %(default)s)")
-    options.add_argument("--jobs", type=int, default=2, help="of the case `ranks` (default %(default)s)")
-    options.add_argument("--steps", type=int, default=20, help="timed in one go (default %(default)s)")
+    options.add_argument(
+        "--rate", default="10gbit", help="of the link between the ranks (default %(default)s)"
+    )
+    options.add_argument(
+        "--no-lab", action="store_true", help="no shaped link, as where namespaces are refused"
+    )
+    options.add_argument(
+        "--model", choices=("resnet50", "gpt"), default="resnet50", help="default %(default)s"
+    )
+    options.add_argument(
+        "--batch-size", type=int, default=64, help="examples a step (default %(default)s)"
+    )
+    options.add_argument(
+        "--jobs", type=int, default=2, help="of the case `ranks` (default %(default)s)"
+    )
+    options.add_argument(
+        "--steps", type=int, default=20, help="timed in one go (default %(default)s)"
+    )
     options.add_argument("--repeats", type=int, default=7, help="default %(default)s")
-    options.add_argument("--rivals", default=",".join(RIVALS), help="of the case `split` (default %(default)s)")
-    options.add_argument("--sizes", type=int, nargs="+", metavar="BYTES", help="of the case `transfers` (default: 6)")
+    options.add_argument(
+        "--rivals", default=",".join(RIVALS), help="of the case `split` (default %(default)s)"
+    )
+    options.add_argument(
+        "--sizes", type=int, nargs="+", metavar="BYTES", help="of the case `transfers` (default: 6)"
+    )
     args = options.parse_args()
     cases, rivals = args.cases.split(","), args.rivals.split(",")
     for what, names, known in (("cases", cases, CASES), ("rivals", rivals, RIVALS)):
@@ -359,7 +445,10 @@ def main() -> None:
     if args.smoke:
         args.steps, args.repeats = 2, 2
     if not args.stand_in and not some_accelerator():
-        raise SystemExit("This machine has no accelerator. `--stand-in` runs the same code on a second CPU device.")
+        raise SystemExit(
+            "This machine has no accelerator. `--stand-in` runs the same code on a second CPU "
+            "device."
+        )
     result: dict[str, Any] = {}
     prepare(args.stand_in)
     if "ranks" in cases:  # first, while this process holds none of the device's memory
@@ -368,7 +457,9 @@ def main() -> None:
         show("ranks", result["ranks"])
         save(result)
     if "memory" in cases:
-        result["memory"] = memory(args, lambda found: write_json(args.json, __doc__, result | {"memory": found}))
+        result["memory"] = memory(
+            args, lambda found: write_json(args.json, __doc__, result | {"memory": found})
+        )
     jaxcross.initialize()
     device, host = accelerator(args.stand_in), jax.local_devices(backend="cpu")[0]
     result["device"] = described(device, args.stand_in)
@@ -384,7 +475,9 @@ def main() -> None:
         if name in cases:
             result[name] = run[name]()
             show(name, result[name])
-            write_json(args.json, __doc__, result)  # after each case: a lent machine may be taken away
+            write_json(
+                args.json, __doc__, result
+            )  # after each case: a lent machine may be taken away
 
 
 if __name__ == "__main__":

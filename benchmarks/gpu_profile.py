@@ -1,7 +1,8 @@
-"""What an accelerator did while some work ran, read from a JAX profile: kernels, copies, and the time between them.
+"""What an accelerator did while some work ran, read from a JAX profile: kernels, copies, and the
+time between them.
 
-Nothing is inferred from host times: a profile without the accelerator's streams gives None. Host spans are laid beside
-it through marks in the profile whose names tell the host's clock.
+Nothing is inferred from host times: a profile without the accelerator's streams gives None. Host
+spans are laid beside it through marks in the profile whose names tell the host's clock.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ TARGET_BUBBLES = 0.01
 
 
 class Activity(NamedTuple):
-    """Something on a stream of the device. `module` names the executable of a kernel where the profile tells it."""
+    """Something on a stream of the device. `module` names the executable of a kernel where the
+    profile tells it.
+    """
 
     start_ns: float
     end_ns: float
@@ -38,7 +41,9 @@ class Recording(NamedTuple):
     activities: tuple[Activity, ...]
 
     def times(self, *kinds: str) -> list[Interval]:
-        return union((round(a.start_ns), round(a.end_ns)) for a in self.activities if a.kind in kinds)
+        return union(
+            (round(a.start_ns), round(a.end_ns)) for a in self.activities if a.kind in kinds
+        )
 
     @property
     def window(self) -> Interval:
@@ -48,7 +53,9 @@ class Recording(NamedTuple):
 
 
 def record(work: Callable[[], Any]) -> Recording | None:
-    """Runs `work` under the profiler. None where the profile holds no kernel of an accelerator. Waits."""
+    """Runs `work` under the profiler. None where the profile holds no kernel of an accelerator.
+    Waits.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # would slow down the threads that dispatch
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +77,9 @@ def read(data: Any) -> Recording | None:
         found = [
             Activity(e.start_ns + shift, e.end_ns + shift, _kind(e.name), _module(e))
             for line in plane.lines
-            if line.name.startswith("Stream #")  # other lines repeat these events by operation, module and step
+            if line.name.startswith(
+                "Stream #"
+            )  # other lines repeat these events by operation, module and step
             for e in line.events
         ]
         if any(a.kind == "kernel" for a in found):
@@ -92,7 +101,10 @@ def clock_shift_ns(data: Any) -> float:
         if event.name.startswith(MARK)
     ]
     if not shifts:
-        raise ValueError(f"the profile has no mark `{MARK}...`, so its clock cannot be told. Make it with `record`.")
+        raise ValueError(
+            f"the profile has no mark `{MARK}...`, so its clock cannot be told. Make it with "
+            "`record`."
+        )
     return max(shifts)  # a mark begins after its name was made: the quickest one is the truest
 
 
@@ -110,15 +122,16 @@ def overlap(recording: Recording) -> dict[str, float]:
 def idleness(recording: Recording, ready: Iterable[Interval] = ()) -> dict[str, Any]:
     """Shares of the time between the first kernel and the last in which no kernel ran.
 
-    `idle_inside_segments_share` lies between two kernels of one executable, which a plain `jax.jit` has as well.
-    `idle_between_ready_segments_share` is the rest of what passed while some segment was ready: a bubble. Kernels whose
-    executable the profile does not name count as of different ones, so that it errs upwards. `met`: whether it is below
-    its target, TARGET_BUBBLES; None where nothing is told to have been ready.
+    `idle_inside_segments_share` lies between two kernels of one executable, which a plain `jax.jit`
+    has as well. `idle_between_ready_segments_share` is the rest of what passed while some segment
+    was ready: a bubble. Kernels whose executable the profile does not name count as of different
+    ones, so that it errs upwards. `met`: whether it is below its target, TARGET_BUBBLES; None where
+    nothing is told to have been ready.
 
     Args:
         recording: The profile.
-        ready: When some compute segment was ready or running, by the host's clock (an upper bound: the host learns of
-            an end a little late).
+        ready: When some compute segment was ready or running, by the host's clock (an upper bound:
+            the host learns of an end a little late).
     """
     window, ready = recording.window, list(ready)
     length = (window[1] - window[0]) or 1
@@ -137,7 +150,9 @@ def idleness(recording: Recording, ready: Iterable[Interval] = ()) -> dict[str, 
 def _inside(recording: Recording) -> list[Interval]:
     kernels = [a for a in recording.activities if a.kind == "kernel"]
     return union(
-        (round(a.start_ns), round(b.end_ns)) for a, b in pairwise(kernels) if a.module and a.module == b.module
+        (round(a.start_ns), round(b.end_ns))
+        for a, b in pairwise(kernels)
+        if a.module and a.module == b.module
     )
 
 

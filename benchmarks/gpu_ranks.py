@@ -1,8 +1,10 @@
-"""The part of gpu.py that needs two ranks: k jobs on them in crossover, one after the other, and as k processes a rank.
+"""The part of gpu.py that needs two ranks: k jobs on them in crossover, one after the other, and as
+k processes a rank.
 
-All ranks share the one accelerator. Between them is a real shaped link (network namespaces) where the machine allows
-one, else a plain `mpirun`: jobs with an emulated link, and jobs and processes without any, which shows what sharing the
-device costs. No speed-up is computed there. Run as a script, this file is a rank.
+All ranks share the one accelerator. Between them is a real shaped link (network namespaces) where
+the machine allows one, else a plain `mpirun`: jobs with an emulated link, and jobs and processes
+without any, which shows what sharing the device costs. No speed-up is computed there. Run as a
+script, this file is a rank.
 """
 
 from __future__ import annotations
@@ -33,18 +35,25 @@ Wrap = Callable[[list[str]], list[str]]
 
 
 def prepare(stand_in: bool) -> None:
-    """Before JAX starts: takes memory as needed, for processes that share the device; makes the stand-in device."""
+    """Before JAX starts: takes memory as needed, for processes that share the device; makes the
+    stand-in device.
+    """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    # XLA of JAX 0.11.2 ends the process where it compiles ResNet-50 for an H100 ("Check failed: subdim_size_accumulator
-    # == dim_size" in triton_tiling_propagation.cc); cuBLAS multiplies instead.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false".strip()
+    # XLA of JAX 0.11.2 ends the process where it compiles ResNet-50 for an H100 ("Check failed:
+    # subdim_size_accumulator == dim_size" in triton_tiling_propagation.cc); cuBLAS multiplies
+    # instead.
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false".strip()
+    )
     if stand_in:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 2)
 
 
 def shared_by(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which each of so many processes on one accelerator takes at most its share of the memory."""
+    """An environment in which each of so many processes on one accelerator takes at most its share
+    of the memory.
+    """
     return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / processes:.3f}", **environ}
 
 
@@ -52,16 +61,22 @@ def accelerator(stand_in: bool) -> Any:
     """The device of compute segments. Collective ones run on the first CPU device."""
     device = jax.local_devices()[1 if stand_in else 0]
     if device.platform == "cpu" and not stand_in:
-        raise SystemExit("JAX found no accelerator. `--stand-in` runs the same code on a second CPU device.")
+        raise SystemExit(
+            "JAX found no accelerator. `--stand-in` runs the same code on a second CPU device."
+        )
     return device
 
 
 def workload(model: str, smoke: bool, batch_size: int) -> workloads.Workload:
-    """ResNet-50 on images of 224 pixels, or a GPT of 0.2 billion parameters on sequences of 512 tokens."""
+    """ResNet-50 on images of 224 pixels, or a GPT of 0.2 billion parameters on sequences of 512
+    tokens.
+    """
     if smoke:
         return workloads.mlp(width=64, batch_size=8)
     if model == "gpt":
-        return workloads.transformer(layers=12, width=1024, length=512, batch_size=batch_size, vocabulary=32768)
+        return workloads.transformer(
+            layers=12, width=1024, length=512, batch_size=batch_size, vocabulary=32768
+        )
     return workloads.resnet(model, batch_size=batch_size, image_size=224)
 
 
@@ -93,9 +108,13 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
         def processes() -> dict[str, Any]:
             return spread(_processes(*command("process"), args))
 
-        # Jobs are saved before processes are started, because those compile once more in every process.
+        # Jobs are saved before processes are started, because those compile once more in every
+        # process.
         if lab is None:
-            result = jobs("--emulate") | {"link": f"emulated link {args.rate}", "no_real_link": reason}
+            result = jobs("--emulate") | {
+                "link": f"emulated link {args.rate}",
+                "no_real_link": reason,
+            }
             save(result)
             result["without_link"] = jobs()
             save(result)
@@ -105,26 +124,36 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
         result = jobs() | {"link": lab.description, "mpi": mpirun.vendor}
         seconds = result["s_per_job_step"]
         if not args.stand_in:  # what two CPU devices gain is no accelerator's gain
-            result["speedup_over_sequential"] = seconds["sequential"]["median"] / seconds["crossover"]["median"]
+            result["speedup_over_sequential"] = (
+                seconds["sequential"]["median"] / seconds["crossover"]["median"]
+            )
         save(result)
         seconds["processes"] = processes()
         result["bytes_crossed"] = bytes_crossed(lab)
     if not args.stand_in:
-        result["speedup_over_processes"] = seconds["processes"]["median"] / seconds["crossover"]["median"]
+        result["speedup_over_processes"] = (
+            seconds["processes"]["median"] / seconds["crossover"]["median"]
+        )
     return result
 
 
 def _words(args: argparse.Namespace) -> list[str]:
     flags = [f"--{name.replace('_', '-')}" for name in ("smoke", "stand_in") if getattr(args, name)]
     names = ("model", "rate", "jobs", "steps", "repeats", "batch_size")
-    return [*flags, *(word for n in names for word in (f"--{n.replace('_', '-')}", str(getattr(args, n))))]
+    return [
+        *flags,
+        *(word for n in names for word in (f"--{n.replace('_', '-')}", str(getattr(args, n)))),
+    ]
 
 
 def _processes(line: list[str], environ: dict[str, str], args: argparse.Namespace) -> list[float]:
     """Seconds a job-step of as many worlds as there are jobs, which begin each repeat together."""
     with ExitStack() as stack:
         pipe = subprocess.PIPE
-        worlds = [stack.enter_context(started(line, env=environ, stdin=pipe, stdout=pipe)) for _ in range(args.jobs)]
+        worlds = [
+            stack.enter_context(started(line, env=environ, stdin=pipe, stdout=pipe))
+            for _ in range(args.jobs)
+        ]
         for world in worlds:
             _answer(world)  # compiled and warm
         raw = []
@@ -134,7 +163,9 @@ def _processes(line: list[str], environ: dict[str, str], args: argparse.Namespac
                 world.stdin.write("go\n")
                 world.stdin.flush()
             times = [_answer(world) for world in worlds]  # the machine's one clock
-            raw.append((max(t[1] for t in times) - min(t[0] for t in times)) / (args.steps * args.jobs))
+            raw.append(
+                (max(t[1] for t in times) - min(t[0] for t in times)) / (args.steps * args.jobs)
+            )
         for world in worlds:
             world.wait(timeout=60)
         return raw
@@ -147,7 +178,9 @@ def _answer(world: subprocess.Popen[str]) -> list[float]:
         if line.startswith("["):
             return json.loads(line)
         print(line, end="", file=sys.stderr)
-    raise SystemExit(f"a world of {RANKS} ranks ended early, with status {world.wait()}; its words are above")
+    raise SystemExit(
+        f"a world of {RANKS} ranks ended early, with status {world.wait()}; its words are above"
+    )
 
 
 def rank_main(args: argparse.Namespace) -> None:
@@ -163,7 +196,9 @@ def rank_main(args: argparse.Namespace) -> None:
     )
     link = Link.parse(args.rate) if args.emulate else None
     initial = [jax.tree.map(np.asarray, work.state(seed)) for seed in range(args.jobs)]
-    batches = [jax.device_put(work.batch(100 * world.rank + seed), device) for seed in range(args.jobs)]
+    batches = [
+        jax.device_put(work.batch(100 * world.rank + seed), device) for seed in range(args.jobs)
+    ]
 
     def run(policy: Any, steps: int, count: int) -> tuple[list[Any], Any, list[float]]:
         states = jax.block_until_ready(jax.device_put(initial[:count], device))
@@ -182,7 +217,11 @@ def rank_main(args: argparse.Namespace) -> None:
 
     run(jaxcross.RoundRobin(), 1, args.jobs if args.role == "jobs" else 1)  # compiles
     if args.role == "process":
-        say = (lambda times: print(json.dumps(times), flush=True)) if world.rank == 0 else lambda _: None
+        say = (
+            (lambda times: print(json.dumps(times), flush=True))
+            if world.rank == 0
+            else lambda _: None
+        )
         say([0.0, 0.0])
         for _ in range(args.repeats):
             if world.rank == 0:
@@ -192,16 +231,29 @@ def rank_main(args: argparse.Namespace) -> None:
     raw: dict[str, list[float]] = {"sequential": [], "crossover": []}
     finals, summary = {}, {}
     for _ in range(args.repeats):
-        for name, policy in (("sequential", jaxcross.Sequential()), ("crossover", jaxcross.RoundRobin())):
+        for name, policy in (
+            ("sequential", jaxcross.Sequential()),
+            ("crossover", jaxcross.RoundRobin()),
+        ):
             finals[name], report, times = run(policy, args.steps, args.jobs)
             raw[name].append((times[1] - times[0]) / (args.steps * args.jobs))
             summary[name] = report.summary()
-    same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), finals["sequential"], finals["crossover"])
+    same = jax.tree.map(
+        lambda a, b: a.tobytes() == b.tobytes(), finals["sequential"], finals["crossover"]
+    )
     if world.rank == 0:
-        args.out.write_text(json.dumps({
-            "ranks": world.size, "jobs": args.jobs, "steps": args.steps, "equal_to_the_bit": all(jax.tree.leaves(same)),
-            "s_per_job_step": {name: spread(values) for name, values in raw.items()}, "accounts": summary,
-        }))  # fmt: skip
+        args.out.write_text(
+            json.dumps(
+                {
+                    "ranks": world.size,
+                    "jobs": args.jobs,
+                    "steps": args.steps,
+                    "equal_to_the_bit": all(jax.tree.leaves(same)),
+                    "s_per_job_step": {name: spread(values) for name, values in raw.items()},
+                    "accounts": summary,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
     python benchmarks/gpu_target.py [--json FILE] [--stand-in] FOLDER
 
-Writes XLA's description of the card to `FOLDER/<device kind>.txtpb`. A machine that has JAX's CUDA plugin, but no GPU,
-can then compile for this very card:
+Writes XLA's description of the card to `FOLDER/<device kind>.txtpb`. A machine that has JAX's CUDA
+plugin, but no GPU, can then compile for this very card:
 
-    jax.experimental.topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=TEXT)
+    jax.experimental.topologies.get_topology_desc(platform="cuda", topology="1x1x1",
+    target_config=TEXT)
 
-Once the file is written, the script makes this call itself. XLA describes GPUs only: with `--stand-in` there is no text
-to write, which the result says, and without it this is an error.
+Once the file is written, the script makes this call itself. XLA describes GPUs only: with
+`--stand-in` there is no text to write, which the result says, and without it this is an error.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ from workloads import parser, write_json
 
 
 def target_config(devices: list[Any]) -> str | None:
-    """Returns XLA's target configuration of these devices as text, or None if the platform doesn't provide one."""
+    """Returns XLA's target configuration of these devices as text, or None if the platform doesn't
+    provide one.
+    """
     return getattr(xla_client.get_topology_for_devices(devices), "target_config", None)
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("folder", type=Path, metavar="FOLDER", help="where the text goes")
-    options.add_argument("--stand-in", action="store_true", help="a second CPU device stands for the accelerator")
+    options.add_argument(
+        "--stand-in", action="store_true", help="a second CPU device stands for the accelerator"
+    )
     args = options.parse_args()
     prepare(args.stand_in)
     kind = accelerator(args.stand_in).device_kind
@@ -43,7 +48,9 @@ def main() -> None:
         print(reason, flush=True)
         write_json(args.json, __doc__, {"device_kind": kind, "file": None, "reason": reason})
         raise SystemExit(0 if args.stand_in else 1)
-    name = re.sub(r"\W+", "_", kind).lower()  # a lent machine may not hand back a file with spaces in its name
+    name = re.sub(
+        r"\W+", "_", kind
+    ).lower()  # a lent machine may not hand back a file with spaces in its name
     path = args.folder / f"{name}.txtpb"
     write_whole(path, text)
     print(f"wrote {path}, {len(text)} characters", flush=True)

@@ -1,9 +1,11 @@
-"""What does a step hand over between accelerator and host for each exchange, and how often does it go back and forth?
+"""What does a step hand over between accelerator and host for each exchange, and how often does it
+go back and forth?
 
     python benchmarks/hand_overs.py [--ranks 4] [--models mlp,resnet50] [--json FILE] [--smoke]
 
-Counted in the cut programs, which need no accelerator and no MPI; nothing is timed. `apart`: work between two exchanges
-goes to the accelerator unless it only passes over memory, as on a CPU. `cut`: small work stays on the host, too.
+Counted in the cut programs, which need no accelerator and no MPI; nothing is timed. `apart`: work
+between two exchanges goes to the accelerator unless it only passes over memory, as on a CPU. `cut`:
+small work stays on the host, too.
 """
 
 from __future__ import annotations
@@ -37,13 +39,17 @@ def main() -> None:
     for model in models:
         params, *_ = jax.eval_shape(lambda model=model: _workload(model).state(0))
         rows = result["models"][model] = {}
-        print(f"{model}: {sum(x.size for x in jax.tree.leaves(params)) * 4 / 1e6:.1f} MB of gradients")
+        print(
+            f"{model}: {sum(x.size for x in jax.tree.leaves(params)) * 4 / 1e6:.1f} MB of gradients"
+        )
         for strategy in (*STRATEGIES, *ROUTES):
             row = rows[strategy.name] = _row(strategy, params, args.ranks)
             apart, cut = row["apart"], row["cut"]
-            print(f"  {strategy.name:38} there and back {apart['trips']:2} -> {cut['trips']:2}, arrays "
-                  f"{apart['arrays']:4} -> {cut['arrays']:4}, MB {apart['bytes'] / 1e6:8.2f} -> "
-                  f"{cut['bytes'] / 1e6:8.2f}", flush=True)  # fmt: skip
+            print((
+                f"  {strategy.name:38} there and back {apart['trips']:2} -> {cut['trips']:2}, "
+                f"arrays {apart['arrays']:4} -> {cut['arrays']:4}, MB {apart['bytes'] / 1e6:8.2f} "
+                f"-> {cut['bytes'] / 1e6:8.2f}"
+            ), flush=True)  # fmt: skip
     write_json(args.json, __doc__, result)
 
 
@@ -57,7 +63,9 @@ def _row(strategy: Strategy, params: Any, ranks: int) -> dict[str, dict[str, int
     """Counts of the step that exchanges most, by both cuts."""
     sgd = optax.sgd(1e-3)
     norms = exchange.lars(AXIS, 1e-3)
-    setting = Setting(ranks=ranks, optimizer=sgd, signs=sgd, adam_rate=1e-3, norms=norms, freeze_step=1)
+    setting = Setting(
+        ranks=ranks, optimizer=sgd, signs=sgd, adam_rate=1e-3, norms=norms, freeze_step=1
+    )
     traced = _traced(strategy.make(setting), params, strategy.axes(ranks))
     row: dict[str, dict[str, int]] = {}
     for name, patched in (
@@ -65,8 +73,12 @@ def _row(strategy: Strategy, params: Any, ranks: int) -> dict[str, dict[str, int
         ("cut", nullcontext()),
     ):
         with mock.patch.object(stages, "on_accelerator", return_value=True), patched:
-            programs = [_cut(traced, step) for step in strategy.begins(setting) or range(strategy.cycle)]
-        row[name] = counts(max(programs, key=lambda program: sum(x.nbytes for x in program.exchanges)))
+            programs = [
+                _cut(traced, step) for step in strategy.begins(setting) or range(strategy.cycle)
+            ]
+        row[name] = counts(
+            max(programs, key=lambda program: sum(x.nbytes for x in program.exchanges))
+        )
     return row
 
 
@@ -82,25 +94,34 @@ def _traced(tx: optax.GradientTransformation, params: Any, axes: dict[str, int])
 
 
 def _cut(traced: Traced, step: int) -> Program:
-    leaves = [jnp.int32(step) if x.shape == () and x.dtype == jnp.int32 else x for x in traced.in_avals]
+    leaves = [
+        jnp.int32(step) if x.shape == () and x.dtype == jnp.int32 else x for x in traced.in_avals
+    ]
     return stages.cut(decide(traced, leaves))
 
 
 def counts(program: Program) -> dict[str, int]:
     """What the program's collective segments get from the accelerator and give back to it.
 
-    `trips`: computations between exchanges, each of which needs both. What no computation reads is given back, too.
+    `trips`: computations between exchanges, each of which needs both. What no computation reads is
+    given back, too.
     """
     collectives = program.collectives
     constants = {*program.inputs[: program.constants]}
-    moved = [v for s in collectives for v in (*(v for v in s.inputs if v not in constants), *s.outputs)]
+    moved = [
+        v for s in collectives for v in (*(v for v in s.inputs if v not in constants), *s.outputs)
+    ]
     after: set[int] = set()
     for segment, needs in zip(program.segments, program.order.needs, strict=True):
         if segment.kind == "collective" or not after.isdisjoint(needs):
             after.add(segment.index)
     before = {n for s in collectives for n in program.order.needs[s.index]}
     trips = sum(s.kind == "compute" and s.index in after & before for s in program.segments)
-    return {"trips": trips, "arrays": len(moved), "bytes": sum(program.values[v].nbytes for v in moved)}
+    return {
+        "trips": trips,
+        "arrays": len(moved),
+        "bytes": sum(program.values[v].nbytes for v in moved),
+    }
 
 
 if __name__ == "__main__":

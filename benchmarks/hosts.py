@@ -1,4 +1,6 @@
-"""Runs a benchmark's own script as the ranks of hosts that a real slow link joins. Measures nothing itself."""
+"""Runs a benchmark's own script as the ranks of hosts that a real slow link joins. Measures nothing
+itself.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ from jaxcross.lab import Lab
 def parser_of_hosts(description: str | None) -> argparse.ArgumentParser:
     """A command line with `--json`, `--smoke`, the links' `--rate`, and what `on_hosts` adds."""
     made = parser(description)
-    made.add_argument("--rate", default="500mbit", help="of each link in each direction (default %(default)s)")
-    made.add_argument("--worker", metavar="FILE", help="(internal) run as a rank and write the numbers there")
+    made.add_argument(
+        "--rate", default="500mbit", help="of each link in each direction (default %(default)s)"
+    )
+    made.add_argument(
+        "--worker", metavar="FILE", help="(internal) run as a rank and write the numbers there"
+    )
     return made
 
 
@@ -36,7 +42,8 @@ def on_hosts(
     burst_kb: int = 256,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Starts `script` with this process's arguments and `--worker FILE` on hosts with one core each.
+    """Starts `script` with this process's arguments and `--worker FILE` on hosts with one core
+    each.
 
     Args:
         script: The benchmark's file.
@@ -63,7 +70,11 @@ def on_hosts(
         words = [*sys.argv[1:], *words, "--worker", str(out)]
         line, environ = command(mpirun, hosts * local, script, words, cores=1)
         if local > 1:
-            line[1:1] = ["--map-by", f"ppr:{local}:node"] if mpirun.vendor == "openmpi" else ["-ppn", str(local)]
+            line[1:1] = (
+                ["--map-by", f"ppr:{local}:node"]
+                if mpirun.vendor == "openmpi"
+                else ["-ppn", str(local)]
+            )
         run(lab.wrap(line), {**lab.environment(environ), **(environment or {})})
         facts = {"link": lab.description, "bytes_crossed": bytes_crossed(lab), "mpi": mpirun.vendor,
                  "tcp_bits_per_s": lab.measure_rate()}  # fmt: skip
@@ -78,5 +89,7 @@ def bytes_crossed(lab: Lab, least: float = 1e5) -> int:
     """
     crossed = lab.bytes_crossed()
     if crossed < least:
-        raise RuntimeError(f"{crossed} bytes crossed the {lab.description}: nothing of this can be told.")
+        raise RuntimeError(
+            f"{crossed} bytes crossed the {lab.description}: nothing of this can be told."
+        )
     return crossed

@@ -1,22 +1,24 @@
-"""How many images a second, and how soon at an accuracy: several ImageNet jobs in crossover or one after the other?
+"""How many images a second, and how soon at an accuracy: several ImageNet jobs in crossover or one
+after the other?
 
-    python benchmarks/imagenet_resnet.py [--accuracy 0.8] [--rate 500mbit] [--json FILE] [--smoke] [...]
-    jaxcross launch -n 2 benchmarks/imagenet_resnet.py --data-dir DATA [...]
+    python benchmarks/imagenet_resnet.py [--accuracy 0.8] [--rate 500mbit] [--json FILE] [--smoke]
+    [...] jaxcross launch -n 2 benchmarks/imagenet_resnet.py --data-dir DATA [...]
 
-Trains as `examples/imagenet_resnet.py` does, whose options it takes (`--model`, `--job`, `--batch-size`, ...), on
-records that it reads from disk. `--data-dir` names TFDS's imagenet2012 in ArrayRecord format; without it, a small
-synthetic set is written, whose classes can be learnt.
+Trains as `examples/imagenet_resnet.py` does, whose options it takes (`--model`, `--job`,
+`--batch-size`, ...), on records that it reads from disk. `--data-dir` names TFDS's imagenet2012 in
+ArrayRecord format; without it, a small synthetic set is written, whose classes can be learnt.
 
-Throughput: the two ways alternate, each with the records out of the page cache (`cold`) and in it (`warm`, as far as
-they fit into memory; `resident_share_before` says how it was). Images a second in the steady state, by job and in
-total, and over the wall time of a run, compiling left out. `input_wait_s` is how long a job waited for its next batch,
-a step, on the slowest rank; `input_lost_s` is what the input cost a round. Accuracy, but with `--eval-steps 0`: seconds
-from the start of a run until all of its jobs have `--accuracy` on the validation split, evaluation and its reading
-included; the run of the middle, of as many. In crossover all jobs take the images that are decoded once, one after the
-other each decodes its own: that is part of the gain.
+Throughput: the two ways alternate, each with the records out of the page cache (`cold`) and in it
+(`warm`, as far as they fit into memory; `resident_share_before` says how it was). Images a second
+in the steady state, by job and in total, and over the wall time of a run, compiling left out.
+`input_wait_s` is how long a job waited for its next batch, a step, on the slowest rank;
+`input_lost_s` is what the input cost a round. Accuracy, but with `--eval-steps 0`: seconds from the
+start of a run until all of its jobs have `--accuracy` on the validation split, evaluation and its
+reading included; the run of the middle, of as many. In crossover all jobs take the images that are
+decoded once, one after the other each decodes its own: that is part of the gain.
 
-Started by itself, it starts the ranks, on two hosts with a real link of `--rate` where the machine allows network
-namespaces, else with an emulated link, from which no speed-up is computed.
+Started by itself, it starts the ranks, on two hosts with a real link of `--rate` where the machine
+allows network namespaces, else with an emulated link, from which no speed-up is computed.
 """
 
 from __future__ import annotations
@@ -52,22 +54,40 @@ from jaxcross.world.launch_env import read_launch
 SMOKE = ["--model", "resnet8", "--image-size", "24", "--batch-size", "8", "--steps", "8"]
 JOBS = ["--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"]
 OTHER = {  # of the example, and why not here
-    "--policy": "runs both ways itself", "--output": "draws nothing", "--report": "draws nothing",
-    "--checkpoints": "resumes none of its runs", "--checkpoint-every": "resumes none of its runs",
+    "--policy": "runs both ways itself",
+    "--output": "draws nothing",
+    "--report": "draws nothing",
+    "--checkpoints": "resumes none of its runs",
+    "--checkpoint-every": "resumes none of its runs",
     "--epochs": "counts by `--steps`",
-}  # fmt: skip
+}
 
 
 def options() -> tuple[argparse.Namespace, list[str]]:
     made = parser(__doc__)
     made.add_argument("--data-dir", help="default: a synthetic set is written")
     made.add_argument("--images", type=int, help="of the synthetic set (default: 1024)")
-    made.add_argument("--accuracy", type=float, default=0.8, help="to reach; 0: not measured (default %(default)s)")
-    made.add_argument("--accuracy-steps", type=int, help="give up after so many steps a job (default: 5 times --steps)")
-    made.add_argument("--evaluate-every", type=int, metavar="STEPS", help="default: a fifth of --steps")
+    made.add_argument(
+        "--accuracy",
+        type=float,
+        default=0.8,
+        help="to reach; 0: not measured (default %(default)s)",
+    )
+    made.add_argument(
+        "--accuracy-steps",
+        type=int,
+        help="give up after so many steps a job (default: 5 times --steps)",
+    )
+    made.add_argument(
+        "--evaluate-every", type=int, metavar="STEPS", help="default: a fifth of --steps"
+    )
     made.add_argument("--repeats", type=int, help="of the throughput runs (default: 3)")
     made.add_argument("--ranks", type=int, default=2, help="to start (default %(default)s)")
-    made.add_argument("--rate", default="500mbit", help="of the link between them; none: no link (default %(default)s)")
+    made.add_argument(
+        "--rate",
+        default="500mbit",
+        help="of the link between them; none: no link (default %(default)s)",
+    )
     args, rest = made.parse_known_args()
     for name in given(rest, OTHER):  # ends at the first
         made.error(f"`{name}` is for examples/imagenet_resnet.py: this benchmark {OTHER[name]}")
@@ -78,16 +98,23 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def given(words: list[str], names: Iterable[str]) -> list[str]:
-    """Which of these options are among the words: also as `--job=...`, or cut short as argparse takes them."""
+    """Which of these options are among the words: also as `--job=...`, or cut short as argparse
+    takes them.
+    """
     begun = [word.split("=")[0] for word in words if word.startswith("--")]
-    return [name for name in names if any(len(word) > 2 and name.startswith(word) for word in begun)]
+    return [
+        name for name in names if any(len(word) > 2 and name.startswith(word) for word in begun)
+    ]
 
 
 def main() -> None:
     args, rest = options()
     if read_launch(os.environ) is not None:
         if args.data_dir is None:
-            raise SystemExit("Ranks that were started by mpirun need --data-dir; `jaxcross data synth DIR` writes one.")
+            raise SystemExit(
+                "Ranks that were started by mpirun need --data-dir; `jaxcross data synth DIR` "
+                "writes one."
+            )
         result = Ranks.start(args, rest).measure()
         if result is not None:
             show(result)
@@ -106,7 +133,14 @@ def launch(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str,
 
     mpirun = ranks.mpirun_or_exit()
     out = folder / "result.json"
-    words = ["--data-dir", args.data_dir or f"{folder}/data", "--json", str(out), "--accuracy", str(args.accuracy)]
+    words = [
+        "--data-dir",
+        args.data_dir or f"{folder}/data",
+        "--json",
+        str(out),
+        "--accuracy",
+        str(args.accuracy),
+    ]
     words += ["--repeats", str(args.repeats), *(["--smoke"] if args.smoke else []), *rest]
     for name in ("accuracy_steps", "evaluate_every"):
         value = getattr(args, name)
@@ -118,7 +152,13 @@ def launch(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str,
         own = [*words, *(["--link", link] if link else [])]
         return ranks.command(mpirun, args.ranks, __file__, own, environ=environ)
 
-    linkless = "--rate none" if args.rate == "none" else "one rank has nobody to speak to" if args.ranks == 1 else None
+    linkless = (
+        "--rate none"
+        if args.rate == "none"
+        else "one rank has nobody to speak to"
+        if args.ranks == 1
+        else None
+    )
     reason = linkless or available()
     crossed = {}
     if reason is None:
@@ -131,7 +171,12 @@ def launch(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str,
         command, environ = line("" if linkless else f"emulate:{args.rate}")
         run(command, environ)
     measured = json.loads(out.read_text())
-    for name in ("question", "command", "versions", "machine"):  # those of this process are the user's
+    for name in (
+        "question",
+        "command",
+        "versions",
+        "machine",
+    ):  # those of this process are the user's
         del measured[name]
     return {**measured, **crossed, **({} if args.data_dir else {"data": "synthetic"})}
 
@@ -160,32 +205,44 @@ class Ranks(NamedTuple):
         args.accuracy = args.accuracy if args.eval_steps != 0 else 0.0
         world = jaxcross.initialize()
         share = {
-            "batch_size": args.batch_size, "image_size": args.image_size, "rank": world.rank, "size": world.size,
-        }  # fmt: skip
+            "batch_size": args.batch_size,
+            "image_size": args.image_size,
+            "rank": world.rank,
+            "size": world.size,
+        }
         train_data = partial(train_batches, args.data_dir, **share)
         model = example.MODELS[args.model](
-            num_classes=train_data(steps=1).num_classes, dtype=args.precision,
+            num_classes=train_data(steps=1).num_classes,
+            dtype=args.precision,
             axis_name="batch" if args.sync_batch_norm else None,
-        )  # fmt: skip
-        # One schedule for all runs, as long as the longest: the steps of one job are the same in each of them.
+        )
+        # One schedule for all runs, as long as the longest: the steps of one job are the same in
+        # each of them.
         warmup = args.accuracy_steps // 10 if args.warmup_steps is None else args.warmup_steps
         tx = example.recipe(args.accuracy_steps, warmup, args.weight_decay)
-        init = jax.jit(lambda key: model.init(key, jnp.zeros((1, args.image_size, args.image_size, 3))))
+        init = jax.jit(
+            lambda key: model.init(key, jnp.zeros((1, args.image_size, args.image_size, 3)))
+        )
         inner = partial(example.train_step, smoothing=args.label_smoothing)
         inner.__name__ = "train_step"  # type: ignore[attr-defined]
 
         def make_states() -> dict[str, Any]:
             named = [(f"job{n} {text}", made) for n, (text, made) in enumerate(args.jobs)]
-            return {name: example.create_state(args, model, tx, init, **made) for name, made in named}
+            return {
+                name: example.create_state(args, model, tx, init, **made) for name, made in named
+            }
 
         return cls(
-            args=args, example=example, world=world, make_states=make_states,
+            args=args,
+            example=example,
+            world=world,
+            make_states=make_states,
             step=jaxcross.crossover(inner, axes="batch", donate_argnums=0, cut=args.cut),
             evaluate=jaxcross.crossover(example.eval_step, axes="batch"),
             train_data=lambda steps: train_data(steps=steps),
             validation=lambda: eval_batches(args.data_dir, **share, steps=args.eval_steps),
             files=page_cache.files_of(find_folder(args.data_dir)),
-        )  # fmt: skip
+        )
 
     def measure(self) -> dict[str, Any] | None:
         """All runs. The numbers on rank 0, None on the others."""
@@ -194,15 +251,24 @@ class Ranks(NamedTuple):
         if args.accuracy:
             self._accuracy_of(next(iter(self.make_states().values())))
         result: dict[str, Any] = {
-            "model": args.model, "batch_size": args.batch_size, "image_size": args.image_size, "steps": args.steps,
-            "precision": args.precision, "jobs": [text for text, _ in args.jobs], "ranks": world.size,
-            "device": jax.devices()[0].device_kind, "data": "imagenet2012 records", "throughput": self._throughput(),
-        }  # fmt: skip
+            "model": args.model,
+            "batch_size": args.batch_size,
+            "image_size": args.image_size,
+            "steps": args.steps,
+            "precision": args.precision,
+            "jobs": [text for text, _ in args.jobs],
+            "ranks": world.size,
+            "device": jax.devices()[0].device_kind,
+            "data": "imagenet2012 records",
+            "throughput": self._throughput(),
+        }
         if args.accuracy:
             result["accuracy"] = {
-                "goal": args.accuracy, "evaluate_every_steps": args.evaluate_every,
-                "steps_at_most": args.accuracy_steps, **self._accuracy(),
-            }  # fmt: skip
+                "goal": args.accuracy,
+                "evaluate_every_steps": args.evaluate_every,
+                "steps_at_most": args.accuracy_steps,
+                **self._accuracy(),
+            }
         link = result["throughput"]["link"]
         if not link.startswith("emulated"):
             result["speedup"] = speedups(result)
@@ -210,28 +276,43 @@ class Ranks(NamedTuple):
 
     def _train(self, policy: str, steps: int) -> tuple[Any, Any]:
         data = self.train_data(steps)
-        return self.example.train(self.args, self.world, policy, self.step, self.make_states(), data)
+        return self.example.train(
+            self.args, self.world, policy, self.step, self.make_states(), data
+        )
 
     def _throughput(self) -> dict[str, Any]:
-        rows: dict[str, dict[str, list[Any]]] = {cache: {policy: [] for policy in POLICIES} for cache in CACHES}
+        rows: dict[str, dict[str, list[Any]]] = {
+            cache: {policy: [] for policy in POLICIES} for cache in CACHES
+        }
         link = ""
         for repeat in range(self.args.repeats):
             for cache in CACHES:
                 finals = []
-                for policy in list(POLICIES)[:: -1 if repeat % 2 else 1]:  # neither always comes first
+                for policy in list(POLICIES)[
+                    :: -1 if repeat % 2 else 1
+                ]:  # neither always comes first
                     share = self._set_cache(cache)
                     report, final = self._train(policy, self.args.steps)
                     finals.append(final)
-                    rows[cache][policy].append({"resident_share_before": share, **throughput_of(report)})
+                    rows[cache][policy].append(
+                        {"resident_share_before": share, **throughput_of(report)}
+                    )
                     link = report.link
                 if not self.example.same_bits(*finals):
                     raise SystemExit("sequential and crossover end in different states")
-        told = {c: {p: {"images_per_s": spread([r["images_per_s"] for r in runs]), "runs": runs}
-                    for p, runs in by.items()} for c, by in rows.items()}  # fmt: skip
+        told = {
+            c: {
+                p: {"images_per_s": spread([r["images_per_s"] for r in runs]), "runs": runs}
+                for p, runs in by.items()
+            }
+            for c, by in rows.items()
+        }
         return {"link": link, "equal_to_the_bit": True, **told}
 
     def _set_cache(self, cache: str) -> float | None:
-        """Every rank does it, as each may be on a host of its own; none reads before all are through."""
+        """Every rank does it, as each may be on a host of its own; none reads before all are
+        through.
+        """
         self._barrier()  # another rank may still be reading
         (page_cache.drop if cache == "cold" else page_cache.fill)(self.files)
         self._barrier()
@@ -276,22 +357,30 @@ class Ranks(NamedTuple):
                         break
             return state
 
-        with jaxcross.Runner(self.world, POLICIES[policy](), link=args.emulated or args.link or None) as runner:
+        with jaxcross.Runner(
+            self.world, POLICIES[policy](), link=args.emulated or args.link or None
+        ) as runner:
             for name, state in states.items():
                 runner.add(name, train, state=state, data=shared.reader())
             jax.block_until_ready(states)
             self._barrier()
             start = time.perf_counter()
             report = runner.run()
-        ends = {name: curve[-1] for name, curve in curves.items() if curve and curve[-1][2] >= args.accuracy}
+        ends = {
+            name: curve[-1]
+            for name, curve in curves.items()
+            if curve and curve[-1][2] >= args.accuracy
+        }
         missing = [name for name in curves if name not in ends]
         return {
             "s": None if missing else max(end[1] for end in ends.values()),
             "reason": f"not reached by {', '.join(missing)}" if missing else None,
-            "jobs": {name: {"steps": curve[-1][0] if curve else 0, "step_s_accuracy": curve}
-                     for name, curve in curves.items()},
+            "jobs": {
+                name: {"steps": curve[-1][0] if curve else 0, "step_s_accuracy": curve}
+                for name, curve in curves.items()
+            },
             "wall_s": report.rounds.wall_s,
-        }  # fmt: skip
+        }
 
 
 if __name__ == "__main__":

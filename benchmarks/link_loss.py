@@ -1,13 +1,15 @@
 """Over a slow link, which exchange has trained a model to a given test loss first?
 
-    python benchmarks/link_loss.py [--rate 25mbit] [--task TASK]... [--only NAME]... [--resume] [--json FILE]
+    python benchmarks/link_loss.py [--rate 25mbit] [--task TASK]... [--only NAME]... [--resume]
+    [--json FILE]
         [--png FILE] [--draw] [--smoke]
 
-The tasks of `convergence.py` with their batches and learning rates, on two hosts with one core each that a real link
-joins, with 3 seeds. Steps run in a plain loop under `crossover`. `seconds` are those of training, summed up to
-each evaluation; compiling, which a rehearsal of two evaluations' steps does, and evaluating are not in them. A
-link that has rested passes 64 kB at full speed (`burst_kb`): a quarter of the model of `text`, all of that of `images`.
-`--resume` adds what FILE does not hold yet; it is written after each strategy. `--draw` only draws FILE's rows.
+The tasks of `convergence.py` with their batches and learning rates, on two hosts with one core each
+that a real link joins, with 3 seeds. Steps run in a plain loop under `crossover`. `seconds` are
+those of training, summed up to each evaluation; compiling, which a rehearsal of two evaluations'
+steps does, and evaluating are not in them. A link that has rested passes 64 kB at full speed
+(`burst_kb`): a quarter of the model of `text`, all of that of `images`. `--resume` adds what FILE
+does not hold yet; it is written after each strategy. `--draw` only draws FILE's rows.
 """
 
 from __future__ import annotations
@@ -25,9 +27,15 @@ from hosts import on_hosts, parser_of_hosts
 from workloads import kept, write_json
 
 WAYS = (
-    "mean", "mean, bfloat16", "top_k 1%, threshold", "delayed_mean", "diloco, every 16, outer momentum 0.5",
-    "streaming_diloco, every 8, 4 bits", "sparse_loco 1/64, every 8", "no_loco, every 16",
-)  # fmt: skip
+    "mean",
+    "mean, bfloat16",
+    "top_k 1%, threshold",
+    "delayed_mean",
+    "diloco, every 16, outer momentum 0.5",
+    "streaming_diloco, every 8, 4 bits",
+    "sparse_loco 1/64, every 8",
+    "no_loco, every 16",
+)
 RANKS = 2
 BURST_KB = 64
 
@@ -35,9 +43,15 @@ BURST_KB = 64
 def main() -> int:
     options = parser_of_hosts(__doc__)
     options.set_defaults(rate="25mbit")
-    options.add_argument("--task", choices=TASKS, action="append", help="only this task; may be repeated")
-    options.add_argument("--only", choices=WAYS, action="append", help="only this strategy; may be repeated")
-    options.add_argument("--resume", action="store_true", help="add what the file of --json does not hold yet")
+    options.add_argument(
+        "--task", choices=TASKS, action="append", help="only this task; may be repeated"
+    )
+    options.add_argument(
+        "--only", choices=WAYS, action="append", help="only this strategy; may be repeated"
+    )
+    options.add_argument(
+        "--resume", action="store_true", help="add what the file of --json does not hold yet"
+    )
     options.add_argument("--png", type=Path, metavar="FILE", help="draw loss against seconds")
     options.add_argument("--draw", action="store_true", help="draw what --json has, and end")
     args = options.parse_args()
@@ -53,7 +67,10 @@ def main() -> int:
         return 0
     for task in args.task or TASKS:
         for name in args.only or WAYS:
-            if any((row["task"], row["strategy"], row["rate"]) == (task, name, args.rate) for row in result["rows"]):
+            if any(
+                (row["task"], row["strategy"], row["rate"]) == (task, name, args.rate)
+                for row in result["rows"]
+            ):
                 continue
             words = ["--task", task, "--only", name]
             row = on_hosts(__file__, args.rate, RANKS, words, burst_kb=BURST_KB)
@@ -130,10 +147,15 @@ def worker(args: Any) -> int:
         curves = {key: [found[key] for found in each] for key in each[0]}
         ends = [curve[-1] for curve in curves["test_loss"]]
         row = {
-            "task": task, "strategy": name, "steps": made.steps, "every": made.every, "batch": made.batch, **curves,
+            "task": task,
+            "strategy": name,
+            "steps": made.steps,
+            "every": made.every,
+            "batch": made.batch,
+            **curves,
             "final_test_loss": statistics.fmean(ends) if all(map(math.isfinite, ends)) else None,
             "s_per_step": statistics.median(curve[-1] for curve in curves["seconds"]) / made.steps,
-        }  # fmt: skip
+        }
         Path(args.worker).write_text(json.dumps(row))
     return 0
 

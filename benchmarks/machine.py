@@ -9,12 +9,16 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """The architecture, the cores that this process may use and, where Linux tells, the CPU and its widest vectors."""
+    """The architecture, the cores that this process may use and, where Linux tells, the CPU and its
+    widest vectors.
+    """
     parts = [platform.machine(), f"{len(os.sched_getaffinity(0))} cores"]
     told = Path("/proc/cpuinfo")
     text = told.read_text() if told.exists() else ""
     if model := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
         parts.append(model[1])
-    if widest := next((flag for flag in ("avx512f", "avx2") if re.search(rf"\b{flag}\b", text)), None):
+    if widest := next(
+        (flag for flag in ("avx512f", "avx2") if re.search(rf"\b{flag}\b", text)), None
+    ):
         parts.append(widest)
     return ", ".join(parts)

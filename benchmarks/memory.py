@@ -1,15 +1,17 @@
-"""What do k jobs in one process need, against k processes: peak memory of a host, programs compiled, seconds of it?
+"""What do k jobs in one process need, against k processes: peak memory of a host, programs
+compiled, seconds of it?
 
     python benchmarks/memory.py [--jobs 1,2,4] [--image-size 224] [--json FILE] [--smoke]
     python benchmarks/memory.py --booked [--workload mlp] [--jobs 1,2,3,4] [--json FILE] [--smoke]
 
-Two hosts and a shaped link, as in `race.py`: `crossover` has all jobs in one process a host, `fused-k` a process a job,
-all running at once; once more with memory as it comes, not kept in large pages as `jaxcross launch` does. Peak memory
-is the resident set's during steps that have been compiled before, summed over a host's processes; compilations and
-their seconds are a host's, too. Like jobs of one process compile once.
+Two hosts and a shaped link, as in `race.py`: `crossover` has all jobs in one process a host,
+`fused-k` a process a job, all running at once; once more with memory as it comes, not kept in large
+pages as `jaxcross launch` does. Peak memory is the resident set's during steps that have been
+compiled before, summed over a host's processes; compilations and their seconds are a host's, too.
+Like jobs of one process compile once.
 
-With `--booked`: what the jobs of one process book before their first steps (`Runner(memory=...)`), over what they need,
-uncut and cut in four. It is to be 0.98 to 1.15.
+With `--booked`: what the jobs of one process book before their first steps (`Runner(memory=...)`),
+over what they need, uncut and cut in four. It is to be 0.98 to 1.15.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def measure(k: int, way: str, *, rate: str, smoke: bool, image_size: int | None)
         Stage(lab, Path(folder), keeps_memory=keeps_memory) as stage,
     ):
         entrants = Entrants(stage, CASES[k], smoke, [rival], image_size=image_size)
-        entrants.start(rival.team, rests=False)  # who has rested takes all of it back at once, needed or not
+        entrants.start(
+            rival.team, rests=False
+        )  # who has rested takes all of it back at once, needed or not
         run = entrants.run(rival, 2)
         facts = entrants.start_up[rival.team]
     return {
@@ -56,7 +60,9 @@ def numbers(words: str) -> list[int]:
     """For `argparse`: how many jobs, each of which has its case."""
     known = {str(k): k for k in CASES}
     if unknown := [word for word in words.split(",") if word not in known]:
-        raise argparse.ArgumentTypeError(f"there is no case of `{unknown[0]}` jobs; there are {', '.join(known)}.")
+        raise argparse.ArgumentTypeError(
+            f"there is no case of `{unknown[0]}` jobs; there are {', '.join(known)}."
+        )
     return [known[word] for word in words.split(",")]
 
 
@@ -74,11 +80,19 @@ def booked(args: argparse.Namespace) -> int:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--jobs", type=numbers, default="1,2,4", metavar="A,B", help="default %(default)s")
-    options.add_argument("--booked", action="store_true", help="compare what jobs book with what they need")
-    options.add_argument("--workload", choices=memory_booked.WORKLOADS, default="mlp", help="default %(default)s")
+    options.add_argument(
+        "--jobs", type=numbers, default="1,2,4", metavar="A,B", help="default %(default)s"
+    )
+    options.add_argument(
+        "--booked", action="store_true", help="compare what jobs book with what they need"
+    )
+    options.add_argument(
+        "--workload", choices=memory_booked.WORKLOADS, default="mlp", help="default %(default)s"
+    )
     options.add_argument("--rate", default="1gbit", help="of the link (default %(default)s)")
-    options.add_argument("--image-size", type=int, help="for all numbers of jobs, so that the most fit (default 224)")
+    options.add_argument(
+        "--image-size", type=int, help="for all numbers of jobs, so that the most fit (default 224)"
+    )
     args = options.parse_args()
     if args.booked:
         return booked(args)
@@ -87,8 +101,10 @@ def main() -> int:
         for way in WAYS:
             row = measure(k, way, rate=args.rate, smoke=args.smoke, image_size=args.image_size)
             result["rows"].append(row)
-            print(f"{k} jobs, {way:31}: {row['peak_rss_bytes'] / 1e9:.2f} GB a host, "
-                  f"{row['compilations']:.0f} programs compiled in {row['compile_s']:.1f} s", flush=True)  # fmt: skip
+            print((
+                f"{k} jobs, {way:31}: {row['peak_rss_bytes'] / 1e9:.2f} GB a host, "
+                f"{row['compilations']:.0f} programs compiled in {row['compile_s']:.1f} s"
+            ), flush=True)  # fmt: skip
             write_json(args.json, __doc__, result)
     return 0
 

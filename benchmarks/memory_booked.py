@@ -1,8 +1,10 @@
-"""The part of memory.py that compares what jobs book with what they need: k jobs of one process on each of two ranks.
+"""The part of memory.py that compares what jobs book with what they need: k jobs of one process on
+each of two ranks.
 
-Booked is what `Runner(memory=...)` counts before the first steps. Needed is the peak of the resident set during later
-steps of the same jobs, compiled before, less what the process held before they began; the rank that needs most. On an
-accelerator it is the device's own count. Run as a script, this file is a rank.
+Booked is what `Runner(memory=...)` counts before the first steps. Needed is the peak of the
+resident set during later steps of the same jobs, compiled before, less what the process held before
+they began; the rank that needs most. On an accelerator it is the device's own count. Run as a
+script, this file is a rank.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def measure(
         stand_in: Whether a second CPU device stands for an accelerator; None for no accelerator.
     """
     words = ["--workload", workload, "--jobs", str(jobs), "--cut", str(cut)]
-    words += ["--smoke"] * smoke + ([] if stand_in is None else ["--device", "stand-in" if stand_in else "gpu"])
+    words += ["--smoke"] * smoke + (
+        [] if stand_in is None else ["--device", "stand-in" if stand_in else "gpu"]
+    )
     # Arrays come from the kernel and go back to it, so that the resident set is what is in use.
     tunables = "glibc.malloc.mmap_threshold=65536:glibc.malloc.arena_max=1"
     environ = {**gpu_ranks.shared_by(RANKS, os.environ), "GLIBC_TUNABLES": tunables}
@@ -55,8 +59,9 @@ def measure(
 def shown(row: dict[str, Any]) -> str:
     """One line for a person."""
     return (
-        f"{row['jobs']} x {row['workload']}, cut {row['cut']}: needed {row['needed_bytes'] / 1e6:.0f} MB, booked "
-        f"{row['booked_bytes'] / 1e6:.0f} MB ({row['booked_over_needed'] or 0:.3f})"
+        f"{row['jobs']} x {row['workload']}, cut {row['cut']}: needed "
+        f"{row['needed_bytes'] / 1e6:.0f} MB, booked {row['booked_bytes'] / 1e6:.0f} MB "
+        f"({row['booked_over_needed'] or 0:.3f})"
     )
 
 
@@ -102,7 +107,9 @@ def rank_main() -> None:
 
     run()
     gc.collect()
-    before = meter.in_use() - world.arena.nbytes  # its jobs need the buffers again that these have received into
+    before = (
+        meter.in_use() - world.arena.nbytes
+    )  # its jobs need the buffers again that these have received into
     booked = run()
     gradients = sum(x.nbytes for x in jax.tree.leaves(work.state(0)[0]))
     found = {"booked_bytes": booked, "needed_bytes": meter.peak() - before}
@@ -121,7 +128,9 @@ def _workload(name: str, smoke: bool) -> workloads.Workload:
 
 
 class _Meter:
-    """Bytes that this process, or its accelerator, has in use. The accelerator's peak is that of its whole time."""
+    """Bytes that this process, or its accelerator, has in use. The accelerator's peak is that of
+    its whole time.
+    """
 
     def __init__(self, device: Any) -> None:
         self._device = None if device.platform == "cpu" else device
@@ -134,7 +143,11 @@ class _Meter:
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
-        return status_bytes("VmHWM") if self._device is None else int(self._device.memory_stats()["peak_bytes_in_use"])
+        return (
+            status_bytes("VmHWM")
+            if self._device is None
+            else int(self._device.memory_stats()["peak_bytes_in_use"])
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""What does the cut cost when there is nothing to hide: one job, one rank, against plain `jax.jit` of the same step?
+"""What does the cut cost when there is nothing to hide: one job, one rank, against plain `jax.jit`
+of the same step?
 
     python benchmarks/overhead.py [--json FILE] [--smoke] [--cores N]
 
-Times: short runs of the plain step, of the cut one and of its computing parts under plain `jax.jit` (`by_hand`: what
-splitting costs whoever does it) alternate; the figure is the difference of their medians, and the median of the
-differences of neighbouring runs. Host time a segment: of calls that only dispatch. Memory: peak live bytes of the cut
-program (its hand-overs and XLA's buffer assignment) over XLA's own figure for the fused step.
+Times: short runs of the plain step, of the cut one and of its computing parts under plain `jax.jit`
+(`by_hand`: what splitting costs whoever does it) alternate; the figure is the difference of their
+medians, and the median of the differences of neighbouring runs. Host time a segment: of calls that
+only dispatch. Memory: peak live bytes of the cut program (its hand-overs and XLA's buffer
+assignment) over XLA's own figure for the fused step.
 
 A rank has one core, as where ranks share a host; `--cores 0` takes all.
 """
@@ -33,22 +35,36 @@ AXIS = "batch"
 
 def plain_and_cut(work: Workload, cut: Any = "whole") -> tuple[Any, Any]:
     plain = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
-    crossed = jaxcross.crossover(work.make(lambda tree: lax.pmean(tree, AXIS)), axes=AXIS, cut=cut, donate_argnums=0)
+    crossed = jaxcross.crossover(
+        work.make(lambda tree: lax.pmean(tree, AXIS)), axes=AXIS, cut=cut, donate_argnums=0
+    )
     return plain, crossed
 
 
 def by_hand(step: Any, state: Any, batch: Any) -> Callable[..., Any]:
-    """The computing parts of a cut step, each under `jax.jit`. The exchange is left out: there is one rank."""
+    """The computing parts of a cut step, each under `jax.jit`. The exchange is left out: there is
+    one rank.
+    """
     program = stages.cut(step.trace(state, batch))
     compiled = stages.compile(program)
     parts = []
     for segment, may in zip(program.segments, program.order.donates, strict=True):
         positions = tuple(n for n, v in enumerate(segment.inputs) if v in may)
         call = jax.jit(jaxpr_as_fun(segment.jaxpr), donate_argnums=positions, keep_unused=True)
-        parts.append((segment.inputs, segment.outputs, call if segment.kind == "compute" else lambda *args: args))
+        parts.append(
+            (
+                segment.inputs,
+                segment.outputs,
+                call if segment.kind == "compute" else lambda *args: args,
+            )
+        )
 
     def run(state: Any, batch: Any) -> Any:
-        env = dict(zip(program.inputs, (*compiled.constants, *jax.tree.leaves((state, batch))), strict=True))
+        env = dict(
+            zip(
+                program.inputs, (*compiled.constants, *jax.tree.leaves((state, batch))), strict=True
+            )
+        )
         for inputs, outputs, call in parts:
             env.update(zip(outputs, call(*(env[v] for v in inputs)), strict=True))
         return jax.tree.unflatten(compiled.out_tree, [env[v] for v in program.outputs])
@@ -57,7 +73,9 @@ def by_hand(step: Any, state: Any, batch: Any) -> Callable[..., Any]:
 
 
 def alternate(work: Workload, *, repeats: int, steps: int) -> dict[str, Any]:
-    """Seconds a step of each rival, in turn, and what the cut and the split by hand take longer than plain jit."""
+    """Seconds a step of each rival, in turn, and what the cut and the split by hand take longer
+    than plain jit.
+    """
     batch = work.batch(0)
     plain, crossed = plain_and_cut(work)
     rivals = {"jit": plain, "jaxcross": crossed, "by_hand": by_hand(crossed, work.state(0), batch)}
@@ -68,13 +86,17 @@ def alternate(work: Workload, *, repeats: int, steps: int) -> dict[str, Any]:
         **{name: spread(values) for name, values in raw.items()},
         "ratio_of_medians": float(np.median(other) / np.median(one)),
         "median_difference_us": float(np.median(other - one) * 1e6),
-        "difference_of_lower_quartiles_us": float((np.percentile(other, 25) - np.percentile(one, 25)) * 1e6),
+        "difference_of_lower_quartiles_us": float(
+            (np.percentile(other, 25) - np.percentile(one, 25)) * 1e6
+        ),
         "by_hand_median_difference_us": float(np.median(hand - one) * 1e6),
     }
 
 
 def host_time_us(work: Workload, *, repeats: int) -> dict[str, float]:
-    """CPU time of the calling thread in a call that only dispatches, divided by the program's segments."""
+    """CPU time of the calling thread in a call that only dispatches, divided by the program's
+    segments.
+    """
     _, step = plain_and_cut(work)
     state, batch = work.state(0), work.batch(0)
     segments = len(stages.cut(step.trace(state, batch)).segments)
@@ -92,7 +114,9 @@ def host_time_us(work: Workload, *, repeats: int) -> dict[str, float]:
 
 
 def memory(work: Workload, cuts: tuple[Any, ...]) -> dict[str, float]:
-    """Peak live bytes: fused, and each cut over it, with and without the buffers that exchanges hold."""
+    """Peak live bytes: fused, and each cut over it, with and without the buffers that exchanges
+    hold.
+    """
     state, batch = work.state(0), work.batch(0)
     plain, step = plain_and_cut(work)
     stats = plain.lower(state, batch).compile().memory_analysis()
@@ -102,7 +126,9 @@ def memory(work: Workload, cuts: tuple[Any, ...]) -> dict[str, float]:
     for cut in cuts:
         program = stages.cut(step.trace(state, batch), cut)
         peak = stages.compile(program).peak_live_bytes()
-        received = sum(x.nbytes for s in program.segments[: program.collectives[-1].index] for x in s.exchanges)
+        received = sum(
+            x.nbytes for s in program.segments[: program.collectives[-1].index] for x in s.exchanges
+        )
         result[f"cut_{cut}_over_fused"] = peak / fused
         result[f"cut_{cut}_over_fused_without_exchange_buffers"] = (peak - received) / fused
     return result
@@ -110,14 +136,25 @@ def memory(work: Workload, cuts: tuple[Any, ...]) -> dict[str, float]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--cases", default="", metavar="A,B", help="only these, of those it prints (default: all)")
-    options.add_argument("--cores", type=int, default=1, metavar="N", help="cores of the rank, 0: all (default: 1)")
+    options.add_argument(
+        "--cases", default="", metavar="A,B", help="only these, of those it prints (default: all)"
+    )
+    options.add_argument(
+        "--cores", type=int, default=1, metavar="N", help="cores of the rank, 0: all (default: 1)"
+    )
     args = options.parse_args()
     as_rank(args.cores)
-    warnings.filterwarnings("ignore", message="Some donated buffers")  # by hand, more is given than can be used
+    warnings.filterwarnings(
+        "ignore", message="Some donated buffers"
+    )  # by hand, more is given than can be used
     jaxcross.initialize()
     if args.smoke:
-        big, language, repeats, cuts = mlp(width=64), transformer(layers=1, width=64, length=16), 3, ("whole", 2)
+        big, language, repeats, cuts = (
+            mlp(width=64),
+            transformer(layers=1, width=64, length=16),
+            3,
+            ("whole", 2),
+        )
     else:
         big = resnet(batch_size=4, image_size=224)
         language, repeats, cuts = transformer(), 400, ("whole", 4)
@@ -131,7 +168,9 @@ def main() -> None:
     result: dict[str, Any] = {"cores": len(os.sched_getaffinity(0))}
     chosen = args.cases.split(",") if args.cases else list(measure)
     if unknown := set(chosen) - set(measure):
-        raise SystemExit(f"no such cases: {', '.join(sorted(unknown))}; there are {', '.join(measure)}")
+        raise SystemExit(
+            f"no such cases: {', '.join(sorted(unknown))}; there are {', '.join(measure)}"
+        )
     for name, run in ((name, measure[name]) for name in chosen):
         result[name] = run()
         shown = {k: v for k, v in result[name].items() if not isinstance(v, dict)}

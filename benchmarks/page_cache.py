@@ -1,4 +1,5 @@
-"""What of a data set's files the operating system keeps in memory: look, drop, fill. Measures nothing itself.
+"""What of a data set's files the operating system keeps in memory: look, drop, fill. Measures
+nothing itself.
 
 Only the files that are named are touched; no root is needed, and other programs' files stay cached.
 """
@@ -16,11 +17,15 @@ import numpy as np
 
 def files_of(folder: Path) -> list[Path]:
     """The record files of a TFDS folder."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and "array_record" in path.name)
+    return sorted(
+        path for path in folder.iterdir() if path.is_file() and "array_record" in path.name
+    )
 
 
 def drop(files: Iterable[Path]) -> None:
-    """Asks the kernel to forget the files. It may keep what is dirty or mapped: see `resident_share`."""
+    """Asks the kernel to forget the files. It may keep what is dirty or mapped: see
+    `resident_share`.
+    """
     for path in files:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -50,7 +55,9 @@ def resident_share(files: Iterable[Path]) -> float | None:
         with path.open("rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapped:
             view = np.frombuffer(mapped, np.uint8)
             marks = np.zeros(count, np.uint8)
-            failed = libc.mincore(*map(ctypes.c_void_p, (view.ctypes.data, size, marks.ctypes.data)))
+            failed = libc.mincore(
+                *map(ctypes.c_void_p, (view.ctypes.data, size, marks.ctypes.data))
+            )
             del view  # the mapping cannot be closed under it
         if failed:
             return None

@@ -8,7 +8,9 @@ from typing import Any
 
 
 def ratios(new: Sequence[float], old: Sequence[float]) -> dict[str, Any]:
-    """Ratios of paired numbers, their median, and its 95% interval from their order, None of fewer than six pairs."""
+    """Ratios of paired numbers, their median, and its 95% interval from their order, None of fewer
+    than six pairs.
+    """
     from scipy import stats
 
     raw = [a / b for a, b in zip(new, old, strict=True)]

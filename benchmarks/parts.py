@@ -1,4 +1,6 @@
-"""Benchmarks that measure part after part, at several rates of the link. Measures nothing itself."""
+"""Benchmarks that measure part after part, at several rates of the link. Measures nothing
+itself.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,26 @@ from typing import Any
 
 
 def parse_options(
-    line: argparse.ArgumentParser, parts: Sequence[str], rates: Sequence[int], *, minutes: float, png_help: str,
-    only_help: str = "in this order", rates_help: str | None = None,
-) -> argparse.Namespace:  # fmt: skip
-    """Adds the options of such a benchmark, with these defaults and help texts, to a command line; parses it."""
+    line: argparse.ArgumentParser,
+    parts: Sequence[str],
+    rates: Sequence[int],
+    *,
+    minutes: float,
+    png_help: str,
+    only_help: str = "in this order",
+    rates_help: str | None = None,
+) -> argparse.Namespace:
+    """Adds the options of such a benchmark, with these defaults and help texts, to a command line;
+    parses it.
+    """
     line.add_argument("--only", type=words, default=list(parts), metavar="PART,...", help=only_help)
-    line.add_argument("--rates", type=numbers, default=list(rates), metavar="MBIT,...", help=rates_help)
+    line.add_argument(
+        "--rates", type=numbers, default=list(rates), metavar="MBIT,...", help=rates_help
+    )
     line.add_argument("--repeats", type=int, default=3, help="default %(default)s")
-    line.add_argument("--minutes", type=float, default=minutes, help="no part begins later (default %(default)s)")
+    line.add_argument(
+        "--minutes", type=float, default=minutes, help="no part begins later (default %(default)s)"
+    )
     line.add_argument("--png", type=Path, metavar="FILE", help=png_help)
     line.add_argument("--draw", action="store_true", help="draw what --json has, and end")
     args = line.parse_args()

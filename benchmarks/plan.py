@@ -1,23 +1,29 @@
 """Can the time of several jobs next to each other be predicted from runs of each job alone?
 
-    python benchmarks/plan.py [--only equal,unequal,pair,variants,ResNet-50] [--cases A,B] [--rates 500,1000,2000]
+    python benchmarks/plan.py [--only equal,unequal,pair,variants,ResNet-50] [--cases A,B] [--rates
+    500,1000,2000]
         [--repeats 3] [--minutes 18] [--json FILE] [--png FILE] [--draw] [--smoke]
 
-On two hosts with one core each and a real link. In each repeat every kind of job runs alone, then all cases of a part
-run, in another order each time. A prediction is the twin's (`jaxcross.plan.predict`) of the profiles of the solo runs,
-their mean over all repeats, with the contention of `jaxcross.plan.contention` at the rate; no run of several jobs
-enters it. T is seconds a job-step from the moment at which all jobs have made their first step, which gets memory from
-the kernel, to the end of the last span; a step under way at that moment counts with the share of its time that comes
-after. `whole_s` has the predicted and the measured seconds with the first steps. Parts:
-  equal      two and three equal jobs, and two unlike ones, at three rates; `jaxcross.estimate` of the equal ones
+On two hosts with one core each and a real link. In each repeat every kind of job runs alone, then
+all cases of a part run, in another order each time. A prediction is the twin's
+(`jaxcross.plan.predict`) of the profiles of the solo runs, their mean over all repeats, with the
+contention of `jaxcross.plan.contention` at the rate; no run of several jobs enters it. T is seconds
+a job-step from the moment at which all jobs have made their first step, which gets memory from the
+kernel, to the end of the last span; a step under way at that moment counts with the share of its
+time that comes after. `whole_s` has the predicted and the measured seconds with the first steps.
+Parts:
+  equal      two and three equal jobs, and two unlike ones, at three rates; `jaxcross.estimate` of
+             the equal ones
   unequal    a large job and a small one: whole steps, in pieces, in pieces with equal shares
-  pair       the same two jobs in the pieces and at the shares that `jaxcross.plan.rates` chooses from solo runs
+  pair       the same two jobs in the pieces and at the shares that `jaxcross.plan.rates` chooses
+             from solo runs
   variants   two jobs with bfloat16 on the wire; two jobs that are cut in four
   ResNet-50  two ResNet-50
-ratio: predicted T over achieved T, of the median repeat. interval: from 5% below the prediction to 10% above
-it, and half of what solo runs differ by. attribution: what the round took longer than predicted, by cause, over the
-predicted round. A part that does not begin within `--minutes` is left out; FILE is written after each part, and keeps
-rows of earlier runs that are not made again. `--draw` only draws FILE's rows.
+ratio: predicted T over achieved T, of the median repeat. interval: from 5% below the prediction to
+10% above it, and half of what solo runs differ by. attribution: what the round took longer than
+predicted, by cause, over the predicted round. A part that does not begin within `--minutes` is left
+out; FILE is written after each part, and keeps rows of earlier runs that are not made again.
+`--draw` only draws FILE's rows.
 """
 
 from __future__ import annotations
@@ -66,7 +72,9 @@ def main() -> int:
         lab_or_exit(hosts=2, rate=rate) as lab,
         Stage(lab, Path(folder)) as stage,
     ):
-        bench = Bench(args=args, stage=stage, team=stage.start("planned", "two", job=None, smoke=args.smoke))
+        bench = Bench(
+            args=args, stage=stage, team=stage.start("planned", "two", job=None, smoke=args.smoke)
+        )
         for part in args.only:
             for rate in args.rates:
                 if bench.is_over(part, rate):
@@ -124,10 +132,16 @@ class Bench:
     def pair(self) -> dict[str, list[dict[str, Any]]]:
         """Runs the unequal pair as `choose_rates` would have it."""
         self._set_rate(PAIR_RATE)
-        cuts: list[dict[int, str]] = [{1: "large", **{n: f"large cut in {n}" for n in PIECES}}, {1: "small"}]
+        cuts: list[dict[int, str]] = [
+            {1: "large", **{n: f"large cut in {n}" for n in PIECES}},
+            {1: "small"},
+        ]
         kinds = [kind for each in cuts for kind in each.values()]
         solo = {kind: self._solo(kind, self._steps(self._first(kind))) for kind in kinds}
-        named = [{n: plan_show.pooled([solo[k]], str(i)) for n, k in each.items()} for i, each in enumerate(cuts)]
+        named = [
+            {n: plan_show.pooled([solo[k]], str(i)) for n, k in each.items()}
+            for i, each in enumerate(cuts)
+        ]
         chosen = choose_rates(named, contention=self._contention)
         shares = chosen.policy.shares if isinstance(chosen.policy, Weighted) else ()
         together = [cut[pieces] for cut, pieces in zip(cuts, chosen.pieces, strict=True)]
@@ -136,23 +150,41 @@ class Bench:
         for _ in range(self.args.repeats):
             for name, rates in alone.items():
                 steps = [self._steps(solo[name])]
-                rates.append(next(iter(plan_show.rates(self._run((name,), steps, ())["ends"]).values())))
+                rates.append(
+                    next(iter(plan_show.rates(self._run((name,), steps, ())["ends"]).values()))
+                )
             own = [statistics.median(rates) for rates in alone.values()]
             seconds = 2 * self.args.seconds
-            per_s = [speed / each for speed, each in zip(chosen.speeds, chosen.alone_s, strict=True)]
+            per_s = [
+                speed / each for speed, each in zip(chosen.speeds, chosen.alone_s, strict=True)
+            ]
             seconds = max(seconds, 6 / min(per_s))
             steps = [max(4, round(seconds * rate)) for rate in per_s]
             found = plan_show.rates(self._run(together, steps, shares)["ends"])
-            raw.append({name: rate / a for name, rate, a in zip(alone, found.values(), own, strict=True)})
+            raw.append(
+                {name: rate / a for name, rate, a in zip(alone, found.values(), own, strict=True)}
+            )
         speeds = {name: statistics.median(each[name] for each in raw) for name in alone}
         row = {
-            "rate": PAIR_RATE, "pieces": list(chosen.pieces), "policy": chosen.policy.name, "shares": list(shares),
-            "refusal": chosen.refusal, "predicted_speeds": list(chosen.speeds), "speeds": speeds,
-            "progress": sum(speeds.values()), "predicted_progress": chosen.progress, "raw": raw,
-        }  # fmt: skip
+            "rate": PAIR_RATE,
+            "pieces": list(chosen.pieces),
+            "policy": chosen.policy.name,
+            "shares": list(shares),
+            "refusal": chosen.refusal,
+            "predicted_speeds": list(chosen.speeds),
+            "speeds": speeds,
+            "progress": sum(speeds.values()),
+            "predicted_progress": chosen.progress,
+            "raw": raw,
+        }
         each = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
-        print(f"pair in {row['pieces']} pieces, shares {row['shares']}: {each} of the speed alone, progress "
-              f"{row['progress']:.2f}; predicted {chosen.progress:.2f}", flush=True)  # fmt: skip
+        print(
+            (
+                f"pair in {row['pieces']} pieces, shares {row['shares']}: {each} of the speed alone, "
+                f"progress {row['progress']:.2f}; predicted {chosen.progress:.2f}"
+            ),
+            flush=True,
+        )
         return {"pair": [row]}
 
     @property
@@ -167,17 +199,26 @@ class Bench:
         """A first run, which compiles and gets memory."""
         begin = time.perf_counter()
         profile = self._solo(kind, 5)
-        print(f"{kind} at {self.rate} Mbit/s: c {profile.compute_s:.3f} s, m {profile.exchange_s:.3f} s, "
-              f"after {time.perf_counter() - begin:.0f} s", flush=True)  # fmt: skip
+        print(
+            (
+                f"{kind} at {self.rate} Mbit/s: c {profile.compute_s:.3f} s, m "
+                f"{profile.exchange_s:.3f} s, after {time.perf_counter() - begin:.0f} s"
+            ),
+            flush=True,
+        )
         return profile
 
     def _steps(self, profile: Profile, jobs: int = 1) -> int:
-        return max(5, min(80, round(self.args.seconds / jobs / (profile.compute_s + profile.exchange_s))))
+        return max(
+            5, min(80, round(self.args.seconds / jobs / (profile.compute_s + profile.exchange_s)))
+        )
 
     def _solo(self, kind: str, steps: int) -> Profile:
         return Profile.from_data(self._run((kind,), [steps], ())["profile"])
 
-    def _run(self, kinds: Sequence[str], steps: Sequence[int], shares: Sequence[float]) -> dict[str, Any]:
+    def _run(
+        self, kinds: Sequence[str], steps: Sequence[int], shares: Sequence[float]
+    ) -> dict[str, Any]:
         jobs = [
             {"name": f"job{n}", "kind": kind, "number": n, "steps": count}
             for n, (kind, count) in enumerate(zip(kinds, steps, strict=True))
@@ -197,7 +238,11 @@ class Bench:
         return [max(4, round(seconds / period)) for period in periods]
 
     def _row(
-        self, name: str, solo: Mapping[str, Sequence[Profile]], steps: Sequence[int], raw: Sequence[dict[str, Any]]
+        self,
+        name: str,
+        solo: Mapping[str, Sequence[Profile]],
+        steps: Sequence[int],
+        raw: Sequence[dict[str, Any]],
     ) -> dict[str, Any]:
         case = CASES[name]
         profiles = [plan_show.pooled(solo[kind], f"job{n}") for n, kind in enumerate(case.kinds)]
@@ -208,29 +253,53 @@ class Bench:
         took = [plan_show.s_per_step(report.spans) for report in reports]
         achieved, predicted = statistics.median(took), plan_show.s_per_step(twin.spans)
         middle = min(range(len(took)), key=lambda n: abs(took[n] - achieved))
-        apart = max(plan_show.spread([p.compute_s + p.exchange_s for p in solo[kind]]) for kind in case.kinds)
+        apart = max(
+            plan_show.spread([p.compute_s + p.exchange_s for p in solo[kind]])
+            for kind in case.kinds
+        )
         low, high = plan_show.interval_s(predicted, apart)
         return {
-            "case": name, "rate": self.rate, "steps": list(steps), "predicted_s": predicted,
-            "achieved_s": achieved, "ratio": predicted / achieved, "spread": plan_show.spread(took),
-            "interval_s": [low, high], "covered": low <= achieved <= high, "raw_s": took,
+            "case": name,
+            "rate": self.rate,
+            "steps": list(steps),
+            "predicted_s": predicted,
+            "achieved_s": achieved,
+            "ratio": predicted / achieved,
+            "spread": plan_show.spread(took),
+            "interval_s": [low, high],
+            "covered": low <= achieved <= high,
+            "raw_s": took,
             "attribution": plan_show.attribution(twin, reports[middle]),
-            "predicted": plan_show.breakdown(twin), "achieved": raw[middle]["summary"],
-            "whole_s": [twin.s_per_step, statistics.median(run["wall_s"] / sum(steps) for run in raw)],
-        }  # fmt: skip
+            "predicted": plan_show.breakdown(twin),
+            "achieved": raw[middle]["summary"],
+            "whole_s": [
+                twin.s_per_step,
+                statistics.median(run["wall_s"] / sum(steps) for run in raw),
+            ],
+        }
 
     def _solo_row(self, kind: str, profiles: Sequence[Profile]) -> dict[str, Any]:
         mean = plan_show.pooled(profiles, kind)
         return {
-            "kind": kind, "rate": self.rate, "c_s": mean.compute_s, "m_s": mean.exchange_s, "host_s": mean.host_s,
+            "kind": kind,
+            "rate": self.rate,
+            "c_s": mean.compute_s,
+            "m_s": mean.exchange_s,
+            "host_s": mean.host_s,
             "spread": plan_show.spread([p.compute_s + p.exchange_s for p in profiles]),
             "profiles": [p.as_data() for p in profiles],
-        }  # fmt: skip
+        }
 
-    def _estimates(self, rows: Sequence[dict[str, Any]], solo: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What `jaxcross.estimate` predicts of equal jobs, against what they gained over their solo runs."""
+    def _estimates(
+        self, rows: Sequence[dict[str, Any]], solo: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """What `jaxcross.estimate` predicts of equal jobs, against what they gained over their solo
+        runs.
+        """
         found = []
-        for kind in dict.fromkeys(ESTIMATED[row["case"]] for row in rows if row["case"] in ESTIMATED):
+        for kind in dict.fromkeys(
+            ESTIMATED[row["case"]] for row in rows if row["case"] in ESTIMATED
+        ):
             (answer, *_) = self.stage.ask(self.team, "estimate", kind=kind, jobs=2)
             (alone,) = (row for row in solo if row["kind"] == kind)
             gains = {gain["jobs"]: gain["expected"] for gain in answer["estimate"]["gains"]}
@@ -239,12 +308,23 @@ class Bench:
                 if ESTIMATED.get(row["case"]) != kind or gains[jobs] is None:
                     continue
                 achieved = (alone["c_s"] + alone["m_s"]) / row["achieved_s"]
-                found.append({
-                    "case": row["case"], "rate": self.rate, "predicted": gains[jobs], "achieved": achieved,
-                    "ratio": gains[jobs] / achieved, "cost": answer["estimate"]["cost"],
-                })  # fmt: skip
-                print(f"estimate of {row['case']} at {self.rate} Mbit/s: {gains[jobs]:.2f} times as fast, achieved "
-                      f"{achieved:.2f}", flush=True)  # fmt: skip
+                found.append(
+                    {
+                        "case": row["case"],
+                        "rate": self.rate,
+                        "predicted": gains[jobs],
+                        "achieved": achieved,
+                        "ratio": gains[jobs] / achieved,
+                        "cost": answer["estimate"]["cost"],
+                    }
+                )
+                print(
+                    (
+                        f"estimate of {row['case']} at {self.rate} Mbit/s: {gains[jobs]:.2f} times as "
+                        f"fast, achieved {achieved:.2f}"
+                    ),
+                    flush=True,
+                )
         return found
 
 
@@ -262,8 +342,12 @@ def earlier(path: Path | None) -> dict[str, Any]:
 def options() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--cases", type=words, default=[], metavar="CASE,...", help="of these parts")
-    made.add_argument("--seconds", type=float, default=10.0, help="of a run, or so (default %(default)s)")
-    args = parse_options(made, PARTS, RATES, minutes=18.0, png_help="draw predicted and measured times")
+    made.add_argument(
+        "--seconds", type=float, default=10.0, help="of a run, or so (default %(default)s)"
+    )
+    args = parse_options(
+        made, PARTS, RATES, minutes=18.0, png_help="draw predicted and measured times"
+    )
     if args.smoke:
         args.repeats, args.seconds = 2, 0.3
     return args

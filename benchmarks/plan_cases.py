@@ -1,4 +1,6 @@
-"""What `plan.py` predicts and runs: kinds of jobs, and which of them run together. Plain data; imports no framework."""
+"""What `plan.py` predicts and runs: kinds of jobs, and which of them run together. Plain data;
+imports no framework.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ def _language(layers: int, width: int, vocabulary: int) -> Spec:
 
 
 _VISION = Spec(model="resnet18", options=(("batch_size", 16), ("image_size", 96), ("classes", 100)))
-_LANGUAGE, _LARGE, _SMALL = _language(6, 256, 4096), _language(6, 384, 4096), _language(2, 192, 1024)
+_LANGUAGE, _LARGE, _SMALL = (
+    _language(6, 256, 4096),
+    _language(6, 384, 4096),
+    _language(2, 192, 1024),
+)
 PIECES = (2, 4, 8, 16)
 """Cuts of the large job of an unequal pair, next to the whole step."""
 
@@ -77,7 +83,13 @@ ESTIMATED = {"two": "language", "three": "language", "two ResNet-50": "ResNet-50
 """Cases of equal jobs -> their kind, of which `jaxcross.estimate` predicts the gain."""
 
 _TINY = Spec(model="transformer", options=(*TOY_LANGUAGE.options[:-1], ("vocabulary", 64)))
-_TOYS = {_LANGUAGE: TOY_LANGUAGE, _LARGE: TOY_RESNET, _VISION: TOY_RESNET, _SMALL: _TINY, RESNET: TOY_RESNET}
+_TOYS = {
+    _LANGUAGE: TOY_LANGUAGE,
+    _LARGE: TOY_RESNET,
+    _VISION: TOY_RESNET,
+    _SMALL: _TINY,
+    RESNET: TOY_RESNET,
+}
 
 
 def kind_of(name: str, *, smoke: bool) -> Kind:

@@ -1,4 +1,6 @@
-"""What is made of predictions and runs: intervals, verdicts, where a miss comes from, lines and a picture. Pure."""
+"""What is made of predictions and runs: intervals, verdicts, where a miss comes from, lines and a
+picture. Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,21 @@ from jaxcross.plan.twin import Prediction, predict
 from jaxcross.report import Report
 
 AGREE, WITHIN, ESTIMATE_WITHIN = 0.03, 0.05, 0.10
-"""Spread of the repeats of a case that counts; how far a prediction may be off; how far an estimate may be."""
+"""Spread of the repeats of a case that counts; how far a prediction may be off; how far an estimate
+may be.
+"""
 BELOW, ABOVE = 0.95, 1.10
 """Ends of an interval, over the prediction."""
 
 
 def pooled(profiles: Sequence[Profile], name: str) -> Profile:
     """Returns the mean of several solo runs of one kind, under another name."""
-    seconds = tuple(statistics.fmean(each) for each in zip(*(p.seconds for p in profiles), strict=True))
-    return replace(profiles[0], name=name, seconds=seconds, host_s=statistics.fmean(p.host_s for p in profiles))
+    seconds = tuple(
+        statistics.fmean(each) for each in zip(*(p.seconds for p in profiles), strict=True)
+    )
+    return replace(
+        profiles[0], name=name, seconds=seconds, host_s=statistics.fmean(p.host_s for p in profiles)
+    )
 
 
 def spread(values: Sequence[float]) -> float:
@@ -32,34 +40,45 @@ def spread(values: Sequence[float]) -> float:
 
 
 def s_per_step(spans: Iterable[Span]) -> float:
-    """Returns the seconds a job-step of a run once all jobs have made their first step, on the slowest rank.
+    """Returns the seconds a job-step of a run once all jobs have made their first step, on the
+    slowest rank.
 
     A step that is under way then counts with the share of its time that comes after.
     """
     steps: dict[int, dict[tuple[str, int], tuple[int, int]]] = {}
     for span in spans:
         if span.in_step and span.step > 0 and span.kind in ("compute", "collective"):
-            start, end = steps.setdefault(span.rank, {}).get((span.job, span.step), (span.start_ns, span.end_ns))
-            steps[span.rank][span.job, span.step] = (min(start, span.start_ns), max(end, span.end_ns))
+            start, end = steps.setdefault(span.rank, {}).get(
+                (span.job, span.step), (span.start_ns, span.end_ns)
+            )
+            steps[span.rank][span.job, span.step] = (
+                min(start, span.start_ns),
+                max(end, span.end_ns),
+            )
     found = []
     for own in steps.values():
         begin = max(end for (_, step), (_, end) in own.items() if step == 1)
-        count = sum(min(1.0, (end - begin) / (end - start)) for start, end in own.values() if end > begin)
+        count = sum(
+            min(1.0, (end - begin) / (end - start)) for start, end in own.values() if end > begin
+        )
         found.append((max(end for _, end in own.values()) - begin) / 1e9 / count)
     return max(found)
 
 
 def interval_s(predicted_s: float, apart: float) -> tuple[float, float]:
-    """Returns the seconds a job-step between which a run is expected: from 5% below the prediction to 10% above.
+    """Returns the seconds a job-step between which a run is expected: from 5% below the prediction
+    to 10% above.
 
-    Runs lose to caches and memory what no solo run shows, so that the interval reaches further up: as far as 36 of 37
-    kept rows of the race need. Half of the difference between solo runs comes on top.
+    Runs lose to caches and memory what no solo run shows, so that the interval reaches further up:
+    as far as 36 of 37 kept rows of the race need. Half of the difference between solo runs comes on
+    top.
     """
     return predicted_s * (BELOW - apart / 2), predicted_s * (ABOVE + apart / 2)
 
 
 def attribution(predicted: Prediction, run: Report) -> dict[str, float]:
-    """Returns where the difference of two rounds comes from, each part as a share of the predicted round.
+    """Returns where the difference of two rounds comes from, each part as a share of the predicted
+    round.
 
     Empty where one of them has no round.
     """
@@ -80,40 +99,62 @@ def breakdown(prediction: Prediction) -> dict[str, Any]:
         "hidden_share": rounds.hidden_share,
         "lost_s": dict(rounds.lost_s),
         "jobs": [
-            {"name": j.facts.name, "steps": j.facts.steps, "compute_s": j.compute_s, "exchange_s": j.exchange_s}
+            {
+                "name": j.facts.name,
+                "steps": j.facts.steps,
+                "compute_s": j.compute_s,
+                "exchange_s": j.exchange_s,
+            }
             for j in rounds.jobs
         ],
     }
 
 
 def race_rows(race: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns predictions for the kept rows of the race whose jobs run whole, from c and m as measured there."""
+    """Returns predictions for the kept rows of the race whose jobs run whole, from c and m as
+    measured there.
+    """
     found = []
     for row in race["rows"]:
         if row["rival"] not in ("crossover", "crossover-bf16"):
             continue
         costs = zip(row["c_s"], row["m_s"], strict=True)
-        profiles = [Profile.whole(f"job{n}", compute_s=c, exchange_s=m) for n, (c, m) in enumerate(costs)]
+        profiles = [
+            Profile.whole(f"job{n}", compute_s=c, exchange_s=m) for n, (c, m) in enumerate(costs)
+        ]
         there = TWO_CORES.at(row["rate_bits_per_s"] / 1e6)
         steps = [race["runs"][row["run"]]["steps"]] * len(profiles)
         took = [raw["s_per_job_step"] for raw in row["raw"]]
         predicted = predict(profiles, contention=there, steps=tuple(steps)).s_per_step
         low, high = interval_s(predicted, 0.0)
         achieved = row["s_per_job_step"]
-        found.append({
-            "case": row["case"], "rival": row["rival"], "run": row["run"], "rate": row["rate_bits_per_s"] / 1e6,
-            "predicted_s": predicted, "achieved_s": achieved, "ratio": predicted / achieved,
-            "interval_s": [low, high], "covered": low <= achieved <= high, "spread": spread(took),
-        })  # fmt: skip
+        found.append(
+            {
+                "case": row["case"],
+                "rival": row["rival"],
+                "run": row["run"],
+                "rate": row["rate_bits_per_s"] / 1e6,
+                "predicted_s": predicted,
+                "achieved_s": achieved,
+                "ratio": predicted / achieved,
+                "interval_s": [low, high],
+                "covered": low <= achieved <= high,
+                "spread": spread(took),
+            }
+        )
     return found
 
 
 def rates(ends: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Returns the steps a second of each job, over its steps that end while all run, without the first tenth."""
+    """Returns the steps a second of each job, over its steps that end while all run, without the
+    first tenth.
+    """
     last = min(each[-1] for each in ends.values())
     inside = {name: [t for t in each if last / 10 < t <= last] for name, each in ends.items()}
     return {
-        name: (len(each) - 1) / (each[-1] - each[0]) if len(each) > 1 else len(ends[name]) / ends[name][-1]
+        name: (len(each) - 1) / (each[-1] - each[0])
+        if len(each) > 1
+        else len(ends[name]) / ends[name][-1]
         for name, each in inside.items()
     }
 
@@ -138,7 +179,9 @@ def verdict(result: Mapping[str, Any]) -> dict[str, Any]:
         "within": sum(abs(row["ratio"] - 1) <= WITHIN for row in counted),
         "covered": sum(row["covered"] for row in counted),
         "estimates": len(result["estimates"]),
-        "estimates_within": sum(abs(row["ratio"] - 1) <= ESTIMATE_WITHIN for row in result["estimates"]),
+        "estimates_within": sum(
+            abs(row["ratio"] - 1) <= ESTIMATE_WITHIN for row in result["estimates"]
+        ),
     }
     kept = result.get("race")
     if kept:
@@ -154,8 +197,8 @@ def say(row: Mapping[str, Any]) -> str:
     why = ", ".join(f"{cause} {share:+.1%}" for cause, share in causes)
     return (
         f"{row['case']} at {row['rate']} Mbit/s: predicted {row['predicted_s']:.3f} s a job-step "
-        f"({low:.3f} to {high:.3f}), achieved {row['achieved_s']:.3f} (repeats within {row['spread']:.1%}): "
-        f"{row['ratio']:.3f}; {why or 'no round'}"
+        f"({low:.3f} to {high:.3f}), achieved {row['achieved_s']:.3f} (repeats within "
+        f"{row['spread']:.1%}): {row['ratio']:.3f}; {why or 'no round'}"
     )
 
 
@@ -163,7 +206,9 @@ COLOURS = {500: "#0072b2", 1000: "#e69f00", 2000: "#009e73"}
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Writes the picture of predicted against achieved seconds a job-step, relative to the prediction."""
+    """Writes the picture of predicted against achieved seconds a job-step, relative to the
+    prediction.
+    """
     from matplotlib.figure import Figure
 
     cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
@@ -179,23 +224,41 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         each = [seconds / row["predicted_s"] for seconds in row["raw_s"]]
         axes.plot([min(each), max(each)], [at, at], color=color, lw=1.5)
         axes.plot(
-            1 / row["ratio"], at, "o", color=color, ms=7, mfc=color if row["spread"] <= AGREE else "white", zorder=3
+            1 / row["ratio"],
+            at,
+            "o",
+            color=color,
+            ms=7,
+            mfc=color if row["spread"] <= AGREE else "white",
+            zorder=3,
         )
         axes.text(
-            1.005, at, f"{row['achieved_s']:.2f} s", transform=axes.get_yaxis_transform(), va="center", fontsize=8
+            1.005,
+            at,
+            f"{row['achieved_s']:.2f} s",
+            transform=axes.get_yaxis_transform(),
+            va="center",
+            fontsize=8,
         )
-    axes.set_yticks(range(len(rows)), [f"{row['case']}, {row['rate']} Mbit/s" for row in rows], fontsize=8.5)
+    axes.set_yticks(
+        range(len(rows)), [f"{row['case']}, {row['rate']} Mbit/s" for row in rows], fontsize=8.5
+    )
     axes.invert_yaxis()
     axes.set_xlabel(
         "measured over predicted time of a job-step\n"
-        f"thick: predicted interval; thin: all repeats; hollow: they are over {100 * AGREE:g}% apart"
+        f"thick: predicted interval; thin: all repeats; hollow: they are over {100 * AGREE:g}% "
+        "apart"
     )
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     counts, near = verdict(result), sum(abs(row["ratio"] - 1) <= WITHIN for row in rows)
     steady = f"{counts['within']} of {counts['count']} whose repeats agree"
     figure.suptitle(
-        f"Can the time of several jobs be predicted from each alone?\n{near} of {len(rows)} within 5%, {steady}",
-        x=0.01, ha="left", fontsize=12.5, weight="bold",
-    )  # fmt: skip
+        f"Can the time of several jobs be predicted from each alone?\n{near} of {len(rows)} within "
+        f"5%, {steady}",
+        x=0.01,
+        ha="left",
+        fontsize=12.5,
+        weight="bold",
+    )
     figure.savefig(path)

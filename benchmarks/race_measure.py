@@ -20,7 +20,8 @@ INSIDE = ("steady_s_per_job_step", "hidden_share_from_trace", "account")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What the exchanges of the case's jobs cost at one rate, and what JAX computes beside them. A number a job.
+    """What the exchanges of the case's jobs cost at one rate, and what JAX computes beside them. A
+    number a job.
 
     Attributes:
         compute_s: c of JAX: the step without its exchange.
@@ -41,7 +42,9 @@ class Calibration:
     raw: dict[Spec, dict[str, Any]]
 
     @classmethod
-    def of(cls, jobs: Sequence[Spec], measured: Sequence[dict[Spec, dict[str, Any]]], rate: str) -> Calibration:
+    def of(
+        cls, jobs: Sequence[Spec], measured: Sequence[dict[Spec, dict[str, Any]]], rate: str
+    ) -> Calibration:
         """From what was measured once or several times: medians over all of it, on each rank."""
         raw = {spec: _joined([once[spec] for once in measured]) for spec in measured[0]}
         per_job = [raw[spec] for spec in jobs]
@@ -52,10 +55,13 @@ class Calibration:
 
         return cls(
             compute_s=[_middle(raw["c"]) for raw in per_job],
-            exchange_s=by_wire("m"), tax_s=by_wire("tax"), beside_s=by_wire("taxed_c"),
-            rate_bits_per_s=bits_a_second(rate), sent_bytes=[statistics.fmean(raw["sent_bytes"]) for raw in per_job],
+            exchange_s=by_wire("m"),
+            tax_s=by_wire("tax"),
+            beside_s=by_wire("taxed_c"),
+            rate_bits_per_s=bits_a_second(rate),
+            sent_bytes=[statistics.fmean(raw["sent_bytes"]) for raw in per_job],
             raw=raw,
-        )  # fmt: skip
+        )
 
     @property
     def ratio(self) -> float:
@@ -63,8 +69,13 @@ class Calibration:
         return sum(self.exchange_s["float32"]) / sum(self.compute_s)
 
     def slow_down(self, wire: str) -> list[float]:
-        """How many times as long a step of JAX's takes beside exchanges; both measured within the same seconds."""
-        return [beside / alone for beside, alone in zip(self.beside_s[wire], self.compute_s, strict=True)]
+        """How many times as long a step of JAX's takes beside exchanges; both measured within the
+        same seconds.
+        """
+        return [
+            beside / alone
+            for beside, alone in zip(self.beside_s[wire], self.compute_s, strict=True)
+        ]
 
     def costs(self, wire: str, compute_s: Sequence[float] | None = None) -> list[Cost]:
         """One cost a job. With `compute_s` another c than JAX's at the time of the calibration."""
@@ -97,7 +108,8 @@ class Entrants:
         return jobs_of(self.case, self.smoke, self.image_size)
 
     def start(self, kind: str, *, rests: bool = True) -> None:
-        """Starts the processes of one kind of team, one after the other, and compiles what their rivals run.
+        """Starts the processes of one kind of team, one after the other, and compiles what their
+        rivals run.
 
         They then rest: what memory they no longer need goes back, as others are to have theirs.
         """
@@ -109,17 +121,25 @@ class Entrants:
         variants = dict.fromkeys(r.variant for r in self.rivals if r.team == kind)
         answers: list[dict[str, Any]] = []
         for variant in variants or {"sequential": None}:
-            answers = [a for team in teams for a in self.stage.ask(team, "prepare", variant=variant)]
+            answers = [
+                a for team in teams for a in self.stage.ask(team, "prepare", variant=variant)
+            ]
         idle = self.stage.ask(teams, "rest") if rests else []
         self.teams[kind] = teams
         self.start_up[kind] = {
-            "start_s": started - begin, "prepare_s": time.perf_counter() - started,
+            "start_s": started - begin,
+            "prepare_s": time.perf_counter() - started,
             "idle_rss_bytes": sum(a["idle_rss_bytes"] for a in idle),
-            **{key: sum(a.get(key, 0) for a in answers) / RANKS for key in ("compilations", "compile_s")},
-        }  # fmt: skip
+            **{
+                key: sum(a.get(key, 0) for a in answers) / RANKS
+                for key in ("compilations", "compile_s")
+            },
+        }
 
     def make_room(self, kind: str) -> None:
-        """Ends the kinds that may not stand beside this one; it is about to start, so whoever ran last rests."""
+        """Ends the kinds that may not stand beside this one; it is about to start, so whoever ran
+        last rests.
+        """
         self.rest()
         if kind in self.apart:
             for other in [other for other in self.teams if other in self.apart]:
@@ -131,26 +151,46 @@ class Entrants:
         self.teams.pop(kind, None)
 
     def measure(self, *, times: int, tax: bool = True) -> dict[Spec, dict[str, Any]]:
-        """Measures c, m and the tax of each distinct job once, one at a time. The link keeps its rate."""
+        """Measures c, m and the tax of each distinct job once, one at a time. The link keeps its
+        rate.
+        """
         self.rest()
         (crossed,) = self.teams["crossed"]
         wires = [w for w in WIRES if w == "float32" or any(r.wire == w for r in self.rivals)]
         measured: dict[Spec, dict[str, Any]] = {}
         for spec, number in self._distinct().items():
-            raw = measured[spec] = {"c": _raw(self.stage.ask(crossed, "compute", job=number, steps=times))}
+            raw = measured[spec] = {
+                "c": _raw(self.stage.ask(crossed, "compute", job=number, steps=times))
+            }
             before = self.stage.lab.bytes_crossed()
-            raw["m_float32"] = _raw(self.stage.ask(crossed, "exchange", job=number, times=times, wire="float32"))
+            raw["m_float32"] = _raw(
+                self.stage.ask(crossed, "exchange", job=number, times=times, wire="float32")
+            )
             sent = self.stage.lab.bytes_crossed() - before
             raw["sent_bytes"] = [sent / RANKS / (times + 1)]
             for wire in wires[1:]:
-                raw[f"m_{wire}"] = _raw(self.stage.ask(crossed, "exchange", job=number, times=times, wire=wire))
+                raw[f"m_{wire}"] = _raw(
+                    self.stage.ask(crossed, "exchange", job=number, times=times, wire=wire)
+                )
             for wire in wires if tax else ():
-                exchanges = min(200, max(3, math.ceil(4 * _middle(raw["c"]) / _middle(raw[f"m_{wire}"]))))
-                answers = self.stage.ask(crossed, "taxed", job=number, exchanges=exchanges, wire=wire)
-                raw.update({f"{name}_{wire}": _raw(answers, name) for name in ("taxed_c", "taxed_m", "tax")})
+                exchanges = min(
+                    200, max(3, math.ceil(4 * _middle(raw["c"]) / _middle(raw[f"m_{wire}"])))
+                )
+                answers = self.stage.ask(
+                    crossed, "taxed", job=number, exchanges=exchanges, wire=wire
+                )
+                raw.update(
+                    {
+                        f"{name}_{wire}": _raw(answers, name)
+                        for name in ("taxed_c", "taxed_m", "tax")
+                    }
+                )
             if tax and self._measures_buckets():
                 answers = self.stage.ask(crossed, "buckets")
-                raw["first"], raw["last_share"] = _raw(answers), [answer["last_share"] for answer in answers]
+                raw["first"], raw["last_share"] = (
+                    _raw(answers),
+                    [answer["last_share"] for answer in answers],
+                )
         self.stage.ask(crossed, "rest")
         return measured
 
@@ -162,25 +202,34 @@ class Entrants:
         return {spec: self.jobs.index(spec) for spec in dict.fromkeys(self.jobs)}
 
     def wait_free(self, calibration: Calibration, own_c: Sequence[float]) -> dict[str, Any]:
-        """What a job that overlaps with itself could reach: its first bucket, then the wire; or c, then its last one.
+        """What a job that overlaps with itself could reach: its first bucket, then the wire; or c,
+        then its last one.
 
-        `pieces` is how many exchange segments `cut="auto"` chose at this rate; the first and the last bucket are those
-        of its finest cut, whatever it chose.
+        `pieces` is how many exchange segments `cut="auto"` chose at this rate; the first and the
+        last bucket are those of its finest cut, whatever it chose.
         """
         (cost,), (raw,) = calibration.costs("float32", own_c), calibration.raw.values()
         first, share = _middle(raw["first"]), statistics.fmean(raw["last_share"])
         (answer, *_) = self.stage.ask(self.teams["crossed"][0], "pieces")
         return {
-            "pieces": answer["pieces"], "c_s": cost.compute_s, "m_s": cost.exchange_s, "first_bucket_s": first,
-            "last_bucket_s": share * cost.exchange_s, "best_s": wait_free_s(cost, first, share),
-        }  # fmt: skip
+            "pieces": answer["pieces"],
+            "c_s": cost.compute_s,
+            "m_s": cost.exchange_s,
+            "first_bucket_s": first,
+            "last_bucket_s": share * cost.exchange_s,
+            "best_s": wait_free_s(cost, first, share),
+        }
 
     def calibrated(self, times: int) -> Calibration:
         """c and m at the link's present rate."""
-        return Calibration.of(self.jobs, [self.measure(times=times, tax=False)], self.stage.lab.rate or "")
+        return Calibration.of(
+            self.jobs, [self.measure(times=times, tax=False)], self.stage.lab.rate or ""
+        )
 
     def rate(self, factor: float, at: Calibration) -> str:
-        """The rate at which sum m = factor * sum c, as `tc` spells it, as far as one calibration tells."""
+        """The rate at which sum m = factor * sum c, as `tc` spells it, as far as one calibration
+        tells.
+        """
         costs = at.costs("float32")
         target = factor * sum(cost.compute_s for cost in costs)
         return f"{rate_for(target, costs, at.sent_bytes, at.rate_bits_per_s) / 1e6:.1f}mbit"
@@ -188,9 +237,10 @@ class Entrants:
     def turn(self, rival: Rival, steps: int) -> dict[str, Any]:
         """One repeat of one rival: it warms up, computes alone, is timed, and computes alone again.
 
-        The machine is shared: what a step computes is measured right before and right after, in the same processes.
-        `own_c_s` is of these alone. They rest when others are asked next; a rival that runs the same processes in the
-        same way, at once instead of one after the other, goes on where the one before it ended.
+        The machine is shared: what a step computes is measured right before and right after, in the
+        same processes. `own_c_s` is of these alone. They rest when others are asked next; a rival
+        that runs the same processes in the same way, at once instead of one after the other, goes
+        on where the one before it ended.
         """
         teams = self.teams[rival.team]
         if (rival.team, rival.variant) != self._warm:
@@ -200,7 +250,9 @@ class Entrants:
         before = self._computed
         sample = self.run(rival, steps)
         after = self._computed = self._own_compute(teams)
-        raw = [{"model": spec.model, "before": before[spec], "after": after[spec]} for spec in before]
+        raw = [
+            {"model": spec.model, "before": before[spec], "after": after[spec]} for spec in before
+        ]
         sample = {**sample, "c_raw": raw}
         return {**sample, "own_c_s": pooled_c(self.jobs, [sample])}
 
@@ -219,7 +271,9 @@ class Entrants:
         return found
 
     def prepare(self, rival: Rival) -> None:
-        """The rival's processes run some steps, so that the next ones neither compile nor ask for memory."""
+        """The rival's processes run some steps, so that the next ones neither compile nor ask for
+        memory.
+        """
         for team in self.teams[rival.team]:
             self.stage.ask(team, "prepare", variant=rival.variant)
 
@@ -227,42 +281,57 @@ class Entrants:
         """`steps` steps of each job, by one command. Checks that their bytes crossed the link.
 
         Raises:
-            TeamError: Fewer bytes crossed than the rival's all-reduces need: it did not use the link.
+            TeamError: Fewer bytes crossed than the rival's all-reduces need: it did not use the
+                link.
         """
         teams, count = self.teams[rival.team], steps * len(self.jobs)
         together = rival.at_once or takes_all_jobs(rival.team)
         before, begin = self.stage.lab.bytes_crossed(), time.perf_counter()
         groups = [teams] if together else [[team] for team in teams]
-        answers = [self.stage.ask(group, "run", steps=steps, variant=rival.variant) for group in groups]
+        answers = [
+            self.stage.ask(group, "run", steps=steps, variant=rival.variant) for group in groups
+        ]
         seconds = time.perf_counter() - begin
         crossed = self.stage.lab.bytes_crossed() - before
-        needed = steps * sum(needed_bytes(parameters(spec), rival.wire, RANKS) for spec in self.jobs)
+        needed = steps * sum(
+            needed_bytes(parameters(spec), rival.wire, RANKS) for spec in self.jobs
+        )
         if crossed < needed:
             raise TeamError(
-                f"rival `{rival.name}` sent {crossed / 1e6:.1f} MB over the link, its all-reduces need "
-                f"{needed / 1e6:.1f} MB. Its ranks spoke another way, or did not exchange everything."
+                f"rival `{rival.name}` sent {crossed / 1e6:.1f} MB over the link, its all-reduces "
+                f"need {needed / 1e6:.1f} MB. Its ranks spoke another way, or did not exchange "
+                "everything."
             )
         every = [answer for group in answers for answer in group]
         return {
             "s_per_job_step": seconds / count,
             "cpu_s": sum(a["cpu_s"] for a in every) / count,
             "wire_bytes": crossed / count,
-            # one after the other, a process could hand its memory to the next; at once, all of them have theirs
+            # one after the other, a process could hand its memory to the next; at once, all of them
+            # have theirs
             "peak_rss_bytes": max(_host_bytes(group) for group in answers),
             **{key: every[0][key] for key in INSIDE if key in every[0]},
         }
 
 
 def pooled_c(jobs: Sequence[Spec], samples: Sequence[dict[str, Any]]) -> list[float]:
-    """c of each job, from what all these turns measured before and after: the mean over ranks of the medians.
+    """c of each job, from what all these turns measured before and after: the mean over ranks of
+    the medians.
 
-    Rivals of one framework run the same step: what one of their processes happened to need longer for is not its own.
+    Rivals of one framework run the same step: what one of their processes happened to need longer
+    for is not its own.
     """
     kinds = list(dict.fromkeys(jobs))
     found = []
     for place in range(len(kinds)):
-        each = [side for sample in samples for side in (sample["c_raw"][place][key] for key in ("before", "after"))]
-        found.append(_middle([[x for side in each for x in side[rank]] for rank in range(len(each[0]))]))
+        each = [
+            side
+            for sample in samples
+            for side in (sample["c_raw"][place][key] for key in ("before", "after"))
+        ]
+        found.append(
+            _middle([[x for side in each for x in side[rank]] for rank in range(len(each[0]))])
+        )
     return [found[kinds.index(spec)] for spec in jobs]
 
 
@@ -280,9 +349,10 @@ def _joined(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first = measured[0]
     return {
         name: [[x for once in measured for x in once[name][rank]] for rank in range(len(values))]
-        if isinstance(values[0], list) else [x for once in measured for x in once[name]]
+        if isinstance(values[0], list)
+        else [x for once in measured for x in once[name]]
         for name, values in first.items()
-    }  # fmt: skip
+    }
 
 
 def _middle(raw: Sequence[Sequence[float]]) -> float:

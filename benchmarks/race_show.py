@@ -10,31 +10,52 @@ from rich.table import Table
 from rivals.cases import RIVALS
 
 COLUMNS = (
-    "rival", "s/job-step", "min to max", "steady", "efficiency", "with tax", "hidden", "T/c", "CPU s", "MB", "peak MB",
-)  # fmt: skip
+    "rival",
+    "s/job-step",
+    "min to max",
+    "steady",
+    "efficiency",
+    "with tax",
+    "hidden",
+    "T/c",
+    "CPU s",
+    "MB",
+    "peak MB",
+)
 
 
 def show(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Prints one table: a case at a rate."""
     there, back = (rate / 1e6 for rate in facts["tcp_bits_per_s"])
     first = rows[0]
-    title = f"{facts['case']} at {facts['rate']}: link {facts['link']}, TCP {there:.0f} and {back:.0f} Mbit/s"
+    title = (
+        f"{facts['case']} at {facts['rate']}: link {facts['link']}, TCP {there:.0f} and {back:.0f} "
+        "Mbit/s"
+    )
     table = Table(*COLUMNS, title=title)
     for row in rows:
         low, high = row["spread"]
         steady = row.get("steady_s_per_job_step")
         table.add_row(
-            row["rival"], f"{row['s_per_job_step']:.3f}", f"{low:.3f} to {high:.3f}",
-            "" if steady is None else f"{steady:.3f}", f"{row['efficiency']:.2f}", f"{row['efficiency_with_tax']:.2f}",
-            f"{row['hidden_share']:.2f}", f"{row['over_own_compute']:.2f}", f"{row['cpu_s']:.2f}",
-            f"{row['wire_bytes'] / 1e6:.1f}", f"{row['peak_rss_bytes'] / 1e6:.0f}",
-        )  # fmt: skip
+            row["rival"],
+            f"{row['s_per_job_step']:.3f}",
+            f"{low:.3f} to {high:.3f}",
+            "" if steady is None else f"{steady:.3f}",
+            f"{row['efficiency']:.2f}",
+            f"{row['efficiency_with_tax']:.2f}",
+            f"{row['hidden_share']:.2f}",
+            f"{row['over_own_compute']:.2f}",
+            f"{row['cpu_s']:.2f}",
+            f"{row['wire_bytes'] / 1e6:.1f}",
+            f"{row['peak_rss_bytes'] / 1e6:.0f}",
+        )
     console = Console(width=None if Console().is_terminal else 140)
     console.print(table)
     words = ", ".join(f"{c:.3f} + {m:.3f}" for c, m in zip(first["c_s"], first["m_s"], strict=True))
     console.print(
-        f"bound of {first['rival']}: {first['bound_s']:.3f} s a job-step, with tax {first['bound_with_tax_s']:.3f}; "
-        f"c + m of each job: {words}; tax of an exchange {', '.join(f'{s:.3f}' for s in first['tax_s'])} s"
+        f"bound of {first['rival']}: {first['bound_s']:.3f} s a job-step, with tax "
+        f"{first['bound_with_tax_s']:.3f}; c + m of each job: {words}; tax of an exchange "
+        f"{', '.join(f'{s:.3f}' for s in first['tax_s'])} s"
     )
     if (found := facts.get("wait_free")) is not None:
         console.print(
@@ -45,13 +66,16 @@ def show(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 
 REFERENCES = {
-    "float32": ("crossover", "wait-free"), "bfloat16": ("crossover-bf16", "wait-free-bf16"),
-}  # fmt: skip
+    "float32": ("crossover", "wait-free"),
+    "bfloat16": ("crossover-bf16", "wait-free-bf16"),
+}
 """Of a case with many jobs, and with one: whom the others with the same wire are held against."""
 
 
 def over_reference(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
-    """The row's T over jaxcross's on the same wire, in the same run, case and rate: how many times as fast it is."""
+    """The row's T over jaxcross's on the same wire, in the same run, case and rate: how many times
+    as fast it is.
+    """
     same = [r for r in rows if all(r.get(key) == row.get(key) for key in ("run", "case", "rate"))]
     own = next((r for r in same if r["rival"] in REFERENCES[RIVALS[row["rival"]].wire]), None)
     return None if own is None else row["s_per_job_step"] / own["s_per_job_step"]
@@ -77,9 +101,11 @@ BARS = (
 
 
 def draw(case: str, result: dict[str, Any], path: Path) -> None:
-    """Writes a picture of one case: seconds a job-step of jaxcross and its rivals at each rate, against the bound.
+    """Writes a picture of one case: seconds a job-step of jaxcross and its rivals at each rate,
+    against the bound.
 
-    Of a rate that was raced several times, the run with the most rivals counts; others of the same machine add theirs.
+    Of a rate that was raced several times, the run with the most rivals counts; others of the same
+    machine add theirs.
     """
     import matplotlib as mpl
 
@@ -89,11 +115,17 @@ def draw(case: str, result: dict[str, Any], path: Path) -> None:
     rows = [row for row in result["rows"] if row["case"] == case]
     if not rows:
         return
-    rates = list(dict.fromkeys(row["rate"] for row in sorted(rows, key=lambda row: row["rate_bits_per_s"])))
-    shown = {rate: _shown([row for row in rows if row["rate"] == rate], result["runs"]) for rate in rates}
+    rates = list(
+        dict.fromkeys(row["rate"] for row in sorted(rows, key=lambda row: row["rate_bits_per_s"]))
+    )
+    shown = {
+        rate: _shown([row for row in rows if row["rate"] == rate], result["runs"]) for rate in rates
+    }
     names = [name for name in BARS if any(name in shown[rate] for rate in rates)]
     size = (4.2 * len(rates) + 1, 0.42 * len(names) + 1.5)
-    figure, axes = plt.subplots(1, len(rates), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(rates), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
     for axis, rate in zip(axes[0], rates, strict=True):
         own = shown[rate]
         for at, name in enumerate(names):
@@ -102,11 +134,25 @@ def draw(case: str, result: dict[str, Any], path: Path) -> None:
             color = LOOKS.get(RIVALS[name].team, "#b0b0b0")
             low, high = row["spread"]
             took = row["s_per_job_step"]
-            axis.barh(at, took, color=color, height=0.75, xerr=[[took - low], [high - took]], error_kw={"lw": 0.8})
-            axis.text(0.02 * axis.get_xlim()[1], at, f"{took:.2f} s", va="center", fontsize=9, color="white")
-        bound = next((own[name] for name in REFERENCES["float32"] if name in own), next(iter(own.values())))[
-            "bound_with_tax_s"
-        ]
+            axis.barh(
+                at,
+                took,
+                color=color,
+                height=0.75,
+                xerr=[[took - low], [high - took]],
+                error_kw={"lw": 0.8},
+            )
+            axis.text(
+                0.02 * axis.get_xlim()[1],
+                at,
+                f"{took:.2f} s",
+                va="center",
+                fontsize=9,
+                color="white",
+            )
+        bound = next(
+            (own[name] for name in REFERENCES["float32"] if name in own), next(iter(own.values()))
+        )["bound_with_tax_s"]
         axis.axvline(bound, color="black", lw=1, linestyle="--")
         axis.text(bound, -0.75, " bound", fontsize=8, va="center")
         axis.set_title(_named(next(iter(own.values()))), fontsize=10)
@@ -121,7 +167,9 @@ def draw(case: str, result: dict[str, Any], path: Path) -> None:
 
 def _answer(case: str, shown: dict[str, dict[str, dict[str, Any]]]) -> str:
     """The question of a picture with its answer, from what it shows."""
-    own = next((n for n in ("crossover", "wait-free") if any(n in rows for rows in shown.values())), "")
+    own = next(
+        (n for n in ("crossover", "wait-free") if any(n in rows for rows in shown.values())), ""
+    )
     gains = [
         rows["fused"]["s_per_job_step"] / rows[own]["s_per_job_step"]
         for rows in shown.values()
@@ -130,12 +178,17 @@ def _answer(case: str, shown: dict[str, dict[str, dict[str, Any]]]) -> str:
     if not gains:
         return f"Seconds a job-step of every rival, case {case}"
     times = f"{min(gains):.2f}" + (f" to {max(gains):.2f}" if len(gains) > 1 else "")
-    return f"{own.capitalize()} is {times} times as fast as one jit a step and mpi4jax (fused): case {case}"
+    return (
+        f"{own.capitalize()} is {times} times as fast as one jit a step and mpi4jax (fused): case "
+        f"{case}"
+    )
 
 
 def _shown(rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Rows of one rate: rival -> the row to draw."""
-    raced = sorted({row["run"] for row in rows}, key=lambda run: sum(row["run"] == run for row in rows))
+    raced = sorted(
+        {row["run"] for row in rows}, key=lambda run: sum(row["run"] == run for row in rows)
+    )
     alike = [run for run in raced if runs[run]["machine"] == runs[raced[-1]]["machine"]]
     return {row["rival"]: row for run in alike for row in rows if row["run"] == run}
 

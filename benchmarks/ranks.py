@@ -25,28 +25,45 @@ def mpirun_or_exit() -> launch.Mpirun:
 
 
 def start_workers(ranks: int) -> int:
-    """Runs this script again on so many ranks, with its own words and `--worker`; returns the exit code.
+    """Runs this script again on so many ranks, with its own words and `--worker`; returns the exit
+    code.
 
-    The ranks have the environment that `jaxcross launch` gives them. In particular, they keep their memory.
+    The ranks have the environment that `jaxcross launch` gives them. In particular, they keep their
+    memory.
     """
     line, environ = command(mpirun_or_exit(), ranks, sys.argv[0], [*sys.argv[1:], "--worker"])
     return subprocess.run(line, env=environ, check=True).returncode
 
 
 def command(
-    mpirun: launch.Mpirun, ranks: int, script: str, words: Sequence[str], *, cores: int | None = None,
+    mpirun: launch.Mpirun,
+    ranks: int,
+    script: str,
+    words: Sequence[str],
+    *,
+    cores: int | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> tuple[list[str], dict[str, str]]:  # fmt: skip
-    """Returns the line that starts a script on ranks, which share so many cores or all, and its whole environment."""
+) -> tuple[list[str], dict[str, str]]:
+    """Returns the line that starts a script on ranks, which share so many cores or all, and its
+    whole environment.
+    """
     line, extra = launch.mpirun_command(
-        mpirun=mpirun, ranks=ranks, program=launch.python_program([str(Path(script).resolve()), *words]),
-        root=os.geteuid() == 0, cores=cores or xla_pool.cores(), environ=environ,
-    )  # fmt: skip
+        mpirun=mpirun,
+        ranks=ranks,
+        program=launch.python_program([str(Path(script).resolve()), *words]),
+        root=os.geteuid() == 0,
+        cores=cores or xla_pool.cores(),
+        environ=environ,
+    )
     return line, {**environ, **extra}
 
 
-def answer(script: str, words: Sequence[str], ranks: int, *, environ: Mapping[str, str] = os.environ) -> Any:
-    """Runs a script on ranks of this machine; returns the JSON that they write to the file that its last word names."""
+def answer(
+    script: str, words: Sequence[str], ranks: int, *, environ: Mapping[str, str] = os.environ
+) -> Any:
+    """Runs a script on ranks of this machine; returns the JSON that they write to the file that its
+    last word names.
+    """
     with tempfile.TemporaryDirectory(prefix=f"{Path(script).stem}-") as folder:
         out = Path(folder) / "answer.json"
         run(*command(mpirun_or_exit(), ranks, script, [*words, str(out)], environ=environ))
@@ -54,7 +71,9 @@ def answer(script: str, words: Sequence[str], ranks: int, *, environ: Mapping[st
 
 
 def as_rank(cores: int = 0) -> None:
-    """Starts this process again with a rank's memory settings if it has none, and keeps so many cores, 0: all."""
+    """Starts this process again with a rank's memory settings if it has none, and keeps so many
+    cores, 0: all.
+    """
     if environment := malloc.settings(os.environ):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
     if cores:

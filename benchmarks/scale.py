@@ -2,11 +2,12 @@
 
     python benchmarks/scale.py [--json FILE] [--smoke]
 
-decision: time that the interleaver takes for one event, in a simulation of two ranks. Jobs grow with 30 segments each,
-and with 3, as a step has that is cut whole; segments with two jobs. run: k jobs on one rank, each a step of small
-products and their means, which no other rank waits for, through the whole of the runner; wall time a segment, and the
-process's peak memory. Each size has a process of its own. slope: the exponent p of total time ~ n^p, fitted to the
-upper half of the sizes; 1 is linear.
+decision: time that the interleaver takes for one event, in a simulation of two ranks. Jobs grow
+with 30 segments each, and with 3, as a step has that is cut whole; segments with two jobs. run: k
+jobs on one rank, each a step of small products and their means, which no other rank waits for,
+through the whole of the runner; wall time a segment, and the process's peak memory. Each size has a
+process of its own. slope: the exponent p of total time ~ n^p, fitted to the upper half of the
+sizes; 1 is linear.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def graph(segments: int) -> StepGraph:
     needs = tuple((n - 1,) if n % 2 else ((n - 2,) if n else ()) for n in range(segments - 1))
     last = segments - 1
     return StepGraph(
-        kinds=(*kinds, "compute"), needs=(*needs, tuple(range(last))), after_commit=frozenset({last}), signature=1
+        kinds=(*kinds, "compute"),
+        needs=(*needs, tuple(range(last))),
+        after_commit=frozenset({last}),
+        signature=1,
     )
 
 
@@ -50,7 +54,11 @@ def decisions(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, A
     raw = [decided(jobs, segments, steps) for _ in range(repeats)]
     found = {
         f"{name}_us": spread([float(of(took)) for took in raw])
-        for name, of in (("median", np.median), ("mean", np.mean), ("p99", lambda took: np.percentile(took, 99)))
+        for name, of in (
+            ("median", np.median),
+            ("mean", np.mean),
+            ("p99", lambda took: np.percentile(took, 99)),
+        )
     }
     return {"jobs": jobs, "segments": segments, "events": len(raw[0]), **found}
 
@@ -64,9 +72,11 @@ def decided(jobs: int, segments: int, steps: int) -> list[float]:
             yield Step(plan, (1e-3,) * segments)
 
     simulation = Simulation(
-        [[loop() for _ in range(jobs)] for _ in range(2)], policy=RoundRobin(), check=False,
+        [[loop() for _ in range(jobs)] for _ in range(2)],
+        policy=RoundRobin(),
+        check=False,
         exchange_s=lambda *slot: 1e-3,
-    )  # fmt: skip
+    )
     handle, took = simulation._ranks[0].interleaver.handle, []
 
     def timed(event: Event) -> Any:
@@ -92,7 +102,9 @@ def run_here(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, An
 
     def tiny(state: Any, batch: Any) -> Any:
         for _ in range((segments - 1) // 2):
-            state = lax.pmean(state @ batch, "batch")  # a product is a segment's work; a sum would join another's
+            state = lax.pmean(
+                state @ batch, "batch"
+            )  # a product is a segment's work; a sum would join another's
         return state + 1, {}
 
     step = jaxcross.crossover(tiny, axes="batch")
@@ -102,7 +114,10 @@ def run_here(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, An
         raise AssertionError(f"the step was to have {segments} segments and has {made}")
 
     def run(steps: int) -> float:
-        each = [jaxcross.Job(f"job{n}", step, first, itertools.repeat(batch, steps)) for n in range(jobs)]
+        each = [
+            jaxcross.Job(f"job{n}", step, first, itertools.repeat(batch, steps))
+            for n in range(jobs)
+        ]
         begin = time.perf_counter()
         jaxcross.run(each, world=world)
         return time.perf_counter() - begin
@@ -114,8 +129,13 @@ def run_here(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, An
     # The difference of a long and a short run leaves out what a run costs once.
     raw = [(run(2 * steps) - run(steps)) / (steps * jobs * segments) * 1e6 for _ in range(repeats)]
     # Not `ru_maxrss`: a process inherits that of the one that started it.
-    return {"jobs": jobs, "segments": segments, "us_per_segment": spread(raw), "first_step_s": first_s,
-            "peak_rss_bytes": status_bytes("VmHWM")}  # fmt: skip
+    return {
+        "jobs": jobs,
+        "segments": segments,
+        "us_per_segment": spread(raw),
+        "first_step_s": first_s,
+        "peak_rss_bytes": status_bytes("VmHWM"),
+    }
 
 
 @functools.cache  # a size of both tables is measured once
@@ -139,28 +159,40 @@ def main() -> None:
     if args.here:
         print(json.dumps(run_here(*map(int, args.here.split(",")))))
         return
-    jobs, segments, compiled = (JOBS, SEGMENTS, RUN_SEGMENTS) if not args.smoke else ((1, 2), (3, 11), (3, 5))
+    jobs, segments, compiled = (
+        (JOBS, SEGMENTS, RUN_SEGMENTS) if not args.smoke else ((1, 2), (3, 11), (3, 5))
+    )
     events, repeats = (20_000, 5) if not args.smoke else (500, 1)
     sizes = {
-        "jobs": [(k, 30) for k in jobs], "jobs_of_3": [(k, 3) for k in jobs], "segments": [(2, n) for n in segments]
-    }  # fmt: skip
+        "jobs": [(k, 30) for k in jobs],
+        "jobs_of_3": [(k, 3) for k in jobs],
+        "segments": [(2, n) for n in segments],
+    }
     result: dict[str, Any] = {}
     for name, pairs in sizes.items():
         rows = [decisions(k, n, max(2, events // (k * n)), repeats) for k, n in pairs]
         grown = [row[name.removesuffix("_of_3")] for row in rows]
         result[f"decision_by_{name}"] = {
-            "rows": rows, "slope_of_total": 1 + slope(grown, [row["mean_us"]["median"] for row in rows])
-        }  # fmt: skip
+            "rows": rows,
+            "slope_of_total": 1 + slope(grown, [row["mean_us"]["median"] for row in rows]),
+        }
     sizes = {"jobs": [(k, 3) for k in jobs], "segments": [(2, n) for n in compiled]}
     for name, pairs in sizes.items():
         rows = [run(k, n, max(3, events // 20 // (k * n)), repeats) for k, n in pairs]
         times = [row["us_per_segment"]["median"] for row in rows]
-        result[f"run_by_{name}"] = {"rows": rows, "slope_of_total": 1 + slope([row[name] for row in rows], times)}
+        result[f"run_by_{name}"] = {
+            "rows": rows,
+            "slope_of_total": 1 + slope([row[name] for row in rows], times),
+        }
     for name, part in result.items():
         print(f"{name}: total time grows as n^{part['slope_of_total']:.2f}")
         for row in part["rows"]:
             shown = {k: v["median"] if isinstance(v, dict) else v for k, v in row.items()}
-            print("  ", {k: round(v, 2) if isinstance(v, float) else v for k, v in shown.items()}, flush=True)
+            print(
+                "  ",
+                {k: round(v, 2) if isinstance(v, float) else v for k, v in shown.items()},
+                flush=True,
+            )
     write_json(args.json, __doc__, result)
 
 

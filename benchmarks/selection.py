@@ -1,15 +1,18 @@
-"""How long does it take to find the largest elements of a vector, and does the library take the faster way?
+"""How long does it take to find the largest elements of a vector, and does the library take the
+faster way?
 
     python benchmarks/selection.py [--json FILE] [--smoke] [--cores N]
 
-`lax.top_k` (`exact`) and the threshold search of `jaxcross.exchange.select`, in turn, for vectors up to as long as
-ResNet-50's gradients. count_error: how far the number of selected elements is from k, over k. recovered: the sum of
-their magnitudes over that of the k largest. The targets are those of the longest vector at 1%: 0.15 s on one core, a
-count within 1% of k; on an accelerator a fifth of the time of `lax.top_k`. Beside normal numbers the longest vector is
-measured as `layers`, blocks of unlike scales as of a model's layers, and as `misleading`: all that the search's sample
-sees is small, so that it has to look through the whole vector.
+`lax.top_k` (`exact`) and the threshold search of `jaxcross.exchange.select`, in turn, for vectors
+up to as long as ResNet-50's gradients. count_error: how far the number of selected elements is from
+k, over k. recovered: the sum of their magnitudes over that of the k largest. The targets are those
+of the longest vector at 1%: 0.15 s on one core, a count within 1% of k; on an accelerator a fifth
+of the time of `lax.top_k`. Beside normal numbers the longest vector is measured as `layers`, blocks
+of unlike scales as of a model's layers, and as `misleading`: all that the search's sample sees is
+small, so that it has to look through the whole vector.
 
-A process has one core, as where ranks share a host; `--cores 0` takes all. On an accelerator it measures that one.
+A process has one core, as where ranks share a host; `--cores 0` takes all. On an accelerator it
+measures that one.
 """
 
 from __future__ import annotations
@@ -38,11 +41,15 @@ TARGET_S, TARGET_COUNT_ERROR, TARGET_OVER_EXACT = 0.15, 0.01, 1 / 5
 
 
 def vector(data: str, size: int, seed: int = 0) -> np.ndarray:
-    """Normal numbers; with another scale for each of 161 blocks; or small wherever the threshold's sample looks."""
+    """Normal numbers; with another scale for each of 161 blocks; or small wherever the threshold's
+    sample looks.
+    """
     rng = np.random.default_rng((size, seed))
     x = rng.standard_normal(size, dtype=np.float32)
     if data == "layers":
-        for block, scale in zip(np.array_split(x, min(161, size)), 10 ** rng.uniform(-4, 0, 161), strict=False):
+        for block, scale in zip(
+            np.array_split(x, min(161, size)), 10 ** rng.uniform(-4, 0, 161), strict=False
+        ):
             block *= np.float32(scale)
     elif data == "misleading":
         x[:: sample_stride(size)] *= np.float32(1e-6)
@@ -52,18 +59,29 @@ def vector(data: str, size: int, seed: int = 0) -> np.ndarray:
 def measure(size: int, density: float, repeats: int, data: str = "normal") -> dict[str, Any]:
     """One length, density and kind of data: seconds of each way, and what it found."""
     k = sparse.slots(density, size)
-    # A few milliseconds a turn: a call of a short vector's is as short as the clock's and the dispatch's noise. Each
-    # has other numbers: a processor learns the branches that sorting the same ones takes.
+    # A few milliseconds a turn: a call of a short vector's is as short as the clock's and the
+    # dispatch's noise. Each has other numbers: a processor learns the branches that sorting the
+    # same ones takes.
     steps = max(1, min(100, (1 << 20) // size))
     xs = [jnp.asarray(vector(data, size, seed)) for seed in range(steps)]
     x = xs[0]
     ways = {way: jax.jit(functools.partial(select, k=k, selection=way)) for way in WAYS}
-    raw = in_turn({way: lambda _, batch, f=f: (f(next(batch)), None) for way, f in ways.items()}, dict.fromkeys(ways),
-                  itertools.cycle(xs), repeats=repeats, steps=steps)  # fmt: skip
+    raw = in_turn(
+        {way: lambda _, batch, f=f: (f(next(batch)), None) for way, f in ways.items()},
+        dict.fromkeys(ways),
+        itertools.cycle(xs),
+        repeats=repeats,
+        steps=steps,
+    )
     largest = float(np.sum(np.sort(np.abs(np.asarray(x, np.float64)))[size - k :]))
     row: dict[str, Any] = {
-        "size": size, "density": density, "data": data, "k": k, "chosen": faster_selection(size, k), "ways": {}
-    }  # fmt: skip
+        "size": size,
+        "density": density,
+        "data": data,
+        "k": k,
+        "chosen": faster_selection(size, k),
+        "ways": {},
+    }
     for way, function in ways.items():
         values, indices = map(np.asarray, function(x))
         row["ways"][way] = {
@@ -78,39 +96,68 @@ def measure(size: int, density: float, repeats: int, data: str = "normal") -> di
 
 
 def verdict(row: dict[str, Any]) -> dict[str, Any]:
-    """What the library's way takes of the longest vector at 1%, against the targets of the backend."""
+    """What the library's way takes of the longest vector at 1%, against the targets of the
+    backend.
+    """
     own, exact = (row["ways"][way] for way in (row["chosen"], "exact"))
     over = own["s"]["median"] / exact["s"]["median"]
-    fast = own["s"]["median"] <= TARGET_S if jax.default_backend() == "cpu" else over <= TARGET_OVER_EXACT
+    fast = (
+        own["s"]["median"] <= TARGET_S
+        if jax.default_backend() == "cpu"
+        else over <= TARGET_OVER_EXACT
+    )
     return {
-        "s": own["s"]["median"], "target_s": TARGET_S, "over_exact": over, "target_over_exact": TARGET_OVER_EXACT,
-        "count_error": own["count_error"], "target_count_error": TARGET_COUNT_ERROR,
+        "s": own["s"]["median"],
+        "target_s": TARGET_S,
+        "over_exact": over,
+        "target_over_exact": TARGET_OVER_EXACT,
+        "count_error": own["count_error"],
+        "target_count_error": TARGET_COUNT_ERROR,
         "met": fast and own["count_error"] <= TARGET_COUNT_ERROR,
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--cores", type=int, default=1, metavar="N", help="cores of the process, 0: all (default: 1)")
+    options.add_argument(
+        "--cores",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cores of the process, 0: all (default: 1)",
+    )
     options.add_argument("--repeats", type=int, default=11, help="default %(default)s")
-    options.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="D", help="lengths (default: 8)")
+    options.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES, metavar="D", help="lengths (default: 8)"
+    )
     args = options.parse_args()
     as_rank(args.cores)
     sizes, repeats = ((1 << 12,), 1) if args.smoke else (args.sizes, args.repeats)
-    result: dict[str, Any] = {"backend": jax.default_backend(), "cores": len(os.sched_getaffinity(0)), "rows": []}
+    result: dict[str, Any] = {
+        "backend": jax.default_backend(),
+        "cores": len(os.sched_getaffinity(0)),
+        "rows": [],
+    }
     cases = [(size, density, "normal") for size in sizes for density in DENSITIES]
     for size, density, data in (*cases, *((sizes[-1], 0.01, data) for data in DATA[1:])):
         row = measure(size, density, repeats, data)
         result["rows"].append(row)
         times = ", ".join(f"{way} {row['ways'][way]['s']['median'] * 1e3:.3g} ms" for way in WAYS)
-        print(f"{row['k']} of {size} {data}: {times}; the library takes {row['chosen']}, "
-              f"{row['chosen_over_faster']:.2f} times the faster one", flush=True)  # fmt: skip
+        print(
+            f"{row['k']} of {size} {data}: {times}; the library takes {row['chosen']}, "
+            f"{row['chosen_over_faster']:.2f} times the faster one",
+            flush=True,
+        )
     wanted = sizes[-1], 0.01, "normal"
-    (longest,) = (row for row in result["rows"] if (row["size"], row["density"], row["data"]) == wanted)
+    (longest,) = (
+        row for row in result["rows"] if (row["size"], row["density"], row["data"]) == wanted
+    )
     result["largest"] = found = verdict(longest)
-    print(f"1% of {sizes[-1]}: {found['s']:.3f} s (target {TARGET_S} on a CPU), {found['over_exact']:.2f} of exact's "
-          f"(target {TARGET_OVER_EXACT} elsewhere), count {found['count_error']:.2%} off k: "
-          f"{'met' if found['met'] else 'missed'}")  # fmt: skip
+    print(
+        f"1% of {sizes[-1]}: {found['s']:.3f} s (target {TARGET_S} on a CPU), "
+        f"{found['over_exact']:.2f} of exact's (target {TARGET_OVER_EXACT} elsewhere), count "
+        f"{found['count_error']:.2%} off k: {'met' if found['met'] else 'missed'}"
+    )
     write_json(args.json, __doc__, result)
     return 0
 

@@ -1,4 +1,6 @@
-"""The family of exchanges, each around a given optimizer, and what it brings to a rank. Measures nothing itself."""
+"""The family of exchanges, each around a given optimizer, and what it brings to a rank. Measures
+nothing itself.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ class Setting:
         signs: In its place behind gradients whose elements are 1 or -1.
         adam_rate: Of the strategy that is an Adam itself; may be a schedule.
         norms: A LARS or LAMB whose norms are shared out over the axis, behind the mean.
-        freeze_step: Where 1-bit Adam begins to send signs, and where a density that falls has fallen; one that falls at
-            once does so at twice of it.
+        freeze_step: Where 1-bit Adam begins to send signs, and where a density that falls has
+            fallen; one that falls at once does so at twice of it.
     """
 
     ranks: int
@@ -66,7 +68,8 @@ class Strategy:
         axes: Ranks -> the axes that its exchanges go over.
         cycle: Steps after which its messages repeat.
         begins: The steps from which on its messages are others, ascending.
-        model: (parameters of all ranks, state of all ranks) -> the parameters to evaluate, ranks along the first axis.
+        model: (parameters of all ranks, state of all ranks) -> the parameters to evaluate, ranks
+            along the first axis.
     """
 
     name: str
@@ -74,22 +77,30 @@ class Strategy:
     axes: Callable[[int], dict[str, int]] = one_axis
     cycle: int = 1
     begins: Callable[[Setting], tuple[int, ...]] = lambda setting: ()
-    model: Callable[[Any, Any], Any] = lambda params, state: jax.tree.map(lambda x: x.mean(0), params)
+    model: Callable[[Any, Any], Any] = lambda params, state: jax.tree.map(
+        lambda x: x.mean(0), params
+    )
 
     def like(self, step: int, setting: Setting) -> int:
         """The first step that sends what `step` does."""
         begins = self.begins(setting)
-        return max((first for first in begins if first <= step), default=0) if begins else step % self.cycle
+        return (
+            max((first for first in begins if first <= step), default=0)
+            if begins
+            else step % self.cycle
+        )
 
 
-def _before(make: Callable[[], optax.GradientTransformation]) -> Callable[[Setting], optax.GradientTransformation]:
+def _before(
+    make: Callable[[], optax.GradientTransformation],
+) -> Callable[[Setting], optax.GradientTransformation]:
     return lambda s: optax.chain(make(), s.optimizer)
 
 
 def _one_bit(s: Setting, eps: float = 1e-4) -> optax.GradientTransformation:
-    # Not the defaults, as docs/reference/exchanges.md says. Fewer elements a scale, because these models' layers are
-    # small. With `eps` at 1e-8, elements of a tiny second moment that share a scale with larger ones overflow as soon
-    # as signs are sent.
+    # Not the defaults, as docs/reference/exchanges.md says. Fewer elements a scale, because these
+    # models' layers are small. With `eps` at 1e-8, elements of a tiny second moment that share a
+    # scale with larger ones overflow as soon as signs are sent.
     return optax.chain(
         exchange.one_bit_adam(s.freeze_step, AXIS, ranks=s.ranks, block=256, eps=eps),
         optax.scale_by_learning_rate(s.adam_rate),
@@ -108,96 +119,181 @@ def agreed(params: Any, state: Any) -> Any:
 
 STRATEGIES = (
     Strategy(name="mean", make=_before(lambda: exchange.mean(AXIS))),
-    Strategy(name="mean, bfloat16", make=_before(lambda: exchange.mean(AXIS, wire_dtype=jnp.bfloat16))),
-    Strategy(name="top_k 1%, exact", make=_before(lambda: exchange.top_k(0.01, AXIS, selection="exact"))),
-    Strategy(name="top_k 1%, threshold", make=_before(lambda: exchange.top_k(0.01, AXIS, selection="threshold"))),
+    Strategy(
+        name="mean, bfloat16", make=_before(lambda: exchange.mean(AXIS, wire_dtype=jnp.bfloat16))
+    ),
+    Strategy(
+        name="top_k 1%, exact", make=_before(lambda: exchange.top_k(0.01, AXIS, selection="exact"))
+    ),
+    Strategy(
+        name="top_k 1%, threshold",
+        make=_before(lambda: exchange.top_k(0.01, AXIS, selection="threshold")),
+    ),
     Strategy(name="gtop_k 1%", make=_before(lambda: exchange.gtop_k(0.01, AXIS))),
     Strategy(name="power_sgd, rank 2", make=_before(lambda: exchange.power_sgd(2, AXIS))),
     Strategy(name="demo 1%", make=_before(lambda: exchange.demo(0.01, AXIS))),
-    Strategy(name="demo 1%, sign", make=lambda s: optax.chain(exchange.demo(0.01, AXIS, sign=True), s.signs)),
+    Strategy(
+        name="demo 1%, sign",
+        make=lambda s: optax.chain(exchange.demo(0.01, AXIS, sign=True), s.signs),
+    ),
     Strategy(name="qsgd, 127 levels", make=_before(lambda: exchange.qsgd(127, AXIS))),
     Strategy(name="sign_sgd", make=lambda s: optax.chain(exchange.sign_sgd(AXIS), s.signs)),
     Strategy(name="one_bit_adam", make=_one_bit, begins=lambda s: (s.freeze_step,)),
     Strategy(name="adasum of gradients", make=_before(lambda: exchange.adasum(AXIS))),
     Strategy(name="adasum of deltas", make=lambda s: exchange.adasum(AXIS, s.optimizer)),
     Strategy(name="shared norms", make=lambda s: optax.chain(exchange.mean(AXIS), s.norms)),
-    Strategy(name=f"local_sgd, every {EVERY}", cycle=EVERY,
-             make=lambda s: exchange.local_sgd(s.optimizer, AXIS, every=EVERY)),
-    Strategy(name=f"diloco, every {EVERY}", cycle=EVERY, model=agreed,
-             make=lambda s: exchange.diloco(s.optimizer, OUTER, AXIS, every=EVERY)),
-    Strategy(name=f"streaming_diloco, every {EVERY}, 4 bits", cycle=EVERY, model=agreed,
-             begins=lambda s: (0, EVERY // 2), make=lambda s: exchange.streaming_diloco(
-                 s.optimizer, OUTER, AXIS, every=EVERY, fragments=2, delay=EVERY // 2, bits=4)),
-    Strategy(name=f"federated_average, half, every {EVERY}", cycle=EVERY,
-             make=lambda s: exchange.federated_average(s.optimizer, AXIS, every=EVERY, participation=0.5)),
-    Strategy(name=f"elastic_average, every {EVERY}", cycle=EVERY,
-             make=lambda s: exchange.elastic_average(s.optimizer, AXIS, every=EVERY, alpha=0.9 / s.ranks),
-             model=lambda params, state: _first(state.centre)),
+    Strategy(
+        name=f"local_sgd, every {EVERY}",
+        cycle=EVERY,
+        make=lambda s: exchange.local_sgd(s.optimizer, AXIS, every=EVERY),
+    ),
+    Strategy(
+        name=f"diloco, every {EVERY}",
+        cycle=EVERY,
+        model=agreed,
+        make=lambda s: exchange.diloco(s.optimizer, OUTER, AXIS, every=EVERY),
+    ),
+    Strategy(
+        name=f"streaming_diloco, every {EVERY}, 4 bits",
+        cycle=EVERY,
+        model=agreed,
+        begins=lambda s: (0, EVERY // 2),
+        make=lambda s: exchange.streaming_diloco(
+            s.optimizer, OUTER, AXIS, every=EVERY, fragments=2, delay=EVERY // 2, bits=4
+        ),
+    ),
+    Strategy(
+        name=f"federated_average, half, every {EVERY}",
+        cycle=EVERY,
+        make=lambda s: exchange.federated_average(
+            s.optimizer, AXIS, every=EVERY, participation=0.5
+        ),
+    ),
+    Strategy(
+        name=f"elastic_average, every {EVERY}",
+        cycle=EVERY,
+        make=lambda s: exchange.elastic_average(
+            s.optimizer, AXIS, every=EVERY, alpha=0.9 / s.ranks
+        ),
+        model=lambda params, state: _first(state.centre),
+    ),
     Strategy(name="gossip, ring", make=lambda s: exchange.gossip(s.optimizer, AXIS, "ring")),
-    Strategy(name="gossip, exponential", make=lambda s: exchange.gossip(s.optimizer, AXIS, "exponential")),
-    Strategy(name=f"sparse_loco 1/64, every {EVERY}", cycle=EVERY, model=agreed,
-             make=lambda s: exchange.sparse_loco(s.optimizer, optax.sgd(1.0), AXIS, every=EVERY)),
-    Strategy(name=f"no_loco, every {EVERY}", cycle=EVERY,
-             make=lambda s: exchange.no_loco(s.optimizer, AXIS, every=EVERY)),
-    Strategy(name="sharded_optimizer", make=lambda s: exchange.sharded_optimizer(s.optimizer, AXIS, ranks=s.ranks)),
+    Strategy(
+        name="gossip, exponential", make=lambda s: exchange.gossip(s.optimizer, AXIS, "exponential")
+    ),
+    Strategy(
+        name=f"sparse_loco 1/64, every {EVERY}",
+        cycle=EVERY,
+        model=agreed,
+        make=lambda s: exchange.sparse_loco(s.optimizer, optax.sgd(1.0), AXIS, every=EVERY),
+    ),
+    Strategy(
+        name=f"no_loco, every {EVERY}",
+        cycle=EVERY,
+        make=lambda s: exchange.no_loco(s.optimizer, AXIS, every=EVERY),
+    ),
+    Strategy(
+        name="sharded_optimizer",
+        make=lambda s: exchange.sharded_optimizer(s.optimizer, AXIS, ranks=s.ranks),
+    ),
     Strategy(name="delayed_mean", make=lambda s: exchange.delayed_mean(s.optimizer, AXIS)),
-    Strategy(name="bounded_stale, 2 steps", make=lambda s: exchange.bounded_stale(s.optimizer, AXIS, bound=2)),
-    Strategy(name="asynchronous, 0 to 2 steps",
-             make=lambda s: exchange.asynchronous(s.optimizer, AXIS, delays=[r % 3 for r in range(s.ranks)])),
-)  # fmt: skip
+    Strategy(
+        name="bounded_stale, 2 steps",
+        make=lambda s: exchange.bounded_stale(s.optimizer, AXIS, bound=2),
+    ),
+    Strategy(
+        name="asynchronous, 0 to 2 steps",
+        make=lambda s: exchange.asynchronous(
+            s.optimizer, AXIS, delays=[r % 3 for r in range(s.ranks)]
+        ),
+    ),
+)
 
 
 def _sparse_nodes(s: Setting) -> optax.GradientTransformation:
     local = pairs(s.ranks)["local"]
-    return optax.chain(exchange.top_k(0.01, NODES, pattern="hierarchical", local_size=local), s.optimizer)
+    return optax.chain(
+        exchange.top_k(0.01, NODES, pattern="hierarchical", local_size=local), s.optimizer
+    )
 
 
-# The same by other routes: through nodes of two ranks, along a ring, a tree or a grid, and with 16-bit values.
+# The same by other routes: through nodes of two ranks, along a ring, a tree or a grid, and with
+# 16-bit values.
 ROUTES = (
-    Strategy(name="mean, hierarchical", axes=pairs, make=_before(lambda: exchange.mean(NODES, pattern="hierarchical"))),
-    Strategy(name="mean, hierarchical, bfloat16", axes=pairs,
-             make=_before(lambda: exchange.mean(NODES, pattern="hierarchical", wire_dtype=jnp.bfloat16))),
+    Strategy(
+        name="mean, hierarchical",
+        axes=pairs,
+        make=_before(lambda: exchange.mean(NODES, pattern="hierarchical")),
+    ),
+    Strategy(
+        name="mean, hierarchical, bfloat16",
+        axes=pairs,
+        make=_before(lambda: exchange.mean(NODES, pattern="hierarchical", wire_dtype=jnp.bfloat16)),
+    ),
     Strategy(name="mean, ring", make=_before(lambda: exchange.mean(AXIS, pattern="ring"))),
     Strategy(name="mean, tree", make=_before(lambda: exchange.mean(AXIS, pattern="tree"))),
     Strategy(name="top_k 1%, hierarchical", axes=pairs, make=_sparse_nodes),
-    Strategy(name="top_k 1%, bfloat16 values",
-             make=_before(lambda: exchange.top_k(0.01, AXIS, values_dtype=jnp.bfloat16))),
-    Strategy(name="adasum of gradients, hierarchical", axes=pairs,
-             make=_before(lambda: exchange.adasum(NODES[0], inner_axis=NODES[1]))),
+    Strategy(
+        name="top_k 1%, bfloat16 values",
+        make=_before(lambda: exchange.top_k(0.01, AXIS, values_dtype=jnp.bfloat16)),
+    ),
+    Strategy(
+        name="adasum of gradients, hierarchical",
+        axes=pairs,
+        make=_before(lambda: exchange.adasum(NODES[0], inner_axis=NODES[1])),
+    ),
     Strategy(name="gossip, torus", make=lambda s: exchange.gossip(s.optimizer, AXIS, "torus")),
-)  # fmt: skip
+)
 
 
 def _falling(s: Setting) -> list[tuple[int, float]]:
-    """Quarters of the steps to `freeze_step`: densities of 25, 6.25, 3.2 and 1.6%, as in arXiv 1712.01887."""
-    return [(s.freeze_step * (n + 1) // 4, density) for n, density in enumerate((0.25, 0.0625, 0.032, 0.016))]
+    """Quarters of the steps to `freeze_step`: densities of 25, 6.25, 3.2 and 1.6%, as in arXiv
+    1712.01887.
+    """
+    return [
+        (s.freeze_step * (n + 1) // 4, density)
+        for n, density in enumerate((0.25, 0.0625, 0.032, 0.016))
+    ]
 
 
 def _warmed_up(name: str, stages: Callable[[Setting], list[tuple[int, float]]]) -> Strategy:
     return Strategy(
         name=f"top_k 1%, {name}",
-        make=lambda s: optax.chain(exchange.top_k(0.01, AXIS, selection="exact", warm_up=stages(s)), s.optimizer),
+        make=lambda s: optax.chain(
+            exchange.top_k(0.01, AXIS, selection="exact", warm_up=stages(s)), s.optimizer
+        ),
         begins=lambda s: tuple(step for step, _ in stages(s)),
     )
 
 
-# Top-k that loses less behind Adam: it sends or begins with more, or selects from what each rank's own optimizer made.
+# Top-k that loses less behind Adam: it sends or begins with more, or selects from what each rank's
+# own optimizer made.
 GENTLER = (
-    Strategy(name="top_k 2%, exact", make=_before(lambda: exchange.top_k(0.02, AXIS, selection="exact"))),
-    Strategy(name="top_k 5%, exact", make=_before(lambda: exchange.top_k(0.05, AXIS, selection="exact"))),
-    Strategy(name="top_k 10%, exact", make=_before(lambda: exchange.top_k(0.1, AXIS, selection="exact"))),
+    Strategy(
+        name="top_k 2%, exact", make=_before(lambda: exchange.top_k(0.02, AXIS, selection="exact"))
+    ),
+    Strategy(
+        name="top_k 5%, exact", make=_before(lambda: exchange.top_k(0.05, AXIS, selection="exact"))
+    ),
+    Strategy(
+        name="top_k 10%, exact", make=_before(lambda: exchange.top_k(0.1, AXIS, selection="exact"))
+    ),
     _warmed_up("falling to it", _falling),
     _warmed_up("10% at first", lambda s: [(2 * s.freeze_step, 0.1)]),
-    Strategy(name="top_k 1%, of deltas",
-             make=lambda s: optax.chain(s.optimizer, exchange.top_k(0.01, AXIS, selection="exact"))),
-)  # fmt: skip
+    Strategy(
+        name="top_k 1%, of deltas",
+        make=lambda s: optax.chain(s.optimizer, exchange.top_k(0.01, AXIS, selection="exact")),
+    ),
+)
 
 
 def _diloco(every: int, name: str = "", outer: optax.GradientTransformation = OUTER) -> Strategy:
     return Strategy(
-        name=f"diloco, every {every}{name}", cycle=every, model=agreed,
+        name=f"diloco, every {every}{name}",
+        cycle=every,
+        model=agreed,
         make=lambda s: exchange.diloco(s.optimizer, outer, AXIS, every=every),
-    )  # fmt: skip
+    )
 
 
 # Rounds of other lengths, and other outer optimizers: how much of the gap is theirs.
@@ -214,20 +310,29 @@ ROUNDS = (
         model=agreed,
         make=lambda s: exchange.sparse_loco(s.optimizer, optax.sgd(1.0), AXIS, every=16),
     ),
-    Strategy(name="no_loco, every 16", cycle=16, make=lambda s: exchange.no_loco(s.optimizer, AXIS, every=16)),
+    Strategy(
+        name="no_loco, every 16",
+        cycle=16,
+        make=lambda s: exchange.no_loco(s.optimizer, AXIS, every=16),
+    ),
 )
 
 
 # What the settings above are for: the same without them.
 CONTROLS = (
-    Strategy(name="one_bit_adam, eps 1e-8", make=partial(_one_bit, eps=1e-8), begins=lambda s: (s.freeze_step,)),
-)  # fmt: skip
+    Strategy(
+        name="one_bit_adam, eps 1e-8",
+        make=partial(_one_bit, eps=1e-8),
+        begins=lambda s: (s.freeze_step,),
+    ),
+)
 
 
 def received_bytes(
     tx: optax.GradientTransformation, params: Any, axes: dict[str, int], steps: Iterable[int] = (0,)
 ) -> dict[int, int]:
-    """Bytes that one rank receives in each of some steps, cut as by default, by its exchanges' formulas.
+    """Bytes that one rank receives in each of some steps, cut as by default, by its exchanges'
+    formulas.
 
     Args:
         tx: With its exchanges over `axes`.
@@ -245,10 +350,13 @@ def received_bytes(
     return found
 
 
-def _counters(tx: optax.GradientTransformation, params: Any, axes: dict[str, int]) -> Iterator[list[jax.Array]]:
+def _counters(
+    tx: optax.GradientTransformation, params: Any, axes: dict[str, int]
+) -> Iterator[list[jax.Array]]:
     """Yields the whole numbers of a rank's state before each step, which decide what it sends.
 
-    They do not depend on values, so updates of zeros give them, and XLA removes all other work from these.
+    They do not depend on values, so updates of zeros give them, and XLA removes all other work from
+    these.
     """
 
     def zeros(of_rank: jax.Array) -> Any:
@@ -260,7 +368,11 @@ def _counters(tx: optax.GradientTransformation, params: Any, axes: dict[str, int
     def advance(zero: jax.Array, counters: list[jax.Array]) -> list[jax.Array]:
         own = iter(counters)
         state = jax.tree.map(lambda x: next(own) if _is_counter(x) else x, tx.init(zeros(zero)))
-        return [x for x in jax.tree.leaves(tx.update(zeros(zero), state, zeros(zero))[1]) if _is_counter(x)]
+        return [
+            x
+            for x in jax.tree.leaves(tx.update(zeros(zero), state, zeros(zero))[1])
+            if _is_counter(x)
+        ]
 
     sizes = tuple(axes.values())
 

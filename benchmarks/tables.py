@@ -1,9 +1,10 @@
-"""What do the kept results say? Writes their tables into docs/ and benchmarks/results/: no number is copied by hand.
+"""What do the kept results say? Writes their tables into docs/ and benchmarks/results/: no number
+is copied by hand.
 
     python benchmarks/tables.py [--check] [--root FOLDER]
 
-A line `<!-- table NAME -->` in a page is followed by the table NAME, up to the next blank line; by nothing where its
-result is not kept yet.
+A line `<!-- table NAME -->` in a page is followed by the table NAME, up to the next blank line; by
+nothing where its result is not kept yet.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pages import Read, benchmarks, carried, exchanges, installations, plan, race, reliability, tensor
+from pages import (
+    Read,
+    benchmarks,
+    carried,
+    exchanges,
+    installations,
+    plan,
+    race,
+    reliability,
+    tensor,
+)
 
 RENAMED = {"parameter_server": "sharded_optimizer", "auto": "choose_compression"}
 """Present names of exchanges that older results know by another one."""
@@ -52,7 +63,9 @@ def kept_result(path: Path) -> dict[str, Any]:
 
 
 def present_names(kept: Any) -> Any:
-    """Renames exchanges in a kept result, as keys and as the values of `strategy` and `exchange`."""
+    """Renames exchanges in a kept result, as keys and as the values of `strategy` and
+    `exchange`.
+    """
     if isinstance(kept, list):
         return [present_names(item) for item in kept]
     if not isinstance(kept, dict):
@@ -71,14 +84,23 @@ def filled(page: str, read: Read) -> str:
 
 def pages_of(root: Path) -> list[Path]:
     """The pages that may have tables: of the documentation, and next to the results."""
-    return sorted([*(root / "docs").glob("**/*.md"), *(root / "benchmarks" / "results").glob("*.md")])
+    return sorted(
+        [*(root / "docs").glob("**/*.md"), *(root / "benchmarks" / "results").glob("*.md")]
+    )
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument(
-        "--root", type=Path, default=Path(__file__).parents[1], help="of docs/ and benchmarks/results/ (default: here)"
+        "--check", action="store_true", help="only say whether the pages are up to date"
+    )
+    options.add_argument(
+        "--root",
+        type=Path,
+        default=Path(__file__).parents[1],
+        help="of docs/ and benchmarks/results/ (default: here)",
     )
     args = options.parse_args()
 

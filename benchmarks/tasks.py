@@ -1,7 +1,8 @@
 """Two small training tasks on real data that Python packages ship. Measures nothing itself.
 
-`digits`: a small convolutional network on the 1,797 handwritten digits of scikit-learn (UCI's optical recognition set).
-`text`: a one-layer Transformer on English prose by the character, the topics of Python's own `help()`.
+`digits`: a small convolutional network on the 1,797 handwritten digits of scikit-learn (UCI's
+optical recognition set). `text`: a one-layer Transformer on English prose by the character, the
+topics of Python's own `help()`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LENGTH, TEST_TEXTS = 32, 128
 class Task(NamedTuple):
     """Attributes: `model`, whose logits are one row a label; `batch`, key and size -> (input, label), drawn from the
     training data; `test`, the (input, label) that training does not see.
-    """  # fmt: skip
+    """
 
     model: nn.Module
     batch: Callable[[Any, int], tuple[jax.Array, jax.Array]]
@@ -44,11 +45,13 @@ class Task(NamedTuple):
         return loss, jnp.mean(jnp.argmax(logits, -1) == self.test[1])
 
 
-def convolve(x: jax.Array, kernel: jax.Array, strides: Sequence[int], padding: Any, **options: Any) -> jax.Array:
+def convolve(
+    x: jax.Array, kernel: jax.Array, strides: Sequence[int], padding: Any, **options: Any
+) -> jax.Array:
     """A convolution of stride 1 that keeps the size, as a matrix product of shifted copies.
 
-    Under `vmap` each rank has its own kernel, and what a convolution then becomes (a grouped one) XLA's CPU backend
-    makes with plain loops.
+    Under `vmap` each rank has its own kernel, and what a convolution then becomes (a grouped one)
+    XLA's CPU backend makes with plain loops.
     """
     (high, wide), (height, width) = kernel.shape[:2], x.shape[1:3]
     padded = jnp.pad(x, ((0, 0), (high // 2, high // 2), (wide // 2, wide // 2), (0, 0)))

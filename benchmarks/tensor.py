@@ -1,14 +1,19 @@
-"""What do 1-D, 2-D and 2.5-D cost a rank over a slow link in time, bytes and memory, and does the model foresee it?
+"""What do 1-D, 2-D and 2.5-D cost a rank over a slow link in time, bytes and memory, and does the
+model foresee it?
 
     python benchmarks/tensor.py [--rate 200mbit] [--json FILE] [--png FILE] [--smoke]
 
-Hosts of one rank each, joined by real links of that rate; beyond the machine's cores they share them. Three parts:
-  scaling    a small GPT's step on 4 and 8 ranks: strong (one batch) and weak (a batch that grows with the ranks).
-             Meshes alternate in one run. model: `tensor.step_cost` with alpha, beta and operations a second that were
-             fitted, in the same run, to steps of smaller models and batches
-  crossover  two such jobs on two ranks with a core each, 1-D, one after the other and in turns, at the rate at which
-             exchange and computation take equally long. Both must end in the same bits
-  unlike     the same of one 1-D job and of one that is data-parallel and cut into 32 pieces, at that rate, by shares
+Hosts of one rank each, joined by real links of that rate; beyond the machine's cores they share
+them. Three parts:
+  scaling    a small GPT's step on 4 and 8 ranks: strong (one batch) and weak (a batch that grows
+             with the ranks). Meshes alternate in one run. model: `tensor.step_cost` with alpha,
+             beta and operations a second that were fitted, in the same run, to steps of smaller
+             models and batches
+  crossover  two such jobs on two ranks with a core each, 1-D, one after the other and in turns, at
+             the rate at which exchange and computation take equally long. Both must end in the same
+             bits
+  unlike     the same of one 1-D job and of one that is data-parallel and cut into 32 pieces, at
+             that rate, by shares
   far        the model alone, with the constants of four ranks: [4,4,4], [8,8,1] and 1-D on 64 ranks
 
 Over a slow link tensor parallelism is a matter of memory; nothing here is a claim that it is fast.
@@ -33,9 +38,17 @@ from workloads import spread, write_json
 FEATURES = 256
 GPT = {"vocabulary": 512, "features": FEATURES, "layers": 2, "heads": 8, "positions": 64}
 TOY = {"vocabulary": 32, "features": 32, "layers": 1, "heads": 8, "positions": 8}
-MESHES = {4: {"1-D": {"tensor": 4}, "2-D": {"side": 2}}, 8: {"1-D": {"tensor": 8}, "2.5-D": {"side": 2, "depth": 2}}}
-SMALLER = ((128, 16), (128, 32), (256, 8))  # features and batch of the steps that the constants are fitted to
-BURST_KB = 64  # a rested link passes so much at full speed: of the usual 256 a step of many messages gains a fifth
+MESHES = {
+    4: {"1-D": {"tensor": 4}, "2-D": {"side": 2}},
+    8: {"1-D": {"tensor": 8}, "2.5-D": {"side": 2, "depth": 2}},
+}
+SMALLER = (
+    (128, 16),
+    (128, 32),
+    (256, 8),
+)  # features and batch of the steps that the constants are fitted to
+# a rested link passes so much at full speed: of the usual 256 a step of many messages gains a fifth
+BURST_KB = 64
 CALIBRATED_BITS_PER_S = 200e6
 STRONG = 16  # sequences; weak scaling has four a rank, so that both have them on four ranks
 
@@ -43,21 +56,33 @@ STRONG = 16  # sequences; weak scaling has four a rank, so that both have them o
 def main() -> int:
     options = parser_of_hosts(__doc__)
     options.set_defaults(rate="200mbit")
-    options.add_argument("--steps", type=int, default=2, help="of a mesh, a repeat (default %(default)s)")
+    options.add_argument(
+        "--steps", type=int, default=2, help="of a mesh, a repeat (default %(default)s)"
+    )
     options.add_argument("--repeats", type=int, default=3, help="default %(default)s")
-    options.add_argument("--png", metavar="FILE", type=out_file, help="draw measured and modelled times")
-    options.add_argument("--part", choices=["scaling", "calibrate", "crossover", "unlike"], help="(internal)")
+    options.add_argument(
+        "--png", metavar="FILE", type=out_file, help="draw measured and modelled times"
+    )
+    options.add_argument(
+        "--part", choices=["scaling", "calibrate", "crossover", "unlike"], help="(internal)"
+    )
     args = options.parse_args()
     if args.worker:
         return worker(args)
     result: dict[str, Any] = {"rate": args.rate, "scaling": {}}
     for ranks in [4] if args.smoke else MESHES:
-        result["scaling"][str(ranks)] = on_hosts(__file__, args.rate, ranks, ["--part", "scaling"], burst_kb=BURST_KB)
-    result["calibration"] = on_hosts(__file__, f"{CALIBRATED_BITS_PER_S / 1e3:.0f}kbit", 2, ["--part", "calibrate"])
+        result["scaling"][str(ranks)] = on_hosts(
+            __file__, args.rate, ranks, ["--part", "scaling"], burst_kb=BURST_KB
+        )
+    result["calibration"] = on_hosts(
+        __file__, f"{CALIBRATED_BITS_PER_S / 1e3:.0f}kbit", 2, ["--part", "calibrate"]
+    )
     rate = f"{balanced_bits_per_s(result['calibration']) / 1e3:.0f}kbit"
     for part in ("crossover", "unlike"):
         result[part] = on_hosts(__file__, rate, 2, ["--part", part])
-    result["far"] = far(next(iter(result["scaling"].values()))["machine"])  # where the fewest ranks share a core
+    result["far"] = far(
+        next(iter(result["scaling"].values()))["machine"]
+    )  # where the fewest ranks share a core
     say(result)
     write_json(args.json, __doc__, result)
     if args.png:
@@ -66,7 +91,9 @@ def main() -> int:
 
 
 def balanced_bits_per_s(found: dict[str, Any]) -> float:
-    """The rate at which an exchange lasts as long as the computation: part of it is no matter of the rate."""
+    """The rate at which an exchange lasts as long as the computation: part of it is no matter of
+    the rate.
+    """
     true_bits_per_s = statistics.fmean(found["tcp_bits_per_s"])
     fixed_s = found["exchange_s"] - 8 * found["received_bytes"] / true_bits_per_s
     left_s = max(found["compute_s"] - max(fixed_s, 0.0), found["compute_s"] / 4)
@@ -77,7 +104,12 @@ def worker(args: Any) -> int:
     import jaxcross
 
     world = jaxcross.initialize(stall_timeout_s=300)
-    part = {"scaling": scaling, "calibrate": calibrate, "crossover": crossover, "unlike": crossover}[args.part]
+    part = {
+        "scaling": scaling,
+        "calibrate": calibrate,
+        "crossover": crossover,
+        "unlike": crossover,
+    }[args.part]
     found = part(world, args)
     if world.rank == 0:
         Path(args.worker).write_text(json.dumps(found))
@@ -99,17 +131,28 @@ class Work:
         length = model.positions
         self.mesh, self.model = mesh, model
         self.cost = tensor.step_cost(model, batch, length)
-        rows = np.random.default_rng(0).integers(0, model.vocabulary, (batch, length + 1)).astype(np.int32)
+        rows = (
+            np.random.default_rng(0)
+            .integers(0, model.vocabulary, (batch, length + 1))
+            .astype(np.int32)
+        )
         self.batch = mesh.local_batch({"tokens": rows[:, :-1], "labels": rows[:, 1:]}, rank)
         self.batch = jax.tree.map(jnp.asarray, self.batch)
-        # Drawn on the host: eight ranks would compile the initialisation for longer than they measure.
+        # Drawn on the host: eight ranks would compile the initialisation for longer than they
+        # measure.
         draw = np.random.default_rng(0)
-        types = jax.eval_shape(lambda: tensor.init(model, jax.random.key(0), jnp.zeros((1, length), jnp.int32), rank))
-        self.params = jax.tree.map(lambda x: jnp.asarray(0.02 * draw.standard_normal(x.shape, np.float32)), types)
+        types = jax.eval_shape(
+            lambda: tensor.init(model, jax.random.key(0), jnp.zeros((1, length), jnp.int32), rank)
+        )
+        self.params = jax.tree.map(
+            lambda x: jnp.asarray(0.02 * draw.standard_normal(x.shape, np.float32)), types
+        )
 
         def step(params: Any, batch: Any) -> Any:
             def loss_fn(params: Any) -> Any:
-                return tensor.cross_entropy(model.apply({"params": params}, batch["tokens"]), batch["labels"], mesh)
+                return tensor.cross_entropy(
+                    model.apply({"params": params}, batch["tokens"]), batch["labels"], mesh
+                )
 
             loss, grads = jax.value_and_grad(loss_fn)(params)
             return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss}
@@ -132,7 +175,9 @@ def scaling(world: Any, args: Any) -> dict[str, Any]:
     for name, sizes in MESHES[world.size].items():
         for features, batch in (*SMALLER, *wanted):
             wide = {} if args.smoke else {"features": features}
-            works[name, features, batch] = Work(Mesh(**sizes), batch, world.rank, args.smoke, **wide)
+            works[name, features, batch] = Work(
+                Mesh(**sizes), batch, world.rank, args.smoke, **wide
+            )
     calls = {key: jaxcross.crossover(work.step, axes=work.mesh.axes) for key, work in works.items()}
     raw: dict[Any, list[float]] = {key: [] for key in works}
     for repeat in range(-1, repeats):
@@ -145,7 +190,11 @@ def scaling(world: Any, args: Any) -> dict[str, Any]:
                 jax.block_until_ready((params, metrics))
             if repeat >= 0:
                 raw[key].append((time.perf_counter() - start) / steps)
-    smaller = [(work.cost, statistics.median(raw[key])) for key, work in works.items() if key[1:] in SMALLER]
+    smaller = [
+        (work.cost, statistics.median(raw[key]))
+        for key, work in works.items()
+        if key[1:] in SMALLER
+    ]
     machine, fit = constants(smaller)
     accounts = {}
     for key, work in ((key, work) for key, work in works.items() if key[1:] in wanted):
@@ -158,34 +207,57 @@ def scaling(world: Any, args: Any) -> dict[str, Any]:
         compiled = calls[key]._last[2].compiled[0]
         sent = sum(wire_bytes(x, work.mesh.axes) for x in compiled.program.exchanges)
         assert sent == work.cost.received_bytes, "the formula is exact"
-        rows.append({
-            "mesh": name, "axes": dict(work.mesh.axes), "batch": batch,
-            "scaling": [kind for kind, size in batches.items() if size == batch],
-            "s": spread(raw[key]), "model_s": work.cost.seconds(machine),
-            "model_exchange_s": work.cost.exchange_s(machine), "exchange_s": accounts[key]["exchange_s"],
-            "compute_s": accounts[key]["compute_s"], "messages": work.cost.messages,
-            "received_bytes": sent, "operations": work.cost.operations, "weights_bytes": work.cost.weights_bytes,
-            "peak_live_bytes": compiled.peak_live_bytes(), "segments": len(compiled.runnables),
-            "executables": len({id(r.call) for r in compiled.runnables}),
-        })  # fmt: skip
+        rows.append(
+            {
+                "mesh": name,
+                "axes": dict(work.mesh.axes),
+                "batch": batch,
+                "scaling": [kind for kind, size in batches.items() if size == batch],
+                "s": spread(raw[key]),
+                "model_s": work.cost.seconds(machine),
+                "model_exchange_s": work.cost.exchange_s(machine),
+                "exchange_s": accounts[key]["exchange_s"],
+                "compute_s": accounts[key]["compute_s"],
+                "messages": work.cost.messages,
+                "received_bytes": sent,
+                "operations": work.cost.operations,
+                "weights_bytes": work.cost.weights_bytes,
+                "peak_live_bytes": compiled.peak_live_bytes(),
+                "segments": len(compiled.runnables),
+                "executables": len({id(r.call) for r in compiled.runnables}),
+            }
+        )
     return {"ranks": world.size, "rows": rows, "machine": dataclasses.asdict(machine), "fit": fit}
 
 
 def constants(rows: Sequence[tuple[Any, float]]) -> tuple[Any, dict[str, Any]]:
-    """Alpha, beta and operations a second, fitted to steps of smaller models and batches on the same meshes."""
+    """Alpha, beta and operations a second, fitted to steps of smaller models and batches on the
+    same meshes.
+    """
     import numpy as np
     from scipy.optimize import nnls
 
     from jaxcross.tensor import Machine
 
-    table = np.array([(cost.messages, cost.received_bytes, cost.operations, seconds) for cost, seconds in rows], float)
-    relative = table[:, :3] / table[:, 3:]  # relative errors count: else the longest step alone would decide
+    table = np.array(
+        [(cost.messages, cost.received_bytes, cost.operations, seconds) for cost, seconds in rows],
+        float,
+    )
+    relative = (
+        table[:, :3] / table[:, 3:]
+    )  # relative errors count: else the longest step alone would decide
     scale = relative.max(axis=0)
     found = nnls(relative / scale, np.ones(len(table)))[0] / scale
     off = float(np.sqrt(np.mean((relative @ found - 1) ** 2)))
-    none = [name for name, value in zip(("messages", "bytes", "operations"), found, strict=True) if value <= 0]
+    none = [
+        name
+        for name, value in zip(("messages", "bytes", "operations"), found, strict=True)
+        if value <= 0
+    ]
     alpha_s, s_per_byte, s_per_operation = (max(float(value), 1e-15) for value in found)
-    machine = Machine(alpha_s=alpha_s, bytes_per_s=1 / s_per_byte, operations_per_s=1 / s_per_operation)
+    machine = Machine(
+        alpha_s=alpha_s, bytes_per_s=1 / s_per_byte, operations_per_s=1 / s_per_operation
+    )
     return machine, {"relative_rms": off, "found_free": none, "steps": table.tolist()}
 
 
@@ -209,7 +281,11 @@ def calibrate(world: Any, args: Any) -> dict[str, Any]:
     mine = [statistics.fmean(job[key] for job in jobs) for key in ("compute_s", "exchange_s")]
     everywhere = [json.loads(text) for text in world.control.allgather_text(json.dumps(mine))]
     compute_s, exchange_s = (statistics.fmean(values) for values in zip(*everywhere, strict=True))
-    return {"received_bytes": work.cost.received_bytes, "compute_s": compute_s, "exchange_s": exchange_s}
+    return {
+        "received_bytes": work.cost.received_bytes,
+        "compute_s": compute_s,
+        "exchange_s": exchange_s,
+    }
 
 
 def crossover(world: Any, args: Any) -> dict[str, Any]:
@@ -239,14 +315,23 @@ def crossover(world: Any, args: Any) -> dict[str, Any]:
                 raw[name].append((time.perf_counter() - start) / (2 * count))
                 finals[name], summaries[name] = states, report.summary()
     first, second = (jax.tree.leaves(states) for states in finals.values())
-    same = all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(first, second, strict=True))
+    same = all(
+        np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        for a, b in zip(first, second, strict=True)
+    )
     if not same:
         raise SystemExit("crossover and one after the other end in different states")
-    return {"equal_to_the_bit": same, "s_per_job_step": {name: spread(times) for name, times in raw.items()},
-            "accounts": summaries, "received_bytes": [work.cost.received_bytes for work, _ in jobs]}  # fmt: skip
+    return {
+        "equal_to_the_bit": same,
+        "s_per_job_step": {name: spread(times) for name, times in raw.items()},
+        "accounts": summaries,
+        "received_bytes": [work.cost.received_bytes for work, _ in jobs],
+    }
 
 
-def run(world: Any, jobs: Sequence[tuple[Work, Any]], policy: Any, steps: int) -> tuple[Any, list[Any]]:
+def run(
+    world: Any, jobs: Sequence[tuple[Work, Any]], policy: Any, steps: int
+) -> tuple[Any, list[Any]]:
     """Jobs of so many steps, of a work and a step each; the report and the final states."""
     import jax
     import jax.numpy as jnp
@@ -255,13 +340,17 @@ def run(world: Any, jobs: Sequence[tuple[Work, Any]], policy: Any, steps: int) -
 
     def loop(job: Any, work: Work, step: Any) -> Any:
         # Ranks hold other parts of the model, although they draw the same numbers.
-        params = job.restore(jax.tree.map(jnp.array, work.params), mode="local", rank_local=tuple(work.params))
+        params = job.restore(
+            jax.tree.map(jnp.array, work.params), mode="local", rank_local=tuple(work.params)
+        )
         for _ in range(steps):
             params, _ = step(params, work.batch)
         return params
 
     with jaxcross.Runner(world, policy) as runner:
-        added = [runner.add(f"job{n}", loop, work=work, step=step) for n, (work, step) in enumerate(jobs)]
+        added = [
+            runner.add(f"job{n}", loop, work=work, step=step) for n, (work, step) in enumerate(jobs)
+        ]
         report = runner.run()
     return report, [job.state for job in added]
 

@@ -1,4 +1,5 @@
-"""Which rank holds which part? Draws the layouts as `tensor.Mesh` itself cuts them, for the page of that name.
+"""Which rank holds which part? Draws the layouts as `tensor.Mesh` itself cuts them, for the page of
+that name.
 
 python benchmarks/tensor_layouts.py docs/images/tensor-layouts.png
 """
@@ -52,9 +53,23 @@ def main(path: str) -> None:
         for axes, (title, spec) in zip(line, tensors(mesh).items(), strict=True):
             for (row, col, height, width), ranks in holders(mesh, spec).items():
                 colour = colours[ranks[0] % len(colours)]
-                axes.add_patch(Rectangle((col, row), width, height, facecolor=colour, edgecolor="black"))
-                axes.text(col + width / 2, row + height / 2, " ".join(map(str, ranks)), ha="center", va="center")
-            axes.set(xlim=(-0.05, CELLS + 0.05), ylim=(CELLS + 0.05, -0.05), aspect="equal", xticks=[], yticks=[])
+                axes.add_patch(
+                    Rectangle((col, row), width, height, facecolor=colour, edgecolor="black")
+                )
+                axes.text(
+                    col + width / 2,
+                    row + height / 2,
+                    " ".join(map(str, ranks)),
+                    ha="center",
+                    va="center",
+                )
+            axes.set(
+                xlim=(-0.05, CELLS + 0.05),
+                ylim=(CELLS + 0.05, -0.05),
+                aspect="equal",
+                xticks=[],
+                yticks=[],
+            )
             axes.set_frame_on(False)
             if n == 0:
                 axes.set_title(title, fontsize=10)

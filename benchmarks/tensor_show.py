@@ -1,4 +1,6 @@
-"""What `tensor.py` found, told and drawn; and the model's word on meshes that do not fit here. Measures nothing."""
+"""What `tensor.py` found, told and drawn; and the model's word on meshes that do not fit here.
+Measures nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,19 @@ SIZES = ((96, 512, 4096), (384, 512, 2048), (16, 512, 3072))
 
 
 def far(machine: dict[str, float]) -> list[dict[str, Any]]:
-    """A layer's bytes and seconds on 64 ranks, by the model alone: the difference that one more layer makes."""
+    """A layer's bytes and seconds on 64 ranks, by the model alone: the difference that one more
+    layer makes.
+    """
     from jaxcross import tensor
 
     constants, rows = tensor.Machine(**machine), []
     for b, s, h in SIZES:
         for name, sizes in FAR.items():
             one, two = (
-                tensor.step_cost(tensor.Transformer(64 * h, h, n, 64, s, tensor.Mesh(**sizes)), b, s) for n in (1, 2)
+                tensor.step_cost(
+                    tensor.Transformer(64 * h, h, n, 64, s, tensor.Mesh(**sizes)), b, s
+                )
+                for n in (1, 2)
             )
             rows.append({
                 "mesh": name, "sequences": b, "length": s, "features": h, "bs_over_h": b * s / h,
@@ -31,13 +38,19 @@ def far(machine: dict[str, float]) -> list[dict[str, Any]]:
 
 
 def overhead(summary: dict[str, Any]) -> float:
-    """Share of a round in which the lane that sets the pace waited for the host: dispatch and votes."""
+    """Share of a round in which the lane that sets the pace waited for the host: dispatch and
+    votes.
+    """
     return sum(summary["lost_s"][cause] for cause in ("dispatch", "votes")) / summary["period_s"]
 
 
 def speedup(found: dict[str, Any]) -> float:
-    """How much faster two jobs are in crossover: of each repeat, whose two follow each other; the median."""
-    alone, together = (found["s_per_job_step"][name]["raw"] for name in ("one after the other", "crossover"))
+    """How much faster two jobs are in crossover: of each repeat, whose two follow each other; the
+    median.
+    """
+    alone, together = (
+        found["s_per_job_step"][name]["raw"] for name in ("one after the other", "crossover")
+    )
     return statistics.median(a / b for a, b in zip(alone, together, strict=True))
 
 
@@ -45,32 +58,48 @@ def say(result: dict[str, Any]) -> None:
     """The numbers as lines, and what is derived from them into the result."""
     for ranks, part in result["scaling"].items():
         machine, fit = part["machine"], part["fit"]
-        print(f"{ranks} ranks: alpha {machine['alpha_s'] * 1e3:.2f} ms, {machine['bytes_per_s'] / 1e6:.1f} MB/s, "
-              f"{machine['operations_per_s'] / 1e9:.1f} Gflop/s a rank, off by {fit['relative_rms']:.0%}")  # fmt: skip
+        print(
+            f"{ranks} ranks: alpha {machine['alpha_s'] * 1e3:.2f} ms, "
+            f"{machine['bytes_per_s'] / 1e6:.1f} MB/s, {machine['operations_per_s'] / 1e9:.1f} "
+            f"Gflop/s a rank, off by {fit['relative_rms']:.0%}"
+        )  # fmt: skip
         if fit["found_free"]:
             print(
-                f"  the fit cannot tell {' and '.join(fit['found_free'])} from the rest: trust its sums, not its parts"
+                f"  the fit cannot tell {' and '.join(fit['found_free'])} from the rest: trust its "
+                "sums, not its parts"
             )
         for row in part["rows"]:
             row["model_over_measured"] = row["model_s"] / row["s"]["median"]
-            print(f"  {row['mesh']:5} batch {row['batch']:3} {row['s']['median']:.3f} s, model {row['model_s']:.3f} "
-                  f"({row['model_over_measured']:.2f}); computing {row['compute_s']:.3f} s, model "
-                  f"{row['model_s'] - row['model_exchange_s']:.3f}, exchange {row['exchange_s']:.3f} s, model "
-                  f"{row['model_exchange_s']:.3f}; {row['received_bytes'] / 1e6:.1f} MB received, "
-                  f"{row['weights_bytes'] / 1e6:.2f} MB of weights, {row['peak_live_bytes'] / 1e6:.1f} MB at most; "
-                  f"{row['segments']} segments, {row['executables']} executables")  # fmt: skip
+            print(
+                f"  {row['mesh']:5} batch {row['batch']:3} {row['s']['median']:.3f} s, model "
+                f"{row['model_s']:.3f} ({row['model_over_measured']:.2f}); computing "
+                f"{row['compute_s']:.3f} s, model {row['model_s'] - row['model_exchange_s']:.3f}, "
+                f"exchange {row['exchange_s']:.3f} s, model {row['model_exchange_s']:.3f}; "
+                f"{row['received_bytes'] / 1e6:.1f} MB received, {row['weights_bytes'] / 1e6:.2f} "
+                f"MB of weights, {row['peak_live_bytes'] / 1e6:.1f} MB at most; {row['segments']} "
+                f"segments, {row['executables']} executables"
+            )  # fmt: skip
     for part, what in (("crossover", "two 1-D jobs"), ("unlike", "a 1-D and a data-parallel job")):
         found = result[part]
         found["speedup"], summary = speedup(found), found["accounts"]["one after the other"]
-        exchange_s, compute_s = (sum(job[key] for job in summary["jobs"]) for key in ("exchange_s", "compute_s"))
+        exchange_s, compute_s = (
+            sum(job[key] for job in summary["jobs"]) for key in ("exchange_s", "compute_s")
+        )
         found["exchange_share"] = exchange_s / (exchange_s + compute_s)
         steady = {name: account for name, account in found["accounts"].items() if account["lost_s"]}
         found["overhead"] = {name: overhead(account) for name, account in steady.items()}
-        host = f"{max(found['overhead'].values()):.1%}" if steady else "an unknown share: no run reached a steady state"
+        host = (
+            f"{max(found['overhead'].values()):.1%}"
+            if steady
+            else "an unknown share: no run reached a steady state"
+        )
         found_efficiency = found["accounts"]["crossover"]["efficiency"]
         efficiency = "unknown" if found_efficiency is None else f"{found_efficiency:.2f}"
-        print(f"crossover of {what}: {found['speedup']:.2f} times as fast, {found['exchange_share']:.0%} of a step is "
-              f"exchange; bound / T {efficiency}; the host costs {host}")  # fmt: skip
+        print(
+            f"crossover of {what}: {found['speedup']:.2f} times as fast, "
+            f"{found['exchange_share']:.0%} of a step is exchange; bound / T {efficiency}; the "
+            f"host costs {host}"
+        )  # fmt: skip
     for row in result["far"]:
         times = f"{row['exchange_s']:6.1f} s of {row['s']:6.1f} s"
         size = f"{row['received_bytes'] / 1e6:7.0f} MB a layer"
@@ -96,8 +125,18 @@ def draw(result: dict[str, Any], path: str) -> None:
     middle = [row["s"]["median"] for _, row in rows]
     low = [m - row["s"]["p25"] for m, (_, row) in zip(middle, rows, strict=True)]
     high = [row["s"]["p75"] - m for m, (_, row) in zip(middle, rows, strict=True)]
-    left.errorbar(at, middle, yerr=[low, high], fmt="k_", markersize=22, capsize=3, label="measured, quartiles")
-    left.set_xticks(at, [f"{row['mesh']}\n{ranks} ranks\nb = {row['batch']}" for ranks, row in rows])
+    left.errorbar(
+        at,
+        middle,
+        yerr=[low, high],
+        fmt="k_",
+        markersize=22,
+        capsize=3,
+        label="measured, quartiles",
+    )
+    left.set_xticks(
+        at, [f"{row['mesh']}\n{ranks} ranks\nb = {row['batch']}" for ranks, row in rows]
+    )
     left.set_ylabel("seconds a step")
     left.set_title(f"A small GPT over links of {result['rate']}")
     left.legend(frameon=False)
@@ -107,7 +146,10 @@ def draw(result: dict[str, Any], path: str) -> None:
         mesh, values = tensor.Mesh(**sizes), []
         usable = [b for b in batches if b % mesh.size(mesh.batch) == 0]
         for b in usable:
-            one, two = (tensor.step_cost(tensor.Transformer(64 * h, h, n, 64, s, mesh), b, s) for n in (1, 2))
+            one, two = (
+                tensor.step_cost(tensor.Transformer(64 * h, h, n, 64, s, mesh), b, s)
+                for n in (1, 2)
+            )
             values.append((two.received_bytes - one.received_bytes) / 1e6)
         right.loglog([b * s / h for b in usable], values, marker="o", markersize=3, label=name)
     right.axvline(3, color="grey", linewidth=1, linestyle=":")

@@ -2,12 +2,13 @@
 
     python benchmarks/unequal.py [--rate 500mbit] [--json FILE] [--smoke]
 
-Two jobs on two hosts and a real slow link: ResNet-50, and a small Transformer whose step computes and exchanges about
-a tenth as long. Alone, and together in turns by whole steps, by pieces, and by pieces and equal shares, all in one run.
-relative: a job's steps a second over those it makes alone, uncut; progress: their sum, 1 where jobs run one after the
-other, 1.1 in lock step. ResNet-50 alone in pieces overlaps with itself: `relative` and `progress` over that are
-`over_pieces`. A job's rate is of its steps that end while both jobs run, without the first tenth of that time: their
-number less one, over the time from the first one's end to the last one's.
+Two jobs on two hosts and a real slow link: ResNet-50, and a small Transformer whose step computes
+and exchanges about a tenth as long. Alone, and together in turns by whole steps, by pieces, and by
+pieces and equal shares, all in one run. relative: a job's steps a second over those it makes alone,
+uncut; progress: their sum, 1 where jobs run one after the other, 1.1 in lock step. ResNet-50 alone
+in pieces overlaps with itself: `relative` and `progress` over that are `over_pieces`. A job's rate
+is of its steps that end while both jobs run, without the first tenth of that time: their number
+less one, over the time from the first one's end to the last one's.
 """
 
 from __future__ import annotations
@@ -34,13 +35,18 @@ WAYS = {
 
 def main() -> int:
     options = parser_of_hosts(__doc__)
-    options.add_argument("--seconds", type=float, default=40, help="of each run, or so (default %(default)s)")
+    options.add_argument(
+        "--seconds", type=float, default=40, help="of each run, or so (default %(default)s)"
+    )
     options.add_argument("--repeats", type=int, default=3, help="default %(default)s")
     args = options.parse_args()
     if args.worker:
         return worker(args)
     result = on_hosts(__file__, args.rate)
-    print("alone: " + ", ".join(f"{name} {1 / rate:.3f} s a step" for name, rate in result["alone"].items()))
+    print(
+        "alone: "
+        + ", ".join(f"{name} {1 / rate:.3f} s a step" for name, rate in result["alone"].items())
+    )
     for way, row in result["ways"].items():
         each = ", ".join(f"{name} {value:.2f}" for name, value in row["relative"].items())
         print(f"{way:22} relative {each}; progress {row['progress']:.2f}")
@@ -60,7 +66,9 @@ def worker(args: Any) -> int:
     if args.smoke:
         works = {
             "large": workloads.resnet("resnet8", batch_size=2, image_size=32, classes=8),
-            "small": workloads.transformer(layers=1, width=64, length=16, batch_size=2, vocabulary=64),
+            "small": workloads.transformer(
+                layers=1, width=64, length=16, batch_size=2, vocabulary=64
+            ),
         }
     else:
         works = {
@@ -71,14 +79,22 @@ def worker(args: Any) -> int:
 
     def cross(name: str, cut: Any) -> Any:
         return jaxcross.crossover(
-            works[name].make(lambda tree: lax.pmean(tree, "batch")), axes="batch", cut=cut, donate_argnums=0
+            works[name].make(lambda tree: lax.pmean(tree, "batch")),
+            axes="batch",
+            cut=cut,
+            donate_argnums=0,
         )
 
-    steps = {(name, cut): cross(name, cut) for name, cut in (("large", "whole"), ("large", PIECES), ("small", "whole"))}
+    steps = {
+        (name, cut): cross(name, cut)
+        for name, cut in (("large", "whole"), ("large", PIECES), ("small", "whole"))
+    }
     initial = {name: jax.tree.map(np.asarray, work.state(0)) for name, work in works.items()}
     batches = {name: work.batch(world.rank) for name, work in works.items()}
 
-    def run(counts: dict[str, int], cut: Any = "whole", policy: Any = None) -> dict[str, list[float]]:
+    def run(
+        counts: dict[str, int], cut: Any = "whole", policy: Any = None
+    ) -> dict[str, list[float]]:
         """When each step of each job returned, in seconds since the start."""
         ends: dict[str, list[float]] = {name: [] for name in counts}
         begin = time.perf_counter()
@@ -102,7 +118,9 @@ def worker(args: Any) -> int:
     policies = {"round-robin": jaxcross.RoundRobin(), "weighted": jaxcross.Weighted((1, 1))}
     for cut in ("whole", PIECES):
         run(dict.fromkeys(works, 2), cut)  # compiles
-    counts = {name: max(3, round(seconds / 2 * agreed(rates(run({name: 4}))[name]))) for name in works}
+    counts = {
+        name: max(3, round(seconds / 2 * agreed(rates(run({name: 4}))[name]))) for name in works
+    }
     alone: dict[str, list[float]] = {name: [] for name in works}
     in_pieces: list[float] = []
     raw: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
@@ -112,25 +130,45 @@ def worker(args: Any) -> int:
         in_pieces.append(rates(run({"large": counts["large"]}, PIECES))["large"])
         solo = {name: agreed(statistics.median(values)) for name, values in alone.items()}
         for way, (cut, policy) in WAYS.items():
-            # As many steps as both would make in that time if none hindered the other: none ends long before the other.
+            # As many steps as both would make in that time if none hindered the other: none ends
+            # long before the other.
             guess = rates(
-                run({name: max(3, round(seconds / 4 * rate)) for name, rate in solo.items()}, cut, policies[policy])
+                run(
+                    {name: max(3, round(seconds / 4 * rate)) for name, rate in solo.items()},
+                    cut,
+                    policies[policy],
+                )
             )
             plan = {name: max(3, round(seconds * agreed(rate))) for name, rate in guess.items()}
             raw[way].append(rates(run(plan, cut, policies[policy])))
             if world.rank == 0:
-                print(way, {name: round(value / solo[name], 2) for name, value in raw[way][-1].items()}, flush=True)
+                print(
+                    way,
+                    {name: round(value / solo[name], 2) for name, value in raw[way][-1].items()},
+                    flush=True,
+                )
     if world.rank == 0:
         medians = {name: statistics.median(values) for name, values in alone.items()}
         ways = {}
         for way, samples in raw.items():
             relative = {n: statistics.median(s[n] for s in samples) / medians[n] for n in works}
-            over = {**relative, "large": relative["large"] * medians["large"] / statistics.median(in_pieces)}
+            over = {
+                **relative,
+                "large": relative["large"] * medians["large"] / statistics.median(in_pieces),
+            }
             ways[way] = {
-                "relative": relative, "progress": sum(relative.values()), "raw_steps_per_s": samples,
+                "relative": relative,
+                "progress": sum(relative.values()),
+                "raw_steps_per_s": samples,
                 "over_pieces": {"relative": over, "progress": sum(over.values())},
-            }  # fmt: skip
-        facts = {"alone": medians, "raw_alone": alone, "raw_in_pieces": in_pieces, "pieces": PIECES, "ways": ways}
+            }
+        facts = {
+            "alone": medians,
+            "raw_alone": alone,
+            "raw_in_pieces": in_pieces,
+            "pieces": PIECES,
+            "ways": ways,
+        }
         Path(args.worker).write_text(json.dumps(facts))
     return 0
 

@@ -2,10 +2,11 @@
 
     python benchmarks/wire_call.py [--ranks 2] [--json FILE] [--smoke]
 
-All-reduces of float32 between two ranks of one machine: of 4 bytes, 1 MB and 100 MB, and 20 small ones that depend on
-each other. The wires are `mpi4jax` (one executable) and `mpi4py` (the host exchanges between executables); `jit` is
-mpi4jax without this library. All three alternate in one run, which one is first changes by turns, and both ranks enter
-each call together. Times are those of the slower rank, from the call until the result is there, in microseconds.
+All-reduces of float32 between two ranks of one machine: of 4 bytes, 1 MB and 100 MB, and 20 small
+ones that depend on each other. The wires are `mpi4jax` (one executable) and `mpi4py` (the host
+exchanges between executables); `jit` is mpi4jax without this library. All three alternate in one
+run, which one is first changes by turns, and both ranks enter each call together. Times are those
+of the slower rank, from the call until the result is there, in microseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from ranks import start_workers
 from workloads import parser, write_json
 
 # What is exchanged -> float32 elements, exchanges per call, and calls in a block.
-WORK = {"4 B": (1, 1, 100), "20 of 32 B": (8, 20, 50), "1 MB": (250_000, 1, 20), "100 MB": (25_000_000, 1, 1)}
+WORK = {
+    "4 B": (1, 1, 100),
+    "20 of 32 B": (8, 20, 50),
+    "1 MB": (250_000, 1, 20),
+    "100 MB": (25_000_000, 1, 1),
+}
 RIVALS = ("mpi4jax", "mpi4py", "jit")
 
 
@@ -45,13 +51,21 @@ def worker(args: argparse.Namespace) -> int:
         times = found[name] = {rival: [] for rival in RIVALS}
         for n in range(rounds):
             for rival in RIVALS[n % 3 :] + RIVALS[: n % 3]:
-                times[rival].append(microseconds(world, rivals[rival], min(calls, 5) if args.smoke else calls))
+                times[rival].append(
+                    microseconds(world, rivals[rival], min(calls, 5) if args.smoke else calls)
+                )
     if world.rank == 0:
         for name, times in found.items():
             for rival, values in times.items():
                 quartiles = statistics.quantiles(values, n=4)
-                print(f"{name:12} {rival:8} {quartiles[1]:10.1f} us   ({quartiles[0]:.1f} to {quartiles[2]:.1f})")
-            print(f"{name:12} mpi4py over mpi4jax {with_interval(ratios(times['mpi4py'], times['mpi4jax']))}")
+                print(
+                    f"{name:12} {rival:8} {quartiles[1]:10.1f} us   ({quartiles[0]:.1f} to "
+                    f"{quartiles[2]:.1f})"
+                )
+            print(
+                f"{name:12} mpi4py over mpi4jax "
+                f"{with_interval(ratios(times['mpi4py'], times['mpi4jax']))}"
+            )
         write_json(args.json, __doc__, {"raw_us": found, "ranks": world.size, "mpi": world.vendor})
     return 0
 

@@ -1,7 +1,8 @@
 """Train steps that the benchmarks share, and how they write their results. Measures nothing itself.
 
-A workload is `make(exchange)` -> `step(state, batch) -> (state, metrics)`, where `exchange` is applied to the gradients
-and metrics: `lax.pmean` for jaxcross, mpi4jax for its rival, nothing for a plain step.
+A workload is `make(exchange)` -> `step(state, batch) -> (state, metrics)`, where `exchange` is
+applied to the gradients and metrics: `lax.pmean` for jaxcross, mpi4jax for its rival, nothing for a
+plain step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpi4jax", "mpi4py", "numpy")
 class Workload(NamedTuple):
     """A train step with its initial state and one batch.
 
-    `gradients`, where a workload has it: (parameters, statistics, batch) -> ((loss, new statistics), gradients).
+    `gradients`, where a workload has it: (parameters, statistics, batch) -> ((loss, new
+    statistics), gradients).
     """
 
     make: Callable[[Exchange], Callable[[Any, Any], tuple[Any, Any]]]
@@ -45,7 +47,9 @@ class Workload(NamedTuple):
 
 def momentum() -> optax.GradientTransformation:
     """SGD with momentum and weight decay, as ResNets are trained."""
-    return optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9, nesterov=True))
+    return optax.chain(
+        optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9, nesterov=True)
+    )
 
 
 def resnet(
@@ -57,7 +61,8 @@ def resnet(
     tx: optax.GradientTransformation | None = None,
     **options: Any,
 ) -> Workload:
-    """ResNet with momentum SGD and weight decay, or another optimizer, BatchNorm local, metrics averaged.
+    """ResNet with momentum SGD and weight decay, or another optimizer, BatchNorm local, metrics
+    averaged.
 
     Other options are the model's, such as `stage_sizes`.
     """
@@ -93,12 +98,17 @@ def resnet(
     def batch(seed: int) -> Any:
         rng = np.random.default_rng(seed)
         image = rng.standard_normal((batch_size, image_size, image_size, 3), dtype=np.float32)
-        return {"image": jnp.asarray(image), "label": jnp.asarray(rng.integers(0, classes, batch_size))}
+        return {
+            "image": jnp.asarray(image),
+            "label": jnp.asarray(rng.integers(0, classes, batch_size)),
+        }
 
     return Workload(make, state, batch, gradients)
 
 
-def _maker(loss_fn: Callable[[Any, Any], Any], tx: optax.GradientTransformation) -> Callable[[Exchange], Any]:
+def _maker(
+    loss_fn: Callable[[Any, Any], Any], tx: optax.GradientTransformation
+) -> Callable[[Exchange], Any]:
     """Returns the `make` of a workload whose state is its parameters and its optimizer's state."""
 
     def make(exchange: Exchange) -> Any:
@@ -129,7 +139,10 @@ def mlp(*, width: int = 256, batch_size: int = 64) -> Workload:
     def state(seed: int) -> Any:
         rng = np.random.default_rng(seed)
         pairs = itertools.pairwise(sizes)
-        params = [(jnp.asarray(rng.standard_normal(p) * 0.05, jnp.float32), jnp.zeros(p[1])) for p in pairs]
+        params = [
+            (jnp.asarray(rng.standard_normal(p) * 0.05, jnp.float32), jnp.zeros(p[1]))
+            for p in pairs
+        ]
         return params, tx.init(params)
 
     def batch(seed: int) -> Any:
@@ -161,7 +174,9 @@ def convolution(*, channels: int = 8, batch_size: int = 16) -> Workload:
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
     def state(seed: int) -> Any:
-        params = jax.jit(lambda key: model.init(key, jnp.zeros((1, 28, 28, 1))))(jax.random.key(seed))
+        params = jax.jit(lambda key: model.init(key, jnp.zeros((1, 28, 28, 1))))(
+            jax.random.key(seed)
+        )
         return params, tx.init(params)
 
     def batch(seed: int) -> Any:
@@ -203,17 +218,26 @@ class Transformer(nn.Module):
 
 
 def transformer(
-    *, layers: int = 6, width: int = 384, length: int = 128, batch_size: int = 4, vocabulary: int = 4096
+    *,
+    layers: int = 6,
+    width: int = 384,
+    length: int = 128,
+    batch_size: int = 4,
+    vocabulary: int = 4096,
 ) -> Workload:
     """A small language model with AdamW."""
     model, tx = Transformer(layers, width, vocabulary), optax.adamw(1e-3)
 
     def loss_fn(params: Any, batch: Any) -> Any:
         logits = model.apply(params, batch["tokens"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["tokens"][:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits[:, :-1], batch["tokens"][:, 1:]
+        ).mean()
 
     def state(seed: int) -> Any:
-        params = jax.jit(lambda key: model.init(key, jnp.zeros((1, length), jnp.int32)))(jax.random.key(seed))
+        params = jax.jit(lambda key: model.init(key, jnp.zeros((1, length), jnp.int32)))(
+            jax.random.key(seed)
+        )
         return params, tx.init(params)
 
     def batch(seed: int) -> Any:
@@ -224,9 +248,16 @@ def transformer(
 
 
 def in_turn(
-    rivals: Mapping[str, Callable[[Any, Any], Any]], states: dict[str, Any], batch: Any, *, repeats: int, steps: int
+    rivals: Mapping[str, Callable[[Any, Any], Any]],
+    states: dict[str, Any],
+    batch: Any,
+    *,
+    repeats: int,
+    steps: int,
 ) -> dict[str, list[float]]:
-    """Seconds a step of each rival, `steps` at a time, one rival after the other. Two rounds before warm up."""
+    """Seconds a step of each rival, `steps` at a time, one rival after the other. Two rounds before
+    warm up.
+    """
     raw: dict[str, list[float]] = {name: [] for name in rivals}
     for repeat in range(-2, repeats):
         for name, step in rivals.items():
@@ -243,8 +274,12 @@ def in_turn(
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A command line with `--json` and `--smoke`."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", type=out_file, metavar="FILE", help="write medians, spread and raw numbers")
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--json", type=out_file, metavar="FILE", help="write medians, spread and raw numbers"
+    )
     made.add_argument("--smoke", action="store_true", help="toy sizes, only to see that it runs")
     return made
 
@@ -252,7 +287,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def spread(raw: Sequence[float]) -> dict[str, Any]:
     """Median, quartiles and the raw numbers."""
     low, high = (float(np.percentile(raw, q)) for q in (25, 75))
-    return {"median": statistics.median(raw), "p25": low, "p75": high, "min": min(raw), "raw": list(raw)}
+    return {
+        "median": statistics.median(raw),
+        "p25": low,
+        "p75": high,
+        "min": min(raw),
+        "raw": list(raw),
+    }
 
 
 def write_json(path: Path | None, question: str | None, result: dict[str, Any]) -> None:
@@ -261,7 +302,10 @@ def write_json(path: Path | None, question: str | None, result: dict[str, Any]) 
         return
     content = {
         "question": (question or "").splitlines()[0],
-        "command": ["python", *(str(Path(a).name) if i == 0 else a for i, a in enumerate(sys.argv))],
+        "command": [
+            "python",
+            *(str(Path(a).name) if i == 0 else a for i, a in enumerate(sys.argv)),
+        ],
         "versions": versions_of(PACKAGES),
         "machine": machine(),
         **result,
@@ -273,7 +317,9 @@ def kept(path: Path | None, empty: dict[str, Any]) -> dict[str, Any]:
     """Returns `empty`, with what the file of earlier runs has under the same keys."""
     if path is None or not path.is_file():
         return empty
-    return empty | {key: value for key, value in json.loads(path.read_text()).items() if key in empty}
+    return empty | {
+        key: value for key, value in json.loads(path.read_text()).items() if key in empty
+    }
 
 
 def _finite(value: Any) -> Any:

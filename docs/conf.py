@@ -24,7 +24,9 @@ napoleon_use_ivar = True
 
 
 def mark_code(app, what, name, obj, options, lines):
-    """Makes code blocks of a docstring's fences, which reStructuredText takes for text between quotes."""
+    """Makes code blocks of a docstring's fences, which reStructuredText takes for text between
+    quotes.
+    """
     marked, code = [], False
     for line in lines:
         text = line.lstrip()

@@ -3,9 +3,9 @@
     mpirun -n 2 python -m mpi4py examples/basin.py
     mpirun -n 4 python -m mpi4py examples/basin.py --size 400 --steps 2000 --times
 
-Ranks hold blocks of the basin. Those at a wall have fewer neighbours, so the calls of mpi4jax differ by rank. The step
-runs three times: under `jax.jit`, under `jaxcross.crossover`, and as a job of a runner next to a training job that
-exchanges over a named axis. All three end in the same bits.
+Ranks hold blocks of the basin. Those at a wall have fewer neighbours, so the calls of mpi4jax
+differ by rank. The step runs three times: under `jax.jit`, under `jaxcross.crossover`, and as a job
+of a runner next to a training job that exchanges over a named axis. All three end in the same bits.
 """
 
 import argparse
@@ -31,7 +31,9 @@ class Block:
     def __init__(self, rank, ranks, size):
         self.grid = (2, ranks // 2) if ranks % 2 == 0 else (1, ranks)
         if any(size % n for n in self.grid):
-            raise SystemExit(f"--size {size} cannot be divided into {self.grid[0]} times {self.grid[1]} blocks.")
+            raise SystemExit(
+                f"--size {size} cannot be divided into {self.grid[0]} times {self.grid[1]} blocks."
+            )
         self.at = np.unravel_index(rank, self.grid)
         self.shape = tuple(size // n for n in self.grid)
 
@@ -42,7 +44,9 @@ class Block:
         return int(np.ravel_multi_index(at, self.grid)) if 0 <= at[axis] < self.grid[axis] else None
 
     def with_borders(self, field):
-        """The field with its neighbours' nearest rows and columns around it. At walls it is continued."""
+        """The field with its neighbours' nearest rows and columns around it. At walls it is
+        continued.
+        """
         field = jnp.pad(field, 1, "edge")
         for axis in (0, 1):
             for step in (1, -1):
@@ -65,7 +69,9 @@ class Block:
     def start(self, size):
         """A hill of water near one corner, at rest."""
         rows, columns = (np.arange(n) + n * at for n, at in zip(self.shape, self.at, strict=True))
-        hill = np.exp(-((rows[:, None] - size / 3) ** 2 + (columns - size / 4) ** 2) / (size / 12) ** 2)
+        hill = np.exp(
+            -((rows[:, None] - size / 3) ** 2 + (columns - size / 4) ** 2) / (size / 12) ** 2
+        )
         return jnp.asarray(hill, jnp.float32), jnp.zeros(self.shape), jnp.zeros(self.shape)
 
 
@@ -162,11 +168,15 @@ def main():
     together &= equal(trained.state, training(jnp.zeros(16), world.rank, options.steps))
     before, after = (COMM.allreduce(float(jnp.sum(height))) for height in (start[0], alone[0]))
     if not (COMM.allreduce(same, MPI.LAND) and COMM.allreduce(together, MPI.LAND)):
-        raise SystemExit("results differ between jit, crossover alone, and crossover next to another job")
+        raise SystemExit(
+            "results differ between jit, crossover alone, and crossover next to another job"
+        )
     if options.times:
         times = race({"jit": plain, "crossover": crossed}, start, options.steps)
     if world.rank == 0:
-        print(f"{options.steps} steps under jit, in crossover, and next to another job: the same bits")
+        print(
+            f"{options.steps} steps under jit, in crossover, and next to another job: the same bits"
+        )
         print(f"water: {before:.2f} before, {after:.2f} after")
         if options.times:
             print(", ".join(f"{name} {ms:.3f} ms a step" for name, ms in times.items()))

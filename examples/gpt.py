@@ -1,4 +1,5 @@
-"""A small GPT on jaxcross's own documentation, letter by letter: cut over ranks by any mesh, alone and beside a twin.
+"""A small GPT on jaxcross's own documentation, letter by letter: cut over ranks by any mesh, alone
+and beside a twin.
 
     python examples/gpt.py --mesh serial
     mpirun -n 4 python examples/gpt.py --mesh 2d
@@ -6,8 +7,9 @@
     mpirun -n 8 python examples/gpt.py --mesh 2.5d
     mpirun -n 4 python examples/gpt.py --mesh 2d --data FILE
 
-The model is the same on every mesh, and so is what it learns, to rounding. Two jobs with unlike learning rates are
-trained one after the other and in crossover, end in the same bits, and are gathered to write a few letters each.
+The model is the same on every mesh, and so is what it learns, to rounding. Two jobs with unlike
+learning rates are trained one after the other and in crossover, end in the same bits, and are
+gathered to write a few letters each.
 """
 
 import argparse
@@ -26,16 +28,23 @@ import jaxcross
 from jaxcross import tensor
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-ALPHABET = [chr(code) for code in range(32, 127)] + ["\n"]  # 96 letters: divided by 2, 3, 4, 6 and 8 ranks
+ALPHABET = [chr(code) for code in range(32, 127)] + [
+    "\n"
+]  # 96 letters: divided by 2, 3, 4, 6 and 8 ranks
 
 
 def text(file, length):
-    """The file, or every page of the documentation, as numbers below 96. Letters outside the alphabet are left out."""
+    """The file, or every page of the documentation, as numbers below 96. Letters outside the
+    alphabet are left out.
+    """
     number = {letter: n for n, letter in enumerate(ALPHABET)}
     pages = "\n".join(page.read_text() for page in ([file] if file else sorted(DOCS.glob("*.md"))))
     letters = np.array([number[letter] for letter in pages if letter in number], np.int32)
     if len(letters) < length + 2:
-        raise SystemExit(f"{file or DOCS} has {len(letters)} letters of the alphabet: a sequence needs {length + 1}.")
+        raise SystemExit(
+            f"{file or DOCS} has {len(letters)} letters of the alphabet: a sequence needs "
+            f"{length + 1}."
+        )
     return letters
 
 
@@ -48,12 +57,16 @@ def mesh_for(kind, ranks, depth):
     layers = depth if kind == "2.5d" else 1
     side = math.isqrt(ranks // layers)
     if layers * side**2 != ranks:
-        raise SystemExit(f"--mesh {kind} needs {layers} q^2 ranks for a whole q, but there are {ranks}.")
+        raise SystemExit(
+            f"--mesh {kind} needs {layers} q^2 ranks for a whole q, but there are {ranks}."
+        )
     return tensor.Mesh(side=side, depth=layers)
 
 
 def batches(data, steps, batch_size, length, mesh, rank):
-    """This rank's rows of random global batches: the same numbers are drawn on every rank, and cut."""
+    """This rank's rows of random global batches: the same numbers are drawn on every rank, and
+    cut.
+    """
     rng = np.random.default_rng(1)
     for _ in range(steps):
         starts = rng.integers(0, len(data) - length, batch_size)
@@ -78,7 +91,9 @@ def make_step(model, tx):
 
 
 def check_copies(world, model, specs, batch):
-    """Refuses, before the first step, parameters and rows that ranks should hold alike and do not."""
+    """Refuses, before the first step, parameters and rows that ranks should hold alike and do
+    not.
+    """
     mesh, params = model.mesh, tensor.init(model, jax.random.key(0), batch["tokens"], world.rank)
     rows = jax.tree.map(lambda _: PartitionSpec(mesh.batch or None), batch)
 
@@ -114,11 +129,15 @@ def train_all(world, policy, model, step, tx, data, args):
     mesh = model.mesh
 
     def train(job, lr):
-        params = tensor.init(model, jax.random.key(0), jnp.zeros((1, args.length), jnp.int32), world.rank)
+        params = tensor.init(
+            model, jax.random.key(0), jnp.zeros((1, args.length), jnp.int32), world.rank
+        )
         opt_state = tx.init(params)
         opt_state[1].hyperparams["learning_rate"] = jnp.float32(lr)
         state = job.restore((params, opt_state), mode="local")
-        for batch in job.batches(batches(data, args.steps, args.batch_size, args.length, mesh, world.rank)):
+        for batch in job.batches(
+            batches(data, args.steps, args.batch_size, args.length, mesh, world.rank)
+        ):
             state, metrics = step(state, batch)
             job.log(metrics)
         return state, metrics["loss"]
@@ -130,9 +149,15 @@ def train_all(world, policy, model, step, tx, data, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", choices=["serial", "1d", "2d", "2.5d"], default="1d", help="how the model is cut")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="a text to learn instead of the documentation")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mesh", choices=["serial", "1d", "2d", "2.5d"], default="1d", help="how the model is cut"
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="FILE", help="a text to learn instead of the documentation"
+    )
     parser.add_argument("--depth", type=int, default=2, help="layers of a 2.5d mesh")
     parser.add_argument("--lr", type=float, nargs="+", default=[0.001, 0.003], help="one job each")
     parser.add_argument("--steps", type=int, default=300)
@@ -142,7 +167,9 @@ def main():
     parser.add_argument("--heads", type=int, default=24, help="divided by 2, 3, 4, 6 and 8 ranks")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--letters", type=int, default=200, help="that each job writes at the end")
-    parser.add_argument("--loss", type=float, default=2.6, help="below which the best job must come")
+    parser.add_argument(
+        "--loss", type=float, default=2.6, help="below which the best job must come"
+    )
     args = parser.parse_args()
     world = jaxcross.initialize()
     say = print if world.rank == 0 else lambda *_, **__: None
@@ -150,13 +177,19 @@ def main():
     mesh = mesh_for(args.mesh, world.size, args.depth)
     if mesh.ranks == 1:  # as it must be
         warnings.filterwarnings("ignore", message=".*has no exchange")
-    model = tensor.Transformer(len(ALPHABET), args.features, args.layers, args.heads, args.length, mesh)
+    model = tensor.Transformer(
+        len(ALPHABET), args.features, args.layers, args.heads, args.length, mesh
+    )
     specs = tensor.partition(model, jax.ShapeDtypeStruct((1, args.length), jnp.int32))
-    adam = optax.inject_hyperparams(optax.adamw)(learning_rate=0.0)  # rates are data: one executable
+    adam = optax.inject_hyperparams(optax.adamw)(
+        learning_rate=0.0
+    )  # rates are data: one executable
     tx = optax.chain(tensor.clip_by_global_norm(1.0, specs, mesh), adam)
     step = make_step(model, tx)
     data = text(args.data, args.length)
-    check_copies(world, model, specs, next(batches(data, 1, args.batch_size, args.length, mesh, world.rank)))
+    check_copies(
+        world, model, specs, next(batches(data, 1, args.batch_size, args.length, mesh, world.rank))
+    )
 
     _, alone = train_all(world, jaxcross.Sequential(), model, step, tx, data, args)
     report, together = train_all(world, jaxcross.RoundRobin(), model, step, tx, data, args)
@@ -164,7 +197,9 @@ def main():
     gathered = jaxcross.crossover(partial(tensor.gather, specs=specs, mesh=mesh), axes=mesh.axes)
     for lr, state in together.items():
         pairs = zip(jax.tree.leaves(alone[lr]), jax.tree.leaves(state), strict=True)
-        assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs), f"lr {lr}: states differ"
+        assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs), (
+            f"lr {lr}: states differ"
+        )
         (params, _), loss = state
         params = gathered(params) if mesh.inner else params
         say(f"lr {lr}: loss {float(loss):.3f}, in crossover and alone the same bits. It writes:")

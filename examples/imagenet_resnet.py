@@ -1,12 +1,14 @@
-"""ResNet on ImageNet by the reference recipe; several jobs (`--job`) share the accelerator in crossover.
+"""ResNet on ImageNet by the reference recipe; several jobs (`--job`) share the accelerator in
+crossover.
 
     jaxcross data synth DATA
     mpirun -n 2 python examples/imagenet_resnet.py --data-dir DATA --model resnet50 --steps 20 \\
         --job lr=0.1,seed=0 --job lr=0.4,seed=1 --policy compare
 
-SGD with Nesterov momentum, decay of kernels only, linear warm-up and cosine decay, after Goyal et al. (2017).
-`--policy compare` trains the jobs one after the other and again in crossover, in two turns of half the steps each, so
-that a machine that is busy for a while is so for both; and checks that the states are equal.
+SGD with Nesterov momentum, decay of kernels only, linear warm-up and cosine decay, after Goyal et
+al. (2017). `--policy compare` trains the jobs one after the other and again in crossover, in two
+turns of half the steps each, so that a machine that is busy for a while is so for both; and checks
+that the states are equal.
 """
 
 from dataclasses import replace
@@ -62,13 +64,17 @@ def train_step(state, batch, smoothing=0.0):
     new = state.apply_gradients(grads=grads, batch_stats=stats, dynamic_scale=scale)
     if finite is not None:  # float16 overflowed: parameters and momentum stay as they were
         keep = partial(jax.tree.map, partial(jnp.where, finite))
-        new = new.replace(params=keep(new.params, state.params), opt_state=keep(new.opt_state, state.opt_state))
+        new = new.replace(
+            params=keep(new.params, state.params), opt_state=keep(new.opt_state, state.opt_state)
+        )
     return new, metrics
 
 
 def eval_step(state, batch):
     variables = {"params": state.params, "batch_stats": state.batch_stats}
-    return lax.pmean(metrics_of(state.apply_fn(variables, batch["image"], train=False), batch["label"]), "batch")
+    return lax.pmean(
+        metrics_of(state.apply_fn(variables, batch["image"], train=False), batch["label"]), "batch"
+    )
 
 
 def recipe(steps, warmup_steps, weight_decay):
@@ -78,7 +84,9 @@ def recipe(steps, warmup_steps, weight_decay):
 
     def sgd(learning_rate):
         return optax.chain(
-            optax.add_decayed_weights(weight_decay, mask=partial(jax.tree.map, lambda p: p.ndim > 1)),
+            optax.add_decayed_weights(
+                weight_decay, mask=partial(jax.tree.map, lambda p: p.ndim > 1)
+            ),
             optax.trace(decay=0.9, nesterov=True),
             optax.scale_by_schedule(schedule),
             optax.scale_by_learning_rate(learning_rate),
@@ -89,10 +97,16 @@ def recipe(steps, warmup_steps, weight_decay):
 
 def create_state(args, model, tx, init, *, lr, seed):
     variables = init(jax.random.key(seed))
-    scale = dynamic_scale.DynamicScale(scale=jnp.float32(2**16))  # float32, not weakly so: the first step's type lasts
+    scale = dynamic_scale.DynamicScale(
+        scale=jnp.float32(2**16)
+    )  # float32, not weakly so: the first step's type lasts
     stats, scale = variables["batch_stats"], scale if args.precision == "float16" else None
     state = TrainState.create(
-        apply_fn=model.apply, params=variables["params"], tx=tx, batch_stats=stats, dynamic_scale=scale
+        apply_fn=model.apply,
+        params=variables["params"],
+        tx=tx,
+        batch_stats=stats,
+        dynamic_scale=scale,
     )
     state.opt_state.hyperparams["learning_rate"] = jnp.float32(lr)  # type: ignore[attr-defined]
     return state
@@ -102,17 +116,26 @@ def train(args, world, name, step, states, data):
     """Runs all jobs from `states`; returns the report and each job's final state."""
     shared = SharedDecode(data)  # the jobs see the same images, which are decoded once
     steps = data.steps - data.step
-    jobs = [jaxcross.Job(job, step, state, shared.reader(), steps=steps) for job, state in states.items()]
+    jobs = [
+        jaxcross.Job(job, step, state, shared.reader(), steps=steps)
+        for job, state in states.items()
+    ]
     policy = {"sequential": jaxcross.Sequential, "crossover": jaxcross.RoundRobin}[name]()
     report = jaxcross.run(
-        jobs, policy=policy, world=world, link=args.emulated,
-        checkpoints=args.checkpoints and jaxcross.Checkpoints(args.checkpoints, every=args.checkpoint_every),
-    )  # fmt: skip
+        jobs,
+        policy=policy,
+        world=world,
+        link=args.emulated,
+        checkpoints=args.checkpoints
+        and jaxcross.Checkpoints(args.checkpoints, every=args.checkpoint_every),
+    )
     return replace(report, link=report.link or args.link), {job.name: job.state for job in jobs}
 
 
 def same_bits(one, other):
-    equal = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), one, other)
+    equal = jax.tree.map(
+        lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), one, other
+    )
     return all(jax.tree.leaves(equal))
 
 
@@ -122,33 +145,59 @@ def main():
     say = partial(print, flush=True) if world.rank == 0 else lambda *_: None
     cache = Cache(args.cache, disk_bytes=int(args.cache_gb * 1e9)) if args.cache else None
     share = {
-        "batch_size": args.batch_size, "image_size": args.image_size, "rank": world.rank, "size": world.size,
+        "batch_size": args.batch_size,
+        "image_size": args.image_size,
+        "rank": world.rank,
+        "size": world.size,
         "cache": cache,
-    }  # fmt: skip
-    data = train_batches(args.data_dir, **share, steps=args.steps, epochs=None if args.steps else args.epochs)
+    }
+    data = train_batches(
+        args.data_dir, **share, steps=args.steps, epochs=None if args.steps else args.epochs
+    )
     axis = "batch" if args.sync_batch_norm else None
     model = MODELS[args.model](num_classes=data.num_classes, dtype=args.precision, axis_name=axis)
-    warmup = min(5 * data.steps_per_epoch, (data.steps or 0) // 10) if args.warmup_steps is None else args.warmup_steps
+    warmup = (
+        min(5 * data.steps_per_epoch, (data.steps or 0) // 10)
+        if args.warmup_steps is None
+        else args.warmup_steps
+    )
     tx = recipe(data.steps, warmup, args.weight_decay)
     init = jax.jit(lambda key: model.init(key, jnp.zeros((1, args.image_size, args.image_size, 3))))
     step = update_wrapper(partial(train_step, smoothing=args.label_smoothing), train_step)
     step = jaxcross.crossover(step, axes="batch", donate_argnums=0, cut=args.cut)
     evaluate = jaxcross.crossover(eval_step, axes="batch")
-    say(f"{args.model}, {data.steps} steps of {args.batch_size} images on each of {world.size} ranks: {args.policy}")
+    say(
+        f"{args.model}, {data.steps} steps of {args.batch_size} images on each of {world.size} "
+        f"ranks: {args.policy}"
+    )
 
     def states():
-        return {f"job{n} {text}": create_state(args, model, tx, init, **j) for n, (text, j) in enumerate(args.jobs)}
+        return {
+            f"job{n} {text}": create_state(args, model, tx, init, **j)
+            for n, (text, j) in enumerate(args.jobs)
+        }
 
-    if args.policy == "compare":  # else the run that comes first would compile, and get memory, for both
+    if (
+        args.policy == "compare"
+    ):  # else the run that comes first would compile, and get memory, for both
         say("Warming up ...")
-        train(args, world, "crossover", step, states(), train_batches(args.data_dir, **share, steps=WARM_UP))
+        train(
+            args,
+            world,
+            "crossover",
+            step,
+            states(),
+            train_batches(args.data_dir, **share, steps=WARM_UP),
+        )
     ways = ("sequential", "crossover") if args.policy == "compare" else (args.policy,)
     turns = min(TURNS, data.steps) if args.policy == "compare" else 1
     reports, finals = {name: [] for name in ways}, {}
     for start, stop in pairwise(data.steps * turn // turns for turn in range(turns + 1)):
         for name in ways:
             piece = train_batches(args.data_dir, **share, steps=stop, start_step=start)
-            report, finals[name] = train(args, world, name, step, finals.get(name) or states(), piece)
+            report, finals[name] = train(
+                args, world, name, step, finals.get(name) or states(), piece
+            )
             reports[name].append(report)
             say(report)
     if args.policy == "compare":
@@ -158,7 +207,10 @@ def main():
         say(Comparison.of(reports["sequential"], reports["crossover"]).headline)
     scores, (*_, last) = {}, finals.values()
     for job, state in last.items() if args.eval_steps != 0 else ():
-        every = [evaluate(state, batch) for batch in eval_batches(args.data_dir, **share, steps=args.eval_steps)]
+        every = [
+            evaluate(state, batch)
+            for batch in eval_batches(args.data_dir, **share, steps=args.eval_steps)
+        ]
         scores[job] = {key: float(np.mean([metrics[key] for metrics in every])) for key in every[0]}
         say(f"{job}: validation {scores[job]}")
     imagenet_options.write_results(args, world.rank, reports, scores)

@@ -1,9 +1,11 @@
-"""A sweep on handwritten digits: Optuna proposes learning rates and widths, and ends early what falls behind.
+"""A sweep on handwritten digits: Optuna proposes learning rates and widths, and ends early what
+falls behind.
 
     python examples/mnist_sweep.py
     jaxcross launch -n 2 examples/mnist_sweep.py
 
-The digits are the 1,797 images of 8x8 pixels that scikit-learn ships. Started again, a sweep goes on where it stood.
+The digits are the 1,797 images of 8x8 pixels that scikit-learn ships. Started again, a sweep goes
+on where it stood.
 """
 
 import argparse
@@ -17,7 +19,9 @@ from sklearn.datasets import load_digits
 
 import jaxcross
 
-SGD = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0, momentum=0.9)  # rates are data: one executable for all
+SGD = optax.inject_hyperparams(optax.sgd)(
+    learning_rate=0.0, momentum=0.9
+)  # rates are data: one executable for all
 IMAGES, LABELS = load_digits(return_X_y=True)
 ORDER = np.random.default_rng(0).permutation(len(LABELS))  # the same on every rank
 IMAGES, LABELS = IMAGES[ORDER].astype(np.float32) / 16, LABELS[ORDER].astype(np.int32)
@@ -31,7 +35,9 @@ def logits(params, images):
 @jaxcross.crossover(axes="batch", donate_argnums=0)
 def train_step(state, batch):
     def loss_fn(params):
-        return optax.softmax_cross_entropy_with_integer_labels(logits(params, batch["x"]), batch["y"]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits(params, batch["x"]), batch["y"]
+        ).mean()
 
     params, opt_state = state
     grads = jax.lax.pmean(jax.grad(loss_fn)(params), "batch")
@@ -53,7 +59,10 @@ def batches(size=128):
 
 def train(job, lr, width):
     keys = jax.random.split(jax.random.key(0))
-    weights = {"in": jax.random.normal(keys[0], (64, width)) / 8, "out": jax.random.normal(keys[1], (width, 10)) / 8}
+    weights = {
+        "in": jax.random.normal(keys[0], (64, width)) / 8,
+        "out": jax.random.normal(keys[1], (width, 10)) / 8,
+    }
     params = {**weights, "bias": jnp.zeros(10)}
     opt_state = SGD.init(params)
     opt_state.hyperparams["learning_rate"] = jnp.float32(lr)
@@ -66,13 +75,17 @@ def train(job, lr, width):
     return state
 
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--trials", type=int, default=16)
 parser.add_argument("--steps", type=int, default=150)
 parser.add_argument("--folder", default="mnist-sweep")
 args = parser.parse_args()
 world = jaxcross.initialize()
-study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))  # prunes by the median
+study = optuna.create_study(
+    direction="maximize", sampler=optuna.samplers.TPESampler(seed=0)
+)  # prunes by the median
 space = {"lr": optuna.distributions.FloatDistribution(1e-4, 1, log=True), "width": [32, 64]}
 kept = {"trials": args.trials, "folder": args.folder}
 result = jaxcross.sweep(train, study, space=space, metric="accuracy", concurrent=4, **kept)

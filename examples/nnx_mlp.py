@@ -1,9 +1,11 @@
-"""A Flax NNX multilayer perceptron in both NNX idioms, as two jobs in crossover that learn the same bits.
+"""A Flax NNX multilayer perceptron in both NNX idioms, as two jobs in crossover that learn the same
+bits.
 
     python examples/nnx_mlp.py
     mpirun -n 2 python examples/nnx_mlp.py
 
-Each job is an ordinary loop around an ordinary step; `jaxcross.crossover` stands where `nnx.jit` would.
+Each job is an ordinary loop around an ordinary step; `jaxcross.crossover` stands where `nnx.jit`
+would.
 """
 
 import argparse
@@ -75,7 +77,10 @@ def examples(rng, count):
     """Points around one centre a class."""
     centres = np.random.default_rng(0).normal(size=(CLASSES, FEATURES))
     y = rng.integers(CLASSES, size=count)
-    return {"x": (centres[y] + 0.8 * rng.normal(size=(count, FEATURES))).astype(np.float32), "y": y.astype(np.int32)}
+    return {
+        "x": (centres[y] + 0.8 * rng.normal(size=(count, FEATURES))).astype(np.float32),
+        "y": y.astype(np.int32),
+    }
 
 
 def batches(steps, batch_size, world):
@@ -84,7 +89,9 @@ def batches(steps, batch_size, world):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=64, help="examples a rank")
     parser.add_argument("--hidden", type=int, default=64)
@@ -94,7 +101,12 @@ def main():
 
     with jaxcross.Runner(world) as runner:
         jobs = [
-            runner.add(job.__name__, job, hidden=args.hidden, data=batches(args.steps, args.batch_size, world))
+            runner.add(
+                job.__name__,
+                job,
+                hidden=args.hidden,
+                data=batches(args.steps, args.batch_size, world),
+            )
             for job in (functional, objects)
         ]
         report = runner.run()

@@ -1,11 +1,13 @@
-"""Two parameter-server jobs in crossover: while one pushes gradients and pulls parameters, the other computes.
+"""Two parameter-server jobs in crossover: while one pushes gradients and pulls parameters, the
+other computes.
 
     mpirun -n 2 python examples/parameter_servers.py
     mpirun -n 2 python examples/parameter_servers.py --staleness 0 2
 
-Each rank is a worker, and the server of its part of the parameters. A rank waits for another only where it is more than
-`--staleness` steps ahead; `inf`, the default of both jobs, is asynchronous training. With 0 a job repeats to the bit,
-and the example checks that crossing over changes nothing.
+Each rank is a worker, and the server of its part of the parameters. A rank waits for another only
+where it is more than `--staleness` steps ahead; `inf`, the default of both jobs, is asynchronous
+training. With 0 a job repeats to the bit, and the example checks that crossing over changes
+nothing.
 """
 
 import argparse
@@ -35,19 +37,26 @@ def logits(params, x):
 @jax.jit
 @jax.value_and_grad
 def loss_and_gradient(params, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(logits(params, batch["x"]), batch["y"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits(params, batch["x"]), batch["y"]
+    ).mean()
 
 
 def examples(rng, count):
     """Points around one centre a class."""
     centres = np.random.default_rng(0).normal(size=(CLASSES, FEATURES))
     y = rng.integers(CLASSES, size=count)
-    return {"x": (centres[y] + 0.8 * rng.normal(size=(count, FEATURES))).astype(np.float32), "y": y.astype(np.int32)}
+    return {
+        "x": (centres[y] + 0.8 * rng.normal(size=(count, FEATURES))).astype(np.float32),
+        "y": y.astype(np.int32),
+    }
 
 
 def train(job, staleness, args, rank):
     rng = np.random.default_rng((1, rank))  # every rank draws examples of its own
-    with jaxcross.ParameterServer(init(args.hidden), optax.sgd(args.lr), staleness=staleness) as server:
+    with jaxcross.ParameterServer(
+        init(args.hidden), optax.sgd(args.lr), staleness=staleness
+    ) as server:
         params = server.params
         for _ in range(args.steps):
             loss, grads = loss_and_gradient(params, examples(rng, args.batch_size))
@@ -59,7 +68,13 @@ def train(job, staleness, args, rank):
 def run(world, policy, args):
     with jaxcross.Runner(world, policy) as runner:
         jobs = [
-            runner.add(f"{n}, staleness {staleness:g}", train, staleness=staleness, args=args, rank=world.rank)
+            runner.add(
+                f"{n}, staleness {staleness:g}",
+                train,
+                staleness=staleness,
+                args=args,
+                rank=world.rank,
+            )
             for n, staleness in enumerate(args.staleness)
         ]
         report = runner.run()
@@ -67,8 +82,12 @@ def run(world, policy, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--staleness", type=float, nargs="+", default=[float("inf")] * 2, help="one a job")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--staleness", type=float, nargs="+", default=[float("inf")] * 2, help="one a job"
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=64, help="examples a rank")
     parser.add_argument("--hidden", type=int, default=64)
@@ -85,7 +104,9 @@ def main():
     for staleness, before, after in zip(args.staleness, alone, together, strict=True):
         accuracy = float(jnp.mean(jnp.argmax(logits(after, test["x"]), -1) == test["y"]))
         if staleness == 0:
-            assert jax.tree.all(jax.tree.map(jnp.array_equal, before, after)), "without staleness, runs are equal"
+            assert jax.tree.all(jax.tree.map(jnp.array_equal, before, after)), (
+                "without staleness, runs are equal"
+            )
         say(f"staleness {staleness:g}: test accuracy {accuracy:.3f}")
         assert accuracy >= args.accuracy, accuracy
 

@@ -1,7 +1,9 @@
-"""ResNet v1.5 in Linen: 18, 34, 50, 101, 152 and 200 layers (He et al., 2015; the stride is in the 3x3 convolution).
+"""ResNet v1.5 in Linen: 18, 34, 50, 101, 152 and 200 layers (He et al., 2015; the stride is in the
+3x3 convolution).
 
-After Flax's ImageNet example. `axis_name` synchronises BatchNorm over that axis; parameters stay float32 whatever
-`dtype` the layers compute in; the last BatchNorm of a block starts at zero, so that a block starts as the identity.
+After Flax's ImageNet example. `axis_name` synchronises BatchNorm over that axis; parameters stay
+float32 whatever `dtype` the layers compute in; the last BatchNorm of a block starts at zero, so
+that a block starts as the identity.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +46,9 @@ class BottleneckBlock(nn.Module):
         y = self.conv(self.filters * 4, (1, 1))(y)
         y = self.norm(scale_init=nn.initializers.zeros_init())(y)
         if x.shape != y.shape:
-            x = self.conv(self.filters * 4, (1, 1), (self.strides, self.strides), name="conv_proj")(x)
+            x = self.conv(self.filters * 4, (1, 1), (self.strides, self.strides), name="conv_proj")(
+                x
+            )
             x = self.norm(name="norm_proj")(x)
         return nn.relu(x + y)
 
@@ -70,22 +74,28 @@ class ResNet(nn.Module):
             dtype=self.dtype,
             axis_name=self.axis_name if train else None,
         )
-        x = conv(self.num_filters, (7, 7), (2, 2), padding=[(3, 3), (3, 3)], name="conv_init")(x.astype(self.dtype))
+        x = conv(self.num_filters, (7, 7), (2, 2), padding=[(3, 3), (3, 3)], name="conv_init")(
+            x.astype(self.dtype)
+        )
         x = nn.relu(norm(name="bn_init")(x))
         x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
         for stage, blocks in enumerate(self.stage_sizes):
             for place in range(blocks):
                 strides = 2 if stage > 0 and place == 0 else 1
-                x = self.block(self.num_filters * 2**stage, strides=strides, conv=conv, norm=norm)(x)
+                x = self.block(self.num_filters * 2**stage, strides=strides, conv=conv, norm=norm)(
+                    x
+                )
         x = jnp.mean(x, axis=(1, 2))
         return nn.Dense(self.num_classes, dtype=self.dtype)(x).astype(jnp.float32)
 
 
-def convolve(x: jax.Array, kernel: jax.Array, strides: Sequence[int], padding: Any, **options: Any) -> jax.Array:
+def convolve(
+    x: jax.Array, kernel: jax.Array, strides: Sequence[int], padding: Any, **options: Any
+) -> jax.Array:
     """`lax.conv_general_dilated`, but a 1x1 kernel is what it is, a matrix.
 
-    On a CPU, XLA is about twice as fast at the product's weight gradient as at the convolution's, which takes a quarter
-    off ResNet-50's step.
+    On a CPU, XLA is about twice as fast at the product's weight gradient as at the convolution's,
+    which takes a quarter off ResNet-50's step.
     """
     if kernel.shape[:2] != (1, 1):
         return jax.lax.conv_general_dilated(x, kernel, strides, padding, **options)
@@ -95,7 +105,9 @@ def convolve(x: jax.Array, kernel: jax.Array, strides: Sequence[int], padding: A
 
 
 MODELS: dict[str, Callable[..., ResNet]] = {
-    "resnet8": partial(ResNet, stage_sizes=(1, 1, 1), block=BasicBlock, num_filters=16),  # for tests
+    "resnet8": partial(
+        ResNet, stage_sizes=(1, 1, 1), block=BasicBlock, num_filters=16
+    ),  # for tests
     "resnet18": partial(ResNet, stage_sizes=(2, 2, 2, 2), block=BasicBlock),
     "resnet34": partial(ResNet, stage_sizes=(3, 4, 6, 3), block=BasicBlock),
     "resnet50": partial(ResNet, stage_sizes=(3, 4, 6, 3), block=BottleneckBlock),

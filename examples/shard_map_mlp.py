@@ -1,10 +1,12 @@
-"""A data- and tensor-parallel network as written for a mesh of accelerators; on such a mesh, and the same over MPI.
+"""A data- and tensor-parallel network as written for a mesh of accelerators; on such a mesh, and
+the same over MPI.
 
     python examples/shard_map_mlp.py --devices 8 --save devices.npz
     mpirun -n 8 python examples/shard_map_mlp.py --save ranks.npz --compare devices.npz
 
-The step is a `jax.shard_map` and knows nothing of jaxcross: JAX itself inserts the exchanges of its gradients. For the
-ranks, its mesh is an abstract one. Both ways end in the same parameters, to rounding.
+The step is a `jax.shard_map` and knows nothing of jaxcross: JAX itself inserts the exchanges of its
+gradients. For the ranks, its mesh is an abstract one. Both ways end in the same parameters, to
+rounding.
 """
 
 import argparse
@@ -35,7 +37,9 @@ def make_train_step(mesh, rate=0.05, decay=0.9):
             y = x * layer["scale"] * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
             y = jax.nn.gelu(y @ layer["up"] + layer["bias"])
             x = x + lax.psum(y @ layer["down"], "tensor")
-        own = jnp.take_along_axis(jax.nn.log_softmax(x @ params["head"]), batch["label"][:, None], -1)
+        own = jnp.take_along_axis(
+            jax.nn.log_softmax(x @ params["head"]), batch["label"][:, None], -1
+        )
         return lax.pmean(-jnp.mean(own), "data")
 
     @jax.jit
@@ -56,10 +60,14 @@ def first_state(seed=0):
         return (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
 
     layers = [
-        {"up": normal(FEATURES, HIDDEN), "bias": np.zeros(HIDDEN, np.float32), "down": normal(HIDDEN, FEATURES),
-         "scale": np.ones(FEATURES, np.float32)}
+        {
+            "up": normal(FEATURES, HIDDEN),
+            "bias": np.zeros(HIDDEN, np.float32),
+            "down": normal(HIDDEN, FEATURES),
+            "scale": np.ones(FEATURES, np.float32),
+        }
         for _ in range(LAYERS)
-    ]  # fmt: skip
+    ]
     params = {"layers": layers, "head": normal(FEATURES, CLASSES)}
     return {"params": params, "momentum": jax.tree.map(np.zeros_like, params)}
 
@@ -116,13 +124,21 @@ def on_ranks(axes, args, world):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, help="run on so many XLA devices of this process, without jaxcross")
-    parser.add_argument("--tensor", type=int, default=2, help="ranks or devices along `tensor`; the rest are `data`")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--devices", type=int, help="run on so many XLA devices of this process, without jaxcross"
+    )
+    parser.add_argument(
+        "--tensor", type=int, default=2, help="ranks or devices along `tensor`; the rest are `data`"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rows", type=int, default=64, help="of a batch, over all ranks")
     parser.add_argument("--save", metavar="FILE", help="write the global parameters (.npz)")
-    parser.add_argument("--compare", metavar="FILE", help="parameters that must be reached, to rounding")
+    parser.add_argument(
+        "--compare", metavar="FILE", help="parameters that must be reached, to rounding"
+    )
     args = parser.parse_args()
     if args.devices:
         jax.config.update("jax_num_cpu_devices", args.devices)
@@ -136,7 +152,10 @@ def main():
     params, loss = on_devices(axes, args) if args.devices else on_ranks(axes, args, world)
     if rank == 0:
         print(f"{size} {'devices' if args.devices else 'ranks'}, {axes}: loss {float(loss):.4f}")
-        flat = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
+        flat = {
+            jax.tree_util.keystr(path): np.asarray(x)
+            for path, x in jax.tree.leaves_with_path(params)
+        }
         if args.save:
             np.savez(args.save, **flat)
         if args.compare:

@@ -1,6 +1,8 @@
-"""Several distributed JAX training jobs share one accelerator; one job's exchange hides behind another's computation.
+"""Several distributed JAX training jobs share one accelerator; one job's exchange hides behind
+another's computation.
 
-    crossover        a train step -> the same step over MPI, cut into compute and collective segments
+    crossover        a train step -> the same step over MPI, cut into compute and collective
+                     segments
     Runner           several jobs, taking turns on this rank's device
     fuse             tiny jobs of one step become one program, where that is measured to be faster
     sweep            many trials of one training function, a few at a time
@@ -11,14 +13,16 @@
     program          trace, cut, compile: the step as data
     data             ImageNet-format records, sharded, resumable, decoded once
     estimate         how much faster several jobs of a step would run, from a few steps of one
-    plan             decisions before a run: which jobs share ranks, how they take turns, how much compression
+    plan             decisions before a run: which jobs share ranks, how they take turns, how much
+                     compression
     report           what happened, as a table, JSON, a trace and a picture
 
 Importing jaxcross starts neither MPI nor a device; `initialize` does.
 
-Folders: a step is compiled by `step`, `program`, `wire`; a loop is run by `jobs`, `runtime`, `interleave`. Below both
-are `world` and `health`. A step uses `exchange`, `tensor`, `server`; a run uses `data`, `checkpoint`, `report`, `plan`.
-Tools are `commands` and `lab`. `_jax_compat` is the only file with private names of JAX. Each folder lists its files.
+Folders: a step is compiled by `step`, `program`, `wire`; a loop is run by `jobs`, `runtime`,
+`interleave`. Below both are `world` and `health`. A step uses `exchange`, `tensor`, `server`; a run
+uses `data`, `checkpoint`, `report`, `plan`. Tools are `commands` and `lab`. `_jax_compat` is the
+only file with private names of JAX. Each folder lists its files.
 """
 
 from typing import TYPE_CHECKING, Any

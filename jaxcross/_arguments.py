@@ -1,4 +1,6 @@
-"""Whole numbers among arguments, and the positions of arguments, as `static_argnums` and `donate_argnums` have them."""
+"""Whole numbers among arguments, and the positions of arguments, as `static_argnums` and
+`donate_argnums` have them.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,35 @@ def as_numbers(value: Any, name: str) -> tuple[int, ...]:
         numbers = (value,)
     if not all(map(is_whole, numbers)):
         raise TypeError(
-            f"`{name}` is `{value!r}`: it is the number of a positional argument, such as 0, or a sequence of numbers,"
-            " such as (0, 1)."
+            f"`{name}` is `{value!r}`: it is the number of a positional argument, such as 0, or a "
+            "sequence of numbers, such as (0, 1)."
         )
     return tuple(int(n) for n in numbers)
 
 
 def positions(numbers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Argument numbers of a call with `count` positional arguments, the negative ones counted from its end."""
+    """Argument numbers of a call with `count` positional arguments, the negative ones counted from
+    its end.
+    """
     return tuple(n + count if n < 0 else n for n in numbers)
 
 
 def by_position(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[int]
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    numbers: Sequence[int],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call in which arguments of these numbers stand in their places, also if it gives them by name, as for `jit`."""
+    """A call in which arguments of these numbers stand in their places, also if it gives them by
+    name, as for `jit`.
+    """
     if not kwargs or max(numbers, default=-1) < len(args):
         return args, kwargs
     try:
         call = inspect.signature(function).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # not a valid call, as making it will show, or a function without a signature
+    except (
+        TypeError,
+        ValueError,
+    ):  # not a valid call, as making it will show, or a function without a signature
         return args, kwargs
     return call.args, call.kwargs

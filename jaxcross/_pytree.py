@@ -1,4 +1,6 @@
-"""A job's state as named host arrays, and back. Nothing here reads or writes files, or communicates."""
+"""A job's state as named host arrays, and back. Nothing here reads or writes files, or
+communicates.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,17 @@ import numpy as np
 from jaxcross._jax_compat import weakly_typed
 
 PyTree: TypeAlias = Any  # nested containers of arrays: JAX has no type for them
-TreeDef: TypeAlias = Any  # `jax.tree_util.PyTreeDef`, which comes from a compiled module without types
+TreeDef: TypeAlias = (
+    Any  # `jax.tree_util.PyTreeDef`, which comes from a compiled module without types
+)
 
 # Python's numbers, and the type that holds each on disk.
 _NUMBERS: dict[str, tuple[type, type]] = {
-    "bool": (bool, np.bool_), "int": (int, np.int64), "float": (float, np.float64), "complex": (complex, np.complex128),
-}  # fmt: skip
+    "bool": (bool, np.bool_),
+    "int": (int, np.int64),
+    "float": (float, np.float64),
+    "complex": (complex, np.complex128),
+}
 KINDS = frozenset({"jax", "key", "numpy", "generic", *_NUMBERS})
 
 
@@ -28,7 +35,8 @@ class Form:
     """Kind, type and shape of a leaf, without its values.
 
     Attributes:
-        kind: A JAX array, a random key, a NumPy array, a NumPy scalar, or the name of a type of Python's numbers.
+        kind: A JAX array, a random key, a NumPy array, a NumPy scalar, or the name of a type of
+            Python's numbers.
         dtype: Of the array on disk; of a key, that of its words.
         shape: Of the array on disk.
         weak: Whether JAX takes its type for a Python number's, which decides the types of results.
@@ -46,7 +54,9 @@ class Form:
         return f"{what}{list(self.shape)}"
 
     def fits(self, other: Form) -> bool:
-        """Whether a step would take one in the other's place: as JAX sees them, of one type and shape."""
+        """Whether a step would take one in the other's place: as JAX sees them, of one type and
+        shape.
+        """
         mine, theirs = (jax.dtypes.canonicalize_dtype(np.dtype(f.dtype)) for f in (self, other))
         return (self.shape, self.impl, mine) == (other.shape, other.impl, theirs)
 
@@ -89,23 +99,32 @@ def snapshot(state: Any) -> dict[str, Leaf]:
 
 
 def digests(state: Any, paths: Collection[str]) -> dict[str, str]:
-    """Returns digests of the leaves at these paths. Waits until they are computed; on a CPU it reads them in place.
+    """Returns digests of the leaves at these paths. Waits until they are computed; on a CPU it
+    reads them in place.
 
     Raises:
         TypeError: A leaf is neither an array nor a number.
     """
-    return {path: digest(_form(path, leaf), on_host(leaf)) for path, leaf in _paths(state) if path in paths}
+    return {
+        path: digest(_form(path, leaf), on_host(leaf))
+        for path, leaf in _paths(state)
+        if path in paths
+    }
 
 
 def on_host(leaf: Any) -> np.ndarray:
-    """Returns a leaf as an array of NumPy, of a random key its words. Waits until it is computed."""
+    """Returns a leaf as an array of NumPy, of a random key its words. Waits until it is
+    computed.
+    """
     is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.ascontiguousarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def digest(form: Form, array: np.ndarray) -> str:
     """Returns a digest of the form and of all bytes."""
-    content = hashlib.sha256(repr(form).encode())  # processors have instructions for it: 1.5 GB/s, blake2b 0.6
+    content = hashlib.sha256(
+        repr(form).encode()
+    )  # processors have instructions for it: 1.5 GB/s, blake2b 0.6
     content.update(array.reshape(-1).view(np.uint8).data)
     return content.hexdigest()
 
@@ -118,14 +137,22 @@ def unlike(wanted: Mapping[str, Form], found: Mapping[str, Form]) -> str | None:
         if not form.fits(found[path]):
             return f"its leaf `{path or 'state'}` is {found[path]}, not {form}"
     more = next((path for path in found if path not in wanted), None)
-    return None if more is None else f"it has a leaf `{more or 'state'}`, for which there is no place"
+    return (
+        None if more is None else f"it has a leaf `{more or 'state'}`, for which there is no place"
+    )
 
 
 def narrowed(found: Mapping[str, Form]) -> str | None:
-    """The first array of `found` that JAX would make narrower here, in words: 64 bits need its own setting."""
+    """The first array of `found` that JAX would make narrower here, in words: 64 bits need its own
+    setting.
+    """
     for path, form in found.items():
-        if form.kind == "jax" and jax.dtypes.canonicalize_dtype(np.dtype(form.dtype)) != np.dtype(form.dtype):
-            return f"its leaf `{path or 'state'}` is {form}, which JAX has only with `jax_enable_x64`"
+        if form.kind == "jax" and jax.dtypes.canonicalize_dtype(np.dtype(form.dtype)) != np.dtype(
+            form.dtype
+        ):
+            return (
+                f"its leaf `{path or 'state'}` is {form}, which JAX has only with `jax_enable_x64`"
+            )
     return None
 
 
@@ -136,11 +163,16 @@ def rebuild(target: Any, forms: Mapping[str, Form], arrays: Mapping[str, np.ndar
 
 
 def _paths(state: Any) -> list[tuple[str, Any]]:
-    pairs = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+    pairs = [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    ]
     names = [path for path, _ in pairs]
     if len(set(names)) < len(names):
         twice = next(path for n, path in enumerate(names) if path in names[:n])
-        raise TypeError(f"two leaves of the state are called `{twice}`: a checkpoint could not tell them apart")
+        raise TypeError(
+            f"two leaves of the state are called `{twice}`: a checkpoint could not tell them apart"
+        )
     return pairs
 
 
@@ -148,7 +180,12 @@ def _form(path: str, leaf: Any) -> Form:
     if isinstance(leaf, jax.Array):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             words = jax.eval_shape(jax.random.key_data, leaf)
-            return Form(kind="key", dtype=words.dtype.name, shape=words.shape, impl=str(jax.random.key_impl(leaf)))
+            return Form(
+                kind="key",
+                dtype=words.dtype.name,
+                shape=words.shape,
+                impl=str(jax.random.key_impl(leaf)),
+            )
         return Form(kind="jax", dtype=leaf.dtype.name, shape=leaf.shape, weak=bool(leaf.weak_type))
     if isinstance(leaf, np.ndarray | np.generic) and numeric(leaf.dtype):
         kind = "numpy" if isinstance(leaf, np.ndarray) else "generic"
@@ -157,8 +194,8 @@ def _form(path: str, leaf: Any) -> Form:
     if name in _NUMBERS and type(leaf) is _NUMBERS[name][0]:
         return Form(kind=name, dtype=np.dtype(_NUMBERS[name][1]).name, shape=())
     raise TypeError(
-        f"`{path or 'state'}` of the state is of type `{name}`: a checkpoint holds arrays and numbers. Leave texts and "
-        "other objects out of the state."
+        f"`{path or 'state'}` of the state is of type `{name}`: a checkpoint holds arrays and "
+        "numbers. Leave texts and other objects out of the state."
     )
 
 
@@ -172,7 +209,8 @@ def _leaf(form: Form, array: np.ndarray, like: Any) -> Any:
         return _NUMBERS[form.kind][0](array[()])
     if form.kind in ("numpy", "generic"):
         return np.array(array) if form.kind == "numpy" else array[()]
-    # What a step left where it chose stays free to go elsewhere; what was pinned to a place is pinned there again.
+    # What a step left where it chose stays free to go elsewhere; what was pinned to a place is
+    # pinned there again.
     place = like.sharding if isinstance(like, jax.Array) and like.committed else None
     if form.kind == "key":
         # By the target's own generator: one of the user's goes by no name.
@@ -183,16 +221,26 @@ def _leaf(form: Form, array: np.ndarray, like: Any) -> Any:
 
 
 def buffer_of(array: jax.Array) -> Hashable:
-    """Returns a key that is the same for all arrays in the same memory, however many objects of JAX there are."""
+    """Returns a key that is the same for all arrays in the same memory, however many objects of JAX
+    there are.
+    """
     try:
         if array.is_fully_addressable and len(array.sharding.device_set) > 1:
             return tuple(shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards)
         return array.unsafe_buffer_pointer()
-    except (AttributeError, RuntimeError, ValueError):  # the backend doesn't say, or the array was donated
+    except (
+        AttributeError,
+        RuntimeError,
+        ValueError,
+    ):  # the backend doesn't say, or the array was donated
         return id(array)
 
 
 def arrays_by_buffer(tree: PyTree) -> dict[Hashable, jax.Array]:
     """Returns the JAX arrays of a tree: one for each buffer, none that was donated."""
-    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not leaf.is_deleted())
+    arrays = (
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted()
+    )
     return {buffer_of(array): array for array in arrays}

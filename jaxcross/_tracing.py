@@ -1,4 +1,6 @@
-"""The step that this context traces, for library code that the step calls: `Mesh`, and the exchanges."""
+"""The step that this context traces, for library code that the step calls: `Mesh`, and the
+exchanges.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any, NamedTuple, final
 
 
 class ExchangedLeaf(NamedTuple):
-    """A leaf that an exchange returned: the leaf, the exchange's name, and the axes that it went over."""
+    """A leaf that an exchange returned: the leaf, the exchange's name, and the axes that it went
+    over.
+    """
 
     leaf: weakref.ref[Any]
     by: str
@@ -23,7 +27,8 @@ class Tracing:
 
     Attributes:
         axes: The step's axes, outermost first: JAX's own environment of axes forgets their order.
-        running: The exchanges whose `update` is being traced, the outermost first, each with its axes.
+        running: The exchanges whose `update` is being traced, the outermost first, each with its
+            axes.
     """
 
     __slots__ = ("_exchanged", "axes", "running")
@@ -31,12 +36,16 @@ class Tracing:
     def __init__(self, axes: Iterable[str] = ()) -> None:
         self.axes = tuple(axes)
         self.running: list[tuple[str, frozenset[Hashable]]] = []
-        self._exchanged: dict[int, ExchangedLeaf] = {}  # by the identity of a leaf, as long as it lives
+        self._exchanged: dict[
+            int, ExchangedLeaf
+        ] = {}  # by the identity of a leaf, as long as it lives
 
     def note_exchanged(self, leaf: Any, by: str, axes: frozenset[Hashable]) -> None:
         """Notes that an exchange returned this array or tracer. Does not keep it alive."""
         key, exchanged = id(leaf), self._exchanged
-        exchanged[key] = ExchangedLeaf(weakref.ref(leaf, lambda _: exchanged.pop(key, None)), by, axes)
+        exchanged[key] = ExchangedLeaf(
+            weakref.ref(leaf, lambda _: exchanged.pop(key, None)), by, axes
+        )
 
     def exchanged(self, leaf: Any) -> ExchangedLeaf | None:
         """Returns what was noted of a leaf, if it came out of an exchange."""

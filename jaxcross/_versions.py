@@ -1,8 +1,10 @@
-"""The versions of JAX and mpi4jax that jaxcross works with, and the remedies for others. Pure, and imports neither.
+"""The versions of JAX and mpi4jax that jaxcross works with, and the remedies for others. Pure, and
+imports neither.
 
-mpi4jax has no wheels. Its build compiles against the newest jaxlib that the installer finds, even if an older one is
-installed, and XLA refuses calls that were compiled against a newer interface than its own. The remedy is to pin jaxlib
-in the build environment: pip 25.3 and later read `PIP_BUILD_CONSTRAINT` for it, earlier ones `PIP_CONSTRAINT`.
+mpi4jax has no wheels. Its build compiles against the newest jaxlib that the installer finds, even
+if an older one is installed, and XLA refuses calls that were compiled against a newer interface
+than its own. The remedy is to pin jaxlib in the build environment: pip 25.3 and later read
+`PIP_BUILD_CONSTRAINT` for it, earlier ones `PIP_CONSTRAINT`.
 """
 
 from __future__ import annotations
@@ -12,12 +14,17 @@ JAX_FROM, JAX_BELOW = (0, 10), (0, 13)
 
 
 def unsupported_jax(version: str) -> str:
-    """Returns why jaxcross can't use this version of JAX and what to install, or an empty text if it can."""
+    """Returns why jaxcross can't use this version of JAX and what to install, or an empty text if
+    it can.
+    """
     first, last = f"{JAX_FROM[0]}.{JAX_FROM[1]}", f"{JAX_BELOW[0]}.{JAX_BELOW[1] - 1}"
     if JAX_FROM <= tuple(map(int, version.split(".")[:2])) < JAX_BELOW:
         return ""
     wanted = f"jax>={first},<{JAX_BELOW[0]}.{JAX_BELOW[1]}"
-    return f"jaxcross needs jax {first} to {last}; this is {version}. Install one of these: `pip install '{wanted}'`."
+    return (
+        f"jaxcross needs jax {first} to {last}; this is {version}. Install one of these: `pip "
+        f"install '{wanted}'`."
+    )
 
 
 def mpi4jax_fault(error: str, jaxlib: str) -> str:
@@ -30,7 +37,9 @@ def mpi4jax_fault(error: str, jaxlib: str) -> str:
 
 
 def mpi4jax_remedy(jaxlib: str) -> str:
-    """Returns the lines that build mpi4jax for the installed MPI and jaxlib, and how to do without it."""
+    """Returns the lines that build mpi4jax for the installed MPI and jaxlib, and how to do without
+    it.
+    """
     return f"""Build it for the MPI of your `mpicc` and the installed jaxlib, without CUDA, as it's called on the host:
     echo "jaxlib=={jaxlib}" > build.txt
     export PIP_CONSTRAINT=$PWD/build.txt PIP_BUILD_CONSTRAINT=$PWD/build.txt CUDA_PATH=/dev/null

@@ -14,10 +14,15 @@ INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line. Each command's module adds its own part and imports nothing heavy for it."""
+    """The command line. Each command's module adds its own part and imports nothing heavy for
+    it.
+    """
     top = argparse.ArgumentParser(
         prog="jaxcross",
-        description="Several distributed JAX training jobs share one accelerator; exchanges hide behind computation.",
+        description=(
+            "Several distributed JAX training jobs share one accelerator; exchanges hide behind "
+            "computation."
+        ),
     )
     top.add_argument("--version", action="version", version=f"jaxcross {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,8 +1,9 @@
-"""Exchanges without MPI: all ranks of a step in one process, in lock step, and the `vmap` oracle they are held against.
+"""Exchanges without MPI: all ranks of a step in one process, in lock step, and the `vmap` oracle
+they are held against.
 
-Nothing here waits or communicates. `LocalRanks` stands wherever a `Wire` is asked for; `run_program` and `run_jaxpr`
-evaluate one equation at a time and never compile two together, so that two orders of one computation can be compared
-bit for bit.
+Nothing here waits or communicates. `LocalRanks` stands wherever a `Wire` is asked for;
+`run_program` and `run_jaxpr` evaluate one equation at a time and never compile two together, so
+that two orders of one computation can be compared bit for bit.
 """
 
 from __future__ import annotations
@@ -68,8 +69,12 @@ class LocalRanks:
         return hash(self._rank)
 
 
-def vmapped(function: Callable[..., Any], axes: Mapping[str, int], in_axes: int | None = 0) -> Callable[..., Any]:
-    """`function` under one `jax.vmap` an axis, outermost axis first; its exchanges are checked as in a step's trace."""
+def vmapped(
+    function: Callable[..., Any], axes: Mapping[str, int], in_axes: int | None = 0
+) -> Callable[..., Any]:
+    """`function` under one `jax.vmap` an axis, outermost axis first; its exchanges are checked as
+    in a step's trace.
+    """
 
     @functools.wraps(function)
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -82,11 +87,14 @@ def vmapped(function: Callable[..., Any], axes: Mapping[str, int], in_axes: int 
     return mapped
 
 
-def vmap_oracle(step: Callable[..., Any], axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]) -> list[Any]:
+def vmap_oracle(
+    step: Callable[..., Any], axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]
+) -> list[Any]:
     """Computes a step on P ranks as JAX itself does: one nested `vmap` over all of them, compiled.
 
     Args:
-        step: Uses named-axis collectives over `axes` (`axis_index_groups` is not supported by `vmap`).
+        step: Uses named-axis collectives over `axes` (`axis_index_groups` is not supported by
+            `vmap`).
         axes: Axis name -> size, row-major over ranks.
         args_per_rank: Positional arguments of each rank, in rank order.
 
@@ -96,7 +104,9 @@ def vmap_oracle(step: Callable[..., Any], axes: Mapping[str, int], args_per_rank
     return over_ranks(step, axes)(args_per_rank)
 
 
-def over_ranks(step: Callable[..., Any], axes: Mapping[str, int]) -> Callable[[Sequence[Sequence[Any]]], list[Any]]:
+def over_ranks(
+    step: Callable[..., Any], axes: Mapping[str, int]
+) -> Callable[[Sequence[Sequence[Any]]], list[Any]]:
     """`vmap_oracle` for many calls: compiled once for equal shapes."""
     sizes = tuple(axes.values())
     compiled = jax.jit(vmapped(step, axes))
@@ -104,7 +114,9 @@ def over_ranks(step: Callable[..., Any], axes: Mapping[str, int]) -> Callable[[S
     def grid(*parts: Any) -> Any:
         if jnp.issubdtype(jnp.result_type(parts[0]), jax.dtypes.prng_key):
             return jnp.stack(parts).reshape(*sizes, *parts[0].shape)
-        return np.stack([np.asarray(jnp.asarray(p)) for p in parts]).reshape(*sizes, *np.shape(parts[0]))
+        return np.stack([np.asarray(jnp.asarray(p)) for p in parts]).reshape(
+            *sizes, *np.shape(parts[0])
+        )
 
     def one(x: Any, place: tuple[Any, ...]) -> Any:
         return x[place] if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)[place]
@@ -127,15 +139,19 @@ def decide(traced: Traced, leaves: Sequence[Any]) -> Traced:
 
 
 def run_program(
-    program: Program, leaves_per_rank: Sequence[Sequence[Any]], *, compute: Callable[..., Any] | None = None
+    program: Program,
+    leaves_per_rank: Sequence[Sequence[Any]],
+    *,
+    compute: Callable[..., Any] | None = None,
 ) -> list[list[Any]]:
-    """One step of a program on all ranks in lock step, its hand-overs checked: a freed value cannot be read.
+    """One step of a program on all ranks in lock step, its hand-overs checked: a freed value cannot
+    be read.
 
     Args:
         program: Cut from a traced step.
         leaves_per_rank: Flat arguments of each rank, constants not among them.
-        compute: Evaluates a compute segment, `(segment, axes, args per rank) -> results per rank`; one equation at a
-            time if None.
+        compute: Evaluates a compute segment, `(segment, axes, args per rank) -> results per rank`;
+            one equation at a time if None.
 
     Returns:
         Flat results of each rank.
@@ -144,7 +160,10 @@ def run_program(
         ExchangeError: Ranks counted that they differ, as the step would raise on all of them.
     """
     axes = dict(program.axes)
-    envs = [dict(zip(program.inputs, (*program.traced.consts, *leaves), strict=True)) for leaves in leaves_per_rank]
+    envs = [
+        dict(zip(program.inputs, (*program.traced.consts, *leaves), strict=True))
+        for leaves in leaves_per_rank
+    ]
     mismatches: list[str | None] = []
     for segment in program.segments:
         args = [[env[v] for v in segment.inputs] for env in envs]
@@ -154,7 +173,10 @@ def run_program(
             results = run_jaxpr(segment.jaxpr, axes, args)
         for outs in results if segment.decisions else ():
             counts = outs[-len(segment.decisions) :]
-            mismatches += [d.mismatch(np.asarray(n).tolist()) for d, n in zip(segment.decisions, counts, strict=True)]
+            mismatches += [
+                d.mismatch(np.asarray(n).tolist())
+                for d, n in zip(segment.decisions, counts, strict=True)
+            ]
         for env, outs in zip(envs, results, strict=True):
             for v in segment.last_uses:
                 del env[v]
@@ -165,28 +187,40 @@ def run_program(
 
 
 class ComputeUnderVmap:
-    """Runs a compute segment on all ranks as one XLA executable: faster than equations, not bit for bit the same."""
+    """Runs a compute segment on all ranks as one XLA executable: faster than equations, not bit for
+    bit the same.
+    """
 
     def __init__(self) -> None:
-        self._calls: dict[int, Any] = {}  # by identity of the segment's jaxpr, which is kept alive with it
+        self._calls: dict[
+            int, Any
+        ] = {}  # by identity of the segment's jaxpr, which is kept alive with it
 
-    def __call__(self, segment: Segment, axes: Mapping[str, int], args: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    def __call__(
+        self, segment: Segment, axes: Mapping[str, int], args: Sequence[Sequence[Any]]
+    ) -> list[list[Any]]:
         """Results of each rank."""
         function = jaxpr_as_fun(segment.jaxpr)
         if not segment.inputs:
             return [list(jax.jit(function)()) for _ in args]
-        _, call = self._calls.setdefault(id(segment.jaxpr), (segment.jaxpr, over_ranks(function, axes)))
+        _, call = self._calls.setdefault(
+            id(segment.jaxpr), (segment.jaxpr, over_ranks(function, axes))
+        )
         return call(args)
 
 
-def run_jaxpr(jaxpr: Any, axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def run_jaxpr(
+    jaxpr: Any, axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]
+) -> list[list[Any]]:
     """A jaxpr on all ranks, equation by equation, exchanges for all of them together."""
     size = math.prod(axes.values())
     meshes = [make_rank_grid(axes, rank=r, size=size) for r in range(size)]
     return _evaluate(jaxpr, meshes, [list(args) for args in args_per_rank])
 
 
-def _evaluate(jaxpr: Any, meshes: Sequence[RankGrid], args: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def _evaluate(
+    jaxpr: Any, meshes: Sequence[RankGrid], args: Sequence[Sequence[Any]]
+) -> list[list[Any]]:
     inner, consts = compat.open_jaxpr(jaxpr)
     variables = [*inner.constvars, *inner.invars]
     envs: list[dict[Any, Any]] = [dict(zip(variables, [*consts, *a], strict=True)) for a in args]
@@ -204,7 +238,9 @@ def _evaluate(jaxpr: Any, meshes: Sequence[RankGrid], args: Sequence[Sequence[An
     return [[read(env, a) for a in inner.outvars] for env in envs]
 
 
-def _equation(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+def _equation(
+    eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]
+) -> Sequence[Sequence[Any]]:
     """The results of one equation on each rank."""
     name, axes = eqn.primitive.name, meshes[0].sizes
     exchanges = recognise(eqn, axes)
@@ -230,18 +266,24 @@ def _equation(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]])
     return [compat.bind_equation(eqn, v, eqn.params) for v in values]
 
 
-def _cond(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+def _cond(
+    eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]
+) -> Sequence[Sequence[Any]]:
     branches = eqn.params["branches"]
     taken = [min(max(int(v[0]), 0), len(branches) - 1) for v in values]
     results: dict[int, list[Any]] = {}
     for way in sorted(set(taken)):  # an exchange that counts on ranks that go another way fails
         places = [p for p, t in enumerate(taken) if t == way]
-        outs = _evaluate(branches[way], [meshes[p] for p in places], [values[p][1:] for p in places])
+        outs = _evaluate(
+            branches[way], [meshes[p] for p in places], [values[p][1:] for p in places]
+        )
         results.update(zip(places, outs, strict=True))
     return [results[p] for p in range(len(values))]
 
 
-def _scan(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+def _scan(
+    eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]
+) -> Sequence[Sequence[Any]]:
     params = eqn.params
     (n_consts, n_carry), length = compat.scan_counts(eqn), params["length"]
     consts = [v[:n_consts] for v in values]
@@ -258,7 +300,9 @@ def _scan(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) -> 
         [
             *c,
             *(
-                jnp.stack([s[i][n] for i in range(length)]) if length else jnp.zeros(a.shape, a.dtype)
+                jnp.stack([s[i][n] for i in range(length)])
+                if length
+                else jnp.zeros(a.shape, a.dtype)
                 for n, a in enumerate(avals)
             ),
         ]
@@ -266,7 +310,9 @@ def _scan(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) -> 
     ]
 
 
-def _while(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+def _while(
+    eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]
+) -> Sequence[Sequence[Any]]:
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts = [v[:n_cond] for v in values]
@@ -276,19 +322,35 @@ def _while(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) ->
     while True:  # those that are through leave: an exchange that still counts on them fails
         here = [meshes[p] for p in places]
         more = _evaluate(params["cond_jaxpr"], here, [[*cond_consts[p], *carry[p]] for p in places])
-        going = {p: jnp.asarray(goes_on) for p, (goes_on,) in zip(places, more, strict=True) if jnp.any(goes_on)}
+        going = {
+            p: jnp.asarray(goes_on)
+            for p, (goes_on,) in zip(places, more, strict=True)
+            if jnp.any(goes_on)
+        }
         places = [*going]
         if not places:
             return carry
         here = [meshes[p] for p in places]
         outs = _evaluate(params["body_jaxpr"], here, [[*body_consts[p], *carry[p]] for p in places])
-        for p, new in zip(places, outs, strict=True):  # the elements of an inner `vmap` that are through stay
-            masks = [jnp.reshape(going[p], going[p].shape + (1,) * (jnp.ndim(x) - going[p].ndim)) for x in new]
-            carry[p] = [jnp.where(m, x, y) if m.ndim else x for m, x, y in zip(masks, new, carry[p], strict=True)]
+        for p, new in zip(
+            places, outs, strict=True
+        ):  # the elements of an inner `vmap` that are through stay
+            masks = [
+                jnp.reshape(going[p], going[p].shape + (1,) * (jnp.ndim(x) - going[p].ndim))
+                for x in new
+            ]
+            carry[p] = [
+                jnp.where(m, x, y) if m.ndim else x
+                for m, x, y in zip(masks, new, carry[p], strict=True)
+            ]
 
 
-def _exchange(exchange: Exchange, meshes: Sequence[RankGrid], xs: list[np.ndarray], aval: Any) -> list[Any]:
-    """Returns each rank's result of one exchange. Sums go rank after rank, narrow floats in float32."""
+def _exchange(
+    exchange: Exchange, meshes: Sequence[RankGrid], xs: list[np.ndarray], aval: Any
+) -> list[Any]:
+    """Returns each rank's result of one exchange. Sums go rank after rank, narrow floats in
+    float32.
+    """
     params = dict(exchange.params)
     positions = params.get("positions", ())
     if exchange.op in ("psum", "pmax", "pmin") and positions:
@@ -299,13 +361,21 @@ def _exchange(exchange: Exchange, meshes: Sequence[RankGrid], xs: list[np.ndarra
     for mesh in meshes:
         group = mesh.group(*group_of(exchange, mesh))
         if not by_rank.keys() >= set(group):
-            raise ValueError("ranks that exchange with one another take part in it at different times")
+            raise ValueError(
+                "ranks that exchange with one another take part in it at different times"
+            )
         parts = [by_rank[r] for r in group]
-        outs.append(jnp.asarray(_combine(exchange.op, parts, group.index(mesh.rank), params), dtype=aval.dtype))
+        outs.append(
+            jnp.asarray(
+                _combine(exchange.op, parts, group.index(mesh.rank), params), dtype=aval.dtype
+            )
+        )
     return outs
 
 
-def _combine(op: str, parts: Sequence[np.ndarray], me: int, params: Mapping[str, Any]) -> np.ndarray:
+def _combine(
+    op: str, parts: Sequence[np.ndarray], me: int, params: Mapping[str, Any]
+) -> np.ndarray:
     if op == "psum":
         return _sum(parts)
     if op in ("pmax", "pmin"):
@@ -332,4 +402,6 @@ def _combine(op: str, parts: Sequence[np.ndarray], me: int, params: Mapping[str,
 def _sum(parts: Sequence[np.ndarray]) -> np.ndarray:
     dtype = parts[0].dtype
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return functools.reduce(np.add, [p.astype(np.float32) if narrow else p for p in parts]).astype(dtype)
+    return functools.reduce(np.add, [p.astype(np.float32) if narrow else p for p in parts]).astype(
+        dtype
+    )

@@ -14,7 +14,9 @@ Table = Callable[[Read, str], Iterator[tuple[str, ...]]]
 
 
 def with_spread(values: Sequence[float], digits: int = 2) -> str:
-    """Returns the median, and the smallest and largest of values that differ; empty without values."""
+    """Returns the median, and the smallest and largest of values that differ; empty without
+    values.
+    """
     if not values:
         return ""
     middle, low, high = (f"{of(values):.{digits}f}" for of in (statistics.median, min, max))

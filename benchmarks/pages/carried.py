@@ -14,9 +14,17 @@ from pages import Read, Table, with_spread
 
 def carried(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """One job by streaming DiLoCo, against its computation alone."""
-    yield ("Mbit/s", "jit alone, s a step", "computation alone, s a step", "blocking, s a step", "carried, s a step",
-           "blocking, of computation alone", "carried, of computation alone", "target",
-           "carried, of jit alone")  # fmt: skip
+    yield (
+        "Mbit/s",
+        "jit alone, s a step",
+        "computation alone, s a step",
+        "blocking, s a step",
+        "carried, s a step",
+        "blocking, of computation alone",
+        "carried, of computation alone",
+        "target",
+        "carried, of jit alone",
+    )
     for row in sorted(_part(read, "alone"), key=lambda row: -row["rate"]):
         seconds = (f"{row['s'][way]:.3f}" for way in ("jit", "compute", "blocking", "carried"))
         speeds = (with_spread(shares(row, way), 3) for way in ("blocking", "carried"))
@@ -25,15 +33,37 @@ def carried(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def carried_rounds(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Every comparison of computation alone and carried at the first rate, and all of them together."""
-    yield "ways that took turns", "every", "repeats", "carried, of computation alone", "by the seconds of all repeats"
-    rows = [row for name in ("carried", "carried_rounds") for row in read(name)["rows"] if row["rate"] == 500]
+    """Every comparison of computation alone and carried at the first rate, and all of them
+    together.
+    """
+    yield (
+        "ways that took turns",
+        "every",
+        "repeats",
+        "carried, of computation alone",
+        "by the seconds of all repeats",
+    )
+    rows = [
+        row
+        for name in ("carried", "carried_rounds")
+        for row in read(name)["rows"]
+        if row["rate"] == 500
+    ]
     everything: list[tuple[float, float]] = []
-    for row in sorted((row for row in rows if "turn_steps" in row), key=lambda row: (row["turn_steps"], row["part"])):
+    for row in sorted(
+        (row for row in rows if "turn_steps" in row),
+        key=lambda row: (row["turn_steps"], row["part"]),
+    ):
         pairs = [*zip(row["raw"]["compute"], row["raw"]["carried"], strict=True)]
         everything += pairs
         each = with_spread(shares(row, "carried"), 3)
-        yield ", ".join(row["raw"]), f"{row['turn_steps']} steps", f"{len(pairs)}", each, f"{_speed(pairs):.3f}"
+        yield (
+            ", ".join(row["raw"]),
+            f"{row['turn_steps']} steps",
+            f"{len(pairs)}",
+            each,
+            f"{_speed(pairs):.3f}",
+        )
     random = Random(0)
     drawn = sorted(_speed(random.choices(everything, k=len(everything))) for _ in range(2000))
     spread = f"95% of 2000 resamples: {drawn[50]:.2f} to {drawn[-51]:.2f}"
@@ -51,18 +81,38 @@ def carried_work(read: Read, _: str) -> Iterator[tuple[str, ...]]:
         for way, seconds in row["s"].items():
             used, alone = row["processor_s"][way], row["processor_s"]["compute"]
             more = with_spread([a / b for a, b in zip(used, alone, strict=True)], 3)
-            yield way, f"{seconds:.3f}", with_spread(shares(row, way), 3), f"{median(used):.3f}", more
+            yield (
+                way,
+                f"{seconds:.3f}",
+                with_spread(shares(row, way), 3),
+                f"{median(used):.3f}",
+                more,
+            )
 
 
 def carried_delayed(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """The mean of the step before, with images of two sizes."""
-    yield ("image", "c", "m alone", "m next to c", "`mean`, s a step", "`delayed_mean`, s a step",
-           "max(c, m) / T", "the same, m next to c")  # fmt: skip
+    yield (
+        "image",
+        "c",
+        "m alone",
+        "m next to c",
+        "`mean`, s a step",
+        "`delayed_mean`, s a step",
+        "max(c, m) / T",
+        "the same, m next to c",
+    )
     for name in ("carried", "carried_small"):
         (row,) = (row for row in read(name)["rows"] if row["part"] == "delayed")
-        seconds = (f"{row['s'][way]:.3f}" for way in ("compute", "m", "m next to c", "mean", "delayed"))
+        seconds = (
+            f"{row['s'][way]:.3f}" for way in ("compute", "m", "m next to c", "mean", "delayed")
+        )
         size = read(name)["image_size"]
-        yield f"{size}x{size}", *seconds, *(with_spread(of_bound(row, exchange)) for exchange in EXCHANGES)
+        yield (
+            f"{size}x{size}",
+            *seconds,
+            *(with_spread(of_bound(row, exchange)) for exchange in EXCHANGES),
+        )
 
 
 def carried_rivals(read: Read, _: str) -> Iterator[tuple[str, ...]]:
@@ -81,7 +131,10 @@ def carried_pairs(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     yield "jobs", "steps", "one after the other, s", "in crossover, s", "times as fast"
     for row in _part(read, "pairs"):
         for name, steps in row["steps"].items():
-            seconds = (f"{row['s'][f'{name}, {way}']:.2f}" for way in ("one after the other", "in crossover"))
+            seconds = (
+                f"{row['s'][f'{name}, {way}']:.2f}"
+                for way in ("one after the other", "in crossover")
+            )
             yield name, " and ".join(map(str, steps)), *seconds, with_spread(gains(row, name))
 
 
@@ -91,7 +144,10 @@ def carried_memory(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     for key, found in read("carried")["memory"].items():
         way, _, number = key.rpartition(" ")
         if number == "0" and "peak_bytes" in found:
-            sizes = (f"{found[name] / 1e6:.0f}" for name in ("state_bytes", "pending_bytes", "peak_bytes"))
+            sizes = (
+                f"{found[name] / 1e6:.0f}"
+                for name in ("state_bytes", "pending_bytes", "peak_bytes")
+            )
             yield way, f"{found['programs']}", *sizes
 
 

@@ -15,10 +15,16 @@ def choose(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """What each exchange saves and costs, and when to use it, with what was measured of it."""
     accuracy: dict[tuple[str, str], float] = {}
     with suppress(FileNotFoundError):
-        accuracy = {(r["task"], r["strategy"]): r["final_accuracy"] for r in read("convergence")["rows"]}
+        accuracy = {
+            (r["task"], r["strategy"]): r["final_accuracy"] for r in read("convergence")["rows"]
+        }
     # One rank a host, ResNet-50 on two and the Transformer on four; then two ranks a host.
     measured: list[dict[str, Any]] = []
-    for name, model in (("exchanges", "resnet50"), ("exchanges_4", "transformer"), ("exchanges_nodes", "transformer")):
+    for name, model in (
+        ("exchanges", "resnet50"),
+        ("exchanges_4", "transformer"),
+        ("exchanges_nodes", "transformer"),
+    ):
         measured.append({})
         with suppress(FileNotFoundError):
             measured[-1] = read(name)["models"][model]["strategies"]
@@ -27,21 +33,41 @@ def choose(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     def time(rows: dict[str, Any], name: str) -> str:
         return f"{statistics.median(ratios(rows, name, 'total')):.2f}"
 
-    yield "exchange", "bytes a rank receives", "time", "accuracy", "same", "use it when", "costs", "source (arXiv)"
+    yield (
+        "exchange",
+        "bytes a rank receives",
+        "time",
+        "accuracy",
+        "same",
+        "use it when",
+        "costs",
+        "source (arXiv)",
+    )
     for member in FAMILY:
         name = member.measured
-        # What knows nodes is for several ranks a host: of one rank a host each, its node would be two of them.
+        # What knows nodes is for several ranks a host: of one rank a host each, its node would be
+        # two of them.
         for_nodes = name in nodes and ("hierarchical" in name or name not in flat[-1])
         times = [time(rows, name) for rows in (flat[:1] if for_nodes else flat) if name in rows]
         if for_nodes:
             times.append(f"{time(nodes, name)} on nodes")
         trained = member.trained or name
         lost = [
-            f"{accuracy[task, trained] - accuracy[task, 'mean']:+.3f}" if (task, trained) in accuracy else "-"
+            f"{accuracy[task, trained] - accuracy[task, 'mean']:+.3f}"
+            if (task, trained) in accuracy
+            else "-"
             for task in ("images", "text")
         ]
-        yield (member.exchange, member.received, ", ".join(times) or "-", ", ".join(lost), member.same, member.use,
-               member.costs, member.source)  # fmt: skip
+        yield (
+            member.exchange,
+            member.received,
+            ", ".join(times) or "-",
+            ", ".join(lost),
+            member.same,
+            member.use,
+            member.costs,
+            member.source,
+        )
 
 
 def convergence(read: Read, _: str) -> Iterator[tuple[str, ...]]:
@@ -57,8 +83,11 @@ def convergence(read: Read, _: str) -> Iterator[tuple[str, ...]]:
                 cells += ["-"] * len(columns)
                 continue
             row, dense = by[task, strategy], by[task, "mean"]["final_accuracy"]
-            cells += [f"{row['final_accuracy']:.3f}", f"{row['final_accuracy'] - dense:+.3f}",
-                      f"{row['received_bytes'][-1] / 1e6:.2f}"]  # fmt: skip
+            cells += [
+                f"{row['final_accuracy']:.3f}",
+                f"{row['final_accuracy'] - dense:+.3f}",
+                f"{row['received_bytes'][-1] / 1e6:.2f}",
+            ]
         yield strategy, *cells
 
 
@@ -66,20 +95,31 @@ def longer(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """Top-k over as many steps, and over three times as many."""
     found = read("convergence")
     parts = [[row for row in found["rows"] if row["task"] == "text"], found["longer"]["rows"]]
-    yield ("exchange", *(f"{steps} steps" for steps in (found["tasks"]["text"]["steps"], found["longer"]["steps"])))
+    yield (
+        "exchange",
+        *(
+            f"{steps} steps"
+            for steps in (found["tasks"]["text"]["steps"], found["longer"]["steps"])
+        ),
+    )
     of = [{row["strategy"]: row["final_accuracy"] for row in rows} for rows in parts]
     for name in of[1]:
         yield name, *(f"{each[name]:.3f} ({each[name] - each['mean']:+.3f})" for each in of)
 
 
 def growth(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Steps to an accuracy as ranks are added at one rank's best rate, and the accuracy at the end."""
+    """Steps to an accuracy as ranks are added at one rank's best rate, and the accuracy at the
+    end.
+    """
     found = read("convergence")["growth"]
     sizes = list(dict.fromkeys(row["ranks"] for row in found["rows"]))
     yield "way", *(f"{n} ranks" if n > 1 else "1 rank" for n in sizes)
     for way in dict.fromkeys(row["way"] for row in found["rows"]):
         by = {row["ranks"]: row for row in found["rows"] if row["way"] == way}
-        yield way, *(f"{_steps(by[n]['steps_to_reach'])}, {by[n]['final_accuracy']:.3f}" for n in sizes)
+        yield (
+            way,
+            *(f"{_steps(by[n]['steps_to_reach'])}, {by[n]['final_accuracy']:.3f}" for n in sizes),
+        )
 
 
 def _steps(count: float | None) -> str:
@@ -88,20 +128,30 @@ def _steps(count: float | None) -> str:
 
 def ratios(rows: dict[str, Any], name: str, key: str, over: str = "mean") -> list[float]:
     """A strategy's time over the mean's, or another one's, in each repeat."""
-    return [own / other for own, other in zip(rows[name][key]["raw"], rows[over][key]["raw"], strict=True)]
+    return [
+        own / other
+        for own, other in zip(rows[name][key]["raw"], rows[over][key]["raw"], strict=True)
+    ]
 
 
 def exchanges(read: Read, name: str) -> Iterator[tuple[str, ...]]:
-    """Each exchange of a model's gradients over the mean's: a step of exchange and SGD, the wire alone, bytes."""
+    """Each exchange of a model's gradients over the mean's: a step of exchange and SGD, the wire
+    alone, bytes.
+    """
     models = read(name)["models"]
-    heads = [f"{model}: {what}" for model in models for what in ("s", "over the mean's", "wire", "bytes")]
+    heads = [
+        f"{model}: {what}" for model in models for what in ("s", "over the mean's", "wire", "bytes")
+    ]
     yield "exchange", *heads
 
     def cells(rows: dict[str, Any], strategy: str) -> tuple[str, ...]:
         if strategy not in rows:
             return "", "", "", ""
         row = rows[strategy]
-        times = (with_spread(ratios(rows, strategy, key), digits) for key, digits in (("total", 2), ("wire", 3)))
+        times = (
+            with_spread(ratios(rows, strategy, key), digits)
+            for key, digits in (("total", 2), ("wire", 3))
+        )
         return f"{row['total']['median']:.3f}", *times, f"{row['bytes_over_mean']:.3f}"
 
     every = [model["strategies"] for model in models.values()]

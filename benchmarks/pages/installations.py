@@ -28,9 +28,22 @@ def installations(read: Read, _: str) -> Iterator[tuple[str, ...]]:
         cases.setdefault((row["extras"], row["python"]), {})[row["installer"]] = row
     for extras, python in sorted(cases, key=lambda case: (len(case[0]), case)):
         rows = cases[extras, python]
-        alike = (", ".join(dict.fromkeys(cell(row, key) for row in rows.values())) for key in ("jax", "packages"))
-        each = (cell(rows.get(name, {}), key) for key in ("megabytes", "s", "cpu_s") for name in ("pip", "uv"))
-        yield f"`{extras}`", python, *alike, *each, ", ".join(dict.fromkeys(map(trains, rows.values())))
+        alike = (
+            ", ".join(dict.fromkeys(cell(row, key) for row in rows.values()))
+            for key in ("jax", "packages")
+        )
+        each = (
+            cell(rows.get(name, {}), key)
+            for key in ("megabytes", "s", "cpu_s")
+            for name in ("pip", "uv")
+        )
+        yield (
+            f"`{extras}`",
+            python,
+            *alike,
+            *each,
+            ", ".join(dict.fromkeys(map(trains, rows.values()))),
+        )
 
 
 def others(read: Read, _: str) -> Iterator[tuple[str, ...]]:

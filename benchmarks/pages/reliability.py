@@ -13,9 +13,13 @@ def reliability(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """What was tried, how often, and what came of it; a line for each result that is kept."""
     yield "tried", "how often", "came of it", "script"
     for name, lines in (
-        ("model_check", _orders), ("faults", _faults), ("kill_resume", _killed), ("endurance", _lasting),
-        ("endurance_mpi4jax", _lasting), ("endurance_mpi4py", _lasting),
-    ):  # fmt: skip
+        ("model_check", _orders),
+        ("faults", _faults),
+        ("kill_resume", _killed),
+        ("endurance", _lasting),
+        ("endurance_mpi4jax", _lasting),
+        ("endurance_mpi4py", _lasting),
+    ):
         with suppress(FileNotFoundError):
             for line in lines(read(name)):
                 yield *line, f"{name.partition('_mpi')[0]}.py"
@@ -29,10 +33,12 @@ def _orders(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _faults(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    longest, told = (max(s for s in found[key].values() if s is not None) for key in ("longest_s", "told_s"))
+    longest, told = (
+        max(s for s in found[key].values() if s is not None) for key in ("longest_s", "told_s")
+    )
     came = (
-        f"{found['as_expected']} ended as the table says, after {longest:.1f} s at the latest, and went on when"
-        f" restarted; the other ranks knew after {told:.1f} s"
+        f"{found['as_expected']} ended as the table says, after {longest:.1f} s at the latest, and "
+        f"went on when restarted; the other ranks knew after {told:.1f} s"
     )
     yield "faults of one rank", f"{found['cases']}", came
 
@@ -51,7 +57,11 @@ def _lasting(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         if part not in found["table"]:
             continue
         done, counts = found["raw"][0]["parts"][part]["total"], found["table"][part]
-        grown = [n for n in ("threads", "files", "communicators") if counts[n]["last"] > counts[n]["first"]]
+        grown = [
+            n
+            for n in ("threads", "files", "communicators")
+            if counts[n]["last"] > counts[n]["first"]
+        ]
         first, last = (counts["rss_bytes"][when] / 1e6 for when in ("first", "last"))
         kept = ", ".join(grown) or "no thread, file or communicator"
         yield (

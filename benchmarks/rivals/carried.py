@@ -1,4 +1,6 @@
-"""jaxcross: jobs whose exchange runs in its own step, is carried to the next one, or is left out."""
+"""jaxcross: jobs whose exchange runs in its own step, is carried to the next one, or is left
+out.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rivals.crossed import AXIS, Collectives, taxed, world  # first: it starts the world, before the first JAX array
+from rivals.crossed import (
+    AXIS,
+    Collectives,
+    taxed,
+    world,
+)  # first: it starts the world, before the first JAX array
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -31,17 +38,29 @@ ALONE = "alone"
 """An axis of one rank, on which nothing is sent."""
 FRAGMENTS, BITS = 4, 8
 DELAY = EVERY // FRAGMENTS
-"""Steps over which a fragment's exchange is spread: all until the next one's turn, so that the link never rests."""
+"""Steps over which a fragment's exchange is spread: all until the next one's turn, so that the link
+never rests.
+"""
 
 
 def optimizer_of(variant: str) -> optax.GradientTransformation:
     """The optimizer of a variant, with its exchange in it."""
     if variant in ("blocking", "carried", "work"):
-        # The outer optimizer of the paper. Without a delay the exchange is in the step that needs it.
-        outer, delay = optax.sgd(0.7, momentum=0.9, nesterov=True), 0 if variant == "blocking" else DELAY
+        # The outer optimizer of the paper. Without a delay the exchange is in the step that needs
+        # it.
+        outer, delay = (
+            optax.sgd(0.7, momentum=0.9, nesterov=True),
+            0 if variant == "blocking" else DELAY,
+        )
         axis = ALONE if variant == "work" else AXIS
         return exchange.streaming_diloco(
-            workloads.momentum(), outer, axis, every=EVERY, fragments=FRAGMENTS, delay=delay, bits=BITS
+            workloads.momentum(),
+            outer,
+            axis,
+            every=EVERY,
+            fragments=FRAGMENTS,
+            delay=delay,
+            bits=BITS,
         )
     if variant == "delayed":
         return exchange.delayed_mean(workloads.momentum(), AXIS)
@@ -60,7 +79,9 @@ class Branches:
         """Notes the branches that these arguments take."""
         leaves, path = jax.tree.leaves(arguments), ()
         while (condition := self._known[path].undecided) is not None:
-            (index,) = jaxpr_as_fun(condition.jaxpr)(*(jnp.asarray(leaves[place]) for place in condition.inputs))
+            (index,) = jaxpr_as_fun(condition.jaxpr)(
+                *(jnp.asarray(leaves[place]) for place in condition.inputs)
+            )
             taken = (*path, min(max(int(index), 0), condition.branches - 1))
             if taken not in self._known:
                 self._known[taken] = self._known[path].decide(taken[-1])
@@ -87,24 +108,39 @@ class Jobs:
         self._states.clear()
 
     def prepare(self, variant: str, number: int, steps: int) -> dict[str, Any]:
-        """Compiles and gets memory. Returns the bytes of arrays at the fullest moment of its steps."""
+        """Compiles and gets memory. Returns the bytes of arrays at the fullest moment of its
+        steps.
+        """
         if variant == "jit":
             self.loop(number, 2)
             return {}
         state, batch = self._arguments(variant, number)
         branches = Branches(self._step(variant).trace(state, batch))
         del state
-        self._together([variant], [number], [steps], jaxcross.RoundRobin(), lambda now: branches.take((now, batch)))
+        self._together(
+            [variant],
+            [number],
+            [steps],
+            jaxcross.RoundRobin(),
+            lambda now: branches.take((now, batch)),
+        )
         leaves = jax.tree.leaves(self._arguments(variant, number))
         programs = [stages.cut(traced) for traced in branches.decided]
-        compiled = [stages.compile(program, leaves, cache=world.executables) for program in programs]
+        compiled = [
+            stages.compile(program, leaves, cache=world.executables) for program in programs
+        ]
         pending = jax.tree.leaves(self._states[self._key(variant, number)], is_leaf=_has_pending)
         return {
             "programs": len(programs),
             "peak_bytes": max(each.peak_live_bytes() for each in compiled),
-            "state_bytes": sum(x.nbytes for x in jax.tree.leaves(self._states[self._key(variant, number)])),
+            "state_bytes": sum(
+                x.nbytes for x in jax.tree.leaves(self._states[self._key(variant, number)])
+            ),
             "pending_bytes": sum(
-                x.nbytes for node in pending if _has_pending(node) for x in jax.tree.leaves(node.pending)
+                x.nbytes
+                for node in pending
+                if _has_pending(node)
+                for x in jax.tree.leaves(node.pending)
             ),
         }
 
@@ -149,7 +185,12 @@ class Jobs:
         return found
 
     def _together(
-        self, variants: Sequence[str], numbers: Sequence[int], steps: Sequence[int], policy: Any, note: Any = None
+        self,
+        variants: Sequence[str],
+        numbers: Sequence[int],
+        steps: Sequence[int],
+        policy: Any,
+        note: Any = None,
     ) -> dict[str, Any]:
         places = list(zip(variants, numbers, strict=True))
         ends: list[list[float]] = [[] for _ in places]
@@ -189,7 +230,9 @@ class Jobs:
 
     def _step(self, variant: str) -> Any:
         if variant not in self._steps:
-            work = workloads.resnet(self._spec.model, **self._spec.sizes(), tx=optimizer_of(variant))
+            work = workloads.resnet(
+                self._spec.model, **self._spec.sizes(), tx=optimizer_of(variant)
+            )
             step = work.make(lambda tree: tree)  # the optimizer exchanges
             axes = {AXIS: world.size, ALONE: 1} if variant == "work" else AXIS
             self._steps[variant] = (
@@ -204,7 +247,9 @@ class Jobs:
             arguments = self._arguments(variant, 0)
             leaves = jax.tree.leaves(arguments)
             program = stages.cut(decide(self._step(variant).trace(*arguments), leaves))
-            self._collectives[variant] = Collectives(stages.compile(program, leaves, cache=world.executables))
+            self._collectives[variant] = Collectives(
+                stages.compile(program, leaves, cache=world.executables)
+            )
         return self._collectives[variant]
 
 
@@ -216,7 +261,9 @@ def main() -> int:
     args = arguments(__doc__)
     ((_, spec), *_) = own_jobs(args)
     jobs = Jobs(spec)
-    actions = {name: getattr(jobs, name) for name in ("forget", "prepare", "run", "exchange", "beside")}
+    actions = {
+        name: getattr(jobs, name) for name in ("forget", "prepare", "run", "exchange", "beside")
+    }
     return serve(args, world.rank, actions)
 
 

@@ -1,4 +1,6 @@
-"""What is raced: the jobs of each case and the rivals of each kind of process. Plain data; imports no framework."""
+"""What is raced: the jobs of each case and the rivals of each kind of process. Plain data; imports
+no framework.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from typing import Any
 
 RANKS = 2
 WARM_UP = 2
-"""Steps before any measured one: the first of them compile, and all of them get memory that later ones keep."""
+"""Steps before any measured one: the first of them compile, and all of them get memory that later
+ones keep.
+"""
 EVERY = 16
 """Local steps of rivals that do not exchange in each."""
 
@@ -43,7 +47,9 @@ _TOYS = {RESNET: TOY_RESNET, LANGUAGE: TOY_LANGUAGE}
 
 
 def jobs_of(case: str, smoke: bool, image_size: int | None = None) -> tuple[Spec, ...]:
-    """The case's jobs; images of another size than usual where it is given and the jobs have any."""
+    """The case's jobs; images of another size than usual where it is given and the jobs have
+    any.
+    """
     jobs = [_TOYS[spec] if smoke else spec for spec in CASES[case]]
     if image_size is not None:
         jobs = [_with_images(spec, image_size) for spec in jobs]
@@ -95,17 +101,49 @@ RIVALS: dict[str, Rival] = {
         Rival(name="sequential", team="crossed", variant="sequential", cases="many"),
         Rival(name="crossover", team="crossed", variant="crossover", cases="many"),
         Rival(name="crossover-mpi4py", team="crossed-mpi4py", variant="crossover", cases="many"),
-        Rival(name="crossover-cut", team="crossed", variant="crossover-cut", overlaps_itself=True, cases="many"),
-        Rival(name="crossover-bf16", team="crossed", variant="crossover-bf16", wire="bfloat16", cases="many"),
-        Rival(name="crossover-shares", team="crossed", variant="crossover-shares", overlaps_itself=True, cases="mixed"),
-        Rival(name="crossover-shares-bf16", team="crossed", variant="crossover-shares-bf16", overlaps_itself=True,
-              wire="bfloat16", cases="mixed"),
+        Rival(
+            name="crossover-cut",
+            team="crossed",
+            variant="crossover-cut",
+            overlaps_itself=True,
+            cases="many",
+        ),
+        Rival(
+            name="crossover-bf16",
+            team="crossed",
+            variant="crossover-bf16",
+            wire="bfloat16",
+            cases="many",
+        ),
+        Rival(
+            name="crossover-shares",
+            team="crossed",
+            variant="crossover-shares",
+            overlaps_itself=True,
+            cases="mixed",
+        ),
+        Rival(
+            name="crossover-shares-bf16",
+            team="crossed",
+            variant="crossover-shares-bf16",
+            overlaps_itself=True,
+            wire="bfloat16",
+            cases="mixed",
+        ),
         Rival(name="uncut", team="crossed", variant="sequential", cases="one"),
-        Rival(name="wait-free", team="crossed", variant="wait-free", overlaps_itself=True, cases="one"),
-        Rival(name="wait-free-bf16", team="crossed", variant="wait-free-bf16", overlaps_itself=True, wire="bfloat16",
-              cases="one"),
+        Rival(
+            name="wait-free", team="crossed", variant="wait-free", overlaps_itself=True, cases="one"
+        ),
+        Rival(
+            name="wait-free-bf16",
+            team="crossed",
+            variant="wait-free-bf16",
+            overlaps_itself=True,
+            wire="bfloat16",
+            cases="one",
+        ),
     )
-}  # fmt: skip
+}
 
 
 def takes_all_jobs(team: str) -> bool:
@@ -115,11 +153,17 @@ def takes_all_jobs(team: str) -> bool:
 
 def rivals_of(case: str, only: set[str] | None = None) -> list[Rival]:
     kind = "one" if len(CASES[case]) == 1 else "many"
-    return [r for r in RIVALS.values() if r.cases in ("any", kind, case) and (only is None or r.name in only)]
+    return [
+        r
+        for r in RIVALS.values()
+        if r.cases in ("any", kind, case) and (only is None or r.name in only)
+    ]
 
 
 def parameters(spec: Spec) -> int:
-    """How many parameters the model has: each float32 one is a gradient that must cross the link."""
+    """How many parameters the model has: each float32 one is a gradient that must cross the
+    link.
+    """
     sizes = spec.sizes()
     if spec.model == "transformer":
         width, vocabulary = sizes["width"], sizes["vocabulary"]

@@ -1,7 +1,7 @@
 """jaxcross: all jobs of the case in one process a host, one after the other or in crossover.
 
-Also measures `c`, the steps without their exchange; `m`, their own collective segments without their computation; and
-the tax, what an exchange takes of a core on which a step computes.
+Also measures `c`, the steps without their exchange; `m`, their own collective segments without
+their computation; and the tax, what an exchange takes of a core on which a step computes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "crossover-cut": {"policy": jaxcross.RoundRobin, "cut": 4},
     "crossover-bf16": {"policy": jaxcross.RoundRobin, "wire": "bfloat16"},
     "crossover-shares": {"policy": jaxcross.Weighted, "cut": 4, "others": "whole"},
-    "crossover-shares-bf16": {"policy": jaxcross.Weighted, "cut": 4, "others": "whole", "wire": "bfloat16"},
+    "crossover-shares-bf16": {
+        "policy": jaxcross.Weighted,
+        "cut": 4,
+        "others": "whole",
+        "wire": "bfloat16",
+    },
     "wait-free": {"policy": jaxcross.Sequential, "cut": "auto"},
     "wait-free-bf16": {"policy": jaxcross.Sequential, "cut": "auto", "wire": "bfloat16"},
 }
@@ -54,13 +59,17 @@ def exchange(wire: str) -> Callable[[Any], Any]:
 
 
 class Jobs:
-    """The case's jobs with their states; like jobs share their steps, which are made when they are first wanted."""
+    """The case's jobs with their states; like jobs share their steps, which are made when they are
+    first wanted.
+    """
 
     def __init__(self, specs: list[tuple[int, Spec]]) -> None:
         self.specs = [spec for _, spec in specs]
         self.work = {spec: jax_work.workload(spec) for spec in set(self.specs)}
         self.states = [jax_work.state_of(self.work[spec], number) for number, spec in specs]
-        self.batches = [jax_work.batch_of(self.work[spec], number, world.rank) for number, spec in specs]
+        self.batches = [
+            jax_work.batch_of(self.work[spec], number, world.rank) for number, spec in specs
+        ]
         self.steps: dict[Any, Any] = {}
         self.alone: dict[Spec, Any] = {}
         self.collectives: dict[Any, Collectives] = {}
@@ -76,13 +85,27 @@ class Jobs:
     def run(
         self, steps: int, policy: Any, wire: str = "float32", cut: Any = "whole", others: Any = None
     ) -> dict[str, Any]:
-        """`others` is the cut of all but the largest jobs, where that is another one; shares are then by pieces."""
+        """`others` is the cut of all but the largest jobs, where that is another one; shares are
+        then by pieces.
+        """
         largest = max(map(parameters, self.specs))
-        cuts = [cut if others is None or parameters(spec) == largest else others for spec in self.specs]
-        chosen = policy() if others is None else policy(tuple(1.0 if each == others else float(each) for each in cuts))
+        cuts = [
+            cut if others is None or parameters(spec) == largest else others for spec in self.specs
+        ]
+        chosen = (
+            policy()
+            if others is None
+            else policy(tuple(1.0 if each == others else float(each) for each in cuts))
+        )
         with jaxcross.Runner(world, chosen) as runner:
             for number, (spec, each) in enumerate(zip(self.specs, cuts, strict=True)):
-                runner.add(f"job{number}", self._train, number=number, step=self.step(spec, wire, each), steps=steps)
+                runner.add(
+                    f"job{number}",
+                    self._train,
+                    number=number,
+                    step=self.step(spec, wire, each),
+                    steps=steps,
+                )
             report = runner.run()
         jax.block_until_ready(self.states)
         account = report.summary()
@@ -93,7 +116,8 @@ class Jobs:
         }
 
     def _train(self, job: jaxcross.JobContext, *, number: int, step: Any, steps: int) -> None:
-        # the state is the one that all ranks had at the end of the command before: it is not compared again
+        # the state is the one that all ranks had at the end of the command before: it is not
+        # compared again
         state, self.states[number] = self.states[number], None
         for batch in job.batches(itertools.repeat(self.batches[number], steps)):
             state, metrics = step(state, batch)
@@ -115,16 +139,19 @@ class Jobs:
         self.steps = {key: step for key, step in self.steps.items() if key[2] != "auto"}
 
     def buckets(self) -> dict[str, Any]:
-        """What wait-free backpropagation has to beat, by the finest cut that `auto` tries, whichever it has chosen.
+        """What wait-free backpropagation has to beat, by the finest cut that `auto` tries,
+        whichever it has chosen.
 
-        `raw`: seconds of its first compute segment, alone, after which the first gradients can travel; `last_share`:
-        bytes of its last exchange over all.
+        `raw`: seconds of its first compute segment, alone, after which the first gradients can
+        travel; `last_share`: bytes of its last exchange over all.
         """
         (spec,) = self.specs
         arguments = self.states[0], self.batches[0]
         if self.finest is None:
             program = stages.cut(self.step(spec).trace(*arguments), cut=max(SEGMENT_COUNTS))
-            self.finest = stages.compile(program, jax.tree.leaves(arguments), cache=world.executables)
+            self.finest = stages.compile(
+                program, jax.tree.leaves(arguments), cache=world.executables
+            )
         compiled = self.finest
         raw = []
         for _ in range(4):
@@ -143,13 +170,17 @@ class Jobs:
 
     @contextlib.contextmanager
     def computing(self, number: int) -> Iterator[jax_work.Loop]:
-        """The step without its exchange, on the job's own state and its warm memory, as the other rivals have it."""
+        """The step without its exchange, on the job's own state and its warm memory, as the other
+        rivals have it.
+        """
         spec = self.specs[number]
         if spec not in self.alone:
             self.alone[spec] = jax.jit(self.work[spec].make(lambda tree: tree), donate_argnums=0)
         loop = jax_work.Loop(self.alone[spec], self.states[number], self.batches[number])
         self.states[number] = None  # the first step donates it
-        loop.run(3)  # two of them, after another program of this process, get memory anew: 2.4 s instead of 0.9
+        loop.run(
+            3
+        )  # two of them, after another program of this process, get memory anew: 2.4 s instead of 0.9
         world.control.allgather_text("")
         yield loop
         self.states[number] = loop.state
@@ -166,7 +197,9 @@ class Collectives:
         ]
 
     def timed(self, times: int) -> tuple[list[float], list[float]]:
-        """Seconds, and this thread's CPU seconds, of each exchange. Waits for the other rank, which does the same."""
+        """Seconds, and this thread's CPU seconds, of each exchange. Waits for the other rank, which
+        does the same.
+        """
         raw, cpu = [], []
         for _ in range(times):
             operands = [[jnp.zeros(a.shape, a.dtype) for a in avals] for _, avals in self._calls]
@@ -183,10 +216,11 @@ class Collectives:
 def taxed(loop: jax_work.Loop, collectives: Collectives, exchanges: int) -> dict[str, Any]:
     """Steps without exchange, in this thread, while another one exchanges as often as it is told.
 
-    `taxed_c`: seconds of the steps that ended before the exchanges did; `taxed_m`, `tax`: seconds of each exchange, and
-    what it takes of the core: its thread's CPU seconds, XLA's executable and MPI's polling included, and the kernel's
-    for packets, which it takes from whoever computes. Where the kernel counts by ticks, packets that it handles on top
-    of the exchange's thread are in both; what the computation loses of the caches is in neither, but in `taxed_c`.
+    `taxed_c`: seconds of the steps that ended before the exchanges did; `taxed_m`, `tax`: seconds
+    of each exchange, and what it takes of the core: its thread's CPU seconds, XLA's executable and
+    MPI's polling included, and the kernel's for packets, which it takes from whoever computes.
+    Where the kernel counts by ticks, packets that it handles on top of the exchange's thread are in
+    both; what the computation loses of the caches is in neither, but in `taxed_c`.
     """
     result: list[tuple[list[float], list[float]]] = []
     failure: list[Exception] = []

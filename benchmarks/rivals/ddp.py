@@ -1,8 +1,10 @@
-"""Rival: PyTorch DistributedDataParallel with gloo, whose buckets overlap its own backward pass. One job.
+"""Rival: PyTorch DistributedDataParallel with gloo, whose buckets overlap its own backward pass.
+One job.
 
-`bfloat16` uses PyTorch's own compression hook, under another name: under its own it is refused unless NCCL is there,
-though gloo sums bfloat16. `post-local` is PyTorch's post-local SGD without a warm-up: no gradient is exchanged, and all
-parameters are averaged every `EVERY` steps. Also measures `c` of PyTorch: the step under `no_sync`.
+`bfloat16` uses PyTorch's own compression hook, under another name: under its own it is refused
+unless NCCL is there, though gloo sums bfloat16. `post-local` is PyTorch's post-local SGD without a
+warm-up: no gradient is exchanged, and all parameters are averaged every `EVERY` steps. Also
+measures `c` of PyTorch: the step under `no_sync`.
 """
 
 # annotations must be objects here: DDP reads those of its hook
@@ -17,7 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,7 +37,9 @@ def main() -> int:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.set_flush_denormal(True)  # as XLA does
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    dist.init_process_group("gloo", init_method=f"tcp://h0:{args.port}", rank=args.rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://h0:{args.port}", rank=args.rank, world_size=RANKS
+    )
     torch.manual_seed(number)
     work = torch_models.work(spec, seed=RANKS * number + args.rank)
     trainer = Trainer(work)
@@ -40,7 +47,9 @@ def main() -> int:
     def prepare(variant: str) -> None:
         if trainer.variant != variant:
             trainer.wrap(variant)
-        trainer.run(WARM_UP)  # the first step finds out the order of the gradients, the second one has its buckets
+        trainer.run(
+            WARM_UP
+        )  # the first step finds out the order of the gradients, the second one has its buckets
 
     def run(steps: int, variant: str) -> None:
         if variant != trainer.variant:
@@ -75,13 +84,18 @@ class Trainer:
         self.model = None
         self.work.optimizer.zero_grad(set_to_none=True)
         rest()
-        # statistics stay local, as under the other rivals; gradients live in the buckets, which saves a copy
-        model = DistributedDataParallel(self.work.model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        # statistics stay local, as under the other rivals; gradients live in the buckets, which
+        # saves a copy
+        model = DistributedDataParallel(
+            self.work.model, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
         self.averager = None
         if variant == "bfloat16":
             model.register_comm_hook(None, compressed)
         if variant == "post-local":
-            state = PostLocalSGDState(None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
+            state = PostLocalSGDState(
+                None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False
+            )
             model.register_comm_hook(state, post_localSGD_hook)
             self.averager = PeriodicModelAverager(period=EVERY, warmup_steps=0)
         self.model, self.variant = model, variant

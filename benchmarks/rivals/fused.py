@@ -1,4 +1,5 @@
-"""Rival: plain `jax.jit` of the whole step, gradients averaged leaf by leaf with mpi4jax. One job, one MPI world.
+"""Rival: plain `jax.jit` of the whole step, gradients averaged leaf by leaf with mpi4jax. One job,
+one MPI world.
 
 Also measures `c`, the same step without its exchange.
 """
@@ -32,7 +33,9 @@ def main() -> int:
 
     exchanging = jax.jit(work.make(mean), donate_argnums=0)
     alone = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
-    loop = jax_work.Loop(exchanging, jax_work.state_of(work, number), jax_work.batch_of(work, number, comm.rank))
+    loop = jax_work.Loop(
+        exchanging, jax_work.state_of(work, number), jax_work.batch_of(work, number, comm.rank)
+    )
 
     def prepare(variant: str) -> dict[str, Any]:
         loop.run(WARM_UP)

@@ -1,4 +1,6 @@
-"""Rival: JAX's own data parallelism, the same step under `jax.shard_map`, its collectives by gloo. One job."""
+"""Rival: JAX's own data parallelism, the same step under `jax.shard_map`, its collectives by gloo.
+One job.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def main() -> int:
     work = jax_work.workload(spec)
     mesh = Mesh(jax.devices(), (AXIS,))
     everywhere, split = PartitionSpec(), PartitionSpec(AXIS)
-    # each rank keeps its own BatchNorm statistics, as under the other rivals: nothing checks that they are equal
+    # each rank keeps its own BatchNorm statistics, as under the other rivals: nothing checks that
+    # they are equal
     mapped = jax.shard_map(
         work.make(lambda tree: lax.pmean(tree, AXIS)), mesh=mesh, in_specs=(everywhere, split),
         out_specs=everywhere, check_vma=False,
@@ -38,10 +41,14 @@ def main() -> int:
 
     def place(tree: Any, spec: PartitionSpec) -> Any:
         sharding = NamedSharding(mesh, spec)
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, jax.device_get(x)), tree)
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(sharding, jax.device_get(x)), tree
+        )
 
     def whole(x: jax.Array) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, everywhere), [x])
+        return jax.make_array_from_single_device_arrays(
+            x.shape, NamedSharding(mesh, everywhere), [x]
+        )
 
     state = place(jax_work.state_of(work, number), everywhere)
     loop = jax_work.Loop(step, state, place(jax_work.batch_of(work, number, args.rank), split))

@@ -31,7 +31,9 @@ def batch_of(work: workloads.Workload, job: int, rank: int) -> Any:
 
 
 def state_of(work: workloads.Workload, seed: int) -> Any:
-    """A state like `work.state(seed)`, without compiling the initialisation, which takes as long as the step's."""
+    """A state like `work.state(seed)`, without compiling the initialisation, which takes as long as
+    the step's.
+    """
     random = np.random.default_rng(seed)
 
     def fill(path: Any, leaf: Any) -> Any:

@@ -11,7 +11,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rivals.crossed import AXIS, exchange, world  # first: it starts the world, before the first JAX array
+from rivals.crossed import (
+    AXIS,
+    exchange,
+    world,
+)  # first: it starts the world, before the first JAX array
 
 import jax  # isort: skip
 from plan_cases import kind_of
@@ -35,7 +39,8 @@ class Jobs:
     def run(
         self, jobs: Sequence[dict[str, Any]], shares: Sequence[float], mbit_per_s: float, out: str
     ) -> dict[str, Any]:
-        """Runs jobs together, each `{"name", "kind", "number", "steps"}`; one alone brings its profile, too.
+        """Runs jobs together, each `{"name", "kind", "number", "steps"}`; one alone brings its
+        profile, too.
 
         Rank 0 writes the report to the file `out`.
         """
@@ -65,9 +70,15 @@ class Jobs:
 
     def estimate(self, kind: str, jobs: int) -> dict[str, Any]:
         """What `jaxcross.estimate` says of a kind on the link as it is."""
-        return {"estimate": jaxcross.estimate(self._step(kind), *self._arguments(kind, 0), k=jobs).as_dict()}
+        return {
+            "estimate": jaxcross.estimate(
+                self._step(kind), *self._arguments(kind, 0), k=jobs
+            ).as_dict()
+        }
 
-    def _train(self, job: jaxcross.JobContext, *, facts: dict[str, Any], ends: list[float], begin: float) -> None:
+    def _train(
+        self, job: jaxcross.JobContext, *, facts: dict[str, Any], ends: list[float], begin: float
+    ) -> None:
         key = kind_of(facts["kind"], smoke=self._smoke).spec, facts["number"]
         state, batch = self._arguments(facts["kind"], facts["number"])
         step = self._step(facts["kind"])

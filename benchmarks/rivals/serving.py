@@ -1,7 +1,9 @@
-"""The rank's end of a race: connects to the controller, waits for its commands without polling, measures itself.
+"""The rank's end of a race: connects to the controller, waits for its commands without polling,
+measures itself.
 
-Imports no framework. One JSON line a message; a rank says hello, then answers every command in turn. Between commands
-it sleeps in `recv` on a Unix socket, which reaches across network namespaces, and takes no time from the others.
+Imports no framework. One JSON line a message; a rank says hello, then answers every command in
+turn. Between commands it sleeps in `recv` on a Unix socket, which reaches across network
+namespaces, and takes no time from the others.
 """
 
 from __future__ import annotations
@@ -35,9 +37,13 @@ def arguments(description: str | None) -> argparse.Namespace:
     options.add_argument("--socket", required=True)
     options.add_argument("--team", required=True)
     options.add_argument("--case", required=True)
-    options.add_argument("--job", type=int, help="this process's job; all of the case's if left out")
+    options.add_argument(
+        "--job", type=int, help="this process's job; all of the case's if left out"
+    )
     options.add_argument("--rank", type=int, default=0, help="where no launcher says it")
-    options.add_argument("--port", type=int, default=0, help="of the first rank, where ranks meet without MPI")
+    options.add_argument(
+        "--port", type=int, default=0, help="of the first rank, where ranks meet without MPI"
+    )
     options.add_argument("--smoke", action="store_true")
     options.add_argument("--image-size", type=int, help="another than the case's")
     return options.parse_args()
@@ -52,9 +58,9 @@ def own_jobs(args: argparse.Namespace) -> list[tuple[int, Spec]]:
 def serve(args: argparse.Namespace, rank: int, actions: Mapping[str, Action]) -> int:
     """Answers commands until the controller says `end` or goes away.
 
-    A command is `{"do": name, ...}`; its other fields go to the action. It is answered with the rank's own seconds, CPU
-    seconds and peak memory beside what the action returns. All know `rest`: whose turn is over gives back memory, and
-    has it again before it does anything else.
+    A command is `{"do": name, ...}`; its other fields go to the action. It is answered with the
+    rank's own seconds, CPU seconds and peak memory beside what the action returns. All know `rest`:
+    whose turn is over gives back memory, and has it again before it does anything else.
     """
     actions, resting = {"rest": rest, **actions}, False
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -65,7 +71,12 @@ def serve(args: argparse.Namespace, rank: int, actions: Mapping[str, Action]) ->
             stream.write(json.dumps(facts) + "\n")
             stream.flush()
 
-        say(team=args.team, rank=rank, cores=sorted(os.sched_getaffinity(0)), host=socket.gethostname())
+        say(
+            team=args.team,
+            rank=rank,
+            cores=sorted(os.sched_getaffinity(0)),
+            host=socket.gethostname(),
+        )
         for line in stream:
             command = json.loads(line)
             name = command.pop("do")
@@ -96,10 +107,11 @@ def _measured(action: Action, command: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rest() -> dict[str, Any]:
-    """Returns freed memory to the kernel, all teams together having more than there is, and says what is left.
+    """Returns freed memory to the kernel, all teams together having more than there is, and says
+    what is left.
 
-    Only at the end of a turn: a page that comes back from the kernel is first cleared, and on a virtual machine fetched
-    from its host, at 4 ms for 2 MB. That doubles ResNet-50's first steps.
+    Only at the end of a turn: a page that comes back from the kernel is first cleared, and on a
+    virtual machine fetched from its host, at 4 ms for 2 MB. That doubles ResNet-50's first steps.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -109,7 +121,9 @@ def rest() -> dict[str, Any]:
 
 
 def take_back() -> None:
-    """Fills the heap's holes with large pages again, so that no step has to. A kernel that cannot leaves it to them."""
+    """Fills the heap's holes with large pages again, so that no step has to. A kernel that cannot
+    leaves it to them.
+    """
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -123,11 +137,15 @@ def take_back() -> None:
 
 
 def softirq_s() -> float:
-    """Seconds that the kernel has handled packets and the like on this process's cores; in steps of 10 ms."""
+    """Seconds that the kernel has handled packets and the like on this process's cores; in steps of
+    10 ms.
+    """
     ticks = 0
     for line in Path("/proc/stat").read_text().splitlines():
         name, *numbers = line.split()
-        if name.removeprefix("cpu").isdigit() and int(name.removeprefix("cpu")) in os.sched_getaffinity(0):
+        if name.removeprefix("cpu").isdigit() and int(
+            name.removeprefix("cpu")
+        ) in os.sched_getaffinity(0):
             ticks += int(numbers[SOFTIRQ])
     return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -137,7 +155,9 @@ def _forget_peak() -> None:
 
 
 def status_bytes(field: str) -> int:
-    """What Linux says of this process: `VmHWM`, the most memory it ever had, or `VmRSS`, what it has."""
+    """What Linux says of this process: `VmHWM`, the most memory it ever had, or `VmRSS`, what it
+    has.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 

@@ -1,7 +1,9 @@
-"""The controller's end of a race: starts processes on a lab's hosts, one team a job, and talks to them.
+"""The controller's end of a race: starts processes on a lab's hosts, one team a job, and talks to
+them.
 
-A team is one program on two hosts. Whatever happens, nothing outlives the `with` block of its `Stage`: teams are told
-to end, then their lab is taken down, and the kernel kills what is left in it.
+A team is one program on two hosts. Whatever happens, nothing outlives the `with` block of its
+`Stage`: teams are told to end, then their lab is taken down, and the kernel kills what is left in
+it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class TeamError(RuntimeError):
 
 @contextlib.contextmanager
 def lab_or_exit(**options: Any) -> Iterator[Lab]:
-    """An entered `Lab`; where this machine allows none, or not such a one, the program ends with the reason."""
+    """An entered `Lab`; where this machine allows none, or not such a one, the program ends with
+    the reason.
+    """
     with contextlib.ExitStack() as stack:
         try:
             lab = stack.enter_context(Lab(**options))
@@ -73,7 +77,9 @@ class Team:
             try:
                 line = self.streams[rank].readline()
             except TimeoutError:
-                raise self.failure(f"rank {rank} did not answer `{what}` within {patience_s:.0f} s") from None
+                raise self.failure(
+                    f"rank {rank} did not answer `{what}` within {patience_s:.0f} s"
+                ) from None
             except OSError:
                 line = ""
             if not line:
@@ -111,11 +117,19 @@ class Stage:
         lab: An entered lab.
         folder: For the log files.
         patience_s: How long an answer may take; a start has as long.
-        keeps_memory: Whether processes keep what memory they have had, in large pages, as `jaxcross launch` lets them.
+        keeps_memory: Whether processes keep what memory they have had, in large pages, as `jaxcross
+            launch` lets them.
     """
 
-    def __init__(self, lab: Lab, folder: Path, *, patience_s: float = 900.0, keeps_memory: bool = True) -> None:
-        self.lab, self.folder, self.patience_s, self._keeps_memory = lab, folder, patience_s, keeps_memory
+    def __init__(
+        self, lab: Lab, folder: Path, *, patience_s: float = 900.0, keeps_memory: bool = True
+    ) -> None:
+        self.lab, self.folder, self.patience_s, self._keeps_memory = (
+            lab,
+            folder,
+            patience_s,
+            keeps_memory,
+        )
         self.teams: dict[str, Team] = {}
         self._ports = iter(range(FIRST_PORT, FIRST_PORT + 200))
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -130,7 +144,10 @@ class Stage:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.end()
         self._server.close()
@@ -141,7 +158,9 @@ class Stage:
         for name in [name for name in self.teams if kind in (None, name.split("/")[0])]:
             self.teams.pop(name).end()
 
-    def start(self, kind: str, case: str, *, job: int | None, smoke: bool, image_size: int | None = None) -> Team:
+    def start(
+        self, kind: str, case: str, *, job: int | None, smoke: bool, image_size: int | None = None
+    ) -> Team:
         """Starts a kind's program of `rivals` on the hosts. Waits until its ranks have said hello.
 
         Raises:
@@ -149,7 +168,15 @@ class Stage:
         """
         name = kind if job is None else f"{kind}/{job}"
         log = self.folder / f"{name.replace('/', '-')}.log"
-        program = [str(HERE / f"{kind.split('-')[0]}.py"), "--socket", str(self._path), "--team", name, "--case", case]
+        program = [
+            str(HERE / f"{kind.split('-')[0]}.py"),
+            "--socket",
+            str(self._path),
+            "--team",
+            name,
+            "--case",
+            case,
+        ]
         program += ["--smoke"] if smoke else []
         program += [] if job is None else ["--job", str(job)]
         program += [] if image_size is None else ["--image-size", str(image_size)]
@@ -157,8 +184,14 @@ class Stage:
         if kind in WIRES:
             environment["JAXCROSS_WIRE"] = WIRES[kind]
         with log.open("wb") as out:
-            options: dict[str, Any] = dict(env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
-            team = Team(name, [subprocess.Popen(line, **options) for line in self._lines(kind, program)], log)
+            options: dict[str, Any] = dict(
+                env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+            team = Team(
+                name,
+                [subprocess.Popen(line, **options) for line in self._lines(kind, program)],
+                log,
+            )
         self.teams[name] = team
         self._await_hello(team)
         return team
@@ -171,7 +204,9 @@ class Stage:
             return [self.lab.wrap([mpirun.path, "-n", str(RANKS), *python_program(program)])]
         port = str(next(self._ports))
         return [
-            self.lab.wrap_host(rank, [sys.executable, *program, "--rank", str(rank), "--port", port])
+            self.lab.wrap_host(
+                rank, [sys.executable, *program, "--rank", str(rank), "--port", port]
+            )
             for rank in range(RANKS)
         ]
 
@@ -181,7 +216,9 @@ class Stage:
             if any(process.poll() is not None for process in team.processes):
                 raise team.failure("a process ended before its rank said hello")
             if time.monotonic() > deadline:
-                raise team.failure(f"only {len(team.ranks)} of {RANKS} ranks said hello in {self.patience_s:.0f} s")
+                raise team.failure(
+                    f"only {len(team.ranks)} of {RANKS} ranks said hello in {self.patience_s:.0f} s"
+                )
             try:
                 connection, _ = self._server.accept()
             except TimeoutError:
@@ -194,7 +231,8 @@ class Stage:
             team.ranks[hello["rank"]], team.streams[hello["rank"]] = connection, stream
 
     def ask(self, teams: Team | Iterable[Team], do: str, **facts: Any) -> Answers:
-        """Sends one command to all ranks of some teams at once; their answers, team by team and rank by rank.
+        """Sends one command to all ranks of some teams at once; their answers, team by team and
+        rank by rank.
 
         Raises:
             TeamError: One of them failed, or was silent for too long.
@@ -206,7 +244,8 @@ class Stage:
 
 
 def _plain_environment(smoke: bool, keeps_memory: bool) -> dict[str, str]:
-    """The caller's, without what would size pools, change code or bring kept cuts; MPI is started alike for all.
+    """The caller's, without what would size pools, change code or bring kept cuts; MPI is started
+    alike for all.
 
     Toys compile without optimisation.
     """

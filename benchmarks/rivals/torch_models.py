@@ -34,15 +34,22 @@ def work(spec: Spec, *, seed: int) -> Work:
         def next_token(model: Any) -> torch.Tensor:
             return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
-        return Work(model=model, loss=next_token,
-                    optimizer=torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=1e-4, fused=True))  # fmt: skip
+        return Work(
+            model=model,
+            loss=next_token,
+            optimizer=torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=1e-4, fused=True),
+        )
     # channels last is the faster order of oneDNN's convolutions, and the one that JAX's model has
     model = model.to(memory_format=torch.channels_last)
     images = torch.randn(batch, 3, sizes["image_size"], sizes["image_size"], generator=data)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(sizes["classes"], (batch,), generator=data)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True)
-    return Work(model=model, optimizer=optimizer, loss=lambda model: F.cross_entropy(model(images), labels))
+    optimizer = torch.optim.SGD(
+        model.parameters(), 0.01, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
+    )
+    return Work(
+        model=model, optimizer=optimizer, loss=lambda model: F.cross_entropy(model(images), labels)
+    )
 
 
 def module(spec: Spec) -> nn.Module:
@@ -71,7 +78,9 @@ class Block(nn.Module):
         )
         self.body = nn.ModuleList(_conv(*shape) for shape in shapes)
         nn.init.zeros_(self.body[-1][1].weight)  # type: ignore[index]
-        self.shortcut = None if inputs == outputs and stride == 1 else _conv(inputs, outputs, 1, stride)
+        self.shortcut = (
+            None if inputs == outputs and stride == 1 else _conv(inputs, outputs, 1, stride)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x
@@ -90,7 +99,9 @@ class ResNet(nn.Module):
         blocks, width = [], filters
         for stage, count in enumerate(stages):
             for place in range(count):
-                blocks.append(Block(width, filters * 2**stage, 2 if stage > 0 and place == 0 else 1, deep))
+                blocks.append(
+                    Block(width, filters * 2**stage, 2 if stage > 0 and place == 0 else 1, deep)
+                )
                 width = filters * 2**stage * (4 if deep else 1)
         self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(width, classes)
 
@@ -111,7 +122,9 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        parts = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        parts = (
+            self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         y = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))

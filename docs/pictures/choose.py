@@ -10,7 +10,11 @@ from style import BLUE, DARK, GREEN, GREY, arrow, canvas, rounded, target, title
 
 # Question, and what to take if the answer is yes; else the next question.
 QUESTIONS = (
-    ("Are ranks of unequal speed?", "ParameterServer", "a worker waits only if it is too far ahead"),
+    (
+        "Are ranks of unequal speed?",
+        "ParameterServer",
+        "a worker waits only if it is too far ahead",
+    ),
     ("Is the optimizer's state too large?", "sharded_optimizer", "1/P of it on each rank"),
     ("Do all exchanges hide?\n(sum of m at most sum of c)", "mean", "nothing to tune"),
     (
@@ -18,9 +22,21 @@ QUESTIONS = (
         'mean(pattern="hierarchical")',
         "in bfloat16: half of the bytes, one stream a node",
     ),
-    ("Would half of the bytes hide?", "mean(wire_dtype=bfloat16)", "the same accuracy on both tasks"),
-    ("Is a larger batch welcome anyway?", "local_sgd(every=H)", "1/H of the bytes; ranks drift apart in between"),
-    ("Are most parameters in large matrices?", "power_sgd(rank)", "two thin factors instead of each matrix"),
+    (
+        "Would half of the bytes hide?",
+        "mean(wire_dtype=bfloat16)",
+        "the same accuracy on both tasks",
+    ),
+    (
+        "Is a larger batch welcome anyway?",
+        "local_sgd(every=H)",
+        "1/H of the bytes; ranks drift apart in between",
+    ),
+    (
+        "Are most parameters in large matrices?",
+        "power_sgd(rank)",
+        "two thin factors instead of each matrix",
+    ),
 )
 ELSE = ("top_k(density)", "few ranks, a slow network; else see the table of exchanges")
 
@@ -34,7 +50,9 @@ def draw() -> Figure:
         rounded(axes, 0, y, 4.2, 0.72, BLUE, fill=f"{BLUE}18")
         axes.text(2.1, y + 0.36, question, ha="center", va="center", fontsize=9, color=DARK)
         rounded(axes, 5.6, y, 5.8, 0.72, GREEN, fill=f"{GREEN}18")
-        axes.text(5.8, y + 0.5, exchange, va="center", fontsize=9.5, weight="bold", family="monospace")
+        axes.text(
+            5.8, y + 0.5, exchange, va="center", fontsize=9.5, weight="bold", family="monospace"
+        )
         axes.text(5.8, y + 0.19, note, va="center", fontsize=8.2, color=DARK)
         arrow(axes, (4.25, y + 0.36), (5.52, y + 0.36), GREEN)
         axes.text(4.85, y + 0.46, "yes", ha="center", fontsize=8.5, color=GREEN)
@@ -42,7 +60,16 @@ def draw() -> Figure:
         axes.text(2.25, y - 0.17, "no", va="center", fontsize=8.5, color=GREY)
     y = 7.6 - 1.05 * len(QUESTIONS)
     rounded(axes, 0, y, 4.2, 0.72, GREY, fill="#f6f6f6")
-    axes.text(2.1, y + 0.5, ELSE[0], ha="center", va="center", fontsize=9, weight="bold", family="monospace")
+    axes.text(
+        2.1,
+        y + 0.5,
+        ELSE[0],
+        ha="center",
+        va="center",
+        fontsize=9,
+        weight="bold",
+        family="monospace",
+    )
     axes.text(2.1, y + 0.19, ELSE[1], ha="center", va="center", fontsize=8.2, color=DARK)
     return figure
 

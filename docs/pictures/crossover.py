@@ -2,8 +2,9 @@
 
     python docs/pictures/crossover.py [FILE]
 
-`benchmarks/results/demo.json` holds the reports that the demo wrote, two of each way. As in the demo, the table is of
-all four, and the picture of the last two. A test compares the tutorial's table with these reports.
+`benchmarks/results/demo.json` holds the reports that the demo wrote, two of each way. As in the
+demo, the table is of all four, and the picture of the last two. A test compares the tutorial's
+table with these reports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Draws `docs/images/lanes.png`: the threads of one rank, and the queues between them, over one step of two jobs.
+"""Draws `docs/images/lanes.png`: the threads of one rank, and the queues between them, over one
+step of two jobs.
 
 python docs/pictures/lanes.py [FILE]
 """
@@ -9,7 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from style import BLUE, DARK, GREY, ORANGE, PALE, arrow, bar, canvas, rounded, target, title
 
-X, ROWS = 3.3, {"job a": 5.0, "job b": 4.1, "interleaver": 3.2, "compute lane": 2.0, "exchange lane": 1.0}
+X, ROWS = (
+    3.3,
+    {"job a": 5.0, "job b": 4.1, "interleaver": 3.2, "compute lane": 2.0, "exchange lane": 1.0},
+)
 NOTES = {
     "job a": "thread of its loop",
     "job b": "thread of its loop",
@@ -31,7 +35,9 @@ def loop(axes: Axes, y: float, calls: float, returns: float, color: str) -> None
 def draw() -> Figure:
     """Returns the figure. Needs no display."""
     figure, axes = canvas(11, 4.9, right=14.6, top=6.4)
-    title(axes, 6.15, "Which thread does what?  Loops call, the interleaver decides, two lanes work")
+    title(
+        axes, 6.15, "Which thread does what?  Loops call, the interleaver decides, two lanes work"
+    )
     for name, y in ROWS.items():
         axes.text(0, y + 0.42, name, fontsize=10, weight="bold", va="center")
         axes.text(0, y + 0.08, NOTES[name], fontsize=7.8, color=GREY, va="center")
@@ -76,7 +82,8 @@ def draw() -> Figure:
     axes.text(
         X,
         0.45,
-        "Segment 2 overwrites the job's state. It runs only after the commit: every rank has made the exchange.",
+        "Segment 2 overwrites the job's state. It runs only after the commit: every rank has made "
+        "the exchange.",
         fontsize=8.5,
         color=DARK,
     )

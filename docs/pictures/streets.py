@@ -1,4 +1,5 @@
-"""Draws `docs/images/streets.png`: the folders of the package along the way of a step and the way of a loop.
+"""Draws `docs/images/streets.png`: the folders of the package along the way of a step and the way
+of a loop.
 
     python docs/pictures/streets.py [FILE]
 
@@ -44,7 +45,9 @@ WIDTH, GROUP_WIDTH = 2.8, 3.15
 COLUMNS = (2.6, 6.3, 10.0)
 
 
-def draw_street(axes: Axes, y: float, own: str, name: str, color: str, folders: tuple[str, ...]) -> None:
+def draw_street(
+    axes: Axes, y: float, own: str, name: str, color: str, folders: tuple[str, ...]
+) -> None:
     """Draws what the user brings, and from there folder after folder."""
     axes.text(0, y + 1.17, name, fontsize=9.5, color=color, style="italic")
     rounded(axes, 0, y, 1.6, 1, color, fill="white", dashed=True)
@@ -52,16 +55,40 @@ def draw_street(axes: Axes, y: float, own: str, name: str, color: str, folders: 
     end = 1.65
     for x, folder in zip(COLUMNS, folders, strict=True):
         # The driver hands events to the interleaver and gets instructions back.
-        arrow(axes, (end, y + 0.5), (x - 0.07, y + 0.5), color, "<|-|>" if folder == "interleave" else "-|>")
+        arrow(
+            axes,
+            (end, y + 0.5),
+            (x - 0.07, y + 0.5),
+            color,
+            "<|-|>" if folder == "interleave" else "-|>",
+        )
         rounded(axes, x, y, WIDTH, 1, color, fill=f"{color}22")
-        axes.text(x + WIDTH / 2, y + 0.77, f"{folder}/", ha="center", va="center", fontsize=11, weight="bold")
-        axes.text(x + WIDTH / 2, y + 0.34, FOLDERS[folder], ha="center", va="center", fontsize=8.5, color=DARK)
+        axes.text(
+            x + WIDTH / 2,
+            y + 0.77,
+            f"{folder}/",
+            ha="center",
+            va="center",
+            fontsize=11,
+            weight="bold",
+        )
+        axes.text(
+            x + WIDTH / 2,
+            y + 0.34,
+            FOLDERS[folder],
+            ha="center",
+            va="center",
+            fontsize=8.5,
+            color=DARK,
+        )
         end = x + WIDTH + 0.07
 
 
 def draw_group(axes: Axes, x: float, title: str, folders: tuple[str, ...]) -> None:
     """Draws folders that the streets lean on, one below the other."""
-    axes.text(x + GROUP_WIDTH / 2, 2.4, title, ha="center", fontsize=9.5, color=GREY, style="italic")
+    axes.text(
+        x + GROUP_WIDTH / 2, 2.4, title, ha="center", fontsize=9.5, color=GREY, style="italic"
+    )
     height = 2.2 / len(folders)
     for number, folder in enumerate(folders):
         y = 2.2 - (number + 1) * height
@@ -76,13 +103,16 @@ def draw() -> Figure:
     title(
         axes,
         6.55,
-        "Where does a line of code live?  On the street that compiles a step, or on the one that runs a loop",
+        "Where does a line of code live?  On the street that compiles a step, or on the one that "
+        "runs a loop",
     )
     draw_street(axes, 4.9, "your step", "compile street", BLUE, ("step", "program", "wire"))
     draw_street(axes, 3.05, "your loop", "run street", ORANGE, ("jobs", "runtime", "interleave"))
     middle = COLUMNS[1] + WIDTH / 2
     arrow(axes, (middle, 4.83), (middle, 4.12), GREY)
-    axes.text(middle + 0.15, 4.47, "executables for the lanes", fontsize=8.5, color=GREY, va="center")
+    axes.text(
+        middle + 0.15, 4.47, "executables for the lanes", fontsize=8.5, color=GREY, va="center"
+    )
     for number, (group, folders) in enumerate(GROUPS.items()):
         draw_group(axes, number * (GROUP_WIDTH + 0.2), group, folders)
     return figure

@@ -17,12 +17,16 @@ GREY, DARK, PALE = "#666666", "#333333", "#f6f6f6"
 def target(name: str) -> Path:
     """Returns the file given on the command line, or `docs/images/NAME`."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("file", nargs="?", type=Path, default=IMAGES / name, help="where to write the picture")
+    parser.add_argument(
+        "file", nargs="?", type=Path, default=IMAGES / name, help="where to write the picture"
+    )
     return parser.parse_args().file
 
 
 def canvas(width: float, height: float, *, right: float, top: float) -> tuple[Figure, Axes]:
-    """Returns an empty figure of that size in inches, whose one plot has coordinates up to `right` and `top`."""
+    """Returns an empty figure of that size in inches, whose one plot has coordinates up to `right`
+    and `top`.
+    """
     figure = Figure(figsize=(width, height), dpi=150)
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
     axes.set_xlim(-0.1, right)
@@ -37,20 +41,47 @@ def title(axes: Axes, y: float, text: str) -> None:
 
 
 def rounded(
-    axes: Axes, x: float, y: float, width: float, height: float, color: str, *, fill: str, dashed: bool = False
+    axes: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    color: str,
+    *,
+    fill: str,
+    dashed: bool = False,
 ) -> None:
     """Draws a rounded rectangle."""
     style = "round,pad=0.02,rounding_size=0.1"
-    patch = FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=fill, edgecolor=color, linewidth=1.5)
+    patch = FancyBboxPatch(
+        (x, y), width, height, boxstyle=style, facecolor=fill, edgecolor=color, linewidth=1.5
+    )
     patch.set_linestyle("--" if dashed else "-")
     axes.add_patch(patch)
 
 
-def bar(axes: Axes, x: float, y: float, width: float, color: str, *, hatched: bool = False, text: str = "") -> None:
+def bar(
+    axes: Axes,
+    x: float,
+    y: float,
+    width: float,
+    color: str,
+    *,
+    hatched: bool = False,
+    text: str = "",
+) -> None:
     """Draws a stretch of time in a lane: filled if it computes, hatched if it exchanges."""
     fill = f"{color}33" if hatched else color
     axes.add_patch(
-        Rectangle((x, y), width, 0.6, facecolor=fill, edgecolor=color, hatch="///" if hatched else None, linewidth=1)
+        Rectangle(
+            (x, y),
+            width,
+            0.6,
+            facecolor=fill,
+            edgecolor=color,
+            hatch="///" if hatched else None,
+            linewidth=1,
+        )
     )
     if text:
         box = dict(facecolor="white", edgecolor="none", pad=1.0, alpha=0.9) if hatched else None
@@ -66,7 +97,11 @@ def bar(axes: Axes, x: float, y: float, width: float, color: str, *, hatched: bo
         )
 
 
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str, style: str = "-|>") -> None:
+def arrow(
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str, style: str = "-|>"
+) -> None:
     """Draws the way that data or control takes."""
-    look = dict(arrowstyle=style, color=color, linewidth=1.6, shrinkA=0, shrinkB=0, mutation_scale=13)
+    look = dict(
+        arrowstyle=style, color=color, linewidth=1.6, shrinkA=0, shrinkB=0, mutation_scale=13
+    )
     axes.annotate("", end, start, arrowprops=look)

@@ -14,9 +14,11 @@ _log = logging.getLogger("jaxcross")
 
 
 def lock(file: IO[Any]) -> bool:
-    """Whether no other process has the lock of an open file; this one then has it until the file is closed.
+    """Whether no other process has the lock of an open file; this one then has it until the file is
+    closed.
 
-    True as well on a file system without locks: whether another process uses the file cannot be known there.
+    True as well on a file system without locks: whether another process uses the file cannot be
+    known there.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -28,19 +30,29 @@ def lock(file: IO[Any]) -> bool:
 
 
 def holder(path: Path) -> str:
-    """Returns words for the process that has the lock of a file: its number, its host, and when it started.
+    """Returns words for the process that has the lock of a file: its number, its host, and when it
+    started.
 
     The kernel names it to processes of the same user, and knows none of another host.
     """
     for fd in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # the process has ended, or is another user's
-            if os.readlink(fd) == str(path.resolve()) and "FLOCK" in (fd.parents[1] / "fdinfo" / fd.name).read_text():
+            if (
+                os.readlink(fd) == str(path.resolve())
+                and "FLOCK" in (fd.parents[1] / "fdinfo" / fd.name).read_text()
+            ):
                 pid = fd.parts[2]
-                return f"process {pid} on host `{os.uname().nodename}` (started {_started(int(pid))})"
+                return (
+                    f"process {pid} on host `{os.uname().nodename}` (started {_started(int(pid))})"
+                )
     return "a process of another user or host"
 
 
 def _started(pid: int) -> str:
-    ticks = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    ticks = int(
+        Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    )
     up_s = float(Path("/proc/uptime").read_text().split()[0])
-    return time.strftime("%F %T", time.localtime(time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")))
+    return time.strftime(
+        "%F %T", time.localtime(time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK"))
+    )

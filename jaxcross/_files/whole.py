@@ -13,20 +13,27 @@ from typing import IO, Any
 _NOT_FOR_FOLDERS = (errno.EBADF, errno.EINVAL, errno.ENOTSUP)
 
 
-def write_whole(path: Path, content: str | bytes, *, durable: bool = True, shared: bool = False) -> None:
-    """Writes a file so that a reader, and a crash, find the old content or the new one. See `replacing`."""
+def write_whole(
+    path: Path, content: str | bytes, *, durable: bool = True, shared: bool = False
+) -> None:
+    """Writes a file so that a reader, and a crash, find the old content or the new one. See
+    `replacing`.
+    """
     with replacing(path, durable=durable, shared=shared, binary=isinstance(content, bytes)) as file:
         file.write(content)
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = True, shared: bool = False, binary: bool = False) -> Iterator[IO[Any]]:
+def replacing(
+    path: Path, *, durable: bool = True, shared: bool = False, binary: bool = False
+) -> Iterator[IO[Any]]:
     """Opens a draft that takes the place of a file once it is whole.
 
     Args:
         path: The file.
         durable: Whether to wait for the disk, so that this holds after a loss of power, too.
-        shared: Whether several processes may write the file at once: the drafts then have hidden names of their own.
+        shared: Whether several processes may write the file at once: the drafts then have hidden
+            names of their own.
         binary: Whether the content is bytes.
 
     Raises:
@@ -49,7 +56,9 @@ def replacing(path: Path, *, durable: bool = True, shared: bool = False, binary:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the entries of a folder, are on disk. Some file systems do not do that for folders."""
+    """Waits until a file, or the entries of a folder, are on disk. Some file systems do not do that
+    for folders.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,8 @@
 """The only folder that touches private or version-dependent names of JAX.
 
-jaxcross supports jax 0.10 to 0.12. From 0.11 `ClosedJaxpr is Jaxpr`; before, a closed jaxpr wraps an open one. Everyone
-else builds and reads jaxprs through the functions below and never asks for a class.
+jaxcross supports jax 0.10 to 0.12. From 0.11 `ClosedJaxpr is Jaxpr`; before, a closed jaxpr wraps
+an open one. Everyone else builds and reads jaxprs through the functions below and never asks for a
+class.
 """
 
 from __future__ import annotations
@@ -49,19 +50,39 @@ Jaxpr: TypeAlias = Any  # open or closed: one class from JAX 0.11 on, two before
 DropVar = _core.DropVar
 Tracer = _core.Tracer
 ArrayImpl = _array.ArrayImpl
-InternalFloatingPointError = _api_util.InternalFloatingPointError  # of executables under jax_debug_nans
+InternalFloatingPointError = (
+    _api_util.InternalFloatingPointError
+)  # of executables under jax_debug_nans
 _PRNGImpl = type(_exrandom.threefry_prng_impl)
-_generators: dict[str, Any] = sys.modules[_PRNGImpl.__module__].prngs  # whose module has moved between versions
+_generators: dict[str, Any] = sys.modules[
+    _PRNGImpl.__module__
+].prngs  # whose module has moved between versions
 
-INLINED = frozenset({
-    "jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat", "remat2", "checkpoint", "custom_jvp_call",
-    "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "custom_vmap_call", "composite",
-})  # fmt: skip
+INLINED = frozenset(
+    {
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "eval_jaxpr",
+        "remat",
+        "remat2",
+        "checkpoint",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "custom_lin",
+        "custom_vmap_call",
+        "composite",
+    }
+)
 """Primitives that only call a jaxpr: what it does could stand in their place."""
 
 
 def compilation_cache_dir() -> Path | None:
-    """Returns the local folder in which JAX keeps compiled programs from run to run; None if the user named none."""
+    """Returns the local folder in which JAX keeps compiled programs from run to run; None if the
+    user named none.
+    """
     folder = jax.config.values["jax_compilation_cache_dir"]
     if not folder or "://" in folder or not jax.config.values["jax_enable_compilation_cache"]:
         return None
@@ -75,16 +96,24 @@ def jit_disabled() -> bool:
 
 def invalid_values_to_find() -> list[str]:
     """Returns `nan` if `jax_debug_nans` is set in this thread, and `inf` if `jax_debug_infs` is."""
-    return [name for name, asked in (("nan", _config.debug_nans), ("inf", _config.debug_infs)) if asked.value]
+    return [
+        name
+        for name, asked in (("nan", _config.debug_nans), ("inf", _config.debug_infs))
+        if asked.value
+    ]
 
 
 def x64_is_local() -> bool:
-    """Whether this thread, by a context, means other element types by Python's and NumPy's numbers than others do."""
+    """Whether this thread, by a context, means other element types by Python's and NumPy's numbers
+    than others do.
+    """
     return _config.enable_x64.value != _config.enable_x64.get_global()
 
 
 def trace_context() -> Any:
-    """All of JAX's configuration that decides what a trace becomes (`enable_x64`, ...); hashable. Costs 0.2 us."""
+    """All of JAX's configuration that decides what a trace becomes (`enable_x64`, ...); hashable.
+    Costs 0.2 us.
+    """
     return _config.trace_context()
 
 
@@ -101,7 +130,8 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def with_plain_equations(jaxpr: Any, axes: Mapping[str, int]) -> Any:
-    """A closed jaxpr in which no equation hides its jaxpr in an object, as `custom_root` of JAX 0.12 does.
+    """A closed jaxpr in which no equation hides its jaxpr in an object, as `custom_root` of JAX
+    0.12 does.
 
     It is what `jax.jit` does before it compiles.
     """
@@ -128,7 +158,9 @@ def shardings_of(eqn: Any) -> Iterator[NamedSharding]:
 
 
 def map_sub_jaxprs(eqn: Any, function: Any) -> Any:
-    """The equation with `function` applied to every jaxpr among its parameters (open ones stay open)."""
+    """The equation with `function` applied to every jaxpr among its parameters (open ones stay
+    open).
+    """
 
     def convert(item: Any) -> Any:
         if hasattr(item, "_fields"):  # a named tuple, as `custom_linear_solve` has
@@ -160,11 +192,15 @@ def call_of_solver(eqn: Any) -> Any:
 
 def call_of(eqn: Any, jaxpr: Any) -> Any:
     """A call of a closed jaxpr in place of an equation, of its inputs and results."""
-    return eqn.replace(primitive=_primitives.closed_call_p, params={"call_jaxpr": jaxpr}, effects=jaxpr.effects)
+    return eqn.replace(
+        primitive=_primitives.closed_call_p, params={"call_jaxpr": jaxpr}, effects=jaxpr.effects
+    )
 
 
 def array_type(atom: Atom) -> _core.ShapedArray:
-    """Returns the shape and element type of a value: JAX declares `aval` as the base class, which has neither."""
+    """Returns the shape and element type of a value: JAX declares `aval` as the base class, which
+    has neither.
+    """
     aval: Any = atom.aval
     return aval
 
@@ -179,8 +215,12 @@ def new_literal(value: Any, aval: Any) -> Any:
     return Literal(value, aval)
 
 
-def make_jaxpr_of(invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], like: Any) -> Any:
-    """A closed jaxpr without constants over the given equations; `like` lends its debug information."""
+def make_jaxpr_of(
+    invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], like: Any
+) -> Any:
+    """A closed jaxpr without constants over the given equations; `like` lends its debug
+    information.
+    """
     effects = _core.join_effects(*(e.effects for e in eqns)) if eqns else _core.no_effects
     info = open_jaxpr(like)[0].debug_info.with_unknown_names()
     jaxpr = _excore.Jaxpr([], list(invars), list(outvars), list(eqns), effects, info)
@@ -196,7 +236,9 @@ def replace_eqns(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any
 def one_result(jaxpr: Any, n: int) -> Any:
     """The jaxpr, closed or open, with what computes its n-th result alone."""
     inner, _ = open_jaxpr(jaxpr)
-    changed, _, *_ = partial_eval.dce_jaxpr(inner, [i == n for i in range(len(inner.outvars))], instantiate=True)
+    changed, _, *_ = partial_eval.dce_jaxpr(
+        inner, [i == n for i in range(len(inner.outvars))], instantiate=True
+    )
     return changed if jaxpr is inner else jaxpr.replace(jaxpr=changed)
 
 
@@ -224,24 +266,38 @@ def source_of(eqn: Any, *, outside: str = "") -> str:
     """
     info = eqn.source_info
     frames = list(_source_info_util.user_frames(info.traceback)) if outside else []
-    inner = next((n for n, f in enumerate(frames) if f"/{outside}/" not in f.file_name.replace("\\", "/")), None)
-    lines = _source_info_util.summarize(info, num_frames=1 if inner is None else inner + 1).split("\n")
+    inner = next(
+        (n for n, f in enumerate(frames) if f"/{outside}/" not in f.file_name.replace("\\", "/")),
+        None,
+    )
+    lines = _source_info_util.summarize(info, num_frames=1 if inner is None else inner + 1).split(
+        "\n"
+    )
     return lines[0] or "unknown line"
 
 
 def stack_of(eqn: Any) -> list[str]:
-    """The lines that made an equation, as `source_of` writes them, the innermost first; JAX's own are left out."""
+    """The lines that made an equation, as `source_of` writes them, the innermost first; JAX's own
+    are left out.
+    """
     return _source_info_util.summarize(eqn.source_info, num_frames=sys.maxsize).splitlines()[::-1]
 
 
 def user_line_of(error: Exception) -> str:
     """The innermost line that an error came through outside of JAX, written as by `source_of`."""
-    frames = [f for f in extract_tb(error.__traceback__) if _source_info_util.is_user_filename(f.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "unknown line"
+    frames = [
+        f for f in extract_tb(error.__traceback__) if _source_info_util.is_user_filename(f.filename)
+    ]
+    return (
+        f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})"
+        if frames
+        else "unknown line"
+    )
 
 
 def register_host_calls() -> None:
-    """Registers the FFI calls of all imported packages with XLA, as JAX does when it starts the CPU backend.
+    """Registers the FFI calls of all imported packages with XLA, as JAX does when it starts the CPU
+    backend.
 
     Raises:
         RuntimeError: A call was compiled against a newer interface than that of jaxlib.
@@ -251,18 +307,26 @@ def register_host_calls() -> None:
 
 
 def put_on_host(x: np.ndarray, host: Any, *, committed: bool) -> jax.Array:
-    """`jax.device_put(x, host)` in 15 us in place of 100: page-aligned memory becomes a JAX array's without a copy."""
+    """`jax.device_put(x, host)` in 15 us in place of 100: page-aligned memory becomes a JAX array's
+    without a copy.
+    """
     aval = _core.ShapedArray(x.shape, x.dtype)
-    return _pxla.batched_device_put(aval, SingleDeviceSharding(host), [x], [host], committed, enable_x64=True)
+    return _pxla.batched_device_put(
+        aval, SingleDeviceSharding(host), [x], [host], committed, enable_x64=True
+    )
 
 
 def collect_garbage() -> None:
-    """Makes JAX let go of the Python objects of arrays that are deleted. Otherwise, it does so in a later call."""
+    """Makes JAX let go of the Python objects of arrays that are deleted. Otherwise, it does so in a
+    later call.
+    """
     _xla_client._xla.collect_garbage()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def backends_started() -> bool:
-    """Whether JAX has started a backend in this process; thread-pool settings come too late then."""
+    """Whether JAX has started a backend in this process; thread-pool settings come too late
+    then.
+    """
     return _xla_bridge.backends_are_initialized()
 
 
@@ -272,15 +336,19 @@ def aval_of(value: Any) -> Any:
 
 
 def weakly_typed(array: jax.Array) -> jax.Array:
-    """Returns the array with a weak type, as JAX makes arrays of Python numbers: another type prevails."""
+    """Returns the array with a weak type, as JAX makes arrays of Python numbers: another type
+    prevails.
+    """
     weak: Any = _lax._convert_element_type(array, weak_type=True)
     return weak
 
 
 def generator_name(value: Any) -> str | None:
-    """The name by which JAX knows a generator of random bits, in every process; None for anything else.
+    """The name by which JAX knows a generator of random bits, in every process; None for anything
+    else.
 
-    One that was handed to JAX (`jax.extend.random.define_prng_impl`) has none: others may be called the same.
+    One that was handed to JAX (`jax.extend.random.define_prng_impl`) has none: others may be called
+    the same.
     """
     known = isinstance(value, _PRNGImpl) and _generators.get(value.name) is value
     return value.name if known else None
@@ -297,9 +365,13 @@ def is_closed_jaxpr(value: Any) -> bool:
 
 
 def bind_equation(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-    """Evaluate (or trace) one equation on `values` with the given parameters, under its own name and source line."""
+    """Evaluate (or trace) one equation on `values` with the given parameters, under its own name
+    and source line.
+    """
     primitive = eqn.primitive
-    if primitive.name in _INVARIANT:  # it asks for a varying type, which `without_mesh` has taken away
+    if (
+        primitive.name in _INVARIANT
+    ):  # it asks for a varying type, which `without_mesh` has taken away
         primitive, more = _INVARIANT[primitive.name]
         params = {**params, **more}
     with in_place_of(eqn):
@@ -315,9 +387,14 @@ _INVARIANT: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @contextmanager
 def in_place_of(eqn: Any) -> Iterator[None]:
-    """Gives what is traced inside the name, the source line and the configuration of an equation."""
+    """Gives what is traced inside the name, the source line and the configuration of an
+    equation.
+    """
     names = _source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with _source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+    with (
+        _source_info_util.user_context(eqn.source_info.traceback, name_stack=names),
+        eqn.ctx.manager,
+    ):
         yield
 
 
@@ -344,7 +421,9 @@ def bytes_of(array: Any) -> bytes:
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """Returns the numbers of constant operands of a `scan` and of the carried ones that follow them."""
+    """Returns the numbers of constant operands of a `scan` and of the carried ones that follow
+    them.
+    """
     if "num_carry" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = map(len, eqn.params["ft_in"].unpack())  # from 0.12

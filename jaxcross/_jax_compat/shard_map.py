@@ -1,4 +1,6 @@
-"""The private names of JAX that have to do with `shard_map`: types that vary over a mesh, its body, its arguments."""
+"""The private names of JAX that have to do with `shard_map`: types that vary over a mesh, its body,
+its arguments.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,34 @@ from jaxcross._jax_compat import Literal, map_sub_jaxprs, new_var, open_jaxpr
 
 
 def checks_varying() -> bool:
-    """Whether a `shard_map(check_vma=True)` is being traced, in which types tell over which axes values vary."""
+    """Whether a `shard_map(check_vma=True)` is being traced, in which types tell over which axes
+    values vary.
+    """
     return _config._check_vma.value
 
 
 def vary_over(x: Any, axes: Sequence[str]) -> Any:
-    """`x` with a type that varies over `axes`, where `checks_varying()`. Sums the gradient over those that are new."""
-    return jax.lax.pcast(x, tuple(a for a in axes if a not in jax.typeof(x).mat.varying), to="varying")
+    """`x` with a type that varies over `axes`, where `checks_varying()`. Sums the gradient over
+    those that are new.
+    """
+    return jax.lax.pcast(
+        x, tuple(a for a in axes if a not in jax.typeof(x).mat.varying), to="varying"
+    )
 
 
 def is_cast_outside_of_shard_map(error: Exception) -> bool:
-    """Whether JAX says by an error that `jax.lax.pcast` names an axis which no `shard_map` binds."""
+    """Whether JAX says by an error that `jax.lax.pcast` names an axis which no `shard_map`
+    binds.
+    """
     if isinstance(error, AssertionError):
         return str(error).startswith("ManualAxisType(")
     return isinstance(error, ValueError) and "should be called under jax.shard_map" in str(error)
 
 
 def with_input_shapes(jaxpr: Any, shapes: Sequence[Sequence[int]]) -> Any:
-    """A closed jaxpr with inputs of other shapes, and no mesh in their types; its equations stay as they are."""
+    """A closed jaxpr with inputs of other shapes, and no mesh in their types; its equations stay as
+    they are.
+    """
     inner, _ = open_jaxpr(jaxpr)
     new = {
         v: new_var(_without_mesh(v.aval).update(shape=tuple(shape)))
@@ -53,16 +65,26 @@ def with_input_shapes(jaxpr: Any, shapes: Sequence[Sequence[int]]) -> Any:
 
 
 # Inside a `shard_map` these say how values vary over the mesh, or lie on it; no value changes.
-_CASTS = frozenset({
-    "pvary", "pcast", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p", "sharding_constraint", "reshard",
-})  # fmt: skip
+_CASTS = frozenset(
+    {
+        "pvary",
+        "pcast",
+        "preduced",
+        "vary_unreduced_cast",
+        "vary_unreduced_cast_p",
+        "sharding_constraint",
+        "reshard",
+    }
+)
 
 
 def without_mesh(jaxpr: Any) -> Any:
-    """The open body of a `shard_map`, as if its equations had been traced on one rank that knows of no mesh.
+    """The open body of a `shard_map`, as if its equations had been traced on one rank that knows of
+    no mesh.
 
-    Types lose their mesh and what varies over it, contexts and parameters the mesh itself, and casts between varying
-    and invariant values go. What JAX inserted to exchange (`psum_invariant`) stays.
+    Types lose their mesh and what varies over it, contexts and parameters the mesh itself, and
+    casts between varying and invariant values go. What JAX inserted to exchange (`psum_invariant`)
+    stays.
     """
     inner, _ = open_jaxpr(jaxpr)
     env: dict[Any, Any] = {}
@@ -116,14 +138,18 @@ def _without_mesh(value: Any) -> Any:
 
 
 class _Asked(BaseException):
-    """Leaves a function at its first equation: `arguments` and `parameters` of a `shard_map`, None of another one."""
+    """Leaves a function at its first equation: `arguments` and `parameters` of a `shard_map`, None
+    of another one.
+    """
 
     def __init__(self, arguments: Any = None, parameters: Any = None) -> None:
         self.arguments, self.parameters = arguments, parameters
 
 
 class _Asking(_core.Trace):
-    def process_shard_map(self, _primitive: Any, _function: Any, arguments: Any, /, **parameters: Any) -> Any:
+    def process_shard_map(
+        self, _primitive: Any, _function: Any, arguments: Any, /, **parameters: Any
+    ) -> Any:
         raise _Asked(arguments, parameters)
 
     def process_primitive(self, *_: Any, **__: Any) -> Any:
@@ -133,7 +159,9 @@ class _Asking(_core.Trace):
 
 
 class _AnySpec:
-    """Equal to every spec: on axes of type `Explicit` JAX compares an argument's own with that of `in_specs`."""
+    """Equal to every spec: on axes of type `Explicit` JAX compares an argument's own with that of
+    `in_specs`.
+    """
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -141,7 +169,9 @@ class _AnySpec:
         return True
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"`in_specs` is left out, and an argument has no `{name}` to infer it from")
+        raise AttributeError(
+            f"`in_specs` is left out, and an argument has no `{name}` to infer it from"
+        )
 
 
 class _AnySharding:
@@ -163,11 +193,13 @@ class _Unplaced(_core.ShapedArray):
 def first_shard_map(
     function: Callable[..., Any], shapes: Sequence[tuple[Sequence[int], Any]]
 ) -> tuple[Any, list[tuple[int | None, Any]]] | None:
-    """Returns the mesh of the `shard_map` that `function` begins with, and the spec of each argument; or None.
+    """Returns the mesh of the `shard_map` that `function` begins with, and the spec of each
+    argument; or None.
 
     A value that `function` closes over has no number.
 
-    The body does not run: `shapes`, each with its element type, need only be divisible by whatever cuts them.
+    The body does not run: `shapes`, each with its element type, need only be divisible by whatever
+    cuts them.
 
     Raises:
         Exception: What JAX or the function say to such arguments.
@@ -186,11 +218,17 @@ def first_shard_map(
     return None
 
 
-def begins_under_vmap(function: Callable[..., Any], shapes: Sequence[tuple[Sequence[int], Any]]) -> bool:
-    """Whether `first_shard_map` fails because the `shard_map` that `function` begins with is under a `jax.vmap`."""
+def begins_under_vmap(
+    function: Callable[..., Any], shapes: Sequence[tuple[Sequence[int], Any]]
+) -> bool:
+    """Whether `first_shard_map` fails because the `shard_map` that `function` begins with is under
+    a `jax.vmap`.
+    """
     with _config.traceback_filtering("off"):  # JAX takes its own frames out of tracebacks
         try:
             first_shard_map(function, shapes)
         except Exception as error:
-            return any(frame.f_code.co_name == "vmap_f" for frame, _ in walk_tb(error.__traceback__))
+            return any(
+                frame.f_code.co_name == "vmap_f" for frame, _ in walk_tb(error.__traceback__)
+            )
     return False

@@ -1,6 +1,7 @@
 """Named arrays on disk, in orbax's own format. The only file that knows orbax.
 
-Every rank is a JAX process of its own and uses orbax for itself; that ranks belong together is the keeper's affair.
+Every rank is a JAX process of its own and uses orbax for itself; that ranks belong together is the
+keeper's affair.
 """
 
 from __future__ import annotations
@@ -16,13 +17,24 @@ from jaxcross.checkpoint.part import UnusableError
 
 # Of the types of one byte, those that tensorstore has a name for; of others, the bytes are stored.
 _NAMED = frozenset(
-    {"bool", "int8", "uint8", "int4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2",
-     "float8_e5m2fnuz"}
-)  # fmt: skip
+    {
+        "bool",
+        "int8",
+        "uint8",
+        "int4",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e4m3b11fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+    }
+)
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes the arrays into `folder`, which must not exist; arrays without elements are left out. Waits."""
+    """Writes the arrays into `folder`, which must not exist; arrays without elements are left out.
+    Waits.
+    """
     import orbax.checkpoint as ocp
 
     stored = {name: _stored(array) for name, array in arrays.items() if array.size}
@@ -32,13 +44,18 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read(folder: Path, forms: Mapping[str, Form]) -> dict[str, np.ndarray]:
-    """The arrays of these names, if they have these types and shapes. Waits; allocates nothing before it knows that.
+    """The arrays of these names, if they have these types and shapes. Waits; allocates nothing
+    before it knows that.
 
     Raises:
         UnusableError: They have not.
         Exception: Whatever orbax and tensorstore meet.
     """
-    empty = {name: np.empty(form.shape, np.dtype(form.dtype)) for name, form in forms.items() if 0 in form.shape}
+    empty = {
+        name: np.empty(form.shape, np.dtype(form.dtype))
+        for name, form in forms.items()
+        if 0 in form.shape
+    }
     wanted = {name: form for name, form in forms.items() if name not in empty}
     return empty | (_read(folder, wanted) if wanted else {})
 
@@ -59,10 +76,16 @@ def _read(folder: Path, forms: Mapping[str, Form]) -> dict[str, np.ndarray]:
 
 def _check_size(folder: Path, name: str, form: Form, known: Any) -> None:
     chunk = getattr(known.storage, "chunk_shape", None) or form.shape
-    sizes = (tuple(known.shape), str(known.dtype), len(chunk), all(map(int.__le__, chunk, form.shape)))
+    sizes = (
+        tuple(known.shape),
+        str(known.dtype),
+        len(chunk),
+        all(map(int.__le__, chunk, form.shape)),
+    )
     if sizes != (form.shape, _type_on_disk(form.dtype), len(form.shape), True):
         raise UnusableError(
-            f"`{folder}` holds `{name}` as {known.dtype}{list(known.shape)} in pieces of {chunk}, not {form}"
+            f"`{folder}` holds `{name}` as {known.dtype}{list(known.shape)} in pieces of {chunk}, "
+            f"not {form}"
         )
 
 
@@ -77,5 +100,7 @@ def _stored(array: np.ndarray) -> np.ndarray:
 def _as_saved(folder: Path, name: str, form: Form, array: Any) -> np.ndarray:
     array = np.asarray(array)
     if array.shape != form.shape or array.dtype.name != _type_on_disk(form.dtype):
-        raise UnusableError(f"`{folder}` holds `{name}` as {array.dtype}{list(array.shape)}, not {form}")
+        raise UnusableError(
+            f"`{folder}` holds `{name}` as {array.dtype}{list(array.shape)}, not {form}"
+        )
     return array.view(np.dtype(form.dtype))

@@ -21,15 +21,17 @@ from jaxcross.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The progress of a job apart from its state. The same on every rank, except for the texts in `places`.
+    """The progress of a job apart from its state. The same on every rank, except for the texts in
+    `places`.
 
     Attributes:
         step: Number of its steps.
-        places: For each data source that its loops had open at that step: the number of batches taken, and the
-            iterator's own state.
+        places: For each data source that its loops had open at that step: the number of batches
+            taken, and the iterator's own state.
         cuts: The cut that was found fastest, by program.
         notes: What the job's evaluations came to, and its skipped steps.
-        best_step: The step of the best state so far; None if there is none, or it is not to be kept.
+        best_step: The step of the best state so far; None if there is none, or it is not to be
+            kept.
     """
 
     step: int
@@ -40,10 +42,11 @@ class Progress:
 
 
 class JobCheckpointer:
-    """Checkpoints of one job. Its methods are called one after another, in the same order on all ranks.
+    """Checkpoints of one job. Its methods are called one after another, in the same order on all
+    ranks.
 
-    Methods that communicate take `run_on_all_ranks`: during the run that is a slot of the exchange lane, after it a
-    direct call.
+    Methods that communicate take `run_on_all_ranks`: during the run that is a slot of the exchange
+    lane, after it a direct call.
 
     Args:
         log: Warnings and errors about the job.
@@ -69,13 +72,15 @@ class JobCheckpointer:
         self._forms: dict[str, Form] | None = None  # of the state that the job restored
         self._named: Collection[str] = ()  # paths of the leaves that the job names as rank-local
         self._complete: list[str] = []  # on all ranks, oldest first
-        # Names that were there at the start or begun in this run. Only these are ever deleted, never those of another
-        # run that uses the directory by mistake.
+        # Names that were there at the start or begun in this run. Only these are ever deleted,
+        # never those of another run that uses the directory by mistake.
         self._known: set[str] = set()
         self._writing: tuple[str, Future[None]] | None = None
         # Step, notes and digests of the newest checkpoint.
         self._saved: tuple[int, dict[str, str], list[str]] | None = None
-        self._bests: list[str] = []  # those that had the best state so far when they were begun, oldest first
+        self._bests: list[
+            str
+        ] = []  # those that had the best state so far when they were begun, oldest first
 
     @property
     def begun(self) -> bool:
@@ -88,9 +93,15 @@ class JobCheckpointer:
         return step_of(self._complete[-1]) if self._complete else None
 
     def restore(
-        self, target: PyTree, run_on_all_ranks: RunOnAllRanks, *, local: bool = False, named: Collection[str] = ()
+        self,
+        target: PyTree,
+        run_on_all_ranks: RunOnAllRanks,
+        *,
+        local: bool = False,
+        named: Collection[str] = (),
     ) -> tuple[PyTree, Progress] | None:
-        """Returns the newest state that is complete on all ranks, in the structure of `target`; None if there is none.
+        """Returns the newest state that is complete on all ranks, in the structure of `target`;
+        None if there is none.
 
         Waits for all ranks.
 
@@ -98,53 +109,78 @@ class JobCheckpointer:
             target: The state with which the job would begin.
             run_on_all_ranks: Runs work that communicates.
             local: Whether ranks have different `target`s on purpose.
-            named: Paths of the leaves that the job names as rank-local. They are written by every rank from now on,
-                even where all ranks have the same. The same on every rank.
+            named: Paths of the leaves that the job names as rank-local. They are written by every
+                rank from now on, even where all ranks have the same. The same on every rank.
 
         Raises:
-            JobError: On every rank: the newest checkpoint is of another model, of a number of ranks that this one
-                cannot take over from, or of another version of jaxcross; a rank cannot read; there are checkpoints, and
-                all are damaged; or the job has restored a state before.
+            JobError: On every rank: the newest checkpoint is of another model, of a number of ranks
+                that this one cannot take over from, or of another version of jaxcross; a rank
+                cannot read; there are checkpoints, and all are damaged; or the job has restored a
+                state before.
             TypeError: A leaf is neither an array nor a number.
         """
         if self._forms is not None:
             raise self._log.error(
-                "restores twice. A checkpoint holds one state: put all that it trains into one tree, and restore that."
+                "restores twice. A checkpoint holds one state: put all that it trains into one "
+                "tree, and restore that."
             )
         wanted = forms_of(target)
         ranks = RankGather(self._log, run_on_all_ranks)
-        found = find(target, wanted, world=self._world, folders=self._folders, ranks=ranks, local=local, named=named)
+        found = find(
+            target,
+            wanted,
+            world=self._world,
+            folders=self._folders,
+            ranks=ranks,
+            local=local,
+            named=named,
+        )
         self._named = named
         self._forms = wanted  # before this rank's disk can raise: from here on all ranks can save
         self._known = set(self._folders.names())
         if found is None:
             if self._known:
                 self._log.warn(
-                    f"nothing in `{self._folders.path}` was ever written to its end: the job starts from its beginning"
+                    f"nothing in `{self._folders.path}` was ever written to its end: the job "
+                    "starts from its beginning"
                 )
             self._mark("whole", None)  # an old mark is of checkpoints that were deleted by hand
             return None
         part = found.part
         self._complete = found.complete
         self._mark("whole", found.name)
-        self._saved = (part.step, dict(part.notes), [saved.digest for saved in part.leaves.values()])
+        self._saved = (
+            part.step,
+            dict(part.notes),
+            [saved.digest for saved in part.leaves.values()],
+        )
         self._warn_of_changes(found)
-        self._record(found.name, any_ranks=not (part.rank_local or named or rank_local_leaves(target)))
+        self._record(
+            found.name, any_ranks=not (part.rank_local or named or rank_local_leaves(target))
+        )
         return rebuild(target, part.forms, found.arrays), Progress(
-            step=part.step, places=part.places, cuts=part.cuts, notes=part.notes, best_step=self._resumed_best(part)
+            step=part.step,
+            places=part.places,
+            cuts=part.cuts,
+            notes=part.notes,
+            best_step=self._resumed_best(part),
         )
 
     def _resumed_best(self, part: Part) -> int | None:
         self._bests = [name for name in self._complete if step_of(name) == part.best_step]
         if self._bests or part.best_step is None:
             return part.best_step
-        self._log.warn(f"its best state, that of step {part.best_step}, is lost: the best one from here on counts")
+        self._log.warn(
+            f"its best state, that of step {part.best_step}, is lost: the best one from here on "
+            "counts"
+        )
         return None
 
     def markers(self, run_on_all_ranks: RunOnAllRanks) -> tuple[bool, bool]:
         """Whether an earlier run left the job stopped by itself, or paused; the same on every rank.
 
-        Waits for all ranks. A mark of a job that ended or failed is deleted: such a job begins again.
+        Waits for all ranks. A mark of a job that ended or failed is deleted: such a job begins
+        again.
 
         Raises:
             JobError: On every rank: one cannot read.
@@ -163,7 +199,9 @@ class JobCheckpointer:
         is_paused = any(mark for _, mark, _ in gathered) and not is_stopped
         if is_stopped:
             marks = self._folders.path / "left-*"
-            self._log.warn(f"was stopped in an earlier run, and stays so. To let it go on, delete `{marks}`")
+            self._log.warn(
+                f"was stopped in an earlier run, and stays so. To let it go on, delete `{marks}`"
+            )
         elif is_paused:
             self._log.warn("is paused, as in an earlier run, until it is resumed")
         if done and not is_stopped:
@@ -171,12 +209,16 @@ class JobCheckpointer:
         return is_stopped, is_paused
 
     def mark_done(self, status: str) -> None:
-        """Marks that the job itself is over, not only the run. Does not wait; on disk before any later checkpoint."""
+        """Marks that the job itself is over, not only the run. Does not wait; on disk before any
+        later checkpoint.
+        """
         self._mark("left", status)
         self._mark("paused", None)
 
     def mark_paused(self, paused: bool) -> None:
-        """Marks that the job is paused, or goes on. Does not wait; on disk before any later checkpoint."""
+        """Marks that the job is paused, or goes on. Does not wait; on disk before any later
+        checkpoint.
+        """
         self._mark("paused", "paused" if paused else None)
 
     def _mark(self, what: Mark, text: str | None) -> None:
@@ -184,7 +226,11 @@ class JobCheckpointer:
             try:
                 self._folders.mark(what, text)
             except OSError as error:
-                lost = "which checkpoints were whole" if what == "whole" else f"that it is {text or 'going on'}"
+                lost = (
+                    "which checkpoints were whole"
+                    if what == "whole"
+                    else f"that it is {text or 'going on'}"
+                )
                 self._log.warn(f"a restart will not know {lost}: {error}")
 
         self._writer.submit(write)
@@ -200,17 +246,21 @@ class JobCheckpointer:
     ) -> list[dict[str, str]] | None:
         """Begins a checkpoint; the state may be donated when it returns.
 
-        Waits for the state's values, for the previous checkpoint to be written, and for all ranks; not for the disk.
+        Waits for the state's values, for the previous checkpoint to be written, and for all ranks;
+        not for the disk.
 
         Args:
             state: The job's state.
             progress: The position of the job.
             run_on_all_ranks: Runs work that communicates.
-            unsavable_reason: Why the job could not resume from the state, if the caller knows a reason.
-            last: If the newest checkpoint is equal, or the state cannot be saved, write nothing and raise nothing.
+            unsavable_reason: Why the job could not resume from the state, if the caller knows a
+                reason.
+            last: If the newest checkpoint is equal, or the state cannot be saved, write nothing and
+                raise nothing.
 
         Returns:
-            The digests of every rank's leaves, by rank; None where the state cannot be saved or the job made no step.
+            The digests of every rank's leaves, by rank; None where the state cannot be saved or the
+            job made no step.
 
         Raises:
             JobError: On every rank: the job could not resume from the state, or a disk failed.
@@ -226,10 +276,18 @@ class JobCheckpointer:
         digests = {path: leaf.digest for path, leaf in leaves.items()}
         saved = (progress.step, dict(progress.notes), list(digests.values()))
         same = last and self._saved == saved
-        mine = {"step": progress.step, "same": same, "error": error_text, "unsavable": unsavable_reason}
+        mine = {
+            "step": progress.step,
+            "same": same,
+            "error": error_text,
+            "unsavable": unsavable_reason,
+        }
         ranks = RankGather(self._log, run_on_all_ranks)
-        # All ranks call their checkpoint by rank 0's token: no folder of an earlier attempt is ever written into.
-        gathered = ranks.gather("save", {**mine, "digests": digests, "token": f"{time.time_ns():016x}"})
+        # All ranks call their checkpoint by rank 0's token: no folder of an earlier attempt is ever
+        # written into.
+        gathered = ranks.gather(
+            "save", {**mine, "digests": digests, "token": f"{time.time_ns():016x}"}
+        )
         self._finish_previous(ranks, [rank["error"] for rank in gathered], cause)
         steps = [rank["step"] for rank in gathered]
         if last and not any(steps):
@@ -240,20 +298,34 @@ class JobCheckpointer:
             return None
         ranks.check("cannot save this state", reasons)
         if len(set(steps)) > 1:
-            raise self._log.error(f"cannot be saved: its ranks have made {steps} steps, and could not resume together")
+            raise self._log.error(
+                f"cannot be saved: its ranks have made {steps} steps, and could not resume together"
+            )
         if not all(rank["same"] for rank in gathered):
-            # Leaves with the same bits on all ranks are written once, by rank 0, unless the job names them: such leaves
-            # belong to this number of ranks, even if they are equal by chance.
-            equal = {path for path, d in digests.items() if all(rank["digests"].get(path) == d for rank in gathered)}
+            # Leaves with the same bits on all ranks are written once, by rank 0, unless the job
+            # names them: such leaves belong to this number of ranks, even if they are equal by
+            # chance.
+            equal = {
+                path
+                for path, d in digests.items()
+                if all(rank["digests"].get(path) == d for rank in gathered)
+            }
             common = equal.difference(self._named)
             # A single rank has nothing to compare its leaves with: there, only their types tell.
             any_ranks = len(common) == len(leaves) and not rank_local_leaves(state)
-            self._begin(checkpoint_name(progress.step, gathered[0]["token"]), leaves, common, progress, any_ranks)
+            self._begin(
+                checkpoint_name(progress.step, gathered[0]["token"]),
+                leaves,
+                common,
+                progress,
+                any_ranks,
+            )
             self._saved = saved
         return [rank["digests"] for rank in gathered]
 
     def wait_until_complete(self, run_on_all_ranks: RunOnAllRanks) -> None:
-        """Waits until the newest checkpoint is complete on all ranks, and deletes those that are too old.
+        """Waits until the newest checkpoint is complete on all ranks, and deletes those that are
+        too old.
 
         Raises:
             JobError: On every rank: a disk failed.
@@ -272,7 +344,9 @@ class JobCheckpointer:
         for key, value in self._environment.items():
             was = part.environment.get(key)
             if was != value and self._world.rank == 0:
-                self._log.warn(f"{key} is `{value}`, was `{was}`: the last bits may differ from here on")
+                self._log.warn(
+                    f"{key} is `{value}`, was `{was}`: the last bits may differ from here on"
+                )
         if part.ranks != self._world.size:
             began = "; each begins with all that the one rank had" if part.ranks == 1 else ""
             ranks = f"{self._world.size} ranks go on from {part.ranks}"
@@ -293,16 +367,26 @@ class JobCheckpointer:
         self._world.flight.checkpoint(name, job=self._log.job, any_ranks=any_ranks)
 
     def _begin(
-        self, name: str, leaves: Mapping[str, Leaf], common: set[str], progress: Progress, any_ranks: bool
+        self,
+        name: str,
+        leaves: Mapping[str, Leaf],
+        common: set[str],
+        progress: Progress,
+        any_ranks: bool,
     ) -> None:
-        held = {p: leaf.array for p, leaf in leaves.items() if self._world.rank == 0 or p not in common}
+        held = {
+            p: leaf.array for p, leaf in leaves.items() if self._world.rank == 0 or p not in common
+        }
         describe = partial(
             Part,
             job=self._log.job,
             step=progress.step,
             rank=self._world.rank,
             ranks=self._world.size,
-            leaves={p: SavedLeaf(form=leaf.form, digest=leaf.digest, common=p in common) for p, leaf in leaves.items()},
+            leaves={
+                p: SavedLeaf(form=leaf.form, digest=leaf.digest, common=p in common)
+                for p, leaf in leaves.items()
+            },
             places=progress.places,
             cuts=dict(progress.cuts),
             environment=self._environment,
@@ -329,11 +413,18 @@ class JobCheckpointer:
             return
         name, written = self._writing
         self._writer.wait_for(
-            written, self._world, job=self._log.job, step=step_of(name), missing="the last checkpoint"
+            written,
+            self._world,
+            job=self._log.job,
+            step=step_of(name),
+            missing="the last checkpoint",
         )
 
-    def _finish_previous(self, ranks: RankGather, errors: list[str], cause: Exception | None) -> None:
-        """Notes that the previous checkpoint is complete, as the gathered `errors` of all ranks say.
+    def _finish_previous(
+        self, ranks: RankGather, errors: list[str], cause: Exception | None
+    ) -> None:
+        """Notes that the previous checkpoint is complete, as the gathered `errors` of all ranks
+        say.
 
         Raises:
             JobError: On every rank: one of them could not write.
@@ -346,10 +437,15 @@ class JobCheckpointer:
             self._complete.append(writing[0])
 
     def _superfluous(self) -> set[str]:
-        """Returns checkpoints that no restart can need, as newer ones are complete on all ranks; also damaged ones.
+        """Returns checkpoints that no restart can need, as newer ones are complete on all ranks;
+        also damaged ones.
 
         The best one stays until a better one is complete on all ranks.
         """
         kept = self._complete[-self._keep :]
         best = [name for name in self._bests if name in self._complete][-1:]
-        return {name for name in self._known if name not in [*kept, *best] and name < kept[-1]} if kept else set()
+        return (
+            {name for name in self._known if name not in [*kept, *best] and name < kept[-1]}
+            if kept
+            else set()
+        )

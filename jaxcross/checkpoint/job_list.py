@@ -1,6 +1,8 @@
-"""The list of the jobs in a set of checkpoints: those that a command adds, and those that joined during a run.
+"""The list of the jobs in a set of checkpoints: those that a command adds, and those that joined
+during a run.
 
-Its file is `jobs.json`, parsed as data from a stranger: jobs, added, submitted, and facts for people.
+Its file is `jobs.json`, parsed as data from a stranger: jobs, added, submitted, and facts for
+people.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def parse(content: bytes) -> JobList:
         names, texts = [*jobs, *added, *submitted], submitted.values()
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise UnusableError(f"is not a list of jobs ({type(error).__name__})") from None
-    if not type(jobs) is type(added) is list or not all(type(text) is str for text in (*names, *texts)):
+    if not type(jobs) is type(added) is list or not all(
+        type(text) is str for text in (*names, *texts)
+    ):
         raise UnusableError("is not a list of jobs")
     if not all(name and name.isprintable() for name in names):
         raise UnusableError("has names that no job can have")

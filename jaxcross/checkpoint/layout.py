@@ -1,11 +1,13 @@
 """Layout of one job's checkpoints on one rank's file system. Does not communicate.
 
-    <job>/<step>-<token>/rank-0000/part.json     what the part is; written last, so that a part without it is none
+    <job>/<step>-<token>/rank-0000/part.json     what the part is; written last, so that a part
+                                            without it is none
                                    state/        its arrays, by orbax
-    <job>/left-0000, paused-0000, whole-0000     marks of a rank: the job is over, and how; it rests; a checkpoint of
-                                   it was once complete on all ranks
+    <job>/left-0000, paused-0000, whole-0000     marks of a rank: the job is over, and how; it
+                                   rests; a checkpoint of it was once complete on all ranks
 
-The token tells two attempts at the same step apart: no rank ever writes into a folder that another attempt began.
+The token tells two attempts at the same step apart: no rank ever writes into a folder that another
+attempt began.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ _CHUNK_BYTES = 2**22
 
 
 def folder_name(job: str) -> str:
-    """A job's name as the name of a folder: no slash, no dot in front, not too long; another for each job, and never
-    that of the set's own file.
+    """A job's name as the name of a folder: no slash, no dot in front, not too long; another for
+    each job, and never that of the set's own file.
     """
     name = quote(job, safe=" =,+")
     name = f"%{ord(name[0]):02X}{name[1:]}" if name.startswith((".", SET_FILE)) else name
@@ -44,7 +46,9 @@ def folder_name(job: str) -> str:
 
 
 def checkpoint_name(step: int, token: str) -> str:
-    """Returns the name of a checkpoint's folder; the newest of a job comes last in alphabetical order."""
+    """Returns the name of a checkpoint's folder; the newest of a job comes last in alphabetical
+    order.
+    """
     return f"{step:012d}-{token}"
 
 
@@ -73,20 +77,26 @@ class Folders:
         """
         try:
             with _named(self.path):
-                return sorted(e.name for e in os.scandir(self.path) if _NAME.fullmatch(e.name) and e.is_dir())
+                return sorted(
+                    e.name for e in os.scandir(self.path) if _NAME.fullmatch(e.name) and e.is_dir()
+                )
         except ABSENT:
             return []
 
     def holders(self) -> dict[str, list[int]]:
         """Returns for each checkpoint the ranks of this run that have completed a part here."""
         return {
-            name: [n for n in range(self._ranks) if (self.path / name / f"rank-{n:04d}" / "part.json").is_file()]
+            name: [
+                n
+                for n in range(self._ranks)
+                if (self.path / name / f"rank-{n:04d}" / "part.json").is_file()
+            ]
             for name in self.names()
         }
 
     def mark(self, what: Mark, text: str | None) -> None:
-        """Leaves this rank's mark, or takes it away (None); rank 0 takes away those of ranks that are no more. Waits
-        for the disk.
+        """Leaves this rank's mark, or takes it away (None); rank 0 takes away those of ranks that
+        are no more. Waits for the disk.
         """
         file = self.path / f"{what}-{self._rank:04d}"
         if self._rank == 0:
@@ -141,7 +151,9 @@ class Folders:
                 if not stat.S_ISREG(about.st_mode):
                     raise UnusableError(f"`{file}` is not a file")
                 if about.st_size > MAX_BYTES:
-                    raise UnusableError(f"`{file}` is {about.st_size} bytes long, more than any part")
+                    raise UnusableError(
+                        f"`{file}` is {about.st_size} bytes long, more than any part"
+                    )
                 content = file.read_bytes()
         except ABSENT:
             raise AbsentError(f"`{file}` is missing: it was not written to its end") from None
@@ -186,11 +198,14 @@ class Folders:
     def describe_files(self, name: str) -> dict[str, tuple[int, str]]:
         """Size and digest of each of the part's files of arrays."""
         folder = self.arrays_path(name)
-        return {str(file.relative_to(folder)): (file.stat().st_size, _digest(file)) for file in _files(folder)}
+        return {
+            str(file.relative_to(folder)): (file.stat().st_size, _digest(file))
+            for file in _files(folder)
+        }
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes this rank's parts; rank 0 also those of ranks that this run does not have. Others' remain, and what
-        cannot be deleted.
+        """Deletes this rank's parts; rank 0 also those of ranks that this run does not have.
+        Others' remain, and what cannot be deleted.
         """
         for name in names:
             folder = self.path / name
@@ -200,9 +215,12 @@ class Folders:
                     parts += self._of_lost_ranks(folder, "rank")
             for part in parts:
                 try:
-                    (part / "part.json").unlink(missing_ok=True)  # first: half a part must not look whole
+                    (part / "part.json").unlink(
+                        missing_ok=True
+                    )  # first: half a part must not look whole
                 except OSError:
-                    continue  # no part: something else lies there; or the disk does not let go of it
+                    # no part: something else lies there; or the disk does not let go of it
+                    continue
                 shutil.rmtree(part, ignore_errors=True)
             try:
                 folder.rmdir()
@@ -212,10 +230,15 @@ class Folders:
     def _of_lost_ranks(self, folder: Path, what: str) -> list[Path]:
         """Returns the entries `<what>-<rank>` of ranks that this run doesn't have.
 
-        `Path.glob` would raise where another rank deletes the folder between its test and its listing.
+        `Path.glob` would raise where another rank deletes the folder between its test and its
+        listing.
         """
         try:
-            found = [Path(entry.path) for entry in os.scandir(folder) if entry.name.startswith(f"{what}-")]
+            found = [
+                Path(entry.path)
+                for entry in os.scandir(folder)
+                if entry.name.startswith(f"{what}-")
+            ]
         except ABSENT:
             return []
         return [path for path in found if _number(path) >= self._ranks]

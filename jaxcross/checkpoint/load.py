@@ -1,4 +1,6 @@
-"""Reads one job's newest or best state, in any process: for evaluation and export, not for going on."""
+"""Reads one job's newest or best state, in any process: for evaluation and export, not for going
+on.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from jaxcross.checkpoint.restore import read_arrays
 def load(
     directory: str | os.PathLike[str], job: str, state: PyTree, *, best: bool = False, rank: int = 0
 ) -> tuple[PyTree, int]:
-    """Reads the newest state of a job from its checkpoints, or the best one. Waits for the disk; does not communicate.
+    """Reads the newest state of a job from its checkpoints, or the best one. Waits for the disk;
+    does not communicate.
 
     Args:
         directory: The folder of the `Checkpoints`, with the parts of all ranks.
         job: The job's name.
-        state: A tree with the structure, shapes and types of the job's state. Its values do not matter.
+        state: A tree with the structure, shapes and types of the job's state. Its values do not
+            matter.
         best: Read the best state by `Checkpoints(best=...)`.
         rank: Whose values to read of leaves that differ between ranks.
 
@@ -28,7 +32,8 @@ def load(
         The state in a tree made like `state`, and the number of the job's steps that led to it.
 
     Raises:
-        JobError: There is no such checkpoint, or it is of another model, damaged or of another version.
+        JobError: There is no such checkpoint, or it is of another model, damaged or of another
+            version.
         TypeError: A leaf of `state` is neither an array nor a number.
         OSError: The disk cannot be read.
 
@@ -45,14 +50,19 @@ def load(
         name = _best(log, path, parts)
     first = parts[name]
     if differs := unlike(forms_of(state), first.forms) or narrowed(first.forms):
-        raise log.error(f"cannot be loaded from `{path / name}`, which is of another model. What differs: {differs}")
+        raise log.error(
+            f"cannot be loaded from `{path / name}`, which is of another model. What differs: "
+            f"{differs}"
+        )
     if not 0 <= rank < first.ranks:
         raise log.error(f"was saved on {first.ranks} ranks: there is no rank {rank}")
     arrays = {}
     for each in sorted({0, rank} if first.rank_local else {0}):
         folders = Folders(path, rank=each, ranks=first.ranks)
         try:
-            held, damage, error = read_arrays(folders, name, folders.read(name), all_leaves=each == 0)
+            held, damage, error = read_arrays(
+                folders, name, folders.read(name), all_leaves=each == 0
+            )
         except UnusableError as unusable:
             held, damage, error = {}, str(unusable), None
         if damage or error is not None:
@@ -69,7 +79,9 @@ def _complete(log: JobLog, path: Path) -> dict[str, Part]:
         try:
             part = folders.read(name)
         except UnknownFormatError:
-            raise log.error(f"cannot be loaded from `{path / name}`: another version of jaxcross wrote it") from None
+            raise log.error(
+                f"cannot be loaded from `{path / name}`: another version of jaxcross wrote it"
+            ) from None
         except UnusableError:
             continue
         holders = Folders(path, rank=0, ranks=part.ranks).holders().get(name, [])
@@ -81,8 +93,13 @@ def _complete(log: JobLog, path: Path) -> dict[str, Part]:
 def _best(log: JobLog, path: Path, parts: dict[str, Part]) -> str:
     step = parts[max(parts)].best_step
     if step is None:
-        raise log.error(f'has no best state in `{path}`. Keep one by `Checkpoints(..., best="eval/loss", mode="min")`')
+        raise log.error(
+            f'has no best state in `{path}`. Keep one by `Checkpoints(..., best="eval/loss", '
+            'mode="min")`'
+        )
     names = [name for name in parts if step_of(name) == step]
     if not names:
-        raise log.error(f"had its best state at step {step}, whose checkpoint is no longer in `{path}`")
+        raise log.error(
+            f"had its best state at step {step}, whose checkpoint is no longer in `{path}`"
+        )
     return max(names)

@@ -1,4 +1,6 @@
-"""One rank's description of one checkpoint, as JSON that is parsed like data from a stranger: no field is trusted."""
+"""One rank's description of one checkpoint, as JSON that is parsed like data from a stranger: no
+field is trusted.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class UnknownFormatError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedLeaf:
-    """A leaf of a checkpoint: its form, its digest, and whether all ranks had the same (rank 0 holds it for all)."""
+    """A leaf of a checkpoint: its form, its digest, and whether all ranks had the same (rank 0
+    holds it for all).
+    """
 
     form: Form
     digest: str
@@ -51,11 +55,14 @@ class Part:
         rank: The rank that wrote it.
         ranks: Number of ranks in that run.
         leaves: All leaves of this rank's state, by path.
-        files: Size in bytes and digest of each file that holds arrays, by path in the part's folder.
+        files: Size in bytes and digest of each file that holds arrays, by path in the part's
+            folder.
         places: Positions in this rank's data; see `jaxcross.jobs.data_position`.
         cuts: The cut that was found fastest, by program.
-        environment: Everything else that decides the last bits of results: versions, device, threads.
-        notes: What the job's evaluations came to, and its skipped steps; see `jaxcross.jobs.resumption`.
+        environment: Everything else that decides the last bits of results: versions, device,
+            threads.
+        notes: What the job's evaluations came to, and its skipped steps; see
+            `jaxcross.jobs.resumption`.
         best_step: The step of the best state by then, if best states are kept and there is one.
     """
 
@@ -126,8 +133,14 @@ def _part(body: dict[str, Any]) -> Part:
         rank=rank,
         ranks=ranks,
         leaves={_text(path): _saved(**saved) for path, saved in body["leaves"].items()},
-        files={_text(path): (_count(size), _text(digest)) for path, (size, digest) in body["files"].items()},
-        places=tuple((_count(taken), None if state is None else _text(state)) for taken, state in body["places"]),
+        files={
+            _text(path): (_count(size), _text(digest))
+            for path, (size, digest) in body["files"].items()
+        },
+        places=tuple(
+            (_count(taken), None if state is None else _text(state))
+            for taken, state in body["places"]
+        ),
         cuts={_text(key): _count(pieces) for key, pieces in body["cuts"].items()},
         environment={_text(key): _text(value) for key, value in body["environment"].items()},
         notes={_text(key): _text(value) for key, value in body["notes"].items()},

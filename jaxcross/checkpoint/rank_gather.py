@@ -1,4 +1,6 @@
-"""Texts about one job's checkpoints: to the log and the person who watches the run, and between the ranks."""
+"""Texts about one job's checkpoints: to the log and the person who watches the run, and between the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class JobLog:
 class RankGather:
     """The exchange of texts that one operation on a job's checkpoints makes with the other ranks.
 
-    Every method but `check` waits for all ranks, and must be called on all of them in the same order.
+    Every method but `check` waits for all ranks, and must be called on all of them in the same
+    order.
     """
 
     log: JobLog
@@ -44,7 +47,9 @@ class RankGather:
 
     def gather_text(self, what: str, text: str) -> list[str]:
         """Returns every rank's text, by rank."""
-        return self.run_on_all_ranks(f"checkpoint: {what}", lambda control: control.allgather_text(text))
+        return self.run_on_all_ranks(
+            f"checkpoint: {what}", lambda control: control.allgather_text(text)
+        )
 
     def gather(self, what: str, value: object) -> list[Any]:
         """Returns every rank's value, by rank. Values travel as JSON: tuples arrive as lists."""

@@ -36,8 +36,8 @@ def named_leaves(state: Any, names: Collection[str]) -> list[str]:
 
     Args:
         state: The state of a job.
-        names: Each a key or attribute anywhere in a path, or the beginning of a path as `jax.tree_util.keystr` spells
-            it.
+        names: Each a key or attribute anywhere in a path, or the beginning of a path as
+            `jax.tree_util.keystr` spells it.
 
     Raises:
         ValueError: A name is in no path: it is misspelled, or of another state.
@@ -45,24 +45,31 @@ def named_leaves(state: Any, names: Collection[str]) -> list[str]:
     found: dict[str, list[str]] = {name: [] for name in names}
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     for path in paths:
-        beginnings = {keystr(path[: n + 1]) for n in range(len(path))} | {_name(key) for key in path}
+        beginnings = {keystr(path[: n + 1]) for n in range(len(path))} | {
+            _name(key) for key in path
+        }
         for name in beginnings & found.keys():
             found[name].append(keystr(path))
     if unknown := [name for name, leaves in found.items() if not leaves]:
-        listed = ", ".join(f"`{keystr(path)}`" for path in paths[:5]) + (", ..." if len(paths) > 5 else "")
+        listed = ", ".join(f"`{keystr(path)}`" for path in paths[:5]) + (
+            ", ..." if len(paths) > 5 else ""
+        )
         raise ValueError(
-            f"`rank_local` names {unknown[0]!r}, which is in the path of no leaf. Name a key or an attribute of a path,"
-            f" or the beginning of a path. The state's leaves are {listed or 'none'}."
+            f"`rank_local` names {unknown[0]!r}, which is in the path of no leaf. Name a key or an "
+            "attribute of a path, or the beginning of a path. The state's leaves are "
+            f"{listed or 'none'}."
         )
     return list(dict.fromkeys(path for leaves in found.values() for path in leaves))
 
 
 def common_leaves(state: Any) -> list[str]:
-    """Returns paths of the leaves that training changes alike on every rank, if they were equal on all ranks before.
+    """Returns paths of the leaves that training changes alike on every rank, if they were equal on
+    all ranks before.
 
-    Left out are what the states of exchanges declare to be a rank's own; under a strategy with a model on each rank,
-    all floating-point leaves outside of such states; gradients that `accumulate` and `optax.MultiSteps` add up; the
-    statistics of normalisation layers (`batch_stats` of Flax, `nnx.BatchStat`), which a step may leave unsynchronised.
+    Left out are what the states of exchanges declare to be a rank's own; under a strategy with a
+    model on each rank, all floating-point leaves outside of such states; gradients that
+    `accumulate` and `optax.MultiSteps` add up; the statistics of normalisation layers
+    (`batch_stats` of Flax, `nnx.BatchStat`), which a step may leave unsynchronised.
     """
     found = jax.tree_util.tree_leaves_with_path(state)
     strategies = _strategies(state, [path for path, _ in found])
@@ -84,9 +91,18 @@ def common_leaves(state: Any) -> list[str]:
 @cache
 def _declared() -> Mapping[type[Any], RankLocal]:
     """What the classes of strategies' states declare."""
-    modules = (import_module(f"{exchange.__name__}.{found.name}") for found in iter_modules(exchange.__path__))
-    classes = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
-    ours = {each: each.rank_local for each in classes if isinstance(getattr(each, "rank_local", None), RankLocal)}
+    modules = (
+        import_module(f"{exchange.__name__}.{found.name}")
+        for found in iter_modules(exchange.__path__)
+    )
+    classes = {
+        each for module in modules for each in vars(module).values() if isinstance(each, type)
+    }
+    ours = {
+        each: each.rank_local
+        for each in classes
+        if isinstance(getattr(each, "rank_local", None), RankLocal)
+    }
     optional = ("acc_grads", "inner_opt_state", "skip_state")
     return {**ours, optax.MultiStepsState: RankLocal(passing=("acc_grads",), maybe_empty=optional)}
 
@@ -97,14 +113,18 @@ _Strategies = Mapping[KeyPath, Collection[RankLocal]]
 def _strategies(state: Any, paths: Collection[KeyPath]) -> _Strategies:
     """The nodes of a tree that are states of strategies, and what these declare.
 
-    NNX makes dicts of them: below a key `opt_state` they are known by the names of all their fields as well. Other
-    dicts are the user's.
+    NNX makes dicts of them: below a key `opt_state` they are known by the names of all their fields
+    as well. Other dicts are the user's.
     """
     declared = _declared()
     found: dict[KeyPath, set[RankLocal]] = {}
     for path, node in _nodes(state, tuple(declared)):
         kind = type(node)
-        if _is(kind, declared[kind], {name for name in node._fields if jax.tree.leaves(getattr(node, name))}):
+        if _is(
+            kind,
+            declared[kind],
+            {name for name in node._fields if jax.tree.leaves(getattr(node, name))},
+        ):
             found[path] = {declared[kind]}
     below: dict[KeyPath, set[str]] = {}
     for path in paths:
@@ -124,8 +144,12 @@ def _is(kind: type[Any], local: RankLocal, names: set[str]) -> bool:
     return fields - {*local.maybe_empty} <= names <= fields
 
 
-def _nodes(tree: Any, kinds: type[Any] | tuple[type[Any], ...], above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """The nodes of a tree that are of some classes, also those inside one another, with their paths."""
+def _nodes(
+    tree: Any, kinds: type[Any] | tuple[type[Any], ...], above: KeyPath = ()
+) -> Iterator[tuple[KeyPath, Any]]:
+    """The nodes of a tree that are of some classes, also those inside one another, with their
+    paths.
+    """
     if isinstance(tree, kinds):
         yield above, tree
     inside = jax.tree_util.tree_leaves_with_path(
@@ -136,8 +160,14 @@ def _nodes(tree: Any, kinds: type[Any] | tuple[type[Any], ...], above: KeyPath =
             yield from _nodes(part, kinds, (*above, *path))
 
 
-def _owned(path: KeyPath, strategies: _Strategies, fields: Callable[[RankLocal], Collection[str]]) -> bool:
-    return any(_name(key) in fields(kind) for n, key in enumerate(path) for kind in strategies.get(path[:n], ()))
+def _owned(
+    path: KeyPath, strategies: _Strategies, fields: Callable[[RankLocal], Collection[str]]
+) -> bool:
+    return any(
+        _name(key) in fields(kind)
+        for n, key in enumerate(path)
+        for kind in strategies.get(path[:n], ())
+    )
 
 
 def _unsent(kind: RankLocal) -> Collection[str]:
@@ -158,7 +188,9 @@ def _name(key: Any) -> str:
 
 
 def _floating(leaf: Any) -> bool:
-    return isinstance(leaf, float | complex) or jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.inexact)
+    return isinstance(leaf, float | complex) or jnp.issubdtype(
+        getattr(leaf, "dtype", bool), jnp.inexact
+    )
 
 
 def _nnx_statistics(state: Any) -> set[KeyPath]:

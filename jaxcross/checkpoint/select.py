@@ -1,4 +1,6 @@
-"""Selects the checkpoints that all ranks can resume from, from the parts that every rank has. Pure."""
+"""Selects the checkpoints that all ranks can resume from, from the parts that every rank has.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from dataclasses import dataclass
 from jaxcross.checkpoint.part import Part
 
 Offer = Mapping[str, tuple[int, bool]]
-"""Number of ranks that wrote each checkpoint, and whether all its leaves are the same on all of them."""
+"""Number of ranks that wrote each checkpoint, and whether all its leaves are the same on all of
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +21,8 @@ class Selection:
 
     Attributes:
         complete: Names of the checkpoints that all ranks can resume from, oldest first.
-        foreign: Number of the ranks that wrote a checkpoint, by its name, where that is another number than this run's
-            and each rank has leaves of its own.
+        foreign: Number of the ranks that wrote a checkpoint, by its name, where that is another
+            number than this run's and each rank has leaves of its own.
     """
 
     complete: list[str]
@@ -39,8 +43,8 @@ def to_offer(parts: Mapping[str, Part]) -> Offer:
 def select(offers: Sequence[Offer]) -> Selection:
     """Selects checkpoints from `to_offer` of every rank, by rank.
 
-    Rank 0 holds what is equal on all ranks. Where that is everything, its part is enough, for any number of ranks;
-    else each rank needs its own part.
+    Rank 0 holds what is equal on all ranks. Where that is everything, its part is enough, for any
+    number of ranks; else each rank needs its own part.
     """
     complete: list[str] = []
     foreign: dict[str, int] = {}

@@ -1,4 +1,6 @@
-"""The checkpoints of one run: a `JobCheckpointer` for each job, one thread that writes, and a list of the set."""
+"""The checkpoints of one run: a `JobCheckpointer` for each job, one thread that writes, and a list
+of the set.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,20 @@ class Session:
         policy: The policy of the run, for that list.
 
     Attributes:
-        resubmit: Texts of jobs that were submitted in an earlier run and have not ended, by the job's name. Both are as
-            the set's file has them: they need not belong together.
-        added_before: Jobs that joined during an earlier run and have not ended. A rank that repeats the step in which
-            one was added adds it once more.
+        resubmit: Texts of jobs that were submitted in an earlier run and have not ended, by the
+            job's name. Both are as the set's file has them: they need not belong together.
+        added_before: Jobs that joined during an earlier run and have not ended. A rank that repeats
+            the step in which one was added adds it once more.
         missing: Jobs of an earlier run that are not over, and of which this run has no function.
 
     Raises:
-        JobError: On every rank: the folder cannot be made or written on one of them, or another run has it.
+        JobError: On every rank: the folder cannot be made or written on one of them, or another run
+            has it.
     """
 
-    def __init__(self, settings: Checkpoints, world: World, *, jobs: Sequence[str], policy: str) -> None:
+    def __init__(
+        self, settings: Checkpoints, world: World, *, jobs: Sequence[str], policy: str
+    ) -> None:
         self._settings, self._world = settings, world
         self._environment = _environment(world)
         self._about = {"format": FORMAT, "ranks": world.size, "policy": policy, **self._environment}
@@ -69,7 +74,10 @@ class Session:
         gathered = gather(world.control, mine)
         for rank, each in enumerate(gathered):
             if each["error"]:
-                raise JobError(f"Checkpoints cannot be kept in `{settings.path}`, on rank {rank}: {each['error']}.")
+                raise JobError(
+                    f"Checkpoints cannot be kept in `{settings.path}`, on rank {rank}: "
+                    f"{each['error']}."
+                )
         self.resubmit: dict[str, str] = gathered[0]["resubmit"]
         self.added_before: frozenset[str] = frozenset(gathered[0]["added"])
         self.missing: list[str] = gathered[0]["missing"]
@@ -82,14 +90,16 @@ class Session:
         try:
             before = read(file)
         except UnusableError as error:
-            _log.warning("`%s` %s: jobs that joined during an earlier run are not known.", file, error)
+            _log.warning(
+                "`%s` %s: jobs that joined during an earlier run are not known.", file, error
+            )
             before = JobList(submitted={})
         owner, me = before.process, this_process()
         # On another host it cannot be seen: a lost host's run must not keep the folder.
         if owner is not None and owner != me and process_state(owner, me) in ("running", "stopped"):
             raise ValueError(
-                f"process {owner.pid} on this host is training with it now: wait until it has ended, or name another"
-                " folder"
+                f"process {owner.pid} on this host is training with it now: wait until it has "
+                "ended, or name another folder"
             )
         status = {name: self._folders(name).marked("left") for name in before.jobs}
         going = [name for name in before.jobs if status[name] != "ended"]
@@ -100,7 +110,11 @@ class Session:
         return {
             "resubmit": self._submitted,
             "added": self._added,
-            "missing": [name for name in lacking if name not in self._submitted and status[name] != "stopped"],
+            "missing": [
+                name
+                for name in lacking
+                if name not in self._submitted and status[name] != "stopped"
+            ],
         }
 
     def _write_set(self) -> None:
@@ -130,7 +144,9 @@ class Session:
         self._writer.submit(self._rewrite_set)
 
     def _folders(self, job: str) -> Folders:
-        return Folders(self._settings.path / folder_name(job), rank=self._world.rank, ranks=self._world.size)
+        return Folders(
+            self._settings.path / folder_name(job), rank=self._world.rank, ranks=self._world.size
+        )
 
     @property
     def every(self) -> int | None:
@@ -143,7 +159,9 @@ class Session:
         return None if best is None or mode is None else (best, mode)
 
     def checkpointer(self, job: str, note: Callable[[str], None]) -> JobCheckpointer:
-        """Makes the object that restores and saves one job; `note` shows a line where the run is watched."""
+        """Makes the object that restores and saves one job; `note` shows a line where the run is
+        watched.
+        """
         return JobCheckpointer(
             JobLog(job, note),
             world=self._world,
@@ -154,10 +172,15 @@ class Session:
         )
 
     def _remove(self) -> None:
-        """Removes this rank's files, and the folders that are empty then, if no file says anything to a restart."""
+        """Removes this rank's files, and the folders that are empty then, if no file says anything
+        to a restart.
+        """
         folders = [self._folders(job) for job in self._jobs]
         with suppress(OSError):
-            if any(each.names() or each.marked("left") == "stopped" or each.marked("paused") for each in folders):
+            if any(
+                each.names() or each.marked("left") == "stopped" or each.marked("paused")
+                for each in folders
+            ):
                 return
             for each in folders:
                 each.remove_marks()
@@ -166,11 +189,12 @@ class Session:
             self._settings.path.rmdir()  # the last rank's succeeds, where they share it
 
     def close(self, *, unused: bool = False) -> None:
-        """Ends the thread that writes, once its work is done. Waits; the watchdog reports a disk that hangs.
+        """Ends the thread that writes, once its work is done. Waits; the watchdog reports a disk
+        that hangs.
 
         Args:
-            unused: Whether the run broke off before its first step. If it began the folder, that is removed again,
-                unless it holds something that a restart needs.
+            unused: Whether the run broke off before its first step. If it began the folder, that is
+                removed again, unless it holds something that a restart needs.
         """
         if unused and self._is_new and not (self._added or self._submitted):
             self._writer.submit(self._remove)
@@ -196,5 +220,7 @@ def _environment(world: World) -> dict[str, str]:
 
 @cache
 def _packages() -> Mapping[str, str]:
-    """Returns versions of packages, each read from its file once in a process: parsing one takes milliseconds."""
+    """Returns versions of packages, each read from its file once in a process: parsing one takes
+    milliseconds.
+    """
     return {name: version(name) for name in ("jaxcross", "jax", "jaxlib")}

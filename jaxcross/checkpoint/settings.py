@@ -12,23 +12,29 @@ from jaxcross._arguments import is_whole
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Folder and frequency of the checkpoints of a `Runner`. The same on every rank; creating it touches no disk.
+    """Folder and frequency of the checkpoints of a `Runner`. The same on every rank; creating it
+    touches no disk.
 
-    A checkpoint is written by a thread off both lanes, and counts once every rank's part is complete. A run that finds
-    checkpoints in `directory` resumes each of its jobs from the newest one that is whole.
+    A checkpoint is written by a thread off both lanes, and counts once every rank's part is
+    complete. A run that finds checkpoints in `directory` resumes each of its jobs from the newest
+    one that is whole.
 
     Args:
-        directory: A folder on a POSIX file system, shared by all nodes or local to each. One run at a time may use it.
-        every: The plain loop of `jaxcross.Job` saves after so many steps; with None only where it ends or is
-            interrupted. A loop of your own calls `job.save`.
+        directory: A folder on a POSIX file system, shared by all nodes or local to each. One run at
+            a time may use it.
+        every: The plain loop of `jaxcross.Job` saves after so many steps; with None only where it
+            ends or is interrupted. A loop of your own calls `job.save`.
         keep: How many complete checkpoints of each job are kept.
-        best: The name of a metric of each job's evaluations, such as `eval/accuracy`. The state with the best value so
-            far is saved when it is evaluated, and kept in addition; `jaxcross.load(..., best=True)` reads it.
+        best: The name of a metric of each job's evaluations, such as `eval/accuracy`. The state
+            with the best value so far is saved when it is evaluated, and kept in addition;
+            `jaxcross.load(..., best=True)` reads it.
         mode: Whether `min` or `max` is the best; goes with `best`.
 
     Raises:
-        TypeError: `directory` is not a path, `every` or `keep` is not a whole number, or `best` is not a text.
-        ValueError: `every` or `keep` is below 1, `directory` is empty, or `mode` does not go with `best`.
+        TypeError: `directory` is not a path, `every` or `keep` is not a whole number, or `best` is
+            not a text.
+        ValueError: `every` or `keep` is below 1, `directory` is empty, or `mode` does not go with
+            `best`.
 
     Example:
         >>> checkpoints = jaxcross.Checkpoints("checkpoints", every=1000)  # doctest: +SKIP
@@ -43,21 +49,32 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, str | os.PathLike):
-            raise TypeError(f"`directory` of the checkpoints must be the path of a folder, got {self.directory!r}.")
+            raise TypeError(
+                "`directory` of the checkpoints must be the path of a folder, got "
+                f"{self.directory!r}."
+            )
         if not os.fspath(self.directory):
             raise ValueError("`directory` of the checkpoints is empty: name a folder.")
         for name, value in (("every", self.every), ("keep", self.keep)):
             if value is None and name == "every":
                 continue
             if not is_whole(value):
-                raise TypeError(f"`{name}` of the checkpoints must be a whole number, got {value!r}.")
+                raise TypeError(
+                    f"`{name}` of the checkpoints must be a whole number, got {value!r}."
+                )
             if value < 1:
                 raise ValueError(f"`{name}` of the checkpoints must be at least 1, got {value}.")
             object.__setattr__(self, name, int(value))  # ranks send it to each other as JSON
         if self.best is not None and not isinstance(self.best, str):
-            raise TypeError(f"`best` of the checkpoints must be the name of a metric, got {self.best!r}.")
+            raise TypeError(
+                f"`best` of the checkpoints must be the name of a metric, got {self.best!r}."
+            )
         if self.mode not in (("min", "max") if self.best is not None else (None,)):
-            needs = "'min' or 'max', as `best` names a metric" if self.best is not None else "None without `best`"
+            needs = (
+                "'min' or 'max', as `best` names a metric"
+                if self.best is not None
+                else "None without `best`"
+            )
             raise ValueError(f"`mode` of the checkpoints must be {needs}, got {self.mode!r}.")
 
     @property

@@ -28,13 +28,23 @@ class Writer:
 
         return self._pool.submit(run)
 
-    def wait_for(self, written: Future[None], world: World, *, job: str, step: int, missing: str) -> None:
+    def wait_for(
+        self, written: Future[None], world: World, *, job: str, step: int, missing: str
+    ) -> None:
         """Waits until `written` is done, and raises what writing raised.
 
-        The watchdog reports a disk that hangs, and what is `missing`. While earlier work gets done, it is only slow.
+        The watchdog reports a disk that hangs, and what is `missing`. While earlier work gets done,
+        it is only slow.
         """
         late = {world.rank: f"its disk has not taken {missing}"}
-        watch = world.monitor(job=job, step=step, segment=-1, what="checkpoint", local=True, waiting_for=lambda _: late)
+        watch = world.monitor(
+            job=job,
+            step=step,
+            segment=-1,
+            what="checkpoint",
+            local=True,
+            waiting_for=lambda _: late,
+        )
         with watch:
             done = self._done
             while wait([written], _LOOK_S).not_done:

@@ -1,9 +1,11 @@
-"""`jaxcross contention FILE -n 2 --hosts a,b`: how much computations and exchanges slow each other down on a machine.
+"""`jaxcross contention FILE -n 2 --hosts a,b`: how much computations and exchanges slow each other
+down on a machine.
 
-Starts ranks as `jaxcross launch` does. On all of them a small network's step computes and an all-reduce exchanges, each
-alone and next to the other, for about a minute. The factors go into the file, next to the rate of the link; `jaxcross
-plan --contention FILE` reads it. A file that is there gets one more rate: measure each machine and each MPI into a file
-of its own, while nothing else runs.
+Starts ranks as `jaxcross launch` does. On all of them a small network's step computes and an
+all-reduce exchanges, each alone and next to the other, for about a minute. The factors go into the
+file, next to the rate of the link; `jaxcross plan --contention FILE` reads it. A file that is there
+gets one more rate: measure each machine and each MPI into a file of its own, while nothing else
+runs.
 """
 
 from __future__ import annotations
@@ -30,26 +32,44 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds `contention` to the command line."""
     parser = subparsers.add_parser(
         "contention",
-        help="measure how much computations and exchanges slow each other down, for `jaxcross plan`",
+        help=(
+            "measure how much computations and exchanges slow each other down, for `jaxcross plan`"
+        ),
         description=__doc__,
     )
     add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="the file that gets the factors, for example contention.json")
-    how_long = "how long to measure, about (default: %(default)g); a short time takes a smaller network and exchange"
+    add(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="the file that gets the factors, for example contention.json",
+    )
+    how_long = (
+        "how long to measure, about (default: %(default)g); a short time takes a smaller network "
+        "and exchange"
+    )
     add("--seconds", type=float, default=60.0, help=how_long)
-    add("--link-mbps", type=float, metavar="RATE", help="rate of the link, in Mbit/s (default: what exchanges reach)")
+    add(
+        "--link-mbps",
+        type=float,
+        metavar="RATE",
+        help="rate of the link, in Mbit/s (default: what exchanges reach)",
+    )
     launch.add_options(parser)
     parser.set_defaults(run=run, module=None, program=[])
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints a table and writes the file; returns the exit code of the ranks, or 2 for a wrong option."""
+    """Measures, prints a table and writes the file; returns the exit code of the ranks, or 2 for a
+    wrong option.
+    """
     try:
         known = _checked(args)
     except ValueError as error:
         print(f"jaxcross contention: {error}", file=sys.stderr)
         return 2
-    # What a rank on another host writes must be readable here: they share the working directory, if anything.
+    # What a rank on another host writes must be readable here: they share the working directory, if
+    # anything.
     where = Path.cwd() if args.hosts else None
     with tempfile.TemporaryDirectory(prefix="jaxcross-contention-", dir=where) as folder:
         written = Path(folder, "measured.json")
@@ -89,25 +109,38 @@ def _checked(args: argparse.Namespace) -> MachineContention | None:
     return known
 
 
-def _finish(args: argparse.Namespace, known: MachineContention | None, found: Mapping[str, Any]) -> int:
+def _finish(
+    args: argparse.Namespace, known: MachineContention | None, found: Mapping[str, Any]
+) -> int:
     """Prints the table and adds the point to the file."""
     from jaxcross._files.whole import write_whole
     from jaxcross.interleave.contention import Contention
     from jaxcross.plan import MachineContention
 
     rounds = found["rounds"]
-    ratios = {what: sorted(row[f"{what}_beside_s"] / row[f"{what}_s"] for row in rounds) for what in _WHAT}
+    ratios = {
+        what: sorted(row[f"{what}_beside_s"] / row[f"{what}_s"] for row in rounds) for what in _WHAT
+    }
     ranks = found["ranks"]
-    received_mbit = 8 * found["megabytes"] * 2**20 / 1e6 * 2 * (ranks - 1) / ranks  # of an all-reduce
+    received_mbit = (
+        8 * found["megabytes"] * 2**20 / 1e6 * 2 * (ranks - 1) / ranks
+    )  # of an all-reduce
     reached = received_mbit / median(row["exchange_s"] for row in rounds)
     rate = args.link_mbps or float(f"{reached:.3g}")
     there = Contention(compute=_factor(ratios["compute"]), exchange=_factor(ratios["exchange"]))
     print("\n".join(_table(found, ratios, reached)), flush=True)
-    machine = MachineContention(measured=((rate, there),)) if known is None else known.with_point(rate, there)
+    machine = (
+        MachineContention(measured=((rate, there),))
+        if known is None
+        else known.with_point(rate, there)
+    )
     try:
         write_whole(args.file, json.dumps(machine.to_json(), indent=1) + "\n")
     except OSError as error:
-        print(f"jaxcross contention: `{args.file}` cannot be written: {error.strerror}.", file=sys.stderr)
+        print(
+            f"jaxcross contention: `{args.file}` cannot be written: {error.strerror}.",
+            file=sys.stderr,
+        )
         print(json.dumps(machine.to_json()))
         return 1
     others = len(machine.measured) - 1
@@ -125,19 +158,29 @@ def _factor(ratios: Sequence[float]) -> float:
     return float(f"{max(1.0, median(ratios)):.4g}")
 
 
-def _table(found: Mapping[str, Any], ratios: Mapping[str, Sequence[float]], reached: float) -> list[str]:
+def _table(
+    found: Mapping[str, Any], ratios: Mapping[str, Sequence[float]], reached: float
+) -> list[str]:
     """Returns the lines that say what was measured."""
     from jaxcross.report.units import seconds
 
     ranks, local, rounds = found["ranks"], found["local_ranks"], found["rounds"]
     where = "on this machine" if ranks == local else f"on {-(-ranks // local)} hosts"
-    how_many = f"{len(rounds)} rounds, {found['exchanges']} exchanges of {found['megabytes'] * 1.048576:.0f} MB"
+    how_many = (
+        f"{len(rounds)} rounds, {found['exchanges']} exchanges of "
+        f"{found['megabytes'] * 1.048576:.0f} MB"
+    )
     lines = [
         f"Contention of {ranks} ranks {where}, {found['vendor']}, {found['device']}: {how_many}",
         f"  {'':22}{'alone':>10}{'next to the other':>20}{'times as long':>16}",
     ]
     for what, name in _WHAT.items():
-        alone, together = (median(row[f"{what}{end}_s"] for row in rounds) for end in ("", "_beside"))
+        alone, together = (
+            median(row[f"{what}{end}_s"] for row in rounds) for end in ("", "_beside")
+        )
         spread = f"   {ratios[what][0]:.2f} to {ratios[what][-1]:.2f} by round"
-        lines.append(f"  {name:22}{seconds(alone):>10}{seconds(together):>20}{median(ratios[what]):>16.2f}{spread}")
+        lines.append(
+            "  "
+            f"{name:22}{seconds(alone):>10}{seconds(together):>20}{median(ratios[what]):>16.2f}{spread}"
+        )
     return [*lines, f"  A rank receives {float(f'{reached:.3g}'):g} Mbit/s in an exchange alone."]

@@ -1,6 +1,8 @@
-"""One rank of `jaxcross contention`: seconds of a computation and of an exchange, alone and next to each other.
+"""One rank of `jaxcross contention`: seconds of a computation and of an exchange, alone and next to
+each other.
 
-Started by that command as `python -m jaxcross.commands.contention_rank SECONDS FILE`; rank 0 writes the file.
+Started by that command as `python -m jaxcross.commands.contention_rank SECONDS FILE`; rank 0 writes
+the file.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _PARTS = 20  # windows in the seconds that were asked for: 3 to 4 a round, and t
 _MB = 2**20
 _MOST_MB = 100
 _SIDES = 4, 32  # pixels of an image's side, at least and at most
-_LEAST_STEPS = 4  # of computation next to exchanges; the last of them, alone at its end, does not count
+_LEAST_STEPS = (
+    4  # of computation next to exchanges; the last of them, alone at its end, does not count
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +53,13 @@ class Round:
 
 @final
 class Measurement:
-    """A computation and an exchange of this rank. Each method is called on all ranks at once, and waits for them.
+    """A computation and an exchange of this rank. Each method is called on all ranks at once, and
+    waits for them.
 
     Args:
         world: All ranks.
-        window_s: Seconds for which each part of a round goes on, about. They limit the size of both.
+        window_s: Seconds for which each part of a round goes on, about. They limit the size of
+            both.
     """
 
     def __init__(self, world: World, window_s: float) -> None:
@@ -65,7 +71,9 @@ class Measurement:
         self.megabytes = max(1, min(_MOST_MB, int(window_s / 4 / one_mb_s)))
         self._exchange_of(self.megabytes)
         self._exchange_s = self._slowest(_seconds(self._exchange, 1))
-        self.exchanges = max(3, math.ceil(max(window_s, _LEAST_STEPS * self._compute_s) / self._exchange_s))
+        self.exchanges = max(
+            3, math.ceil(max(window_s, _LEAST_STEPS * self._compute_s) / self._exchange_s)
+        )
 
     def round(self) -> Round:
         """Returns the seconds of one round, the same on every rank."""
@@ -84,7 +92,9 @@ class Measurement:
         return Round(**dict(zip(Round.__dataclass_fields__, slowest, strict=True)))
 
     def _compute_of(self, side: int) -> float:
-        """Chooses the size of the computation. Returns the seconds of a step on the slowest rank."""
+        """Chooses the size of the computation. Returns the seconds of a step on the slowest
+        rank.
+        """
         self._step, self._state = _training_step(self._world.rank, side)
         return self._slowest(_seconds(lambda: self._compute(1), 4))
 
@@ -98,7 +108,9 @@ class Measurement:
         return (time.perf_counter() - begin_s) / steps
 
     def _start_exchanges(self) -> Future[float]:
-        """Starts all exchanges of a part in the thread that makes them in a run; returns the seconds of one."""
+        """Starts all exchanges of a part in the thread that makes them in a run; returns the
+        seconds of one.
+        """
 
         def make() -> float:
             begin_s = time.perf_counter()
@@ -111,20 +123,27 @@ class Measurement:
     def _exchange_of(self, megabytes: int) -> None:
         """Chooses the bytes of an exchange, and makes one, which gets its memory from the kernel.
 
-        It is on the host's CPU device, as in a step: next to an accelerator, too, exchanges go through host memory.
+        It is on the host's CPU device, as in a step: next to an accelerator, too, exchanges go
+        through host memory.
         """
         import jax
         from jax import lax
 
         axes = {"batch": self._world.size}
         host = jax.local_devices(backend="cpu")[0]
-        operand = jax.block_until_ready(jax.device_put(np.ones(megabytes * _MB // 4, np.float32), host))
-        jaxpr = jax.make_jaxpr(lambda x: [lax.psum(x, "batch")], axis_env=list(axes.items()))(operand)
+        operand = jax.block_until_ready(
+            jax.device_put(np.ones(megabytes * _MB // 4, np.float32), host)
+        )
+        jaxpr = jax.make_jaxpr(lambda x: [lax.psum(x, "batch")], axis_env=list(axes.items()))(
+            operand
+        )
         lowered = self._world.wire().lower(jaxpr, axes)
         compiled = lowered.compile([operand], name="exchange", host=host, place=None)
 
         def exchange() -> None:
-            with self._world.monitor(job="", step=0, segment=-1, what="an exchange that is measured"):
+            with self._world.monitor(
+                job="", step=0, segment=-1, what="an exchange that is measured"
+            ):
                 jax.block_until_ready(compiled(operand))
 
         self._exchange: Callable[[], None] = exchange
@@ -132,7 +151,9 @@ class Measurement:
         exchange()
 
     def _meet(self) -> None:
-        with self._world.monitor(job="", step=0, segment=-1, what="the begin of a part of the measurement"):
+        with self._world.monitor(
+            job="", step=0, segment=-1, what="the begin of a part of the measurement"
+        ):
             self._world.control.allgather_text("")
 
     def _slowest(self, seconds: float) -> float:
@@ -142,12 +163,13 @@ class Measurement:
 def image_side(window_s: float, least_s: float) -> int:
     """Returns the side of the images with which a step fits about four times into a window.
 
-    The default window takes the largest images unless the machine is very slow. A short one takes smaller images,
-    because a part of a round has several steps, however long they are.
+    The default window takes the largest images unless the machine is very slow. A short one takes
+    smaller images, because a part of a round has several steps, however long they are.
 
     Args:
         window_s: Seconds of a window.
-        least_s: Seconds of a step with the smallest images. A step's time grows with an image's area.
+        least_s: Seconds of a step with the smallest images. A step's time grows with an image's
+            area.
     """
     least, most = _SIDES
     return max(least, min(most, int(least * math.sqrt(window_s / 4 / least_s))))
@@ -164,7 +186,9 @@ def _training_step(seed: int, side: int) -> tuple[Callable[[Any], Any], Any]:
     def loss(kernels: Any) -> jax.Array:
         x = images
         for kernel in kernels:
-            x = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
             x = jax.nn.relu(x)
         return (x**2).mean()
 
@@ -196,8 +220,9 @@ def main(seconds: float, file: Path) -> None:
     world = jaxcross.initialize()
     if world.size < 2:
         raise ExchangeError(
-            "One rank exchanges nothing: contention is measured on at least 2. Start them by `jaxcross contention -n 2`"
-            " or with the `mpirun` that belongs to this environment's MPI; `jaxcross doctor` says which."
+            "One rank exchanges nothing: contention is measured on at least 2. Start them by "
+            "`jaxcross contention -n 2` or with the `mpirun` that belongs to this environment's "
+            "MPI; `jaxcross doctor` says which."
         )
     measurement = Measurement(world, seconds / _PARTS)
     rounds: list[Round] = []
@@ -206,7 +231,11 @@ def main(seconds: float, file: Path) -> None:
     for number in range(1, ROUNDS + 1):
         if world.rank == 0:
             left = "" if number == 1 else f", about {(ROUNDS + 1 - number) * round_s:.0f} s left"
-            print(f"jaxcross contention: round {number} of {ROUNDS}{left}", file=sys.stderr, flush=True)
+            print(
+                f"jaxcross contention: round {number} of {ROUNDS}{left}",
+                file=sys.stderr,
+                flush=True,
+            )
         begin_s = time.perf_counter()
         rounds.append(measurement.round())
         round_s = time.perf_counter() - begin_s

@@ -26,19 +26,33 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     synth = actions.add_parser(
         "synth",
         help="write a small data set in ImageNet's format",
-        description="Writes a TFDS ArrayRecord data set of JPEG images that tell their class, without TensorFlow.",
+        description=(
+            "Writes a TFDS ArrayRecord data set of JPEG images that tell their class, without "
+            "TensorFlow."
+        ),
     )
     synth.add_argument("dir", metavar="DIR", help="the data set becomes DIR/imagenet2012/5.1.0")
-    synth.add_argument("--images", type=int, default=256, metavar="N", help="training images (default %(default)s)")
-    synth.add_argument("--classes", type=int, default=8, metavar="C", help="labels (default %(default)s)")
-    synth.add_argument("--size", type=_size, default=(500, 375), metavar="WxH", help="pixels (default 500x375)")
+    synth.add_argument(
+        "--images", type=int, default=256, metavar="N", help="training images (default %(default)s)"
+    )
+    synth.add_argument(
+        "--classes", type=int, default=8, metavar="C", help="labels (default %(default)s)"
+    )
+    synth.add_argument(
+        "--size", type=_size, default=(500, 375), metavar="WxH", help="pixels (default 500x375)"
+    )
     synth.add_argument("--seed", type=int, default=0, help="of the images (default %(default)s)")
     info = actions.add_parser(
         "info",
         help="show what a data folder or a cache holds",
-        description="Shows the splits of a data folder, or the levels of a cache and what its run has read from each.",
+        description=(
+            "Shows the splits of a data folder, or the levels of a cache and what its run has read "
+            "from each."
+        ),
     )
-    info.add_argument("dir", metavar="DIR", help="the folder that `--data-dir` would name, or that of a cache")
+    info.add_argument(
+        "dir", metavar="DIR", help="the folder that `--data-dir` would name, or that of a cache"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,7 +90,11 @@ def _synth(args: argparse.Namespace, console: Console) -> None:
             seed=args.seed,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    console.print(f"{folder}: {args.images} training images, {args.classes} classes", highlight=False, soft_wrap=True)
+    console.print(
+        f"{folder}: {args.images} training images, {args.classes} classes",
+        highlight=False,
+        soft_wrap=True,
+    )
     console.print(f"use it with --data-dir {args.dir}", highlight=False, soft_wrap=True)
 
 
@@ -104,13 +122,26 @@ def _cache_info(folder: Path) -> None:
     from jaxcross.report.table import printed
 
     table = Table("level", box=None, pad_edge=False)
-    for column in ("budget MB", "used MB", "holds", "hits", "share", "read MB", "read s", "waited s"):
+    for column in (
+        "budget MB",
+        "used MB",
+        "holds",
+        "hits",
+        "share",
+        "read MB",
+        "read s",
+        "waited s",
+    ):
         table.add_column(column, justify="right")
     levels = cache_info(folder)
     every = max(1, sum(level.given.records for level in levels))
     for level in levels:
         given, budget = level.given, level.budget_bytes
-        sizes = ("-", "-", "-") if budget is None else (_mb(budget), _mb(level.used_bytes), str(level.records))
+        sizes = (
+            ("-", "-", "-")
+            if budget is None
+            else (_mb(budget), _mb(level.used_bytes), str(level.records))
+        )
         times = f"{given.seconds:.1f}", f"{given.waited_s:.1f}"
         hits = str(given.records), f"{given.records / every:.1%}"
         table.add_row(level.name, *sizes, *hits, _mb(given.nbytes), *times)

@@ -1,4 +1,6 @@
-"""`jaxcross demo`: two training jobs on two ranks, by turns one after the other and in crossover, measured."""
+"""`jaxcross demo`: two training jobs on two ranks, by turns one after the other and in crossover,
+measured.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,56 @@ PATIENCE_S = 10.0
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `demo` to the command line."""
-    parser = subparsers.add_parser("demo", help="train two ResNets in crossover on this machine", description=__doc__)
+    parser = subparsers.add_parser(
+        "demo", help="train two ResNets in crossover on this machine", description=__doc__
+    )
     add = parser.add_argument
-    add("--link", default="500mbit", metavar="RATE", help="between the ranks, or `none` (default %(default)s)")
+    add(
+        "--link",
+        default="500mbit",
+        metavar="RATE",
+        help="between the ranks, or `none` (default %(default)s)",
+    )
     add("--ranks", type=_positive, default=2, metavar="N", help="MPI ranks (default %(default)s)")
-    add("--jobs", type=_positive, default=2, metavar="K", help="training jobs (default %(default)s)")
-    add("--model", choices=MODELS, default="resnet50", metavar="NAME", help=f"{', '.join(MODELS)}; default %(default)s")
+    add(
+        "--jobs", type=_positive, default=2, metavar="K", help="training jobs (default %(default)s)"
+    )
+    add(
+        "--model",
+        choices=MODELS,
+        default="resnet50",
+        metavar="NAME",
+        help=f"{', '.join(MODELS)}; default %(default)s",
+    )
     add("--image-size", type=_positive, default=224, metavar="PIXELS", help="default %(default)s")
-    add("--batch-size", type=_positive, default=4, metavar="B", help="images a rank and step (default %(default)s)")
-    add("--steps", type=_positive, default=10, metavar="S", help="each job and way, in two turns (default %(default)s)")
-    add("--output", type=Path, default=Path("jaxcross-demo"), metavar="DIR", help="default %(default)s")
+    add(
+        "--batch-size",
+        type=_positive,
+        default=4,
+        metavar="B",
+        help="images a rank and step (default %(default)s)",
+    )
+    add(
+        "--steps",
+        type=_positive,
+        default=10,
+        metavar="S",
+        help="each job and way, in two turns (default %(default)s)",
+    )
+    add(
+        "--output",
+        type=Path,
+        default=Path("jaxcross-demo"),
+        metavar="DIR",
+        help="default %(default)s",
+    )
     add("--json", type=Path, metavar="FILE", help="write the measured numbers there")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes data, trains, shows the comparison. Starts processes and waits for them; leaves none behind.
+    """Writes data, trains, shows the comparison. Starts processes and waits for them; leaves none
+    behind.
 
     After a failure or Ctrl-C the output folder is removed if this call made it.
     """
@@ -88,12 +124,23 @@ def _demo(args: argparse.Namespace) -> int:
 
     # Errors of the arguments are found before anything is written.
     try:
-        require_extra("all", "the demo", "tensorflow_datasets", "array_record", "grain", "cv2", "fsspec", "matplotlib")
+        require_extra(
+            "all",
+            "the demo",
+            "tensorflow_datasets",
+            "array_record",
+            "grain",
+            "cv2",
+            "fsspec",
+            "matplotlib",
+        )
     except MissingExtraError as error:
         raise DemoError(str(error)) from None
     example, mpirun = find_example(), find_mpirun()
     if mpirun is None:
-        raise DemoError("no `mpirun` was found. Run `pip install mpich`, or load your cluster's MPI module.")
+        raise DemoError(
+            "no `mpirun` was found. Run `pip install mpich`, or load your cluster's MPI module."
+        )
     try:
         slow = Link.parse(args.link) is not None and args.ranks > 1
     except ValueError as error:
@@ -110,7 +157,10 @@ def _demo(args: argparse.Namespace) -> int:
         lab, why_not = _lab(args, stack) if slow else (None, "")
         launch = _launch(args, example, mpirun, data, lab, slow=slow)
         _print(f"Link: {launch.link}" + (f" ({why_not})" if why_not else ""))
-        _print(f"Training {args.jobs} jobs on {args.ranks} ranks, by turns one after the other and in crossover:\n")
+        _print(
+            f"Training {args.jobs} jobs on {args.ranks} ranks, by turns one after the other and in "
+            "crossover:\n"
+        )
         _print(f"  {launch.shown}\n")
         _train(launch)
         if lab is not None:
@@ -129,7 +179,9 @@ def find_example() -> Path:
     for folder in places:
         if (folder / "imagenet_resnet.py").exists():
             return folder / "imagenet_resnet.py"
-    raise DemoError(f"imagenet_resnet.py is neither in {places[0]} nor in {places[1]}. Install jaxcross again.")
+    raise DemoError(
+        f"imagenet_resnet.py is neither in {places[0]} nor in {places[1]}. Install jaxcross again."
+    )
 
 
 def _write_data(args: argparse.Namespace) -> Path:
@@ -144,7 +196,9 @@ def _write_data(args: argparse.Namespace) -> Path:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("images", total=None)
         synthesise(
-            folder, images=min(wanted, 1024), progress=lambda done, total: bar.update(task, completed=done, total=total)
+            folder,
+            images=min(wanted, 1024),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     return folder
 
@@ -160,7 +214,13 @@ def _lab(args: argparse.Namespace, stack: ExitStack) -> tuple[Lab | None, str]:
 
 
 def _launch(
-    args: argparse.Namespace, example: Path, mpirun: Mpirun, data: Path, lab: Lab | None, *, slow: bool
+    args: argparse.Namespace,
+    example: Path,
+    mpirun: Mpirun,
+    data: Path,
+    lab: Lab | None,
+    *,
+    slow: bool,
 ) -> Launch:
     from jaxcross.commands.launch import mpirun_command, printed, python_program
     from jaxcross.world import xla_pool
@@ -183,13 +243,42 @@ def _launch(
     environ = {**os.environ, **extra}
     if lab is None:
         return Launch(line=line, shown=printed(line, extra), environ=environ, link=link)
-    by_hand = [sys.executable, "-m", "jaxcross.lab", "--hosts", str(args.ranks), "--rate", args.link, "--", *line]
-    return Launch(line=lab.wrap(line), shown=printed(by_hand, extra), environ=lab.environment(environ), link=link)
+    by_hand = [
+        sys.executable,
+        "-m",
+        "jaxcross.lab",
+        "--hosts",
+        str(args.ranks),
+        "--rate",
+        args.link,
+        "--",
+        *line,
+    ]
+    return Launch(
+        line=lab.wrap(line),
+        shown=printed(by_hand, extra),
+        environ=lab.environment(environ),
+        link=link,
+    )
 
 
 def _options(args: argparse.Namespace, data: Path, link: str, *, emulate: bool) -> list[str]:
-    options = ["--data-dir", str(data.resolve()), "--model", args.model, "--image-size", str(args.image_size)]
-    options += ["--batch-size", str(args.batch_size), "--steps", str(args.steps), "--eval-steps", "0"]
+    options = [
+        "--data-dir",
+        str(data.resolve()),
+        "--model",
+        args.model,
+        "--image-size",
+        str(args.image_size),
+    ]
+    options += [
+        "--batch-size",
+        str(args.batch_size),
+        "--steps",
+        str(args.steps),
+        "--eval-steps",
+        "0",
+    ]
     for job in range(args.jobs):
         options += ["--job", f"lr={0.01 * 2**job:g},seed={job}"]
     options += ["--policy", "compare", "--output", str(args.output.resolve())]
@@ -199,12 +288,15 @@ def _options(args: argparse.Namespace, data: Path, link: str, *, emulate: bool) 
 
 
 def _train(launch: Launch) -> None:
-    """Runs the ranks with this terminal as theirs. Waits; if it is interrupted, until they have ended."""
+    """Runs the ranks with this terminal as theirs. Waits; if it is interrupted, until they have
+    ended.
+    """
     process = subprocess.Popen(launch.line, env=launch.environ)
     try:
         status = process.wait()
     except BaseException as error:
-        # the terminal's Ctrl-C has reached mpirun as well, and it gets time to end its ranks; any other reason has not
+        # the terminal's Ctrl-C has reached mpirun as well, and it gets time to end its ranks; any
+        # other reason has not
         if not isinstance(error, KeyboardInterrupt):
             process.terminate()
         for stronger in (process.terminate, process.kill):
@@ -217,7 +309,8 @@ def _train(launch: Launch) -> None:
         raise
     if status != 0:
         raise DemoError(
-            f"training ended with status {status}; its last words are above. `jaxcross doctor` may know why."
+            f"training ended with status {status}; its last words are above. `jaxcross doctor` may "
+            "know why."
         )
 
 
@@ -231,7 +324,12 @@ def _finish(args: argparse.Namespace, launch: Launch) -> int:
     comparison = Comparison.of(*ways.values())
     last = {name: reports[-1] for name, reports in ways.items()}
     trace = args.output / ("crossover-2.trace.json" if turns > 1 else "crossover.trace.json")
-    gantt = draw(last["crossover"], args.output / "gantt.png", compare=last["sequential"], headline=comparison.headline)
+    gantt = draw(
+        last["crossover"],
+        args.output / "gantt.png",
+        compare=last["sequential"],
+        headline=comparison.headline,
+    )
     if args.json:
         result = numbers(comparison, link=launch.link, trace=trace, gantt=gantt)
         args.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -250,9 +348,11 @@ def _reports(folder: Path, way: str, turns: int) -> list[Report]:
 
 
 def numbers(comparison: Comparison, *, link: str, trace: Path, gantt: Path) -> dict[str, Any]:
-    """Returns the content of `--json`. Jobs are those in crossover, seconds those of a job-step in the steady state.
+    """Returns the content of `--json`. Jobs are those in crossover, seconds those of a job-step in
+    the steady state.
 
-    `speedup` is null where the two ways cannot be compared, and `reason` says why; then `ratio` is what was measured.
+    `speedup` is null where the two ways cannot be compared, and `reason` says why; then `ratio` is
+    what was measured.
     """
     alone, rounds = comparison.first, comparison.second
     k = max(len(rounds.crossed), 1)

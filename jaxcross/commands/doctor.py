@@ -1,4 +1,6 @@
-"""`jaxcross doctor`: what training needs, what is there, and one line of remedy for each thing that is wrong."""
+"""`jaxcross doctor`: what training needs, what is there, and one line of remedy for each thing that
+is wrong.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class Findings:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `doctor` to the command line."""
-    parser = subparsers.add_parser("doctor", help="check MPI, mpi4jax, JAX and the launcher", description=__doc__)
+    parser = subparsers.add_parser(
+        "doctor", help="check MPI, mpi4jax, JAX and the launcher", description=__doc__
+    )
     parser.add_argument(
         "--post-mortem",
         type=Path,
@@ -79,13 +83,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--hosts",
         metavar="A,B",
-        help="check these hosts and the network between them, as `jaxcross launch --hosts A,B` will use them",
+        help=(
+            "check these hosts and the network between them, as `jaxcross launch --hosts A,B` will "
+            "use them"
+        ),
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, print the table, and return 1 if training could not work. Starts processes; about ten seconds.
+    """Look, print the table, and return 1 if training could not work. Starts processes; about ten
+    seconds.
 
     With `--post-mortem` it reads files instead, with `--hosts` it looks at other machines.
     """
@@ -116,7 +124,10 @@ def show(title: str, checks: Sequence[Check]) -> None:
     console.print(table)
     for check in checks:
         if check.remedy:
-            console.print(f"[bold]{check.name}[/bold]: {_escaped(check.remedy)}", soft_wrap="\n" in check.remedy)
+            console.print(
+                f"[bold]{check.name}[/bold]: {_escaped(check.remedy)}",
+                soft_wrap="\n" in check.remedy,
+            )
 
 
 def _mark(check: Check) -> str:
@@ -170,15 +181,21 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def libraries_of(mpirun: str) -> str | None:
-    """Returns the folder with the MPI library that was installed together with `mpirun`; None if there is none."""
+    """Returns the folder with the MPI library that was installed together with `mpirun`; None if
+    there is none.
+    """
     prefixes = (Path(mpirun).absolute().parent.parent, Path(mpirun).resolve().parent.parent)
     folders = (prefix / name for prefix in prefixes for name in ("lib", "lib64"))
     return next((str(folder) for folder in folders if any(folder.glob("libmpi.so*"))), None)
 
 
 def judge(found: Findings) -> list[Check]:
-    """Returns a check for each part of the findings. Where one explains others, it alone has a remedy. Pure."""
-    mpi, mpi4jax, jax = (found.probe.get(k, {"error": "no answer"}) for k in ("mpi", "mpi4jax", "jax"))
+    """Returns a check for each part of the findings. Where one explains others, it alone has a
+    remedy. Pure.
+    """
+    mpi, mpi4jax, jax = (
+        found.probe.get(k, {"error": "no answer"}) for k in ("mpi", "mpi4jax", "jax")
+    )
     checks = [
         _judge_mpi(mpi, found),
         _judge_threads(mpi),
@@ -200,7 +217,9 @@ _CAUSES = {
     "mpirun": ("MPI",),
     "all-reduce of 2 ranks": ("MPI", "JAX", "mpirun", "mpi4jax", "thread level", "XLA CPU pool"),
 }
-"""The checks that fail if an earlier link of the chain does, and those links, the first cause first."""
+"""The checks that fail if an earlier link of the chain does, and those links, the first cause
+first.
+"""
 
 
 def _explained(check: Check, fatal: set[str]) -> Check:
@@ -211,7 +230,9 @@ def _explained(check: Check, fatal: set[str]) -> Check:
     return Check(name=check.name, found=f"cannot be checked before {cause}", cause=cause)
 
 
-_NO_MPI = "Install an MPI next to jaxcross (`pip install mpich`), or load your cluster's MPI module."
+_NO_MPI = (
+    "Install an MPI next to jaxcross (`pip install mpich`), or load your cluster's MPI module."
+)
 
 
 def _judge_mpi(mpi: Mapping[str, Any], found: Findings) -> Check:
@@ -220,7 +241,8 @@ def _judge_mpi(mpi: Mapping[str, Any], found: Findings) -> Check:
     error = first_line(str(mpi["error"]))
     remedy = _NO_MPI
     if found.mpirun is not None and found.libraries is not None:
-        # The `bin` of an installation without its `lib`: the environment was set by hand, and by half.
+        # The `bin` of an installation without its `lib`: the environment was set by hand, and by
+        # half.
         error += f"; `{found.mpirun[0]}` is on the path, its library in `{found.libraries}` is not"
         remedy = (
             "Let the loader find the library of your `mpirun`: load your cluster's MPI module, or "
@@ -232,13 +254,19 @@ def _judge_mpi(mpi: Mapping[str, Any], found: Findings) -> Check:
 def _judge_threads(mpi: Mapping[str, Any]) -> Check:
     level = str(mpi.get("thread_level", "unknown"))
     wrong = level != "multiple"
-    remedy = "jaxcross needs `MPI_THREAD_MULTIPLE`: use an MPI built with it, and leave `mpi4py.rc` alone."
+    remedy = (
+        "jaxcross needs `MPI_THREAD_MULTIPLE`: use an MPI built with it, and leave `mpi4py.rc` "
+        "alone."
+    )
     return Check(name="thread level", found=level, remedy=remedy if wrong else "", fatal=wrong)
 
 
 def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: Findings) -> Check:
     if "mpi4jax" not in findings.versions:
-        return Check(name="mpi4jax", found="not installed, which is fine: it's optional, and exchanges use mpi4py")
+        return Check(
+            name="mpi4jax",
+            found="not installed, which is fine: it's optional, and exchanges use mpi4py",
+        )
     if "error" in mpi4jax:
         jaxlib = findings.versions.get("jaxlib", "")
         # Exchanges that are correct go over mpi4py.
@@ -250,8 +278,13 @@ def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: Findings) -> Check:
         )
     cuda = "with CUDA" if mpi4jax["cuda"] else "without CUDA (exchanges run on the host)"
     found = f"{mpi4jax['version']}, built for {mpi4jax['built_for']}, {cuda}"
-    # mpi4jax warns of each JAX that is newer than its own release. Which ones work with it, jaxcross's own range says.
-    warnings = (text for text in mpi4jax.get("warnings", ()) if not text.startswith("The latest supported JAX version"))
+    # mpi4jax warns of each JAX that is newer than its own release. Which ones work with it,
+    # jaxcross's own range says.
+    warnings = (
+        text
+        for text in mpi4jax.get("warnings", ())
+        if not text.startswith("The latest supported JAX version")
+    )
     return Check(name="mpi4jax", found=found, remedy=" ".join(warnings))
 
 
@@ -260,11 +293,19 @@ def _judge_jax(jax: Mapping[str, Any], versions: Mapping[str, str]) -> Check:
     if version and (reason := unsupported_jax(version)):
         return Check(name="JAX", found=version, remedy=reason, fatal=True)
     if "error" in jax:
-        remedy = "JAX cannot start: check the accelerator's driver, or try the CPU with `JAX_PLATFORMS=cpu`."
+        remedy = (
+            "JAX cannot start: check the accelerator's driver, or try the CPU with "
+            "`JAX_PLATFORMS=cpu`."
+        )
         if "jaxlib" in jax["error"]:  # JAX compares the two versions when it's imported
-            remedy = f"Install jax and jaxlib of one version: `pip install jax=={version} jaxlib=={version}`."
+            remedy = (
+                f"Install jax and jaxlib of one version: `pip install jax=={version} "
+                f"jaxlib=={version}`."
+            )
         return Check(name="JAX", found=jax["error"], remedy=remedy, fatal=True)
-    return Check(name="JAX", found=f"{jax['version']} (jaxlib {jax['jaxlib']}): {', '.join(jax['devices'])}")
+    return Check(
+        name="JAX", found=f"{jax['version']} (jaxlib {jax['jaxlib']}): {', '.join(jax['devices'])}"
+    )
 
 
 def _judge_mpirun(mpirun: tuple[str, str] | None) -> Check:
@@ -279,7 +320,8 @@ def _judge_exchange(exchange: Mapping[str, Any]) -> Check:
         return Check(name=name, found=f"correct, over {exchange['over']}")
     found = str(exchange.get("error", f"wrong: {dict(exchange)}"))
     remedy = (
-        "`mpirun` and mpi4py's MPI must be of one vendor; run `jaxcross launch -n 2 -m jaxcross.world.probe exchange`."
+        "`mpirun` and mpi4py's MPI must be of one vendor; run `jaxcross launch -n 2 -m "
+        "jaxcross.world.probe exchange`."
     )
     return Check(name=name, found=found, remedy=remedy, fatal=True)
 
@@ -293,7 +335,9 @@ def _judge_pool(found: Findings) -> Check:
     return Check(
         name="XLA CPU pool",
         found=f"{found.pool} threads for {found.cores} of {found.machine_cores} cores",
-        remedy="Unset `NPROC` and `PJRT_NPROC`: a waiting exchange would hold the only thread." if small else "",
+        remedy="Unset `NPROC` and `PJRT_NPROC`: a waiting exchange would hold the only thread."
+        if small
+        else "",
         fatal=small,
     )
 
@@ -303,20 +347,31 @@ def _judge_binding(found: Findings) -> Check:
     return Check(
         name="binding",
         found=f"{found.cores} of {found.machine_cores} cores",
-        remedy="This shell is bound to one core; compute and exchange will share it." if bound else "",
+        remedy="This shell is bound to one core; compute and exchange will share it."
+        if bound
+        else "",
     )
 
 
 def _judge_namespaces(reason: str | None) -> Check:
     remedy = "`jaxcross demo` will emulate its link and say so; training is not affected."
-    return Check(name="network namespaces", found=reason or "available", remedy=remedy if reason else "")
+    return Check(
+        name="network namespaces", found=reason or "available", remedy=remedy if reason else ""
+    )
 
 
 def ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
-    """The JSON object on the last line that a process prints; an `error` for each part otherwise."""
+    """The JSON object on the last line that a process prints; an `error` for each part
+    otherwise.
+    """
     try:
         done = subprocess.run(
-            line, env={**os.environ, **extra}, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            line,
+            env={**os.environ, **extra},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return _failed(f"no answer within {_TIMEOUT_S:.0f} s")
@@ -327,7 +382,9 @@ def ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
 
 
 def reason_in(stderr: str) -> str:
-    """Returns the last line that names an exception, which the launcher's own lines follow, or else the last line."""
+    """Returns the last line that names an exception, which the launcher's own lines follow, or else
+    the last line.
+    """
     lines = stderr.strip().splitlines() or ["no output"]
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
     return (named or lines)[-1]

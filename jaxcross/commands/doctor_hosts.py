@@ -1,7 +1,9 @@
-"""`jaxcross doctor --hosts a,b`: whether ranks on these hosts can start and reach each other, before the first run.
+"""`jaxcross doctor --hosts a,b`: whether ranks on these hosts can start and reach each other,
+before the first run.
 
-It runs commands on a host as `mpirun` will: by the same agent (`ssh`), with this Python, in this folder. Python reads
-its programs from standard input there, so a host without jaxcross can say that it lacks it.
+It runs commands on a host as `mpirun` will: by the same agent (`ssh`), with this Python, in this
+folder. Python reads its programs from standard input there, so a host without jaxcross can say that
+it lacks it.
 """
 
 from __future__ import annotations
@@ -77,9 +79,11 @@ class Survey:
 
 
 def run(text: str) -> int:
-    """Looks, prints the table and the command that starts a run; returns 1 if none could work, 2 for wrong names.
+    """Looks, prints the table and the command that starts a run; returns 1 if none could work, 2
+    for wrong names.
 
-    Waits for commands on the hosts: ten to thirty seconds, some more for each further host. Each has a time limit.
+    Waits for commands on the hosts: ten to thirty seconds, some more for each further host. Each
+    has a time limit.
     """
     try:
         hosts = parse_hosts(text)
@@ -95,7 +99,9 @@ def run(text: str) -> int:
 
 
 def look(hosts: Sequence[str]) -> Survey:
-    """Asks the hosts, and has them send to each other. Starts ranks only if nothing that was found rules it out."""
+    """Asks the hosts, and has them send to each other. Starts ranks only if nothing that was found
+    rules it out.
+    """
     from jaxcross.commands.launch import find_mpirun, mpirun_command
     from jaxcross.world import xla_pool
 
@@ -108,7 +114,8 @@ def look(hosts: Sequence[str]) -> Survey:
     able = [host for host in there if facts[host].python]
     here = platform.node()
     mpirun = find_mpirun()
-    # MPICH's helpers look this machine up by its name. Ranks get each other's addresses from MPI, whatever their names.
+    # MPICH's helpers look this machine up by its name. Ranks get each other's addresses from MPI,
+    # whatever their names.
     named = None if mpirun is not None and mpirun.vendor == "openmpi" else here
     links = {
         (source, target): _link(
@@ -146,7 +153,8 @@ def look(hosts: Sequence[str]) -> Survey:
 
 
 def pairs(hosts: Sequence[str], here: str, local: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns which host sends to which: each to the next one and back, and all to this machine. Pure.
+    """Returns which host sends to which: each to the next one and back, and all to this machine.
+    Pure.
 
     `mpirun` waits on this machine for connections of the helpers that it has started on the hosts.
 
@@ -169,7 +177,8 @@ def _ask_host(on: Callable[[Sequence[str]], Sequence[str]]) -> HostFacts:
     variables = [f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ]
     python = shlex.join(["env", *variables, sys.executable, "-", "versions"])
     script = (
-        f"cd {shlex.quote(str(Path.cwd()))} && echo folder; "  # one line, since csh quotes no line breaks
+        # one line, since csh quotes no line breaks
+        f"cd {shlex.quote(str(Path.cwd()))} && echo folder; "
         f"test -x {shlex.quote(sys.executable)} && echo python && exec {python}"
     )
     try:
@@ -183,7 +192,11 @@ def _ask_host(on: Callable[[Sequence[str]], Sequence[str]]) -> HostFacts:
         )
         output, errors, end = done.stdout, done.stderr, f"exit code {done.returncode}"
     except subprocess.TimeoutExpired as late:
-        output, errors, end = late.stdout or b"", late.stderr or b"", f"no answer within {_FACTS_S:.0f} s"
+        output, errors, end = (
+            late.stdout or b"",
+            late.stderr or b"",
+            f"no answer within {_FACTS_S:.0f} s",
+        )
     said = output.decode(errors="replace").splitlines()
     answer = next((line for line in reversed(said) if line.startswith("{")), None)
     complaint = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
@@ -204,19 +217,36 @@ def _link(
     by_name: bool,
 ) -> Transfer | str:
     try:
-        return measure_transfer(on_source, on_target, target, python=sys.executable, seconds=seconds, by_name=by_name)
+        return measure_transfer(
+            on_source, on_target, target, python=sys.executable, seconds=seconds, by_name=by_name
+        )
     except OSError as error:
         return str(error)
 
 
 def judge(found: Survey) -> list[Check]:
-    """Returns a check for each part of the findings. What could not be tried names the check that comes first. Pure."""
+    """Returns a check for each part of the findings. What could not be tried names the check that
+    comes first. Pure.
+    """
     checks = [
         _judge_ssh(found),
-        _judge_there(found, "Python", found.python, [host for host, facts in found.facts.items() if not facts.python]),
-        _judge_there(found, "folder", found.folder, [host for host, facts in found.facts.items() if not facts.folder]),
+        _judge_there(
+            found,
+            "Python",
+            found.python,
+            [host for host, facts in found.facts.items() if not facts.python],
+        ),
+        _judge_there(
+            found,
+            "folder",
+            found.folder,
+            [host for host, facts in found.facts.items() if not facts.folder],
+        ),
         *_judge_versions(found),
-        *(_judge_link(*ends, link, timed=ends[1] in found.hosts) for ends, link in found.links.items()),
+        *(
+            _judge_link(*ends, link, timed=ends[1] in found.hosts)
+            for ends, link in found.links.items()
+        ),
     ]
     if found.vendor is None:
         remedy = "Run `jaxcross doctor` without `--hosts`: it says what this machine lacks."
@@ -242,9 +272,10 @@ def _judge_ssh(found: Survey) -> Check:
         name="ssh",
         found=f"{_names(found.missing)} did not answer `{line}`",
         remedy=(
-            f"That command must work here, and without a password. Log in once by `ssh {found.missing[0]}`, which shows"
-            f" what is wrong with the name or the network and confirms the host's key; then `ssh-copy-id"
-            f" {found.missing[0]}` copies your own key there."
+            "That command must work here, and without a password. Log in once by `ssh "
+            f"{found.missing[0]}`, which shows what is wrong with the name or the network and "
+            f"confirms the host's key; then `ssh-copy-id {found.missing[0]}` copies your own key "
+            "there."
         ),
         fatal=True,
     )
@@ -256,12 +287,18 @@ def _judge_there(found: Survey, name: str, path: str, without: Sequence[str]) ->
     if not without:
         return Check(name=name, found=f"{path} on {_names(tuple(found.facts))}")
     remedies = {
-        "Python": f"Install the same environment at the same path on {_names(without)}: in a folder that all hosts"
-        " mount, or as a copy. A virtual environment cannot be moved to another path.",
-        "folder": f"Make it on {_names(without)}, with the script and its data: ranks start in the folder in which"
-        " `jaxcross launch` is called.",
+        "Python": (
+            f"Install the same environment at the same path on {_names(without)}: in a folder that "
+            "all hosts mount, or as a copy. A virtual environment cannot be moved to another path."
+        ),
+        "folder": (
+            f"Make it on {_names(without)}, with the script and its data: ranks start in the "
+            "folder in which `jaxcross launch` is called."
+        ),
     }
-    return Check(name=name, found=f"no `{path}` on {_names(without)}", remedy=remedies[name], fatal=True)
+    return Check(
+        name=name, found=f"no `{path}` on {_names(without)}", remedy=remedies[name], fatal=True
+    )
 
 
 def _judge_versions(found: Survey) -> list[Check]:
@@ -291,65 +328,106 @@ def _judge_version(name: str, versions: Mapping[str, Mapping[str, str | None]]) 
     (first, _), *others = by_value.items()
     if first is not None and not others:
         return Check(name=name, found=first)
-    parts = [f"{'none' if value is None else value} on {_names(hosts)}" for value, hosts in by_value.items()]
-    parts += [f"{error} (`{host}`)" for host in by_value.get(None, ()) if (error := versions[host].get("error"))]
+    parts = [
+        f"{'none' if value is None else value} on {_names(hosts)}"
+        for value, hosts in by_value.items()
+    ]
+    parts += [
+        f"{error} (`{host}`)"
+        for host in by_value.get(None, ())
+        if (error := versions[host].get("error"))
+    ]
     if name == "MPI":
         remedy = (
-            "All ranks need one MPI. If it comes from a module, load that before `jaxcross doctor`, which passes"
-            " `LD_LIBRARY_PATH` on to the hosts; `ssh` does not load modules."
+            "All ranks need one MPI. If it comes from a module, load that before `jaxcross "
+            "doctor`, which passes `LD_LIBRARY_PATH` on to the hosts; `ssh` does not load modules."
         )
     else:
-        remedy = f"Install the same version of {name} on all hosts: ranks that differ compile different programs."
+        remedy = (
+            f"Install the same version of {name} on all hosts: ranks that differ compile different "
+            "programs."
+        )
     return Check(name=name, found="; ".join(parts), remedy=remedy, fatal=True)
 
 
 def _judge_link(source: str, target: str, link: Transfer | str, *, timed: bool) -> Check:
     name = f"{source} to {target}"
     if isinstance(link, str):
-        return Check(name=name, found=f"no TCP transfer: {link}", remedy=_link_remedy(source, target, link), fatal=True)
-    delay = f"{link.round_trip_us} us" if link.round_trip_us < 1000 else f"{link.round_trip_us / 1000:.1f} ms"
-    found = f"{link.interface or 'unknown interface'} ({link.source}) to {link.target}: round trip {delay}"
+        return Check(
+            name=name,
+            found=f"no TCP transfer: {link}",
+            remedy=_link_remedy(source, target, link),
+            fatal=True,
+        )
+    delay = (
+        f"{link.round_trip_us} us"
+        if link.round_trip_us < 1000
+        else f"{link.round_trip_us / 1000:.1f} ms"
+    )
+    found = (
+        f"{link.interface or 'unknown interface'} ({link.source}) to {link.target}: round trip "
+        f"{delay}"
+    )
     rate = link.bits_per_s / 1e6
-    return Check(name=name, found=f"{found}, {rate:.{0 if rate >= 10 else 1}f} Mbit/s" if timed else found)
+    return Check(
+        name=name, found=f"{found}, {rate:.{0 if rate >= 10 else 1}f} Mbit/s" if timed else found
+    )
 
 
 def _link_remedy(source: str, target: str, error: str) -> str:
     if "timed out" in error or "route" in error or "unreachable" in error:
         return (
-            f"MPI connects to any TCP port, and something between the hosts drops that; usually it is the firewall of"
-            f" `{target}`. Let it accept everything from `{source}`: `ufw allow from ADDRESS`, or `firewall-cmd"
-            f" --zone=trusted --add-source=ADDRESS`. In a cloud, allow all TCP within the security group."
+            "MPI connects to any TCP port, and something between the hosts drops that; usually it "
+            f"is the firewall of `{target}`. Let it accept everything from `{source}`: `ufw allow "
+            "from ADDRESS`, or `firewall-cmd --zone=trusted --add-source=ADDRESS`. In a cloud, "
+            "allow all TCP within the security group."
         )
     if "bytes" in error or "nothing could be sent" in error:
         return (
-            "They connect, but little or nothing arrives. If only large packets get lost, the MTU differs between the"
-            " hosts: compare it in `ip link`."
+            "They connect, but little or nothing arrives. If only large packets get lost, the MTU "
+            "differs between the hosts: compare it in `ip link`."
         )
     return (
-        f"`{target}` must mean the same address on `{source}` as here: compare what `getent hosts {target}` prints on"
-        " both, and put the same lines into `/etc/hosts`."
+        f"`{target}` must mean the same address on `{source}` as here: compare what `getent hosts "
+        f"{target}` prints on both, and put the same lines into `/etc/hosts`."
     )
 
 
 def _judge_exchange(name: str, found: Survey, exchange: Mapping[str, Any]) -> list[Check]:
-    between = [link for (_, b), link in found.links.items() if b in found.hosts and isinstance(link, Transfer)]
+    between = [
+        link
+        for (_, b), link in found.links.items()
+        if b in found.hosts and isinstance(link, Transfer)
+    ]
     places = {link.source: link.interface for link in between}
     settings = settings_for(found.vendor, sorted({name for name in places.values() if name}))
     if not (exchange.get("correct") and exchange.get("ranks") == len(found.hosts)):
-        line = f"jaxcross launch -n {len(found.hosts)} --hosts {','.join(found.hosts)} -m jaxcross.world.probe exchange"
+        line = (
+            f"jaxcross launch -n {len(found.hosts)} --hosts {','.join(found.hosts)} -m "
+            "jaxcross.world.probe exchange"
+        )
         remedy = f"Run `{line}`, which shows MPI's own messages."
         if settings:
             remedy += (
-                f" If it says that they wait in the start of MPI, name the interface of these transfers: {settings}."
+                " If it says that they wait in the start of MPI, name the interface of these "
+                f"transfers: {settings}."
             )
         wrong = first_line(str(exchange.get("error", f"wrong: {dict(exchange)}")))
         return [Check(name=name, found=wrong, remedy=remedy, fatal=True)]
-    reached = [f"{places.get(a, '?')} ({a}) to {places.get(b, '?')} ({b})" for a, b in exchange.get("connections", ())]
+    reached = [
+        f"{places.get(a, '?')} ({a}) to {places.get(b, '?')} ({b})"
+        for a, b in exchange.get("connections", ())
+    ]
     strange = [x for pair in exchange.get("connections", ()) for x in pair if x not in places]
     remedy = ""
     if strange and settings:
-        remedy = f"The names of the hosts mean other addresses than MPI has chosen. To have it use theirs: {settings}."
-    none = "MPI has no TCP connection between these ranks: it uses another network, or shared memory"
+        remedy = (
+            "The names of the hosts mean other addresses than MPI has chosen. To have it use "
+            f"theirs: {settings}."
+        )
+    none = (
+        "MPI has no TCP connection between these ranks: it uses another network, or shared memory"
+    )
     return [
         Check(name=name, found=f"correct, over {exchange['over']}"),
         Check(name="MPI's interface", found="; ".join(reached) or none, remedy=remedy),
@@ -359,7 +437,8 @@ def _judge_exchange(name: str, found: Survey, exchange: Mapping[str, Any]) -> li
 def settings_for(vendor: str | None, interfaces: Sequence[str]) -> str:
     """Returns the command that has MPI use these interfaces; "" if none are known. Pure.
 
-    Open MPI and libfabric start no rank on a host that lacks an interface which is named. UCX only warns.
+    Open MPI and libfabric start no rank on a host that lacks an interface which is named. UCX only
+    warns.
     """
     names = ",".join(interfaces)
     if not interfaces:

@@ -1,9 +1,10 @@
-"""Becomes a command that ends with its parent: `python end_with.py PARENT command ...`. Standard library only.
+"""Becomes a command that ends with its parent: `python end_with.py PARENT command ...`. Standard
+library only.
 
-If `mpirun` outlived its launcher, nobody could stop the ranks of a launcher that was killed. So the command gets
-SIGTERM if the thread that started it ends. That thread waits for the command, so it ends first only if its whole
-process does. We don't do this in a `preexec_fn`, because `subprocess` would then fork, which a process with JAX's
-threads must not do.
+If `mpirun` outlived its launcher, nobody could stop the ranks of a launcher that was killed. So the
+command gets SIGTERM if the thread that started it ends. That thread waits for the command, so it
+ends first only if its whole process does. We don't do this in a `preexec_fn`, because `subprocess`
+would then fork, which a process with JAX's threads must not do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _BY_SIGNAL = 128
 
 
 def tied(line: Sequence[str], parent: int) -> list[str]:
-    """Returns a command that runs `line` until the process `parent` ends; elsewhere than on Linux, `line` itself."""
+    """Returns a command that runs `line` until the process `parent` ends; elsewhere than on Linux,
+    `line` itself.
+    """
     if sys.platform != "linux":
         return list(line)
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(parent), *line]
@@ -37,7 +40,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"jaxcross launch: `{command[0]}` cannot be started: {error}", file=sys.stderr, flush=True)
+        print(
+            f"jaxcross launch: `{command[0]}` cannot be started: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
     os._exit(127)
 
 

@@ -1,8 +1,10 @@
-"""`jaxcross estimate -n 2 script.py ...`: would several jobs of this script run faster next to each other?
+"""`jaxcross estimate -n 2 script.py ...`: would several jobs of this script run faster next to each
+other?
 
-Starts the script as `jaxcross launch` does. The first `crossover` step that it calls is timed on copies of its
-arguments, in place of being made; then the script ends. Of a `Runner` only the first job runs, and nothing is written
-to its checkpoints or metrics. A script with such a step needs no change.
+Starts the script as `jaxcross launch` does. The first `crossover` step that it calls is timed on
+copies of its arguments, in place of being made; then the script ends. Of a `Runner` only the first
+job runs, and nothing is written to its checkpoints or metrics. A script with such a step needs no
+change.
 """
 
 from __future__ import annotations
@@ -21,28 +23,48 @@ _STOPPED = (130, 143)  # exit codes after Ctrl-C and SIGTERM
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `estimate` to the command line."""
     parser = subparsers.add_parser(
-        "estimate", help="predict from a few steps of a script what several jobs gain", description=__doc__
+        "estimate",
+        help="predict from a few steps of a script what several jobs gain",
+        description=__doc__,
     )
-    parser.add_argument("-k", "--jobs", type=_count, default=2, help="number of equal jobs (default: %(default)s)")
-    parser.add_argument("--steps", type=_count, default=3, help="number of steps to time (default: %(default)s)")
     parser.add_argument(
-        "--link-mbps", type=_above_zero, help="rate of a link in Mbit/s that the ranks do not have here"
+        "-k", "--jobs", type=_count, default=2, help="number of equal jobs (default: %(default)s)"
     )
-    parser.add_argument("--memory-gb", type=_above_zero, help="memory of a rank (default: what the device has)")
-    parser.add_argument("--step", metavar="NAME", help="the step to time (default: the first that is called)")
+    parser.add_argument(
+        "--steps", type=_count, default=3, help="number of steps to time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--link-mbps",
+        type=_above_zero,
+        help="rate of a link in Mbit/s that the ranks do not have here",
+    )
+    parser.add_argument(
+        "--memory-gb", type=_above_zero, help="memory of a rank (default: what the device has)"
+    )
+    parser.add_argument(
+        "--step", metavar="NAME", help="the step to time (default: the first that is called)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all numbers")
     launch.add_options(parser)
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        help="a module and its arguments, not a script",
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py and its arguments")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the script up to its first step; returns its exit code, or 1 if it ended without such a step."""
+    """Runs the script up to its first step; returns its exit code, or 1 if it ended without such a
+    step.
+    """
     start = launch.prepared(args)
     if isinstance(start, int):
         return start
-    # What a rank on another host writes must be readable here: they share the working directory, if anything.
+    # What a rank on another host writes must be readable here: they share the working directory, if
+    # anything.
     where = Path.cwd() if args.hosts else None
     with tempfile.TemporaryDirectory(prefix="jaxcross-estimate-", dir=where) as folder:
         written = Path(folder, "estimate.json") if args.json is None else args.json.absolute()
@@ -57,7 +79,10 @@ def run(args: argparse.Namespace) -> int:
         which = f"`crossover` step `{args.step}`"
         hint = "A step has its function's name; without `--step` the first is timed."
     if code:
-        text = f"the script ended with exit code {code} before it called a {which}, so nothing was measured."
+        text = (
+            f"the script ended with exit code {code} before it called a {which}, so nothing was "
+            "measured."
+        )
     else:
         text = (
             f"the script came to its end and called no {which}. {hint}"
@@ -68,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def unconverted_note(module: list[str] | None, program: list[str]) -> str:
-    """Returns a warning if the text of the script names no `crossover`; "" if it does, or cannot be read."""
+    """Returns a warning if the text of the script names no `crossover`; "" if it does, or cannot be
+    read.
+    """
     script = Path(next((word for word in program if word != "--"), ""))
     try:
         if module or not script.is_file() or "crossover" in script.read_text(errors="replace"):
@@ -76,9 +103,9 @@ def unconverted_note(module: list[str] | None, program: list[str]) -> str:
     except OSError:
         return ""
     return (
-        f"jaxcross estimate: `{script}` names no `crossover`. Unless a module that it imports decorates the train step"
-        " with `jaxcross.crossover`, it will train to its end, and nothing can be estimated: decorate the step first,"
-        " or call `jaxcross.estimate(step, ...)`."
+        f"jaxcross estimate: `{script}` names no `crossover`. Unless a module that it imports "
+        "decorates the train step with `jaxcross.crossover`, it will train to its end, and nothing "
+        "can be estimated: decorate the step first, or call `jaxcross.estimate(step, ...)`."
     )
 
 

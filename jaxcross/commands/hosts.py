@@ -1,4 +1,6 @@
-"""The hosts of `jaxcross launch --hosts a,b`: which of them answer, by the agent with which `mpirun` reaches them."""
+"""The hosts of `jaxcross launch --hosts a,b`: which of them answer, by the agent with which
+`mpirun` reaches them.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,21 @@ LINE_S = 60.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S:.0f}")
 _AGENTS = ("HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP_EXEC")
-_AGENT_LINES = "PRTE_MCA_plm_ssh_agent"  # agents with their arguments, the first of which is used: `ssh -p 22 : rsh`
-# If one of these is set, `mpirun` may start ranks by other means than the agent, or with further arguments.
+# agents with their arguments, the first of which is used: `ssh -p 22 : rsh`
+_AGENT_LINES = "PRTE_MCA_plm_ssh_agent"
+# If one of these is set, `mpirun` may start ranks by other means than the agent, or with further
+# arguments.
 _MANAGERS = (
-    "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "HYDRA_LAUNCHER_EXTRA_ARGS", "LOADL_STEP_ID", "LSB_JOBID", "PBS_JOBID",
-    "PE_HOSTFILE", "PRTE_MCA_plm", "SLURM_JOB_ID",
-)  # fmt: skip
+    "HYDRA_LAUNCHER",
+    "HYDRA_BOOTSTRAP",
+    "HYDRA_LAUNCHER_EXTRA_ARGS",
+    "LOADL_STEP_ID",
+    "LSB_JOBID",
+    "PBS_JOBID",
+    "PE_HOSTFILE",
+    "PRTE_MCA_plm",
+    "SLURM_JOB_ID",
+)
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
@@ -34,20 +45,26 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"`--hosts` must be names of hosts with commas between them, got `{text}`.")
+            raise ValueError(
+                f"`--hosts` must be names of hosts with commas between them, got `{text}`."
+            )
         if names.count(name) > 1:
             raise ValueError(f"`--hosts` names `{name}` twice.")
     return names
 
 
 def agent_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the command that runs another one on a host: what `mpirun` was told to use, or `ssh`."""
+    """Returns the command that runs another one on a host: what `mpirun` was told to use, or
+    `ssh`.
+    """
     line = shlex.split(environ.get(_AGENT_LINES, "").partition(":")[0])
     return next(((environ[name],) for name in _AGENTS if environ.get(name)), tuple(line) or _SSH)
 
 
 def missing_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
-    """Returns the hosts that do not answer, in their order. Waits up to `ANSWER_S` and some seconds for all of them."""
+    """Returns the hosts that do not answer, in their order. Waits up to `ANSWER_S` and some seconds
+    for all of them.
+    """
     if not hosts:
         return []
     with ThreadPoolExecutor(min(len(hosts), 32)) as pool:
@@ -56,18 +73,22 @@ def missing_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
 
 
 def unreachable_hosts(hosts: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Returns the hosts on which `mpirun` could start no rank, and would wait for minutes or for ever.
+    """Returns the hosts on which `mpirun` could start no rank, and would wait for minutes or for
+    ever.
 
-    Where a resource manager starts the ranks, the agent need not reach a host, so only those without an address count.
-    Waits up to `ANSWER_S` and some seconds.
+    Where a resource manager starts the ranks, the agent need not reach a host, so only those
+    without an address count. Waits up to `ANSWER_S` and some seconds.
     """
     managed = any(environ.get(name) for name in _MANAGERS)
     elsewhere = [host for host in hosts if not (_has_address(host) if managed else is_here(host))]
     return missing_hosts(elsewhere, agent_of(environ))
 
 
-def start_text(hosts: Sequence[str], missing: Sequence[str], agent: Sequence[str], checks: str) -> str:
-    """Returns what to check after a run in which no rank on these hosts came through the start. Pure.
+def start_text(
+    hosts: Sequence[str], missing: Sequence[str], agent: Sequence[str], checks: str
+) -> str:
+    """Returns what to check after a run in which no rank on these hosts came through the start.
+    Pure.
 
     Args:
         hosts: The hosts.
@@ -78,7 +99,10 @@ def start_text(hosts: Sequence[str], missing: Sequence[str], agent: Sequence[str
     if missing:
         names = ", ".join(f"`{host}`" for host in missing)
         return f"no rank has joined: {names} did not answer `{' '.join(agent)} {missing[0]} true`"
-    return f"no rank on {', '.join(hosts)} has joined. If the lines above are MPI's: {checks[0].lower()}{checks[1:-1]}"
+    return (
+        f"no rank on {', '.join(hosts)} has joined. If the lines above are MPI's: "
+        f"{checks[0].lower()}{checks[1:-1]}"
+    )
 
 
 def is_here(host: str) -> bool:
@@ -107,7 +131,9 @@ def wait_for_hosts(
     pause: Callable[[float], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Waits until no host is missing; returns False after `limit_s` seconds. Shows a line once a minute."""
+    """Waits until no host is missing; returns False after `limit_s` seconds. Shows a line once a
+    minute.
+    """
     pause = pause or threading.Event().wait
     start_s = shown_s = clock()
     while missing := find_missing():
@@ -116,7 +142,10 @@ def wait_for_hosts(
             return False
         if now_s - shown_s >= LINE_S:
             shown_s = now_s
-            show(f"{', '.join(missing)} did not answer for {now_s - start_s:.0f} s; waits for {limit_s:.0f} s at most")
+            show(
+                f"{', '.join(missing)} did not answer for {now_s - start_s:.0f} s; waits for "
+                f"{limit_s:.0f} s at most"
+            )
         pause(min(POLL_S, limit_s))
     return True
 

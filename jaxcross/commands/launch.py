@@ -1,7 +1,8 @@
-"""`jaxcross launch -n 2 script.py ...`: start ranks with the `mpirun` that belongs to this environment.
+"""`jaxcross launch -n 2 script.py ...`: start ranks with the `mpirun` that belongs to this
+environment.
 
-If a rank dies, the others get the time to say what they waited for, and the run ends with a post-mortem. With
-`--max-restarts` it is started again then, and goes on from its checkpoints.
+If a rank dies, the others get the time to say what they waited for, and the run ends with a
+post-mortem. With `--max-restarts` it is started again then, and goes on from its checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxcross.commands import end_with, run_end
-from jaxcross.commands.hosts import agent_of, is_here, missing_hosts, parse_hosts, start_text, unreachable_hosts
+from jaxcross.commands.hosts import (
+    agent_of,
+    is_here,
+    missing_hosts,
+    parse_hosts,
+    start_text,
+    unreachable_hosts,
+)
 from jaxcross.commands.relaunch import Ended, RunFiles, latest_run, run_until_over
 
 if TYPE_CHECKING:
@@ -33,7 +41,9 @@ if TYPE_CHECKING:
 SUPERVISE = Path(__file__).with_name("supervise.py")
 RANK = "jaxcross.commands.rank"
 HOLD_S = 40
-"""Seconds that a dead rank's supervisor stays: other ranks need 3 s to report it missing, 30 s from another host."""
+"""Seconds that a dead rank's supervisor stays: other ranks need 3 s to report it missing, 30 s from
+another host.
+"""
 
 _BY_SIGNAL = 128
 _LOOK_S = 5.0
@@ -41,7 +51,9 @@ _LOOK_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mpirun:
-    """A launcher on this machine: its path and its vendor (`mpich`, `openmpi`, `intel`, `unknown`)."""
+    """A launcher on this machine: its path and its vendor (`mpich`, `openmpi`, `intel`,
+    `unknown`).
+    """
 
     path: str
     vendor: str
@@ -49,25 +61,38 @@ class Mpirun:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `launch` to the command line."""
-    parser = subparsers.add_parser("launch", help="start a script on several MPI ranks", description=__doc__)
+    parser = subparsers.add_parser(
+        "launch", help="start a script on several MPI ranks", description=__doc__
+    )
     add_options(parser)
     add_restart_options(parser)
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        help="a module and its arguments, not a script",
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py and its arguments")
     parser.set_defaults(run=run)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds what any command that starts ranks takes."""
-    parser.add_argument("-n", "--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
+    parser.add_argument(
+        "-n", "--ranks", type=int, default=2, help="number of ranks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command and do not run it"
+    )
     parser.add_argument(
         "--events",
         type=Path,
         metavar="DIR",
         help="where ranks write down what they do (default: removed if all is well)",
     )
-    parser.add_argument("--hosts", metavar="A,B", help="hosts that share the ranks equally (default: this machine)")
+    parser.add_argument(
+        "--hosts", metavar="A,B", help="hosts that share the ranks equally (default: this machine)"
+    )
     parser.set_defaults(max_restarts=0)
 
 
@@ -78,32 +103,44 @@ def add_restart_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="after a lost rank or host, start the run again from its checkpoints; end after N restarts in a row that "
-        "bring no new checkpoint (default: %(default)s)",
+        help=(
+            "after a lost rank or host, start the run again from its checkpoints; end after N "
+            "restarts in a row that bring no new checkpoint (default: %(default)s)"
+        ),
     )
     parser.add_argument(
-        "--same-ranks", action="store_true", help="wait for a lost host also where fewer ranks could go on"
+        "--same-ranks",
+        action="store_true",
+        help="wait for a lost host also where fewer ranks could go on",
     )
     parser.add_argument(
-        "--host-timeout", type=float, default=600.0, metavar="S", help="seconds to wait for a host (%(default)s)"
+        "--host-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds to wait for a host (%(default)s)",
     )
 
 
 def run(args: argparse.Namespace, variables: Mapping[str, str] | None = None) -> int:
-    """Prints the real command, runs it, and returns its exit code. If it fails, prints a post-mortem of the ranks.
+    """Prints the real command, runs it, and returns its exit code. If it fails, prints a
+    post-mortem of the ranks.
 
     With `--max-restarts` it is started again as `jaxcross.commands.restart` decides.
 
     Args:
         args: The command line.
-        variables: Variables for the ranks, in addition to the environment. With any, no live table is shown.
+        variables: Variables for the ranks, in addition to the environment. With any, no live table
+            is shown.
     """
     start = prepared(args)
     return start if isinstance(start, int) else start(variables or {})
 
 
 def prepared(args: argparse.Namespace) -> int | Callable[[Mapping[str, str]], int]:
-    """Checks a command line; returns a function that runs it, as `run` does, or an exit code, having said why."""
+    """Checks a command line; returns a function that runs it, as `run` does, or an exit code,
+    having said why.
+    """
     program = ["-m", *args.module] if args.module else args.program
     program = program[1:] if program[:1] == ["--"] else program
     try:
@@ -113,12 +150,25 @@ def prepared(args: argparse.Namespace) -> int | Callable[[Mapping[str, str]], in
         return 2
     mpirun = find_mpirun()
     if mpirun is None:
-        print("No `mpirun` was found. Remedy: `pip install mpich`, or load your MPI module.", file=sys.stderr)
+        print(
+            "No `mpirun` was found. Remedy: `pip install mpich`, or load your MPI module.",
+            file=sys.stderr,
+        )
         return 1
-    if not args.dry_run and args.max_restarts == 0 and (missing := unreachable_hosts(hosts, os.environ)):
+    if (
+        not args.dry_run
+        and args.max_restarts == 0
+        and (missing := unreachable_hosts(hosts, os.environ))
+    ):
         names = ", ".join(f"`{host}`" for host in missing)
-        remedy = f"Check the name and the network: `{' '.join(agent_of(os.environ))} {missing[0]} true` must work here."
-        print(f"`--hosts`: {names} cannot be reached, so no rank is started. {remedy}", file=sys.stderr)
+        remedy = (
+            f"Check the name and the network: `{' '.join(agent_of(os.environ))} {missing[0]} true` "
+            "must work here."
+        )
+        print(
+            f"`--hosts`: {names} cannot be reached, so no rank is started. {remedy}",
+            file=sys.stderr,
+        )
         return 1
     return partial(_start, args, program, hosts, mpirun)
 
@@ -131,12 +181,15 @@ def _start(
     variables: Mapping[str, str],
 ) -> int:
     folder = args.events or os.environ.get("JAXCROSS_EVENTS") or None
-    # What ranks on other hosts write must be readable here: they share the working directory, if anything.
+    # What ranks on other hosts write must be readable here: they share the working directory, if
+    # anything.
     where = Path.cwd() if hosts else None
     events = Path(folder or "jaxcross-events")
 
     def run_once(hosts: Sequence[str]) -> Ended:
-        return _run_once(args, program, mpirun, hosts, events, named=folder is not None, variables=variables)
+        return _run_once(
+            args, program, mpirun, hosts, events, named=folder is not None, variables=variables
+        )
 
     made = folder is None and not args.dry_run
     with run_end.terminable():
@@ -169,10 +222,13 @@ def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...
     hosts = parse_hosts(args.hosts) if args.hosts is not None else ()
     if hosts and args.ranks % len(hosts):
         raise ValueError(
-            f"`-n {args.ranks}` must be a multiple of the {len(hosts)} hosts, which share the ranks equally."
+            f"`-n {args.ranks}` must be a multiple of the {len(hosts)} hosts, which share the "
+            "ranks equally."
         )
     elsewhere = hosts or args.dry_run  # where other files may be
-    if not elsewhere and (why := _missing_module(args.module[0]) if args.module else _missing_script(program[0])):
+    if not elsewhere and (
+        why := _missing_module(args.module[0]) if args.module else _missing_script(program[0])
+    ):
         raise ValueError(why)
     return hosts
 
@@ -183,7 +239,8 @@ def _missing_script(name: str) -> str:
         return f"There is no script `{name}` in `{Path.cwd()}`."
     if Path(name).is_dir() and not Path(name, "__main__.py").exists():
         return (
-            f"`{name}` is a folder. Name the script in it, as `{Path(name, 'train.py')}`, or give it a `__main__.py`."
+            f"`{name}` is a folder. Name the script in it, as `{Path(name, 'train.py')}`, or give "
+            "it a `__main__.py`."
         )
     return ""
 
@@ -194,15 +251,22 @@ def _missing_module(name: str) -> str:
     spec = PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top)
     for n, part in enumerate(inner):
         places = None if spec is None else spec.submodule_search_locations
-        spec = None if places is None else PathFinder.find_spec(".".join([top, *inner[:n], part]), places)
+        spec = (
+            None
+            if places is None
+            else PathFinder.find_spec(".".join([top, *inner[:n], part]), places)
+        )
     if spec is None:
         return (
-            f"There is no module `{name}`, neither in `{Path.cwd()}` nor installed for `{sys.executable}`."
-            " For a script, leave out `-m`."
+            f"There is no module `{name}`, neither in `{Path.cwd()}` nor installed for "
+            f"`{sys.executable}`. For a script, leave out `-m`."
         )
     places = spec.submodule_search_locations
     if places is not None and PathFinder.find_spec(f"{name}.__main__", places) is None:
-        return f"`{name}` is a package without a `__main__.py`. Name a module in it, as `-m {name}.train`."
+        return (
+            f"`{name}` is a package without a `__main__.py`. Name a module in it, as `-m "
+            f"{name}.train`."
+        )
     return ""
 
 
@@ -216,7 +280,9 @@ def _run_once(
     named: bool,
     variables: Mapping[str, str],
 ) -> Ended:
-    """Prints the command for these hosts, runs it, and explains its end. `hosts` may be fewer than were named."""
+    """Prints the command for these hosts, runs it, and explains its end. `hosts` may be fewer than
+    were named.
+    """
     from jaxcross.commands import live_table
     from jaxcross.report.table import screen_width
     from jaxcross.world import xla_pool
@@ -259,7 +325,9 @@ def _run_once(
         print(f"jaxcross launch: {text}.", file=sys.stderr, flush=True)
     elif code and hosts and not records:
         agent = agent_of(os.environ)
-        text = start_text(hosts, missing_hosts([h for h in hosts if not is_here(h)], agent), agent, CHECKS)
+        text = start_text(
+            hosts, missing_hosts([h for h in hosts if not is_here(h)], agent), agent, CHECKS
+        )
         print(f"jaxcross launch: {text}.", file=sys.stderr, flush=True)
     explained = bool(text) or run_end.is_explained(code, records)
     if not explained:
@@ -275,14 +343,16 @@ def _run(
     *,
     files: RunFiles | None = None,
 ) -> tuple[int, int]:
-    """Runs `mpirun`, forwards signals to the ranks, and returns its exit code, 128 + n after signal n.
+    """Runs `mpirun`, forwards signals to the ranks, and returns its exit code, 128 + n after signal
+    n.
 
-    Also returns how many signals came that stop the ranks. On several hosts it kills an `mpirun` that is stuck.
+    Also returns how many signals came that stop the ranks. On several hosts it kills an `mpirun`
+    that is stuck.
 
-    `mpirun` gets a session of its own, which the terminal's signals do not reach: it gets them from here, once, whether
-    the terminal sends them to all or a supervisor to this process alone. Open MPI's would end the ranks a second after
-    any signal, in the middle of a checkpoint. So the ranks, its children, get it instead, on other hosts by the agent
-    of `mpirun`.
+    `mpirun` gets a session of its own, which the terminal's signals do not reach: it gets them from
+    here, once, whether the terminal sends them to all or a supervisor to this process alone. Open
+    MPI's would end the ranks a second after any signal, in the middle of a checkpoint. So the
+    ranks, its children, get it instead, on other hosts by the agent of `mpirun`.
     """
     spared = vendor == "openmpi"
     remote = files if files is not None and files.hosts else None
@@ -316,16 +386,20 @@ def _run(
         if signal.getsignal(number) != signal.SIG_IGN  # as under nohup
     }
     try:
-        out, err = (None, None) if table is None else (table.pipe(sys.stdout), table.pipe(sys.stderr))
+        out, err = (
+            (None, None) if table is None else (table.pipe(sys.stdout), table.pipe(sys.stderr))
+        )
         tied = end_with.tied(line, os.getpid())
-        processes.append(subprocess.Popen(tied, env=environ, start_new_session=True, stdout=out, stderr=err))
+        processes.append(
+            subprocess.Popen(tied, env=environ, start_new_session=True, stdout=out, stderr=err)
+        )
         if table is not None:
             table.follow(processes[0])
         for number in early:
             processes[0].send_signal(number)
         code = _wait(processes[0], remote)
-        # Open MPI's own code says only that some rank's was not 0, MPICH's is 15 where SIGTERM came before the handler,
-        # and 255 where a second Ctrl-C had it kill the ranks.
+        # Open MPI's own code says only that some rank's was not 0, MPICH's is 15 where SIGTERM came
+        # before the handler, and 255 where a second Ctrl-C had it kill the ranks.
         if stops and code and (spared or code == stops[0] or len(stops) > 1):
             code = _BY_SIGNAL + stops[0]
         return code if code >= 0 else _BY_SIGNAL - code, len(stops)
@@ -335,7 +409,9 @@ def _run(
 
 
 def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:
-    """Waits for `mpirun`, and returns its status. Kills it, and what it started here, if it is stuck."""
+    """Waits for `mpirun`, and returns its status. Kills it, and what it started here, if it is
+    stuck.
+    """
     while remote is not None:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(_LOOK_S)
@@ -348,7 +424,9 @@ def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:
 
 
 def related(pid: int, *, group: bool = False) -> list[int]:
-    """Processes that this one started, or the others of the group that it leads; none where there is no /proc."""
+    """Processes that this one started, or the others of the group that it leads; none where there
+    is no /proc.
+    """
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has ended since
@@ -359,12 +437,16 @@ def related(pid: int, *, group: bool = False) -> list[int]:
 
 
 def python_program(program: Sequence[str]) -> list[str]:
-    """The rank's own command: through mpi4py's runner, so that `sys.exit(1)` on one rank is the whole run's code."""
+    """The rank's own command: through mpi4py's runner, so that `sys.exit(1)` on one rank is the
+    whole run's code.
+    """
     return [sys.executable, "-m", RANK, *program]
 
 
 def supervised(program: Sequence[str]) -> list[str]:
-    """Returns the rank's command under its supervisor: if the rank dies, `mpirun` does not end the others at once."""
+    """Returns the rank's command under its supervisor: if the rank dies, `mpirun` does not end the
+    others at once.
+    """
     if sys.platform != "linux":
         return list(program)
     return [sys.executable, "-I", "-S", str(SUPERVISE), str(HOLD_S), *program]
@@ -398,7 +480,8 @@ def mpirun_command(
     extra: dict[str, str] = {}
     if mpirun.vendor == "openmpi":
         extra |= MPI_SETTINGS
-        # Bound to a core, a rank's compute would share that core with its own waiting exchange, which polls.
+        # Bound to a core, a rank's compute would share that core with its own waiting exchange,
+        # which polls.
         line += ["--bind-to", "none"]
         if root:
             extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -408,31 +491,45 @@ def mpirun_command(
     if not any(environ.get(v) for v in ("NPROC", "PJRT_NPROC")):
         extra["PJRT_NPROC"] = str(xla_pool.needed(cores, 1))
     extra |= malloc.settings(environ)
-    line[1:1] = _placement(mpirun.vendor, ranks, hosts, [*extra, *(n for n in _TO_HOSTS if n in environ)])
+    line[1:1] = _placement(
+        mpirun.vendor, ranks, hosts, [*extra, *(n for n in _TO_HOSTS if n in environ)]
+    )
     return [*line, *program], {k: v for k, v in extra.items() if k not in environ}
 
 
 _TO_HOSTS = ("JAXCROSS_EVENTS", "PYTHONFAULTHANDLER", "NPROC", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 
-def _placement(vendor: str, ranks: int, hosts: Sequence[str], variables: Collection[str]) -> list[str]:
-    """Returns the options of `mpirun` that name the hosts. MPICH's passes on the environment, Open MPI's does not."""
+def _placement(
+    vendor: str, ranks: int, hosts: Sequence[str], variables: Collection[str]
+) -> list[str]:
+    """Returns the options of `mpirun` that name the hosts. MPICH's passes on the environment, Open
+    MPI's does not.
+    """
     if not hosts:
         return []
     share = ranks // len(hosts)
     if vendor == "openmpi":
-        passed = [word for name in variables if not name.startswith(("OMPI_", "PRTE_")) for word in ("-x", name)]
+        passed = [
+            word
+            for name in variables
+            if not name.startswith(("OMPI_", "PRTE_"))
+            for word in ("-x", name)
+        ]
         return ["--host", ",".join(f"{host}:{share}" for host in hosts), *passed]
     return ["-hosts", ",".join(hosts), "-ppn", str(share)]
 
 
 def crowded(ranks: int, cores: int) -> str:
-    """A line about more ranks on this machine than it has cores; empty if each has its own. Pure."""
+    """A line about more ranks on this machine than it has cores; empty if each has its own.
+    Pure.
+    """
     if ranks <= cores:
         return ""
     return (
-        f"{ranks} ranks share {cores} core{'s' * (cores > 1)}, so they compute in turns, and wait for one another in"
-        f" every exchange. Results stay right, but times say nothing; `-n {cores}` gives each rank a core."
+        f"{ranks} ranks share {cores} core{'s' * (cores > 1)}, so they compute in turns, and wait "
+        "for one another in every exchange. Results stay right, but times say nothing; `-n "
+        f"{cores}` gives each rank a core."
     )
 
 
@@ -444,11 +541,15 @@ def printed(line: Sequence[str], extra: Mapping[str, str]) -> str:
 def find_mpirun() -> Mpirun | None:
     """Returns the `mpirun` next to this Python, else the first on PATH. Runs `mpirun --version`."""
     neighbour = Path(sys.executable).parent / "mpirun"
-    path = str(neighbour) if neighbour.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
+    path = (
+        str(neighbour) if neighbour.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
+    )
     if path is None:
         return None
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=20, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return Mpirun(path=path, vendor="unknown")
     return Mpirun(path=path, vendor=vendor_of_mpirun(done.stdout + done.stderr))

@@ -25,10 +25,14 @@ _CHUNK = 1 << 16
 
 
 def terminal(environ: Mapping[str, str]) -> Console | None:
-    """Returns the terminal to draw on; None if there is none, or the user has said how progress is to be shown."""
+    """Returns the terminal to draw on; None if there is none, or the user has said how progress is
+    to be shown.
+    """
     if environ.get("JAXCROSS_PROGRESS") or not _is_terminal(sys.stderr):
         return None
-    if _is_terminal(sys.stdout) and os.ttyname(sys.stdout.fileno()) != os.ttyname(sys.stderr.fileno()):
+    if _is_terminal(sys.stdout) and os.ttyname(sys.stdout.fileno()) != os.ttyname(
+        sys.stderr.fileno()
+    ):
         return None
     from rich.console import Console
 
@@ -47,7 +51,8 @@ def _is_terminal(stream: IO[str] | None) -> bool:
 class _Terminal:
     """A terminal that may go, as its window is closed: what it cannot show is dropped.
 
-    Else the threads that read what ranks print would end, and a rank wait in `print` until the run is killed.
+    Else the threads that read what ranks print would end, and a rank wait in `print` until the run
+    is killed.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -72,7 +77,9 @@ class _Terminal:
 
 @contextmanager
 def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterator[None]:
-    """A context that writes into a log that the ranks start, until one has joined: after 5 s, 10 s, 20 s, ..."""
+    """A context that writes into a log that the ranks start, until one has joined: after 5 s, 10 s,
+    20 s, ...
+    """
     from jaxcross.world.start_notice import FIRST_S, no_progress_wanted
 
     over, started_s = threading.Event(), time.time()
@@ -81,9 +88,14 @@ def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterato
         next_s = FIRST_S
         while not over.wait(started_s + next_s - time.time()):
             with suppress(OSError, ValueError):  # a file that is being replaced, or a closed log
-                if any(path.stat().st_mtime >= started_s - _CLOCKS_S for path in events.glob("rank-*.jsonl")):
+                if any(
+                    path.stat().st_mtime >= started_s - _CLOCKS_S
+                    for path in events.glob("rank-*.jsonl")
+                ):
                     return
-                print(f"[jaxcross] {_ranks(ranks)} start, {next_s:.0f} s", file=sys.stderr, flush=True)
+                print(
+                    f"[jaxcross] {_ranks(ranks)} start, {next_s:.0f} s", file=sys.stderr, flush=True
+                )
             next_s *= 2
 
     if not no_progress_wanted(environ):
@@ -99,7 +111,9 @@ def _ranks(count: int) -> str:
 
 
 def table_of(run: RunProgress, console: Console, *, state: str = "") -> RenderableType:
-    """Returns the table of a run, its title, and how it stands, such that lines that ranks print find room above it."""
+    """Returns the table of a run, its title, and how it stands, such that lines that ranks print
+    find room above it.
+    """
     from jaxcross.report.progress_text import duration, run_table
 
     title = f"{_ranks(run.ranks)}, {'the run ended after ' * run.over}{duration(run.run_s)}{state}"
@@ -145,7 +159,9 @@ class LaunchTable:
         self._live.stop()
 
     def pipe(self, stream: IO[str] | None) -> int | None:
-        """Returns the argument of `Popen` by which what would go to the terminal comes here instead."""
+        """Returns the argument of `Popen` by which what would go to the terminal comes here
+        instead.
+        """
         return subprocess.PIPE if _is_terminal(stream) else None
 
     def follow(self, process: subprocess.Popen[bytes]) -> None:
@@ -167,7 +183,8 @@ class LaunchTable:
             lines, end, text = (text + decoder.decode(chunk, final=over)).rpartition("\n")
             if over and text:
                 lines, end, text = lines + end + text, "\n", ""
-            # A bar of a script, or a question, has no end of line yet: it stands at the head of the table.
+            # A bar of a script, or a question, has no end of line yet: it stands at the head of the
+            # table.
             self._partial[name] = text.rpartition("\r")[2]
             if end:
                 self._console.print(Text.from_ansi(lines), soft_wrap=True)
@@ -176,7 +193,11 @@ class LaunchTable:
         from rich.console import Group
         from rich.text import Text
 
-        partial = [Text.from_ansi(text, no_wrap=True, overflow="ellipsis") for text in self._partial.values() if text]
+        partial = [
+            Text.from_ansi(text, no_wrap=True, overflow="ellipsis")
+            for text in self._partial.values()
+            if text
+        ]
         return Group(*partial, self._table())
 
     def _table(self) -> RenderableType:
@@ -189,10 +210,16 @@ class LaunchTable:
         run = None
         with suppress(OSError, ValueError):
             run = read_run(self._events)
-        if run is not None and run.at_s >= self._started_s - _CLOCKS_S:  # not of an earlier run in this folder
+        if (
+            run is not None and run.at_s >= self._started_s - _CLOCKS_S
+        ):  # not of an earlier run in this folder
             if not run.shown:
                 return Group()
-            state = " after the start of the run, which did not come to its end" if self._gone and not run.over else ""
+            state = (
+                " after the start of the run, which did not come to its end"
+                if self._gone and not run.over
+                else ""
+            )
             return table_of(run, self._console, state=state)
         if self._gone:
             return Group()

@@ -1,9 +1,11 @@
-"""`jaxcross plan jobs.toml`: which jobs share ranks, in how many pieces and at which shares, from their profiles.
+"""`jaxcross plan jobs.toml`: which jobs share ranks, in how many pieces and at which shares, from
+their profiles.
 
 The file has a table for each job; a profile comes from the report of a run of the job alone:
 `--profile-of report.json NAME FILE`.
 
-    script = "train.py"        # only for `--launch`: started with the plan and the number of a group
+    script = "train.py"        # only for `--launch`: started with the plan and the number of a
+                               group
 
     [[job]]
     name = "large"
@@ -38,20 +40,49 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add = parser.add_argument
     add("jobs", type=Path, nargs="?", metavar="jobs.toml", help="the jobs")
-    add("--profiles", type=Path, metavar="DIR", help="folder of the profiles (default: that of jobs.toml)")
+    add(
+        "--profiles",
+        type=Path,
+        metavar="DIR",
+        help="folder of the profiles (default: that of jobs.toml)",
+    )
     add("--memory", metavar="SIZE", help='device memory of a rank, as "80GB" (default: no limit)')
-    add("--most", type=int, default=4, metavar="K", help="jobs of a group at most (default: %(default)s)")
-    add("--floor", type=float, metavar="SPEED", help="least speed of a job, as a share of its own alone (default: 1/k)")
+    add(
+        "--most",
+        type=int,
+        default=4,
+        metavar="K",
+        help="jobs of a group at most (default: %(default)s)",
+    )
+    add(
+        "--floor",
+        type=float,
+        metavar="SPEED",
+        help="least speed of a job, as a share of its own alone (default: 1/k)",
+    )
     add(
         "--contention",
         metavar="FILE",
-        help="what `jaxcross contention FILE` measured, or `two-cores` for hosts of two cores (default: none)",
+        help=(
+            "what `jaxcross contention FILE` measured, or `two-cores` for hosts of two cores "
+            "(default: none)"
+        ),
     )
-    add("--link-mbps", type=float, metavar="RATE", help="rate of the link, in Mbit/s, of profiles that do not name it")
+    add(
+        "--link-mbps",
+        type=float,
+        metavar="RATE",
+        help="rate of the link, in Mbit/s, of profiles that do not name it",
+    )
     add("--json", type=Path, metavar="FILE", help="write the plan there")
     add("--picture", type=Path, metavar="FILE.png", help="draw the predicted timeline of a group")
     add("--group", type=int, metavar="N", help="the group to draw (default: 0, the largest)")
-    add("--launch", nargs=2, metavar=("slurm|mpijob", "DIR"), help="write files for a cluster that start the groups")
+    add(
+        "--launch",
+        nargs=2,
+        metavar=("slurm|mpijob", "DIR"),
+        help="write files for a cluster that start the groups",
+    )
     add("--queue", default="jaxcross", help="Kueue queue of each `MPIJob` (default: %(default)s)")
     add(
         "--profile-of",
@@ -90,14 +121,18 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.profile_of is None and args.jobs is None:
         raise ValueError("name the file of jobs, as in `jaxcross plan jobs.toml`.")
     if args.group is not None and (args.group < 0 or args.picture is None):
-        raise ValueError(f"`--group` must be the number of a group for `--picture`, got {args.group}.")
+        raise ValueError(
+            f"`--group` must be the number of a group for `--picture`, got {args.group}."
+        )
     if args.launch is not None:
         check_cluster(args.launch[0], args.queue)
     if args.picture is not None:
         require_extra("plot", "`--picture`", "matplotlib")
     for option, file in (("--json", args.json), ("--picture", args.picture)):
         if file is not None and not file.parent.is_dir():
-            raise ValueError(f"`{option} {file}` cannot be written: there is no folder `{file.parent}`.")
+            raise ValueError(
+                f"`{option} {file}` cannot be written: there is no folder `{file.parent}`."
+            )
 
 
 @contextmanager
@@ -141,7 +176,12 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(f"`--group` must be below {most}, the number of jobs, got {args.group}.")
     contention = _contention(args.contention)
     plan = of(
-        jobs.profiles, memory=args.memory, most=args.most, steps=jobs.steps, contention=contention, floor=args.floor
+        jobs.profiles,
+        memory=args.memory,
+        most=args.most,
+        steps=jobs.steps,
+        contention=contention,
+        floor=args.floor,
     )
     plan = replace(plan, notes=(*plan.notes, *jobs.notes))
     number = args.group or 0
@@ -156,7 +196,12 @@ def _plan(args: argparse.Namespace) -> int:
         kind, folder = args.launch
         measured = {each.platform for each in jobs.profiles}
         for path in write_launch_files(
-            plan, kind, Path(folder), script=jobs.script, queue=args.queue, accelerators=measured != {"cpu"}
+            plan,
+            kind,
+            Path(folder),
+            script=jobs.script,
+            queue=args.queue,
+            accelerators=measured != {"cpu"},
         ):
             print(f"Written: {path}")
     return 0
@@ -167,16 +212,24 @@ def _contention(name: str | None) -> MachineContention | None:
 
     if name is None or name == "two-cores":
         return TWO_CORES if name else None
-    with _reading("the contention", f"Measure it: `jaxcross contention {name} -n 2 --hosts A,B`; or give `two-cores`."):
+    with _reading(
+        "the contention",
+        f"Measure it: `jaxcross contention {name} -n 2 --hosts A,B`; or give `two-cores`.",
+    ):
         return MachineContention.load(name)
 
 
-def _draw(plan: Plan, jobs: JobsFile, contention: MachineContention | None, number: int, path: Path) -> None:
+def _draw(
+    plan: Plan, jobs: JobsFile, contention: MachineContention | None, number: int, path: Path
+) -> None:
     from jaxcross.plan import predict_group
 
     planned = plan.groups[number]
     prediction = predict_group(planned, jobs.profiles, contention=contention)
-    headline = f"Predicted: group {number} makes {planned.progress:.2f} times the steps of one job after the other"
+    headline = (
+        f"Predicted: group {number} makes {planned.progress:.2f} times the steps of one job after "
+        "the other"
+    )
     if len(planned.jobs) == 1:
         headline = f"Predicted: `{planned.jobs[0].name}` alone"
     print(f"The picture is in {prediction.to_gantt(path, headline=headline)}.")

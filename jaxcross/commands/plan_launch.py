@@ -17,7 +17,13 @@ MAX_ARRAY = 1000
 
 
 def write_launch_files(
-    plan: Plan, kind: str, folder: Path, *, script: str, queue: str = "jaxcross", accelerators: bool = True
+    plan: Plan,
+    kind: str,
+    folder: Path,
+    *,
+    script: str,
+    queue: str = "jaxcross",
+    accelerators: bool = True,
 ) -> list[Path]:
     """Writes the plan and files that start `script PLAN GROUP` for each group; returns their paths.
 
@@ -26,9 +32,10 @@ def write_launch_files(
     Args:
         plan: The plan.
         kind: `slurm` or `mpijob`.
-        folder: Where to write. Paths in the files are relative to the working directory, if this one is; Slurm's
-            tasks run in that directory.
-        script: The script. It gets the plan's file and a group's number, and runs the jobs of that group.
+        folder: Where to write. Paths in the files are relative to the working directory, if this
+            one is; Slurm's tasks run in that directory.
+        script: The script. It gets the plan's file and a group's number, and runs the jobs of that
+            group.
         queue: The Kueue queue of each `MPIJob`.
         accelerators: Whether each rank needs one.
 
@@ -70,7 +77,10 @@ def check_script(script: str) -> None:
         ValueError: There is none.
     """
     if not script or not script.isprintable():
-        raise ValueError('`--launch` needs the script that runs a group: `script = "train.py"` in the file of jobs.')
+        raise ValueError(
+            '`--launch` needs the script that runs a group: `script = "train.py"` in the file of '
+            "jobs."
+        )
 
 
 def _arrays(plan: Plan, script: str, file: Path, accelerators: bool) -> Iterator[tuple[str, str]]:
@@ -83,7 +93,10 @@ def _arrays(plan: Plan, script: str, file: Path, accelerators: bool) -> Iterator
             some = numbers[start : start + MAX_ARRAY]
             name = f"ranks-{ranks}{f'-{part}' if len(numbers) > MAX_ARRAY else ''}.sbatch"
             text = _array(ranks, some, script, file, name)
-            yield name, text if accelerators else _replaced(text, {"#SBATCH --gpus-per-task=1\n": ""})
+            yield (
+                name,
+                text if accelerators else _replaced(text, {"#SBATCH --gpus-per-task=1\n": ""}),
+            )
 
 
 def _array(ranks: int, numbers: list[int], script: str, file: Path, name: str) -> str:
@@ -92,7 +105,8 @@ def _array(ranks: int, numbers: list[int], script: str, file: Path, name: str) -
         _recipe("slurm/job.sbatch"),
         {
             "# Two nodes with four accelerators each:  sbatch job.sbatch train.py --lr 0.1": (
-                f"# Groups of {file.name} on {ranks} ranks each, one an array task:  sbatch {file.with_name(name)}"
+                f"# Groups of {file.name} on {ranks} ranks each, one an array task:  sbatch "
+                f"{file.with_name(name)}"
             ),
             "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n": (
                 f"#SBATCH --chdir={shlex.quote(str(Path.cwd()))}\n"
@@ -120,10 +134,12 @@ def _manifest(group: PlannedGroup, number: int, script: str, file: Path, queue: 
         _recipe("kubernetes/mpijob.yaml"),
         {
             "# Two workers with one rank each, started": (
-                f"# Group {number} of {file.name}, {group.ranks} workers with one rank each, started"
+                f"# Group {number} of {file.name}, {group.ranks} workers with one rank each, "
+                "started"
             ),
             "metadata:\n  name: jaxcross\n": (
-                f"metadata:\n  name: jaxcross-group-{number}\n  labels:\n    kueue.x-k8s.io/queue-name: {queue}\n"
+                f"metadata:\n  name: jaxcross-group-{number}\n  labels:\n    "
+                f"kueue.x-k8s.io/queue-name: {queue}\n"
             ),
             "      replicas: 2\n": f"      replicas: {group.ranks}\n",
             "launch -n 2 ": f"launch -n {group.ranks} ",

@@ -1,4 +1,6 @@
-"""`jaxcross doctor --post-mortem DIR`: what each rank was in when it ended, and which one ended first."""
+"""`jaxcross doctor --post-mortem DIR`: what each rank was in when it ended, and which one ended
+first.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def run(folder: Path) -> int:
-    """Prints the post-mortem of a folder; returns 1 if there is nothing to read, else 0. Does not communicate."""
+    """Prints the post-mortem of a folder; returns 1 if there is nothing to read, else 0. Does not
+    communicate.
+    """
     from jaxcross.report.event_files import read
 
     skipped: dict[int, str] = {}
@@ -35,7 +39,11 @@ def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, st
     from jaxcross.report.post_mortem import missing, verdict
 
     end_s = max(record.last_s for record in records)
-    table = Table(title=f"post-mortem, times in seconds before {time.strftime('%F %T', time.localtime(end_s))}")
+    table = Table(
+        title=(
+            f"post-mortem, times in seconds before {time.strftime('%F %T', time.localtime(end_s))}"
+        )
+    )
     for column in ("rank", "process", "last sign", "was in", "since", "last words"):
         table.add_column(column, overflow="fold")
     for record in records:
@@ -50,7 +58,10 @@ def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, st
     for rank, reason in skipped.items():
         console.print(f"The events of rank {rank} are skipped. {escape(reason)}", soft_wrap=True)
     if absent := [rank for rank in missing(records) if rank not in skipped]:
-        console.print(f"No file of ranks {', '.join(map(str, absent))}: they never came so far, or wrote elsewhere.")
+        console.print(
+            f"No file of ranks {', '.join(map(str, absent))}: they never came so far, or wrote "
+            "elsewhere."
+        )
     if unread := sum(record.unread for record in records):
         console.print(f"{unread} lines could not be read.")
     console.print(escape(verdict(records)))

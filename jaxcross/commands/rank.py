@@ -1,7 +1,9 @@
-"""Runs a rank's script, as `python -m mpi4py` does: `python -m jaxcross.commands.rank train.py ...`.
+"""Runs a rank's script, as `python -m mpi4py` does: `python -m jaxcross.commands.rank train.py
+...`.
 
-A rank that Ctrl-C reaches before `jaxcross.initialize()` has returned ends with code 130 and without the traceback of
-what it was importing: `jaxcross launch` says in one line that the run was stopped before its start.
+A rank that Ctrl-C reaches before `jaxcross.initialize()` has returned ends with code 130 and
+without the traceback of what it was importing: `jaxcross launch` says in one line that the run was
+stopped before its start.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `supervise` has blocked it
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:
-        if sys.excepthook is not sys.__excepthook__:  # that of a world, which names the rank and ends the others
+        if (
+            sys.excepthook is not sys.__excepthook__
+        ):  # that of a world, which names the rank and ends the others
             raise
         raise SystemExit(INTERRUPTED) from None
 

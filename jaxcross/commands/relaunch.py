@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from jaxcross.report.event_files import RankRecord
 
 SPEAK_S = 15.0
-"""Seconds after which `mpirun` is ended, once ranks have reported a lost one: Open MPI's waits forever for a host."""
+"""Seconds after which `mpirun` is ended, once ranks have reported a lost one: Open MPI's waits
+forever for a host.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,9 @@ class RunFiles:
     ranks: int
 
     def read(self) -> Sequence[RankRecord]:
-        """Reads the ranks' records. Other programs have none, and ranks that have not joined yet."""
+        """Reads the ranks' records. Other programs have none, and ranks that have not joined
+        yet.
+        """
         return [record for record in _read(self.events) if record.run != self.earlier]
 
     def is_stuck(self) -> bool:
@@ -63,10 +67,14 @@ class RunFiles:
         return any(r.words == "reported" and r.last_s < time.time() - SPEAK_S for r in self.read())
 
     def signal(self, number: int) -> bool:
-        """Sends a signal to all ranks on their hosts, without waiting; returns False if none has joined yet."""
+        """Sends a signal to all ranks on their hosts, without waiting; returns False if none has
+        joined yet.
+        """
         pids: dict[str, list[int]] = {}
         for record in self.read():
-            pids.setdefault(self.hosts[record.rank * len(self.hosts) // self.ranks], []).append(record.pid)
+            pids.setdefault(self.hosts[record.rank * len(self.hosts) // self.ranks], []).append(
+                record.pid
+            )
         signal_ranks(number, pids, agent_of(os.environ))
         return bool(pids)
 
@@ -85,8 +93,12 @@ def _read(events: Path) -> Sequence[RankRecord]:
         return []
 
 
-def run_until_over(args: argparse.Namespace, hosts: Sequence[str], run_once: Callable[[Sequence[str]], Ended]) -> Ended:
-    """Runs, and after each lost rank or host decides whether to run again, where, and when. Returns the last end."""
+def run_until_over(
+    args: argparse.Namespace, hosts: Sequence[str], run_once: Callable[[Sequence[str]], Ended]
+) -> Ended:
+    """Runs, and after each lost rank or host decides whether to run again, where, and when. Returns
+    the last end.
+    """
     from jaxcross.commands.restart import Progress, decide, judge_end
 
     agent = agent_of(os.environ)
@@ -113,7 +125,10 @@ def run_until_over(args: argparse.Namespace, hosts: Sequence[str], run_once: Cal
         if decision.action == "wait":
             find_missing = partial(missing_hosts, decision.hosts, agent)
             if not wait_for_hosts(find_missing, limit_s=args.host_timeout, show=_show):
-                _show(f"not started again: {', '.join(missing)} did not answer for {args.host_timeout:.0f} s")
+                _show(
+                    f"not started again: {', '.join(missing)} did not answer for "
+                    f"{args.host_timeout:.0f} s"
+                )
                 return ended
             _show(f"all hosts answer; goes on {progress}")
         elif decision.action == "end":

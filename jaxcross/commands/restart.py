@@ -1,7 +1,7 @@
 """Decides whether `jaxcross launch --max-restarts` starts a run again, and where. Pure.
 
-A run that lost a rank goes on from its checkpoints. A run that a person or a batch system stopped, or that an exception
-ended, does not: it would end in the same way.
+A run that lost a rank goes on from its checkpoints. A run that a person or a batch system stopped,
+or that an exception ended, does not: it would end in the same way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class RunEnd:
     """The end of one run.
 
     Attributes:
-        kind: `done`; `stopped` by a signal; `own`: an exception or exit code of the script; `lost`: a rank or a host.
+        kind: `done`; `stopped` by a signal; `own`: an exception or exit code of the script; `lost`:
+            a rank or a host.
         reason: One clause.
     """
 
@@ -51,7 +52,9 @@ class Progress:
         """Returns the progress after another run, whose event files are `records`."""
         complete = complete_checkpoints(records)
         newer = {
-            job: part for job, part in complete.items() if job not in self.newest or part.name > self.newest[job].name
+            job: part
+            for job, part in complete.items()
+            if job not in self.newest or part.name > self.newest[job].name
         }
         if not newer:
             return replace(self, idle_runs=self.idle_runs + 1)
@@ -60,7 +63,9 @@ class Progress:
     def __str__(self) -> str:
         if not self.newest:
             return "from the start: there is no checkpoint yet"
-        steps = ", ".join(f"job {job!r} after step {part.step}" for job, part in sorted(self.newest.items()))
+        steps = ", ".join(
+            f"job {job!r} after step {part.step}" for job, part in sorted(self.newest.items())
+        )
         return f"from the checkpoints of {steps}"
 
 
@@ -80,7 +85,9 @@ class Decision:
 
 
 def complete_checkpoints(records: Sequence[RankRecord]) -> dict[str, SavedPart]:
-    """Returns for each job the newest checkpoint of which all ranks have written, or read, their parts."""
+    """Returns for each job the newest checkpoint of which all ranks have written, or read, their
+    parts.
+    """
     jobs = {job for record in records for job in record.saved}
     oldest = {
         job: min((record.saved[job] for record in records), key=lambda part: part.name)
@@ -93,7 +100,9 @@ def complete_checkpoints(records: Sequence[RankRecord]) -> dict[str, SavedPart]:
     }
 
 
-def judge_end(code: int, *, stopped: bool, records: Sequence[RankRecord], missing: Sequence[str] = ()) -> RunEnd:
+def judge_end(
+    code: int, *, stopped: bool, records: Sequence[RankRecord], missing: Sequence[str] = ()
+) -> RunEnd:
     """Returns how a run ended.
 
     Args:
@@ -110,7 +119,11 @@ def judge_end(code: int, *, stopped: bool, records: Sequence[RankRecord], missin
     if stopped or (words & {"terminated", "interrupted"} and not words & {"", "reported"}):
         return RunEnd(kind="stopped", reason="a signal stopped it")
     for record in records:
-        if record.words in ("failed", "told") and _RAISED.match(record.text) and not _of_mpi(record.text):
+        if (
+            record.words in ("failed", "told")
+            and _RAISED.match(record.text)
+            and not _of_mpi(record.text)
+        ):
             return RunEnd(kind="own", reason=record.text)
     by_rank = {record.rank: record for record in records}
     waited_for = [by_rank[rank] for record in records for rank in record.lost if rank in by_rank]
@@ -141,7 +154,8 @@ def decide(
     Args:
         end: How the run ended.
         progress: The checkpoints after it.
-        max_restarts: Number of runs in a row that may end without a new checkpoint and be started again.
+        max_restarts: Number of runs in a row that may end without a new checkpoint and be started
+            again.
         hosts: All hosts that were named.
         missing: Those that do not answer.
         last: The hosts of the run that has ended.
@@ -151,7 +165,9 @@ def decide(
         return Decision(action="end", reason=f"not started again: {end.reason or 'it is done'}")
     if progress.idle_runs > max_restarts:
         runs = f"{progress.idle_runs} runs in a row" if progress.idle_runs > 1 else "the run"
-        return Decision(action="end", reason=f"not started again: {runs} ended without a new checkpoint")
+        return Decision(
+            action="end", reason=f"not started again: {runs} ended without a new checkpoint"
+        )
     count = f"{progress.idle_runs} of {max_restarts} restarts without a new checkpoint"
     left = [host for host in hosts if host not in missing]
     fixed = sorted(job for job, part in progress.newest.items() if not part.any_ranks)
@@ -172,8 +188,13 @@ def decide(
     elif same_ranks:
         why = "`--same-ranks` was given"
     elif fixed:
-        why = f"each rank has its own values in the checkpoint of job {fixed[0]!r}, which needs as many ranks"
-    return Decision(action="wait", reason=f"waits for {_listed(missing)}: {why}", hosts=last if fixed else hosts)
+        why = (
+            f"each rank has its own values in the checkpoint of job {fixed[0]!r}, which needs as "
+            "many ranks"
+        )
+    return Decision(
+        action="wait", reason=f"waits for {_listed(missing)}: {why}", hosts=last if fixed else hosts
+    )
 
 
 def _of_mpi(text: str) -> bool:

@@ -1,4 +1,6 @@
-"""How a run of `jaxcross launch` ended: whether its ranks have said it, and the words for what they have not."""
+"""How a run of `jaxcross launch` ended: whether its ranks have said it, and the words for what they
+have not.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ if TYPE_CHECKING:
 _STOPPED = (130, 143)
 _BY_SIGNAL = 128
 _STOPPED_RECORDS = ("interrupted", "terminated", "told", "left")
-"""Last records of ranks that were stopped; any other record together with such an exit code is a crash."""
+"""Last records of ranks that were stopped; any other record together with such an exit code is a
+crash.
+"""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Makes SIGTERM an exception, so that what was started is ended and what was written for it removed."""
+    """Makes SIGTERM an exception, so that what was started is ended and what was written for it
+    removed.
+    """
 
     def stop(number: int, _: object) -> None:
         raise SystemExit(_BY_SIGNAL + number)
@@ -49,11 +55,15 @@ def stop_text(code: int, stops: int, records: Sequence[RankRecord]) -> str:
 
 
 def is_explained(code: int, records: Sequence[RankRecord]) -> bool:
-    """Whether the ranks' own output says how the run ended: they came through, were stopped, or one raised. Pure."""
+    """Whether the ranks' own output says how the run ended: they came through, were stopped, or one
+    raised. Pure.
+    """
     if code == 0 or code in _STOPPED:
         return all(record.words in _STOPPED_RECORDS for record in records)
     return (
-        code < _BY_SIGNAL and bool(records) and all(record.words in (*_STOPPED_RECORDS, "failed") for record in records)
+        code < _BY_SIGNAL
+        and bool(records)
+        and all(record.words in (*_STOPPED_RECORDS, "failed") for record in records)
     )
 
 
@@ -71,8 +81,8 @@ def explain(records: Sequence[RankRecord], events: Path) -> None:
         read(events, skipped=skipped)
     show(records, sys.stderr, skipped)
     print(
-        "The events stay, since no rank has said why it ended. This table again: jaxcross doctor --post-mortem"
-        f" {shlex.quote(str(events))}",
+        "The events stay, since no rank has said why it ended. This table again: jaxcross doctor "
+        f"--post-mortem {shlex.quote(str(events))}",
         file=sys.stderr,
         flush=True,
     )

@@ -1,8 +1,9 @@
 """Supervises a rank: `python supervise.py SECONDS command ...`. Standard library only, one thread.
 
-`mpirun` ends all ranks the moment that one dies by itself, before the others can report what they waited for. So
-`mpirun` starts this process, and the rank is its child. If the rank fails, this process stays while other ranks may
-miss the rank, some seconds at most, then ends in the same way. It forwards signals, and the rank never outlives it.
+`mpirun` ends all ranks the moment that one dies by itself, before the others can report what they
+waited for. So `mpirun` starts this process, and the rank is its child. If the rank fails, this
+process stays while other ranks may miss the rank, some seconds at most, then ends in the same way.
+It forwards signals, and the rank never outlives it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     for number in FORWARDED:
         signal.signal(number, lambda number, _: os.kill(child, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    # The child is not reaped yet: its process id stays its own until the handlers are gone, so that no signal can reach
-    # another process.
+    # The child is not reaped yet: its process id stays its own until the handlers are gone, so that
+    # no signal can reach another process.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
@@ -47,24 +48,38 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def _missed(child: int) -> bool:
-    """Whether some rank may wait for this one: another one of its run lives here, or is on another host.
+    """Whether some rank may wait for this one: another one of its run lives here, or is on another
+    host.
 
-    The event files tell. Without a folder of event files any rank may wait; a rank without a file has never joined.
+    The event files tell. Without a folder of event files any rank may wait; a rank without a file
+    has never joined.
     """
     folder = os.environ.get("JAXCROSS_EVENTS")
     if folder is None:
         return True
-    headers = [header for name in _names(folder) if (header := _header(os.path.join(folder, name))) is not None]
+    headers = [
+        header
+        for name in _names(folder)
+        if (header := _header(os.path.join(folder, name))) is not None
+    ]
     own = next((header for header in headers if header.get("pid") == child), None)
     if own is None:
         return False
-    here = {h.get("pid") for h in headers if (h.get("run"), h.get("host")) == (own.get("run"), own.get("host"))}
+    here = {
+        h.get("pid")
+        for h in headers
+        if (h.get("run"), h.get("host")) == (own.get("run"), own.get("host"))
+    }
     return len(here) != own.get("size") or any(_lives(pid) for pid in here - {child})
 
 
 def _names(folder: str) -> list[str]:
     try:
-        return [name for name in os.listdir(folder) if name.startswith("rank-") and name.endswith(".jsonl")]
+        return [
+            name
+            for name in os.listdir(folder)
+            if name.startswith("rank-") and name.endswith(".jsonl")
+        ]
     except OSError:
         return []
 
@@ -92,12 +107,17 @@ def _become(command: Sequence[str], parent: int) -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
-        # Ctrl-C would end an interpreter that is starting with a traceback of its own imports: `rank` unblocks it.
+        # Ctrl-C would end an interpreter that is starting with a traceback of its own imports:
+        # `rank` unblocks it.
         held = {signal.SIGINT} if _RANK in command else set()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED} - held)
         os.execvp(command[0], list(command))
     except OSError as error:
-        print(f"jaxcross launch: `{command[0]}` cannot be started: {error}", file=sys.stderr, flush=True)
+        print(
+            f"jaxcross launch: `{command[0]}` cannot be started: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
     os._exit(127)
 
 

@@ -1,6 +1,8 @@
-"""`jaxcross sweep train.py --set lr=0.1,0.2 --metric loss --mode min -n 2`: trains with all choices, a few at a time.
+"""`jaxcross sweep train.py --set lr=0.1,0.2 --metric loss --mode min -n 2`: trains with all
+choices, a few at a time.
 
-The script defines `train(job, lr, ...)`. Started again with the same folder, the sweep goes on where it stood.
+The script defines `train(job, lr, ...)`. Started again with the same folder, the sweep goes on
+where it stood.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `sweep` to the command line."""
-    parser = subparsers.add_parser("sweep", help="train with many choices of parameters", description=__doc__)
+    parser = subparsers.add_parser(
+        "sweep", help="train with many choices of parameters", description=__doc__
+    )
     parser.add_argument("script", type=Path, help="a script that defines `train(job, ...)`")
     parser.add_argument(
         "--set",
@@ -31,18 +35,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         required=True,
         help="the values of a parameter, as Python or JSON writes them; again for each parameter",
     )
-    parser.add_argument("--metric", required=True, help="what trials log and are compared by, as `accuracy`")
     parser.add_argument(
-        "--mode", choices=("max", "min"), required=True, help="whether a large or a small value of the metric is better"
+        "--metric", required=True, help="what trials log and are compared by, as `accuracy`"
     )
-    parser.add_argument("--concurrent", type=int, default=2, help="trials at a time (default: %(default)s)")
+    parser.add_argument(
+        "--mode",
+        choices=("max", "min"),
+        required=True,
+        help="whether a large or a small value of the metric is better",
+    )
+    parser.add_argument(
+        "--concurrent", type=int, default=2, help="trials at a time (default: %(default)s)"
+    )
     parser.add_argument("--trials", type=int, help="draw so many of the combinations at random")
     parser.add_argument("--seed", type=int, default=0, help="of that (default: %(default)s)")
     parser.add_argument(
-        "--prune", choices=("median", "halving", "hyperband"), help="end trials that fall behind; needs Optuna"
+        "--prune",
+        choices=("median", "halving", "hyperband"),
+        help="end trials that fall behind; needs Optuna",
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("sweep"), help="where the sweep is kept (default: %(default)s)"
+        "--folder",
+        type=Path,
+        default=Path("sweep"),
+        help="where the sweep is kept (default: %(default)s)",
     )
     launch.add_options(parser)
     launch.add_restart_options(parser)
@@ -50,7 +66,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts the ranks as `jaxcross launch` does, and returns their exit code; 2 for a command that cannot be meant."""
+    """Starts the ranks as `jaxcross launch` does, and returns their exit code; 2 for a command that
+    cannot be meant.
+    """
     try:
         grid = parsed(args.values)
         _check_numbers(args)
@@ -58,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"jaxcross sweep: {error}", file=sys.stderr)
         return 2
-    options = {name: getattr(args, name) for name in ("metric", "mode", "concurrent", "trials", "seed", "prune")}
+    options = {
+        name: getattr(args, name)
+        for name in ("metric", "mode", "concurrent", "trials", "seed", "prune")
+    }
     task = json.dumps({"grid": grid, "folder": str(args.folder), **options})
     args.module, args.program = ["jaxcross.sweeps.script", str(args.script), task], []
     return launch.run(args)
@@ -86,9 +107,14 @@ def parsed(texts: list[str]) -> dict[str, list[Any]]:
     for text in texts:
         name, equals, values = text.partition("=")
         if not equals or not name.isidentifier():
-            raise ValueError(f"`--set {text}` must be a name, an equals sign, and values, as `--set lr=0.1,0.2`.")
+            raise ValueError(
+                f"`--set {text}` must be a name, an equals sign, and values, as `--set lr=0.1,0.2`."
+            )
         if name in grid:
-            raise ValueError(f"`--set {name}=...` is given twice. Give all values at once, as `--set {name}=1,2`.")
+            raise ValueError(
+                f"`--set {name}=...` is given twice. Give all values at once, as `--set "
+                f"{name}=1,2`."
+            )
         parts = split(values)
         if not all(parts):
             raise ValueError(f"`--set {text}` has an empty value. Write an empty text as `''`.")
@@ -130,11 +156,14 @@ def _value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        raise ValueError(f"`{text}` is no value that can be sent: use numbers, texts, lists and dicts.") from None
+        raise ValueError(
+            f"`{text}` is no value that can be sent: use numbers, texts, lists and dicts."
+        ) from None
 
 
 def check_script(script: Path, names: list[str]) -> None:
-    """Makes sure that a script defines a `train` that takes these parameters, as far as its text shows it.
+    """Makes sure that a script defines a `train` that takes these parameters, as far as its text
+    shows it.
 
     Raises:
         ValueError: It does not, or cannot be read.
@@ -142,11 +171,17 @@ def check_script(script: Path, names: list[str]) -> None:
     try:
         tree = ast.parse(script.read_text(), filename=str(script))
     except OSError as error:
-        raise ValueError(f"`{script}` cannot be read: {clause(error.strerror or str(error))}.") from None
+        raise ValueError(
+            f"`{script}` cannot be read: {clause(error.strerror or str(error))}."
+        ) from None
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"`{script}` is not a Python script: {error}.") from None
     defined = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
-    bound = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    bound = {
+        each.id
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+    }
     imported = {
         alias.asname or alias.name
         for each in ast.walk(tree)
@@ -156,8 +191,8 @@ def check_script(script: Path, names: list[str]) -> None:
     if "train" not in {*defined, *bound, *imported}:
         names_there = ", ".join(f"`{name}`" for name in defined) or "none"
         raise ValueError(
-            f"`{script}` has no function `train`. Define `def train(job, {', '.join(names)}): ...` at its top level;"
-            f" its functions are: {names_there}."
+            f"`{script}` has no function `train`. Define `def train(job, {', '.join(names)}): ...` "
+            f"at its top level; its functions are: {names_there}."
         )
     train = defined.get("train")
     if train is None or train.decorator_list:
@@ -167,11 +202,18 @@ def check_script(script: Path, names: list[str]) -> None:
     unknown = [name for name in names if name not in (*positional, *keywords)]
     if unknown and train.args.kwarg is None:
         known = ", ".join(f"`{name}`" for name in (*positional, *keywords)) or "none"
-        raise ValueError(f"`train` in `{script}` has no parameter `{unknown[0]}`. Its parameters are: {known}.")
+        raise ValueError(
+            f"`train` in `{script}` has no parameter `{unknown[0]}`. Its parameters are: {known}."
+        )
     needed = positional[: len(positional) - len(train.args.defaults)]
-    needed += [name for name, default in zip(keywords, train.args.kw_defaults, strict=True) if default is None]
+    needed += [
+        name
+        for name, default in zip(keywords, train.args.kw_defaults, strict=True)
+        if default is None
+    ]
     missing = [name for name in needed if name not in names]
     if missing:
         raise ValueError(
-            f"`train` in `{script}` needs `{missing[0]}`, which has no default. Add `--set {missing[0]}=...`."
+            f"`train` in `{script}` needs `{missing[0]}`, which has no default. Add `--set "
+            f"{missing[0]}=...`."
         )

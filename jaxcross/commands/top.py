@@ -25,12 +25,18 @@ _MOST_RANKS = 8
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `top` to the command line."""
-    parser = subparsers.add_parser("top", help="show how far a run is, from another terminal", description=__doc__)
-    parser.add_argument("dir", metavar="DIR", type=Path, help="its folder of events, as `launch --events` names it")
+    parser = subparsers.add_parser(
+        "top", help="show how far a run is, from another terminal", description=__doc__
+    )
+    parser.add_argument(
+        "dir", metavar="DIR", type=Path, help="its folder of events, as `launch --events` names it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows the run until it ends, or the user has seen enough. Returns 1 if the folder holds none. Never hangs."""
+    """Shows the run until it ends, or the user has seen enough. Returns 1 if the folder holds none.
+    Never hangs.
+    """
     from rich.console import Console
 
     from jaxcross.report.run_state import read_state
@@ -84,7 +90,9 @@ def shown(state: RunState, console: Console) -> RenderableType:
     how = f"; {state.how}" if state.how else ""
     if state.run is None:
         size = state.records[0].size
-        lines = [f"{size} rank{'s' * (size > 1)}, no run of jobs so far{'; ended' * state.ended}{how}"]
+        lines = [
+            f"{size} rank{'s' * (size > 1)}, no run of jobs so far{'; ended' * state.ended}{how}"
+        ]
         lines += [f"rank {record.rank}: {record.place}" for record in state.records[:_MOST_RANKS]]
         return Text("\n".join(lines))
     if state.ended:

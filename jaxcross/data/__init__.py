@@ -12,7 +12,9 @@ Nothing here communicates: every rank computes its own share from `rank`, `size`
 
 from jaxcross.errors import require_extra
 
-require_extra("data", "`jaxcross.data`", "tensorflow_datasets", "array_record", "grain", "cv2", "fsspec")
+require_extra(
+    "data", "`jaxcross.data`", "tensorflow_datasets", "array_record", "grain", "cv2", "fsspec"
+)
 
 from jaxcross.data.batches import Batches, eval_batches, train_batches
 from jaxcross.data.cache import Cache

@@ -1,4 +1,5 @@
-"""From a JPEG to one normalised image: the usual ImageNet training augmentation and evaluation crop.
+"""From a JPEG to one normalised image: the usual ImageNet training augmentation and evaluation
+crop.
 
 Pure functions of the bytes and a random generator: no state, no threads, the same on every rank.
 """
@@ -14,12 +15,15 @@ MEAN_RGB = np.array([0.485, 0.456, 0.406], np.float32)
 STDDEV_RGB = np.array([0.229, 0.224, 0.225], np.float32)
 AREA = (0.08, 1.0)
 ASPECT = (3 / 4, 4 / 3)
-CROP_SHARE = 224 / 256  # evaluation: the short side is scaled to 256/224 of the image size, the centre is kept
+CROP_SHARE = (
+    224 / 256
+)  # evaluation: the short side is scaled to 256/224 of the image size, the centre is kept
 ATTEMPTS = 10
 
 
 def decode(jpeg: bytes) -> np.ndarray:
-    """Decodes to uint8 BGR `[height, width, 3]`, as stored: an EXIF rotation is ignored, as TFDS ignores it.
+    """Decodes to uint8 BGR `[height, width, 3]`, as stored: an EXIF rotation is ignored, as TFDS
+    ignores it.
 
     Raises:
         ValueError: The bytes are no image.
@@ -30,14 +34,18 @@ def decode(jpeg: bytes) -> np.ndarray:
         try:
             image = cv2.imdecode(np.frombuffer(jpeg, np.uint8), flags)
         except cv2.error as error:  # more pixels than OpenCV allows, say
-            raise ValueError(f"A record's `image` of {len(jpeg)} bytes cannot be decoded: {error}") from error
+            raise ValueError(
+                f"A record's `image` of {len(jpeg)} bytes cannot be decoded: {error}"
+            ) from error
     if image is None:
         raise ValueError(f"A record's `image` of {len(jpeg)} bytes cannot be decoded.")
     return image
 
 
 def random_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Picks top, left, height and width: 8-100% of the area, aspect ratio 3/4-4/3 (Szegedy et al., 2015)."""
+    """Picks top, left, height and width: 8-100% of the area, aspect ratio 3/4-4/3 (Szegedy et al.,
+    2015).
+    """
     area = height * width
     for _ in range(ATTEMPTS):
         wanted = area * rng.uniform(*AREA)
@@ -57,12 +65,19 @@ def centre_crop(height: int, width: int, share: float = CROP_SHARE) -> tuple[int
     return (height - side) // 2, (width - side) // 2, side, side
 
 
-def _finish(image: np.ndarray, box: tuple[int, int, int, int], image_size: int, *, flip: bool) -> np.ndarray:
+def _finish(
+    image: np.ndarray, box: tuple[int, int, int, int], image_size: int, *, flip: bool
+) -> np.ndarray:
     top, left, height, width = box
     crop = image[top : top + height, left : left + width]
-    # Averaging over areas does not alias where an image shrinks; where it grows, it would show blocks.
+    # Averaging over areas does not alias where an image shrinks; where it grows, it would show
+    # blocks.
     shrinks = height > image_size and width > image_size
-    crop = cv2.resize(crop, (image_size, image_size), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
+    crop = cv2.resize(
+        crop,
+        (image_size, image_size),
+        interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR,
+    )
     crop = cv2.cvtColor(crop, cv2.COLOR_BGR2RGB)
     if flip:
         crop = crop[:, ::-1]
@@ -72,13 +87,17 @@ def _finish(image: np.ndarray, box: tuple[int, int, int, int], image_size: int, 
 
 
 def train_crop(image: np.ndarray, image_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Crops, scales and flips a decoded image at random: float32 RGB `[image_size, image_size, 3]`, normalised."""
+    """Crops, scales and flips a decoded image at random: float32 RGB `[image_size, image_size, 3]`,
+    normalised.
+    """
     box = random_crop(image.shape[0], image.shape[1], rng)
     return _finish(image, box, image_size, flip=bool(rng.integers(2)))
 
 
 def eval_crop(image: np.ndarray, image_size: int) -> np.ndarray:
-    """Crops and scales the centre of a decoded image: float32 RGB `[image_size, image_size, 3]`, normalised."""
+    """Crops and scales the centre of a decoded image: float32 RGB `[image_size, image_size, 3]`,
+    normalised.
+    """
     return _finish(image, centre_crop(image.shape[0], image.shape[1]), image_size, flip=False)
 
 

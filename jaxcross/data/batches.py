@@ -1,4 +1,6 @@
-"""Records to batches: a seeded order, this rank's share of it, decoded on a few threads by Grain."""
+"""Records to batches: a seeded order, this rank's share of it, decoded on a few threads by
+Grain.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,16 @@ class Stream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches that every rank gets from one pass; the rest of a pass is left out on all ranks alike."""
+        """Full batches that every rank gets from one pass; the rest of a pass is left out on all
+        ranks alike.
+        """
         return len(self.records) // (self.batch_size * self.size)
 
     @property
     def order(self) -> grain.MapDataset:
-        """Record number at each position of this rank's endless stream, another permutation each pass."""
+        """Record number at each position of this rank's endless stream, another permutation each
+        pass.
+        """
         order = grain.MapDataset.range(len(self.records))
         if self.train:
             order = order.shuffle(seed=self.seed % 2**32)
@@ -58,14 +64,18 @@ class Stream:
         return order[self.rank :: self.size][: self.steps_per_epoch * self.batch_size].repeat()
 
     def example(self, position: StreamPosition, arrival: Arrival | None = None) -> Batch:
-        """Reads, decodes and augments one record. The random numbers depend on seed, pass and record alone.
+        """Reads, decodes and augments one record. The random numbers depend on seed, pass and
+        record alone.
 
         With a cache, `arrival` is what was read ahead.
         """
         try:
             image, label = self._image(position.record, arrival)
         except ValueError as error:
-            where = f"record {position.record} of split `{self.records.split}` in `{self.records.folder}`"
+            where = (
+                f"record {position.record} of split `{self.records.split}` in "
+                f"`{self.records.folder}`"
+            )
             raise ValueError(f"{error} It is {where}.") from error
         if self.train:
             rng = np.random.default_rng((self.seed % 2**32, position.epoch, position.record))
@@ -105,12 +115,18 @@ class Stream:
         def load(position: int) -> Batch:
             epoch = position // per_epoch
             if feed is None:
-                return self.example(StreamPosition(record=int(cast(int, order[position])), epoch=epoch))
-            arrival = feed.take(position)  # with its record: Grain would take 0.1 ms for the position
+                return self.example(
+                    StreamPosition(record=int(cast(int, order[position])), epoch=epoch)
+                )
+            arrival = feed.take(
+                position
+            )  # with its record: Grain would take 0.1 ms for the position
             return self.example(StreamPosition(record=arrival.record, epoch=epoch), arrival)
 
         examples = positions.map(load)
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 2 * self.batch_size))
+        options = grain.ReadOptions(
+            num_threads=threads, prefetch_buffer_size=max(2 * threads, 2 * self.batch_size)
+        )
         return iter(examples.to_iter_dataset(options).batch(self.batch_size, drop_remainder=True))
 
 
@@ -119,11 +135,12 @@ def _decoded(example: Mapping[str, Any]) -> tuple[np.ndarray, int]:
 
 
 class Batches(Iterator[Batch]):
-    """A rank's batches: `{"image": float32 [batch, size, size, 3], "label": int32 [batch]}`, NumPy, resumable.
+    """A rank's batches: `{"image": float32 [batch, size, size, 3], "label": int32 [batch]}`, NumPy,
+    resumable.
 
-    `next` waits until the batch is decoded; it never communicates. All ranks have the same number of steps. The
-    position is the number of batches taken: pass it as `start_step`, or use `get_state` and `set_state`. One thread
-    may use it at a time.
+    `next` waits until the batch is decoded; it never communicates. All ranks have the same number
+    of steps. The position is the number of batches taken: pass it as `start_step`, or use
+    `get_state` and `set_state`. One thread may use it at a time.
 
     Attributes:
         steps: Batches in all, counted from step 0; `None` for no end.
@@ -152,7 +169,9 @@ class Batches(Iterator[Batch]):
         return self._stream.records.num_classes
 
     def at(self, step: int) -> Batches:
-        """Another iterator over the same batches, standing before batch `step`; reads nothing yet."""
+        """Another iterator over the same batches, standing before batch `step`; reads nothing
+        yet.
+        """
         return Batches(self._stream, threads=self._threads, start_step=step)
 
     def __iter__(self) -> Batches:
@@ -168,13 +187,16 @@ class Batches(Iterator[Batch]):
         try:
             batch = next(self._iterator)
         except Exception:
-            self.close()  # Grain would go on after the unreadable record: the next call must get the same error
+            # Grain would go on after the unreadable record: the next call must get the same error
+            self.close()
             raise
         self.step += 1
         return batch
 
     def waited_s(self) -> dict[str, float]:
-        """Returns the seconds for which reading threads have waited for a cache, by its level; none without a cache."""
+        """Returns the seconds for which reading threads have waited for a cache, by its level; none
+        without a cache.
+        """
         feed = self._feed
         return {} if feed is None else feed.waited_s()
 
@@ -192,40 +214,59 @@ class Batches(Iterator[Batch]):
         stream = self._stream
         names = ("batch_size", "image_size", "rank", "size", "seed", "train")
         state: dict[str, Any] = {name: getattr(stream, name) for name in names}
-        return state | {"split": stream.records.split, "records": len(stream.records), "step": self.step}
+        return state | {
+            "split": stream.records.split,
+            "records": len(stream.records),
+            "step": self.step,
+        }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to the position of `state`; the batches from there on are those of the iterator that it came from.
+        """Goes to the position of `state`; the batches from there on are those of the iterator that
+        it came from.
 
         Raises:
-            ValueError: The state is of another stream, so that its position would mean other images.
+            ValueError: The state is of another stream, so that its position would mean other
+                images.
         """
         own = self.get_state()
         differ = [name for name in own if name != "step" and own[name] != state.get(name)]
         if differ:
-            what = ", ".join(f"`{name}` {state.get(name)!r} (here {own[name]!r})" for name in differ)
-            raise ValueError(f"This data state belongs to another stream: it has {what}. Open it with those values.")
+            what = ", ".join(
+                f"`{name}` {state.get(name)!r} (here {own[name]!r})" for name in differ
+            )
+            raise ValueError(
+                f"This data state belongs to another stream: it has {what}. Open it with those "
+                "values."
+            )
         step = state.get("step")
         if type(step) is not int or step < 0:
-            raise ValueError(f"This data state has `step` {step!r}, which is not a number of batches.")
+            raise ValueError(
+                f"This data state has `step` {step!r}, which is not a number of batches."
+            )
         self.close()
         self.step = step
 
 
 def _batches(stream: Stream, *, epochs: int | None, threads: int, start_step: int) -> Batches:
-    positive = {"batch_size": stream.batch_size, "image_size": stream.image_size, "threads": threads}
+    positive = {
+        "batch_size": stream.batch_size,
+        "image_size": stream.image_size,
+        "threads": threads,
+    }
     for name, value in positive.items():
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, not {value}.")
     if not 0 <= stream.rank < stream.size:
-        raise ValueError(f"`rank` {stream.rank} is not one of {stream.size} ranks, 0 to {stream.size - 1}.")
+        raise ValueError(
+            f"`rank` {stream.rank} is not one of {stream.size} ranks, 0 to {stream.size - 1}."
+        )
     if epochs is not None and stream.steps is not None:
         raise ValueError(f"Give `steps` ({stream.steps}) or `epochs` ({epochs}), not both.")
     if stream.steps_per_epoch == 0:
         raise ValueError(
-            f"Split `{stream.records.split}` in `{stream.records.folder}` has {len(stream.records)} records, fewer "
-            f"than one batch of {stream.batch_size} on each of {stream.size} ranks. Use a smaller `batch_size`, or "
-            f"more records. {REMEDY}"
+            f"Split `{stream.records.split}` in `{stream.records.folder}` has "
+            f"{len(stream.records)} records, fewer than one batch of {stream.batch_size} on each "
+            f"of {stream.size} ranks. Use a smaller `batch_size`, or more records. {REMEDY}"
         )
     if epochs is not None:
         stream = replace(stream, steps=epochs * stream.steps_per_epoch)
@@ -249,12 +290,13 @@ def train_batches(
 ) -> Batches:
     """Opens the training stream of one rank: shuffled each pass, randomly cropped and flipped.
 
-    Opening reads metadata only; it does not communicate. The images of a step depend on `seed`, `batch_size`, `size`
-    and `rank`; the augmentation of a record depends on `seed` and the pass alone, so it is the same on any number of
-    ranks.
+    Opening reads metadata only; it does not communicate. The images of a step depend on `seed`,
+    `batch_size`, `size` and `rank`; the augmentation of a record depends on `seed` and the pass
+    alone, so it is the same on any number of ranks.
 
     Args:
-        data_dir: TFDS's root folder, the data set's folder in it, or the version's; with a cache also a URL of it.
+        data_dir: TFDS's root folder, the data set's folder in it, or the version's; with a cache
+            also a URL of it.
         batch_size: Images a rank and step.
         image_size: Height and width in pixels.
         rank: `world.rank`.
@@ -265,11 +307,13 @@ def train_batches(
         start_step: Begin before this batch, to resume; `steps` and `epochs` still count from 0.
         threads: Reading threads.
         split: Which split.
-        cache: Levels of memory and disk through which records are read; the batches are the same without it.
+        cache: Levels of memory and disk through which records are read; the batches are the same
+            without it.
 
     Raises:
         FileNotFoundError: `data_dir` does not exist.
-        ValueError: It is not a TFDS data set in ArrayRecord format with this split, or has less than one batch a rank.
+        ValueError: It is not a TFDS data set in ArrayRecord format with this split, or has less
+            than one batch a rank.
     """
     stream = Stream(
         records=open_records(data_dir, split, cache=cache),
@@ -296,14 +340,16 @@ def eval_batches(
     split: str = "validation",
     cache: Cache | None = None,
 ) -> Batches:
-    """Opens the evaluation stream of one rank: stored order, central crop, one pass (or `steps` batches).
+    """Opens the evaluation stream of one rank: stored order, central crop, one pass (or `steps`
+    batches).
 
-    The arguments are those of `train_batches`. Records beyond the last batch that every rank can fill are left out:
-    choose `batch_size * size` to divide the split where each record must count.
+    The arguments are those of `train_batches`. Records beyond the last batch that every rank can
+    fill are left out: choose `batch_size * size` to divide the split where each record must count.
 
     Raises:
         FileNotFoundError: `data_dir` does not exist.
-        ValueError: It is not a TFDS data set in ArrayRecord format with this split, or has less than one batch a rank.
+        ValueError: It is not a TFDS data set in ArrayRecord format with this split, or has less
+            than one batch a rank.
     """
     stream = Stream(
         records=open_records(data_dir, split, cache=cache),

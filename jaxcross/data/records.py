@@ -19,14 +19,16 @@ from jaxcross.data.cache.split import CachedSplit
 NAME = "imagenet2012"
 INFO_FILE = "dataset_info.json"
 REMEDY = (
-    "Write a small one with `jaxcross data synth DIR`, or prepare ImageNet with `tfds build imagenet2012 "
-    "--file_format=array_record --data_dir=DIR --manual_dir=FOLDER_OF_THE_TAR_FILES`, and pass DIR."
+    "Write a small one with `jaxcross data synth DIR`, or prepare ImageNet with `tfds build "
+    "imagenet2012 --file_format=array_record --data_dir=DIR --manual_dir=FOLDER_OF_THE_TAR_FILES`, "
+    "and pass DIR."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """One split of a data set: a sequence of `{"image": JPEG bytes, "label": int, ...}`, read when indexed.
+    """One split of a data set: a sequence of `{"image": JPEG bytes, "label": int, ...}`, read when
+    indexed.
 
     Attributes:
         folder: The versioned TFDS folder that holds it, or its URL.
@@ -52,7 +54,8 @@ class Records:
 
 
 def find_folder(data_dir: str | Path) -> Path:
-    """Finds the versioned folder in `data_dir`, which may be TFDS's root, the data set's folder or the version's.
+    """Finds the versioned folder in `data_dir`, which may be TFDS's root, the data set's folder or
+    the version's.
 
     Raises:
         FileNotFoundError: `data_dir` does not exist.
@@ -63,33 +66,45 @@ def find_folder(data_dir: str | Path) -> Path:
         raise FileNotFoundError(f"The data folder `{root}` does not exist. {REMEDY}")
     if (root / INFO_FILE).is_file():
         return root
-    versions = [path.parent for pattern in (f"{NAME}/*", "*") for path in root.glob(f"{pattern}/{INFO_FILE}")]
+    versions = [
+        path.parent
+        for pattern in (f"{NAME}/*", "*")
+        for path in root.glob(f"{pattern}/{INFO_FILE}")
+    ]
     if not versions:
         raise ValueError(
-            f"`{root}` is not a TFDS data set: there is no `{INFO_FILE}` in it, in a version folder, or in "
-            f"`{NAME}/<version>`. {REMEDY}"
+            f"`{root}` is not a TFDS data set: there is no `{INFO_FILE}` in it, in a version "
+            f"folder, or in `{NAME}/<version>`. {REMEDY}"
         )
-    return max(versions, key=lambda path: [int(part) for part in path.name.split(".") if part.isdecimal()])
+    return max(
+        versions, key=lambda path: [int(part) for part in path.name.split(".") if part.isdecimal()]
+    )
 
 
-def open_records(data_dir: str | Path, split: str = "train", *, cache: Cache | None = None) -> Records:
+def open_records(
+    data_dir: str | Path, split: str = "train", *, cache: Cache | None = None
+) -> Records:
     """Opens one split for reading; reads the folder's metadata, not yet a record.
 
     Args:
-        data_dir: A folder, or with a cache the URL of the versioned folder on a file system of fsspec.
+        data_dir: A folder, or with a cache the URL of the versioned folder on a file system of
+            fsspec.
         split: Which split.
         cache: Through which records are read.
 
     Raises:
         FileNotFoundError: `data_dir` does not exist.
         OSError: The storage that a URL names does not answer.
-        ValueError: It is no TFDS data set, not in ArrayRecord format, has no such split, or holds no labelled images;
-            a URL without a cache; a cache inside the data set's folder.
+        ValueError: It is no TFDS data set, not in ArrayRecord format, has no such split, or holds
+            no labelled images; a URL without a cache; a cache inside the data set's folder.
     """
     remote = None
     if is_url(data_dir):
         if cache is None:
-            raise ValueError(f"`{data_dir}` is a URL, which is read through a cache: pass `cache=Cache(FOLDER, ...)`.")
+            raise ValueError(
+                f"`{data_dir}` is a URL, which is read through a cache: pass `cache=Cache(FOLDER, "
+                "...)`."
+            )
         remote = open_remote(str(data_dir), cache)
     folder = remote.metadata if remote else find_folder(data_dir)
     where = str(data_dir) if remote else str(folder)
@@ -102,19 +117,24 @@ def open_records(data_dir: str | Path, split: str = "train", *, cache: Cache | N
     stored = getattr(info.file_format, "value", info.file_format)
     if stored != "array_record":
         raise ValueError(
-            f"The data set in `{where}` is stored as `{stored}`, which only TensorFlow reads; jaxcross reads "
-            f"`array_record`. Convert it with `python -m tensorflow_datasets.scripts.convert_format "
-            f"--dataset_dir={where} --out_path=NEW --out_file_format=array_record`."
+            f"The data set in `{where}` is stored as `{stored}`, which only TensorFlow reads; "
+            "jaxcross reads `array_record`. Convert it with `python -m "
+            f"tensorflow_datasets.scripts.convert_format --dataset_dir={where} --out_path=NEW "
+            "--out_file_format=array_record`."
         )
     if split not in info.splits:
-        raise ValueError(f"The data set in `{where}` has no split `{split}`; it has {sorted(info.splits)}. {REMEDY}")
+        raise ValueError(
+            f"The data set in `{where}` has no split `{split}`; it has {sorted(info.splits)}. "
+            f"{REMEDY}"
+        )
     features: Any = info.features or {}
     if "image" not in features or "label" not in features:
         raise ValueError(
-            f"The data set in `{where}` has the features {sorted(features)}; training needs `image` (JPEG) and "
-            f"`label`. {REMEDY}"
+            f"The data set in `{where}` has the features {sorted(features)}; training needs "
+            f"`image` (JPEG) and `label`. {REMEDY}"
         )
-    # The JPEG bytes are wanted as they lie: a crop is decoded and scaled once, by OpenCV, off the GIL.
+    # The JPEG bytes are wanted as they lie: a crop is decoded and scaled once, by OpenCV, off the
+    # GIL.
     decoders = {"image": tfds.decode.SkipDecoding()}
     known: dict[str, Any] = {
         "folder": where if remote else folder,
@@ -124,21 +144,30 @@ def open_records(data_dir: str | Path, split: str = "train", *, cache: Cache | N
     if cache is None:
         source: Any = builder.as_data_source(split, decoders=decoders)
         return Records(**known, source=source)
-    origin = _remote_origin(remote, builder, split, cache) if remote else _local_origin(folder, builder, split, cache)
+    origin = (
+        _remote_origin(remote, builder, split, cache)
+        if remote
+        else _local_origin(folder, builder, split, cache)
+    )
     parse = partial(features.deserialize_example_np, decoders=decoders)
     cached = cache.split(origin, f"{where}: {split}", parse)
     return Records(**known, source=cached, cached=cached)
 
 
 def _remote_origin(remote: RemoteFolder, builder: Any, split: str, cache: Cache) -> Origin:
-    shards = [each._replace(path=f"{remote.path}/{Path(each.path).name}") for each in _shards(builder, split)]
+    shards = [
+        each._replace(path=f"{remote.path}/{Path(each.path).name}")
+        for each in _shards(builder, split)
+    ]
     footers = FooterFiles(remote.metadata / "footers")
     return RemoteOrigin(remote.fs, shards, remote.identity, footers, cache.stop)
 
 
 def _local_origin(folder: Path, builder: Any, split: str, cache: Cache) -> Origin:
     if folder.resolve() in (cache.folder, *cache.folder.parents):
-        raise ValueError(f"The cache folder `{cache.folder}` lies in the data set's. Choose one outside of it.")
+        raise ValueError(
+            f"The cache folder `{cache.folder}` lies in the data set's. Choose one outside of it."
+        )
     raw = builder.as_data_source(split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES)
     return LocalOrigin(_shards(builder, split), raw, f"{folder.resolve()}: {split}")
 

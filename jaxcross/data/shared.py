@@ -15,14 +15,16 @@ from jaxcross.data.batches import Batch, Batches
 class SharedDecode:
     """Decodes each batch of a stream once and hands it to several readers, on any threads.
 
-    The last `window` batches are kept until every reader has taken them. Nobody ever waits for another reader, so a
-    job that runs ahead, pauses or ends cannot hang the rest: a reader that falls more than `window` batches behind
-    the first one decodes for itself, and gets the same bits, since a batch depends on its number alone. The price is
-    seen in `redecoded`. Two jobs in crossover stay within a few batches of each other and share everything; two jobs
-    one after the other share nothing.
+    The last `window` batches are kept until every reader has taken them. Nobody ever waits for
+    another reader, so a job that runs ahead, pauses or ends cannot hang the rest: a reader that
+    falls more than `window` batches behind the first one decodes for itself, and gets the same
+    bits, since a batch depends on its number alone. The price is seen in `redecoded`. Two jobs in
+    crossover stay within a few batches of each other and share everything; two jobs one after the
+    other share nothing.
 
-    Jobs may share if their images are the same: same folder, split, seed, batch size and image size. Jobs with
-    another seed need a stream of their own. The arrays handed out are read-only: all readers hold the same ones.
+    Jobs may share if their images are the same: same folder, split, seed, batch size and image
+    size. Jobs with another seed need a stream of their own. The arrays handed out are read-only:
+    all readers hold the same ones.
 
     Args:
         batches: The stream, in the state from which the first reader starts; it is not advanced.
@@ -46,11 +48,17 @@ class SharedDecode:
         self._window = window
         self._kept: deque[Batch] = deque()
         self._start = batches.step
-        self._first = batches.step  # number of the oldest batch kept; the next to decode is `_first + len(_kept)`
-        self._untouched = True  # nothing was decoded there: who comes to an earlier place may still move it back
+        self._first = (
+            batches.step
+        )  # number of the oldest batch kept; the next to decode is `_first + len(_kept)`
+        self._untouched = (
+            True  # nothing was decoded there: who comes to an earlier place may still move it back
+        )
         self._readers: list[SharedReader] = []
         self._lock = threading.Lock()  # guards the state; held for moments
-        self._decoding = threading.Lock()  # held by the one reader that decodes; taken before `_lock`
+        self._decoding = (
+            threading.Lock()
+        )  # held by the one reader that decodes; taken before `_lock`
         self.decoded = 0
         self.redecoded = 0
         self.served = 0
@@ -64,18 +72,24 @@ class SharedDecode:
         return self._batches.waited_s()
 
     def reader(self, *, start_step: int | None = None) -> SharedReader:
-        """Adds a reader, standing at `start_step` or where the stream started. Reads nothing yet."""
-        reader = SharedReader(self, self._batches.at(self._start if start_step is None else start_step))
+        """Adds a reader, standing at `start_step` or where the stream started. Reads nothing
+        yet.
+        """
+        reader = SharedReader(
+            self, self._batches.at(self._start if start_step is None else start_step)
+        )
         with self._lock:
             self._readers.append(reader)
         return reader
 
     def _moved(self) -> None:
-        """Follows readers that have moved. Where all of them are ahead of the kept batches, decoding for all goes on
-        there: otherwise jobs that resume from a checkpoint would each decode on their own, to the end.
+        """Follows readers that have moved. Where all of them are ahead of the kept batches,
+        decoding for all goes on there: otherwise jobs that resume from a checkpoint would each
+        decode on their own, to the end.
         """
         with self._decoding, self._lock:
-            # A reader that never asked for a batch, as of a job that an earlier run ended, does not hold up the others.
+            # A reader that never asked for a batch, as of a job that an earlier run ended, does not
+            # hold up the others.
             first = min((reader.step for reader in self._readers if reader.asked), default=0)
             at = self._first + len(self._kept)
             if first > at or (first < at and self._untouched):
@@ -91,14 +105,20 @@ class SharedDecode:
             self._forget()
 
     def _forget(self) -> None:
-        """Drops what all readers have taken, and what is beyond the window. Called with `_lock` held."""
-        needed = min((reader.step for reader in self._readers), default=self._first + len(self._kept))
+        """Drops what all readers have taken, and what is beyond the window. Called with `_lock`
+        held.
+        """
+        needed = min(
+            (reader.step for reader in self._readers), default=self._first + len(self._kept)
+        )
         while self._kept and (self._first < needed or len(self._kept) > self._window):
             self._kept.popleft()
             self._first += 1
 
     def _take(self, reader: SharedReader) -> tuple[Batch | None, bool]:
-        """The batch at the reader's step if it is kept, and whether that step is the next one to decode for all."""
+        """The batch at the reader's step if it is kept, and whether that step is the next one to
+        decode for all.
+        """
         with self._lock:
             place = reader.step - self._first
             if not 0 <= place < len(self._kept):
@@ -143,7 +163,8 @@ class SharedDecode:
 
 
 class SharedReader(Iterator[Batch]):
-    """One job's view of a `SharedDecode`: an iterator like `Batches`. One thread may use it at a time.
+    """One job's view of a `SharedDecode`: an iterator like `Batches`. One thread may use it at a
+    time.
 
     Attributes:
         step: Batches taken so far, counted from step 0.
@@ -184,7 +205,9 @@ class SharedReader(Iterator[Batch]):
         return self._shared.waited_s()
 
     def close(self) -> None:
-        """Leaves: batches are no longer kept for this reader, and its private stream's threads end."""
+        """Leaves: batches are no longer kept for this reader, and its private stream's threads
+        end.
+        """
         self._shared._leave(self)
         self.own.close()
 

@@ -1,4 +1,6 @@
-"""A small data set in ImageNet's real format, whose images tell their class, so that accuracy can rise."""
+"""A small data set in ImageNet's real format, whose images tell their class, so that accuracy can
+rise.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,36 @@ SHARD_RECORDS = 1024
 QUALITY = 90
 
 
-def class_image(label: int, classes: int, width: int, height: int, rng: np.random.Generator) -> np.ndarray:
-    """One uint8 BGR image: the class decides hue and stripe width; phase, angle, light and noise vary.
+def class_image(
+    label: int, classes: int, width: int, height: int, rng: np.random.Generator
+) -> np.ndarray:
+    """One uint8 BGR image: the class decides hue and stripe width; phase, angle, light and noise
+    vary.
 
     Both survive a random crop and a flip, so the class can be learnt under the usual augmentation.
     """
     hue = 180 * label / classes + rng.normal(0, 20 / classes)
-    base = cv2.cvtColor(np.array([[[hue % 180, 200, 180]]], np.uint8), cv2.COLOR_HSV2BGR)[0, 0].astype(np.float32)
-    # Drawn at a quarter of the size and scaled up: photographs are smooth, and JPEG sizes come out alike.
+    base = cv2.cvtColor(np.array([[[hue % 180, 200, 180]]], np.uint8), cv2.COLOR_HSV2BGR)[
+        0, 0
+    ].astype(np.float32)
+    # Drawn at a quarter of the size and scaled up: photographs are smooth, and JPEG sizes come out
+    # alike.
     rows, columns = np.mgrid[0 : max(1, height // 4), 0 : max(1, width // 4)].astype(np.float32)
     angle = rng.uniform(-0.6, 0.6)
     period = 6 + 4 * (label % 4)
-    wave = np.sin((columns * np.cos(angle) + rows * np.sin(angle)) * (2 * np.pi / period) + rng.uniform(0, 2 * np.pi))
+    wave = np.sin(
+        (columns * np.cos(angle) + rows * np.sin(angle)) * (2 * np.pi / period)
+        + rng.uniform(0, 2 * np.pi)
+    )
     light = rng.uniform(0.7, 1.2)
     small = base * (light * (1 + 0.3 * wave[..., None])) + rng.normal(0, 12, (*wave.shape, 3))
     image = np.clip(small, 0, 255).astype(np.uint8)
     return cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
 
 
-def _examples(split: str, count: int, classes: int, width: int, height: int, seed: int) -> Iterator[dict[str, Any]]:
+def _examples(
+    split: str, count: int, classes: int, width: int, height: int, seed: int
+) -> Iterator[dict[str, Any]]:
     for index in range(count):
         rng = np.random.default_rng((seed, list(SPLITS).index(split), index))
         label = index % classes
@@ -60,10 +73,12 @@ def synthesise(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Writes `imagenet2012` with splits `train` (`images`) and `validation` (a quarter of it), and returns its folder.
+    """Writes `imagenet2012` with splits `train` (`images`) and `validation` (a quarter of it), and
+    returns its folder.
 
-    Written next to its final folder and moved there when complete, so an interrupted run leaves nothing half done; a
-    second call with the same arguments finds it and writes nothing. Waits for the disk; call it on one rank only.
+    Written next to its final folder and moved there when complete, so an interrupted run leaves
+    nothing half done; a second call with the same arguments finds it and writes nothing. Waits for
+    the disk; call it on one rank only.
 
     Args:
         data_dir: TFDS's root folder; the data set becomes `data_dir/imagenet2012/5.1.0`.
@@ -101,21 +116,29 @@ def synthesise(
 def _check_same(folder: Path, arguments: dict[str, int]) -> None:
     metadata = folder / "metadata.json"
     found = json.loads(metadata.read_text()) if metadata.is_file() else {}
-    if not (folder / INFO_FILE).is_file() or {name: found.get(name) for name in arguments} != arguments:
+    if (
+        not (folder / INFO_FILE).is_file()
+        or {name: found.get(name) for name in arguments} != arguments
+    ):
         raise ValueError(
-            f"`{folder}` already holds another data set{f' ({found})' if found else ''}. Choose another folder, or "
-            "remove it; nothing was written."
+            f"`{folder}` already holds another data set{f' ({found})' if found else ''}. Choose "
+            "another folder, or remove it; nothing was written."
         )
 
 
-def _write(folder: Path, arguments: dict[str, int], progress: Callable[[int, int], None] | None) -> None:
-    # TFDS's own writer for data that no builder class generates: a builder would ask the network for its description.
+def _write(
+    folder: Path, arguments: dict[str, int], progress: Callable[[int, int], None] | None
+) -> None:
+    # TFDS's own writer for data that no builder class generates: a builder would ask the network
+    # for its description.
     identity = DatasetIdentity(
         name=NAME, version=tfds.core.Version(VERSION), data_dir=str(folder), module_name=__name__
     )
     info = tfds.core.DatasetInfo(
         builder=identity,
-        description="Synthetic images in the format of ImageNet 2012; hue and stripes depend on the class.",
+        description=(
+            "Synthetic images in the format of ImageNet 2012; hue and stripes depend on the class."
+        ),
         features=tfds.features.FeaturesDict(
             {
                 "image": tfds.features.Image(encoding_format="jpeg"),
@@ -126,9 +149,13 @@ def _write(folder: Path, arguments: dict[str, int], progress: Callable[[int, int
         supervised_keys=("image", "label"),
         metadata=tfds.core.MetadataDict(arguments),
     )
-    writer = tfds.core.SequentialWriter(info, max_examples_per_shard=SHARD_RECORDS, file_format="array_record")
+    writer = tfds.core.SequentialWriter(
+        info, max_examples_per_shard=SHARD_RECORDS, file_format="array_record"
+    )
     writer.initialize_splits(list(SPLITS))
-    images, classes, width, height = (arguments[name] for name in ("images", "classes", "width", "height"))
+    images, classes, width, height = (
+        arguments[name] for name in ("images", "classes", "width", "height")
+    )
     counts = {split: max(1, round(images * share)) for split, share in SPLITS.items()}
     written, total = 0, sum(counts.values())
     for split, count in counts.items():

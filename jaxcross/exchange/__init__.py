@@ -1,15 +1,17 @@
 """Exchange strategies: optax transformations written with named-axis collectives and nothing else.
 
-Making one and its `init` do not communicate; its `update` does, of some in every so many steps only, and every rank
-calls it in the same step. All of them raise a `ValueError` before the first exchange where an axis is named twice,
-where several are named for a strategy that goes over one, or where a leaf would be exchanged twice over one axis.
+Making one and its `init` do not communicate; its `update` does, of some in every so many steps
+only, and every rank calls it in the same step. All of them raise a `ValueError` before the first
+exchange where an axis is named twice, where several are named for a strategy that goes over one, or
+where a leaf would be exchanged twice over one axis.
 
-A strategy says what to exchange; `wire` makes the exchange, `interleave` says when. Each strategy has a file of its
-name (`bounded_stale` and `asynchronous` are in `staleness`, `lars` and `lamb` in `parallel_norms`). The other files
-help them:
+A strategy says what to exchange; `wire` makes the exchange, `interleave` says when. Each strategy
+has a file of its name (`bounded_stale` and `asynchronous` are in `staleness`, `lars` and `lamb` in
+`parallel_norms`). The other files help them:
 
 collectives     sums, rings and trees of hops over one axis
-select          the k largest elements without sorting; `sparse`: (value, index) messages of a fixed size
+select          the k largest elements without sorting; `sparse`: (value, index) messages of a fixed
+                size
 chunks          leaves as equal chunks, and messages of the largest elements of each
 bits            signs and small numbers as bits; `integers`: vectors in 4 or 8 bits
 blocks          trees as even parts; `fragments`: even parts in turn; `flat`: trees as one vector

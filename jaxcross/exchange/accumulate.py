@@ -1,4 +1,6 @@
-"""Gradient accumulation: an optimizer, and the exchange in it, take one step for every few batches."""
+"""Gradient accumulation: an optimizer, and the exchange in it, take one step for every few
+batches.
+"""
 
 from __future__ import annotations
 
@@ -37,42 +39,46 @@ class AccumulateState(NamedTuple):
 def accumulate(
     optimizer: optax.GradientTransformation, *, every: int, dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Calls `optimizer` with the mean of `every` gradients at every `every`-th call; other updates are zero.
+    """Calls `optimizer` with the mean of `every` gradients at every `every`-th call; other updates
+    are zero.
 
-    The optimizer, its exchange included, runs in a `lax.cond` on a counter. The host knows the counter, so the other
-    calls exchange nothing and compute nothing but the sum. The optimizer's state, a residual of `top_k` for example,
-    changes when it steps. `optax.MultiSteps` runs its optimizer in every call, exchange included, and discards the
-    result: the same updates to rounding, for `every` times the bytes.
+    The optimizer, its exchange included, runs in a `lax.cond` on a counter. The host knows the
+    counter, so the other calls exchange nothing and compute nothing but the sum. The optimizer's
+    state, a residual of `top_k` for example, changes when it steps. `optax.MultiSteps` runs its
+    optimizer in every call, exchange included, and discards the result: the same updates to
+    rounding, for `every` times the bytes.
 
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch"), optax.adamw(1e-3))
     tx = jaxcross.exchange.accumulate(tx, every=4)
     state = tx.init(params)
-    updates, state = tx.update(grads, state, params)  # this rank's own gradients: a mean before it exchanges each time
+    updates, state = tx.update(grads, state, params)  # this rank's own gradients: a mean before it
+                                            exchanges each time
     ```
 
-    If batches have different numbers of tokens, give each call of `update` its batch's number as `weight`. The mean is
-    then over all tokens of these batches. `optimizer` gets the sum of the weights as its own `weight`, so that
-    `jaxcross.exchange.mean` weighs this rank by it.
+    If batches have different numbers of tokens, give each call of `update` its batch's number as
+    `weight`. The mean is then over all tokens of these batches. `optimizer` gets the sum of the
+    weights as its own `weight`, so that `jaxcross.exchange.mean` weighs this rank by it.
 
-    The sum is this rank's own: save it per rank. It is set to zero after each step, also where it was not finite.
-    Deterministic.
+    The sum is this rank's own: save it per rank. It is set to zero after each step, also where it
+    was not finite. Deterministic.
 
     Args:
-        optimizer: Any optax transformation, exchanges included. It gets the `params` and extra arguments of the call
-            in which it steps.
-        every: Gradients of a step; the first step is in call `every`. Every rank has the same number. It may change at
-            a restart: the sum is divided by the gradients that it holds.
+        optimizer: Any optax transformation, exchanges included. It gets the `params` and extra
+            arguments of the call in which it steps.
+        every: Gradients of a step; the first step is in call `every`. Every rank has the same
+            number. It may change at a restart: the sum is divided by the gradients that it holds.
         dtype: Element type of the sum; None: that of the gradients, floats in float32 at least.
 
     Raises:
-        ValueError: `every` is not a positive whole number, `dtype` is not a floating-point type, or `optimizer` is not
-            an optimizer; `weight` of `update` is not one real number, or `optimizer` is an exchange that takes none.
+        ValueError: `every` is not a positive whole number, `dtype` is not a floating-point type, or
+            `optimizer` is not an optimizer; `weight` of `update` is not one real number, or
+            `optimizer` is an exchange that takes none.
 
     Bytes that a rank receives: those of `optimizer` at every `every`-th call, 0 otherwise.
 
-    Making it and `init` do not communicate; `update` does what `optimizer` does, and every rank calls it in the same
-    step.
+    Making it and `init` do not communicate; `update` does what `optimizer` does, and every rank
+    calls it in the same step.
     """
     every = whole_number(every, "every", "`accumulate`")
     inner = optimizer_in(optimizer, "`accumulate`")
@@ -81,12 +87,16 @@ def accumulate(
 
     def zeros(params: optax.Params) -> PyTree:
         def zero(p: jax.Array) -> jax.Array:
-            return jnp.zeros_like(p, accumulation_dtype(jnp.result_type(p)) if dtype is None else dtype)
+            return jnp.zeros_like(
+                p, accumulation_dtype(jnp.result_type(p)) if dtype is None else dtype
+            )
 
         return jax.tree.map(zero, params)
 
     def init(params: optax.Params) -> AccumulateState:
-        return AccumulateState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32), zeros(params), inner.init(params))
+        return AccumulateState(
+            jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32), zeros(params), inner.init(params)
+        )
 
     def update(
         updates: optax.Updates,
@@ -104,7 +114,9 @@ def accumulate(
         mini_step = next_in_round(state.mini_step, every)
 
         def step() -> tuple[optax.Updates, jax.Array, PyTree, optax.OptState]:
-            mean = jax.tree.map(lambda t, g: divided(t, weights).astype(jnp.result_type(g)), total, updates)
+            mean = jax.tree.map(
+                lambda t, g: divided(t, weights).astype(jnp.result_type(g)), total, updates
+            )
             given = extra if weight is None else {**extra, "weight": weights}
             stepped, inner_state = inner.update(mean, state.inner, params, **given)
             return (
@@ -115,17 +127,27 @@ def accumulate(
             )
 
         def wait() -> tuple[optax.Updates, jax.Array, PyTree, optax.OptState]:
-            stepped, *_ = jax.eval_shape(step)  # an optimizer may return updates of another type than its gradients'
+            stepped, *_ = jax.eval_shape(
+                step
+            )  # an optimizer may return updates of another type than its gradients'
             return jax.tree.map(_zeros_of, stepped), weights, total, state.inner
 
-        stepped, weights, total, inner_state = step() if every == 1 else jax.lax.cond(mini_step == 0, step, wait)
+        stepped, weights, total, inner_state = (
+            step() if every == 1 else jax.lax.cond(mini_step == 0, step, wait)
+        )
         return stepped, AccumulateState(mini_step, weights, total, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _zeros_of(update: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of an update's type, in which `shard_map(check_vma=True)` counts the axes that it varies over."""
+    """Zeros of an update's type, in which `shard_map(check_vma=True)` counts the axes that it
+    varies over.
+    """
     zeros = jnp.zeros(update.shape, update.dtype)
     kind = update.manual_axis_type
-    return jax.lax.pcast(zeros, tuple(kind.varying), to="varying") if kind is not None and kind.varying else zeros
+    return (
+        jax.lax.pcast(zeros, tuple(kind.varying), to="varying")
+        if kind is not None and kind.varying
+        else zeros
+    )

@@ -1,8 +1,9 @@
-"""Adasum: gradients that agree are averaged, gradients that are orthogonal are added, layer by layer.
+"""Adasum: gradients that agree are averaged, gradients that are orthogonal are added, layer by
+layer.
 
-Vector halving, distance doubling: at level *l* a rank and its neighbour `rank XOR 2^l` combine two vectors, each
-keeping one half, and the dot products of the halves are summed over the `2^(l+1)` ranks that hold the two vectors
-together.
+Vector halving, distance doubling: at level *l* a rank and its neighbour `rank XOR 2^l` combine two
+vectors, each keeping one half, and the dot products of the halves are summed over the `2^(l+1)`
+ranks that hold the two vectors together.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def adasum(
 ) -> optax.GradientTransformationExtraArgs:
     """Combines updates over ranks by Adasum, each layer (leaf) with coefficients of its own.
 
-    `A(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b` over a balanced binary tree in rank order. The result is the
-    same bits on every rank, and depends on which rank brings what. Deterministic. Learning rates need no scaling with
-    the ranks. Dot products neither over- nor underflow, however large or small a layer's elements are; they are made
-    in float32 or wider.
+    `A(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b` over a balanced binary tree in rank
+    order. The result is the same bits on every rank, and depends on which rank brings what.
+    Deterministic. Learning rates need no scaling with the ranks. Dot products neither over- nor
+    underflow, however large or small a layer's elements are; they are made in float32 or wider.
 
     ```python
     tx = jaxcross.exchange.adasum("batch", optimizer=optax.adam(1e-3))  # or
@@ -41,27 +42,30 @@ def adasum(
     ```
 
     Args:
-        axis_name: One axis of any size. Ranks beyond the largest power of two are combined with a partner first.
-        optimizer: Steps on this rank's own gradients before its *update* is combined (the delta optimizer, for
-            momentum, Adam, LAMB). Its state, in a `PerRankState`, differs between ranks: save it per rank, never
-            broadcast it. None: raw gradients are combined, for plain SGD after it. `accumulate` around it takes one
-            local step for several gradients; several local steps whose sum is combined it cannot make.
-        inner_axis: Updates are averaged over this axis first, by a reduce-scatter, combined over `axis_name` by parts
-            and gathered again: Adasum over nodes of means within nodes.
+        axis_name: One axis of any size. Ranks beyond the largest power of two are combined with a
+            partner first.
+        optimizer: Steps on this rank's own gradients before its *update* is combined (the delta
+            optimizer, for momentum, Adam, LAMB). Its state, in a `PerRankState`, differs between
+            ranks: save it per rank, never broadcast it. None: raw gradients are combined, for plain
+            SGD after it. `accumulate` around it takes one local step for several gradients; several
+            local steps whose sum is combined it cannot make.
+        inner_axis: Updates are averaged over this axis first, by a reduce-scatter, combined over
+            `axis_name` by parts and gathered again: Adasum over nodes of means within nodes.
 
     Raises:
-        ValueError: A leaf is not real floating-point (at the first trace), `axis_name` names several axes,
-            or `inner_axis` names it again.
+        ValueError: A leaf is not real floating-point (at the first trace), `axis_name` names
+            several axes, or `inner_axis` names it again.
 
-    Bytes that a rank receives, with Q the largest power of two up to P, n the size of the inner axis, D the elements
-    padded per leaf to a multiple of nQ (times `chunk`, up to 512), and L leaves: `2(Q-1)/Q D/n` elements in halving and
-    doubling, `5L(P-1)n + 5L(n-1)` at each of log2(Q) levels, `2D/n + 5L(n-1)` where P != Q, and `2(n-1)/n D` in the
-    nodes; 4 bytes each.
+    Bytes that a rank receives, with Q the largest power of two up to P, n the size of the inner
+    axis, D the elements padded per leaf to a multiple of nQ (times `chunk`, up to 512), and L
+    leaves: `2(Q-1)/Q D/n` elements in halving and doubling, `5L(P-1)n + 5L(n-1)` at each of log2(Q)
+    levels, `2D/n + 5L(n-1)` where P != Q, and `2(n-1)/n D` in the nodes; 4 bytes each.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
-    Source: Maleki et al., arXiv 2006.02924, section 3 (operator) and algorithm 1. The fold-in for other numbers of
-    ranks and the scales are ours.
+    Source: Maleki et al., arXiv 2006.02924, section 3 (operator) and algorithm 1. The fold-in for
+    other numbers of ranks and the scales are ours.
     """
     axis = collectives.one_axis(axis_name, "`adasum`")
 
@@ -70,7 +74,10 @@ def adasum(
         return optax.EmptyState()
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         del params, extra
         check_real(updates, "Adasum's dot products")
@@ -90,16 +97,19 @@ def adasum(
 
 
 def chunk(shapes: Sequence[Sequence[int]], count: int) -> int:
-    """Elements that always belong to one layer: each layer is padded to a multiple of `count` times as many.
+    """Elements that always belong to one layer: each layer is padded to a multiple of `count` times
+    as many.
 
-    As many as add less than about 2% to the whole, 512 at most. With chunks the work on all layers is one operation,
-    not one a layer, which a compiler would need minutes for.
+    As many as add less than about 2% to the whole, 512 at most. With chunks the work on all layers
+    is one operation, not one a layer, which a compiler would need minutes for.
     """
     room = sum(map(math.prod, shapes)) // (64 * max(len(shapes), 1) * count)
     return 1 << min(max(room, 1).bit_length() - 1, 9)
 
 
-def _exchange(leaves: Sequence[jax.Array], axis: Hashable, inner_axis: collectives.AxisName | None) -> list[jax.Array]:
+def _exchange(
+    leaves: Sequence[jax.Array], axis: Hashable, inner_axis: collectives.AxisName | None
+) -> list[jax.Array]:
     inner = () if inner_axis is None else collectives.axis_names(inner_axis)
     ranks = jax.lax.axis_size(axis)
     base = 1 << (ranks.bit_length() - 1)
@@ -112,19 +122,30 @@ def _exchange(leaves: Sequence[jax.Array], axis: Hashable, inner_axis: collectiv
     columns = x.shape[1]
     for name in inner:
         x = collectives.sum_scatter(x.reshape(-1), name) / jax.lax.axis_size(name)
-    x = _over_ranks(x.reshape(base, -1, size), [blocks.width(s, count, size) // size for s in shapes], axis, inner)
+    x = _over_ranks(
+        x.reshape(base, -1, size),
+        [blocks.width(s, count, size) // size for s in shapes],
+        axis,
+        inner,
+    )
     for name in reversed(inner):
         x = collectives.gather(x, name)
     return blocks.from_blocks(x.reshape(count, columns), shapes, size)
 
 
-def _over_ranks(x: jax.Array, counts: Sequence[int], axis: Hashable, inner: Sequence[Hashable]) -> jax.Array:
-    """Adasum of `x[rows, chunks, elements]`, a power of two of rows, whose layers have so many chunks a row."""
+def _over_ranks(
+    x: jax.Array, counts: Sequence[int], axis: Hashable, inner: Sequence[Hashable]
+) -> jax.Array:
+    """Adasum of `x[rows, chunks, elements]`, a power of two of rows, whose layers have so many
+    chunks a row.
+    """
     ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     base = x.shape[0]
     levels = base.bit_length() - 1
     if base < ranks:
-        pair = _combine(x, collectives.fold(x, axis), counts, lambda own: collectives.gather(own, tuple(inner)))
+        pair = _combine(
+            x, collectives.fold(x, axis), counts, lambda own: collectives.gather(own, tuple(inner))
+        )
         x = jnp.where(rank < ranks - base, pair, x)
     for level in range(levels):
         lower = (rank >> level) & 1 == 0
@@ -134,9 +155,12 @@ def _over_ranks(x: jax.Array, counts: Sequence[int], axis: Hashable, inner: Sequ
         got = collectives.swap(given, axis, 1 << level, ranks=base)
 
         def of_group(own: jax.Array, level: int = level) -> jax.Array:
-            # A group's ranks are neighbours. All are gathered, since `vmap` knows no groups: a few numbers a layer.
+            # A group's ranks are neighbours. All are gathered, since `vmap` knows no groups: a few
+            # numbers a layer.
             everybody = collectives.gather(own, (axis, *inner)).reshape(ranks, -1, *own.shape)
-            group = jax.lax.dynamic_slice_in_dim(everybody, rank >> (level + 1) << (level + 1), 2 << level)
+            group = jax.lax.dynamic_slice_in_dim(
+                everybody, rank >> (level + 1) << (level + 1), 2 << level
+            )
             return group.reshape(-1, *own.shape)
 
         # The lower rank's vector comes first on both, so that both compute the same.
@@ -150,7 +174,9 @@ def _over_ranks(x: jax.Array, counts: Sequence[int], axis: Hashable, inner: Sequ
     return x
 
 
-def _combine(a: jax.Array, b: jax.Array, counts: Sequence[int], gather: Callable[..., jax.Array]) -> jax.Array:
+def _combine(
+    a: jax.Array, b: jax.Array, counts: Sequence[int], gather: Callable[..., jax.Array]
+) -> jax.Array:
     """This rank's part of A(a, b); `gather` brings the statistics of all parts, one row a rank."""
     layer = np.repeat(np.arange(len(counts)), counts)
 
@@ -160,31 +186,49 @@ def _combine(a: jax.Array, b: jax.Array, counts: Sequence[int], gather: Callable
     largest = jnp.stack([jnp.abs(a).max((0, 2)), jnp.abs(b).max((0, 2))])
     scales = _scale(_of_layers(largest, counts, jnp.maximum))
     small_a, small_b = a / spread(scales[0]), b / spread(scales[1])
-    products = jnp.stack([(x * y).sum((0, 2)) for x, y in ((small_a, small_b), (small_a, small_a), (small_b, small_b))])
+    products = jnp.stack(
+        [
+            (x * y).sum((0, 2))
+            for x, y in ((small_a, small_b), (small_a, small_a), (small_b, small_b))
+        ]
+    )
     # Of each layer: both scales, and a.b, a.a, b.b of the scaled parts.
     rows = gather(jnp.concatenate([scales, _of_layers(products, counts, jnp.add)]))
     top_a, top_b = rows[:, 0].max(0), rows[:, 1].max(0)
     part_a, part_b = rows[:, 0] / top_a, rows[:, 1] / top_b
-    ab, aa, bb = (part_a * part_b * rows[:, 2]).sum(0), (part_a**2 * rows[:, 3]).sum(0), (part_b**2 * rows[:, 4]).sum(0)
+    ab, aa, bb = (
+        (part_a * part_b * rows[:, 2]).sum(0),
+        (part_a**2 * rows[:, 3]).sum(0),
+        (part_b**2 * rows[:, 4]).sum(0),
+    )
     # a.b / 2|a|^2 itself could overflow where a is tiny and b huge. Times a, it is as large as b.
     common_a = spread(_ratio(ab, aa)) * (a / spread(top_a)) * spread(top_b)
     common_b = spread(_ratio(ab, bb)) * (b / spread(top_b)) * spread(top_a)
-    # `a + b` could overflow. What is taken away here is half of a's own part along b, and of b's along a.
+    # `a + b` could overflow. What is taken away here is half of a's own part along b, and of b's
+    # along a.
     return (a - common_b) + (b - common_a)
 
 
 def _ratio(ab: jax.Array, square: jax.Array) -> jax.Array:
-    """Half of what two vectors have in common, as part of one; a vector of zeros has nothing in common with any."""
+    """Half of what two vectors have in common, as part of one; a vector of zeros has nothing in
+    common with any.
+    """
     return jnp.where(square == 0, 0, ab / jnp.where(square == 0, 1, 2 * square))
 
 
 def _of_layers(x: jax.Array, counts: Sequence[int], combine: Callable[..., jax.Array]) -> jax.Array:
-    """Columns that belong to the same layer combined, `counts` neighbours each, by a tree: no atomic sums on a GPU."""
+    """Columns that belong to the same layer combined, `counts` neighbours each, by a tree: no
+    atomic sums on a GPU.
+    """
     left = list(counts)
     while max(left) > 1:
         starts = itertools.accumulate(left, initial=0)
         firsts = [(i, n) for i, n in zip(starts, left, strict=False)]
-        pairs = [(i + k, i + k + 1 if k + 1 < n else x.shape[1]) for i, n in firsts for k in range(0, n, 2)]
+        pairs = [
+            (i + k, i + k + 1 if k + 1 < n else x.shape[1])
+            for i, n in firsts
+            for k in range(0, n, 2)
+        ]
         one, two = np.asarray(pairs, np.int32).T
         padded = jnp.pad(x, ((0, 0), (0, 1)))
         x = combine(padded[:, one], padded[:, two])
@@ -193,7 +237,9 @@ def _of_layers(x: jax.Array, counts: Sequence[int], combine: Callable[..., jax.A
 
 
 def _scale(x: jax.Array) -> jax.Array:
-    """The power of two at or below each magnitude, with a reciprocal that is a normal number: dividing never rounds."""
+    """The power of two at or below each magnitude, with a reciprocal that is a normal number:
+    dividing never rounds.
+    """
     info = jnp.finfo(x.dtype)
     integer = jnp.dtype(f"int{info.bits}")
     bits = jax.lax.bitcast_convert_type(jnp.clip(x, info.tiny, info.max / 2), integer)

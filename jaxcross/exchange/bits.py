@@ -7,7 +7,9 @@ import jax.numpy as jnp
 
 
 def pack(positive: jax.Array) -> jax.Array:
-    """Booleans to bytes along the last axis, whose length is a multiple of 8: bit b of byte i is element 8 i + b."""
+    """Booleans to bytes along the last axis, whose length is a multiple of 8: bit b of byte i is
+    element 8 i + b.
+    """
     grouped = positive.reshape(*positive.shape[:-1], -1, 8).astype(jnp.uint8)
     return jnp.sum(grouped << jnp.arange(8, dtype=jnp.uint8), axis=-1, dtype=jnp.uint8)
 
@@ -24,7 +26,9 @@ def signs(positive: jax.Array) -> jax.Array:
 
 
 def pack_integers(numbers: jax.Array, width: int) -> jax.Array:
-    """Packs integers from 0 to `2**width - 1` along the last axis into bytes, `width` bits each, the lowest first."""
+    """Packs integers from 0 to `2**width - 1` along the last axis into bytes, `width` bits each,
+    the lowest first.
+    """
     found = (numbers.astype(jnp.uint32)[..., None] >> jnp.arange(width, dtype=jnp.uint32)) & 1
     flat = found.astype(bool).reshape(*numbers.shape[:-1], -1)
     return pack(jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % 8)]))
@@ -33,7 +37,9 @@ def pack_integers(numbers: jax.Array, width: int) -> jax.Array:
 def unpack_integers(packed: jax.Array, width: int, count: int) -> jax.Array:
     """Unpacks the first `count` integers of `width` bits each along the last axis, as int32."""
     found = unpack(packed)[..., : count * width].reshape(*packed.shape[:-1], count, width)
-    return jnp.sum(found.astype(jnp.int32) << jnp.arange(width, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
+    return jnp.sum(
+        found.astype(jnp.int32) << jnp.arange(width, dtype=jnp.int32), axis=-1, dtype=jnp.int32
+    )
 
 
 def packed_bytes(width: int, count: int) -> int:

@@ -1,6 +1,7 @@
 """Vectors cut into chunks of equal length, and messages of the largest elements of each chunk.
 
-Every chunk sends as many elements, so that no part of a layer starves, and an index within a chunk takes few bits.
+Every chunk sends as many elements, so that no part of a layer starves, and an index within a chunk
+takes few bits.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ def check_size(size: int, what: str) -> None:
     """
     if size > _LARGEST:
         raise ValueError(
-            f"{what} was given a leaf of {size} elements, which int32 indices cannot name. Let `skip` name it."
+            f"{what} was given a leaf of {size} elements, which int32 indices cannot name. Let "
+            "`skip` name it."
         )
 
 
 def length(size: int, most: int) -> int:
-    """Returns the length of equal chunks of at most `most` elements that `size` elements are cut into.
+    """Returns the length of equal chunks of at most `most` elements that `size` elements are cut
+    into.
 
     All but fewer elements of padding than there are chunks belong to the vector.
     """
@@ -63,12 +66,15 @@ class Chunks:
 
 
 def chunked(rows: int, width: int, density: float) -> Chunks:
-    """Returns the layout of `rows` chunks that each send a share of their elements, one at least."""
+    """Returns the layout of `rows` chunks that each send a share of their elements, one at
+    least.
+    """
     return Chunks(rows=rows, width=width, sent=sparse.slots(density, width))
 
 
 def largest(x: jax.Array, layout: Chunks) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest elements by absolute value of each row of `[rows, width]`, and their int32 columns.
+    """Returns the largest elements by absolute value of each row of `[rows, width]`, and their
+    int32 columns.
 
     Both are `[rows, sent]`. NaN counts as infinity. Does not communicate.
     """
@@ -83,7 +89,8 @@ def without(x: jax.Array, values: jax.Array, columns: jax.Array) -> jax.Array:
 
 
 def sum_of_ranks(values: jax.Array, columns: jax.Array, layout: Chunks) -> jax.Array:
-    """Sums all ranks' elements into `[rows, width]` float32, rank after rank: the same bits everywhere.
+    """Sums all ranks' elements into `[rows, width]` float32, rank after rank: the same bits
+    everywhere.
 
     Args:
         values: Elements of each rank, `[P, count]`.
@@ -96,9 +103,12 @@ def sum_of_ranks(values: jax.Array, columns: jax.Array, layout: Chunks) -> jax.A
 
 
 def mean_over_ranks(
-    pairs: Sequence[tuple[jax.Array, jax.Array]], layouts: Sequence[Chunks], names: tuple[Hashable, ...]
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    layouts: Sequence[Chunks],
+    names: tuple[Hashable, ...],
 ) -> list[jax.Array]:
-    """Exchanges values and columns of all leaves, and returns each leaf's mean over ranks, `[rows, width]` float32.
+    """Exchanges values and columns of all leaves, and returns each leaf's mean over ranks, `[rows,
+    width]` float32.
 
     One message of all values and one of all columns: small leaves would mostly wait for latency.
     """
@@ -108,13 +118,18 @@ def mean_over_ranks(
     packed = pack([columns for _, columns in pairs], layouts)
     columns = unpack(collectives.gather(packed, names), layouts)
     ranks = jax.lax.psum(1, names)
-    return [sum_of_ranks(v, c, lay) / ranks for v, c, lay in zip(values, columns, layouts, strict=True)]
+    return [
+        sum_of_ranks(v, c, lay) / ranks for v, c, lay in zip(values, columns, layouts, strict=True)
+    ]
 
 
 def pack(numbers: Sequence[jax.Array], layouts: Sequence[Chunks], extra_bits: int = 0) -> jax.Array:
-    """Returns the columns of all leaves as one vector of bytes; `extra_bits` of each number lie above the column's."""
+    """Returns the columns of all leaves as one vector of bytes; `extra_bits` of each number lie
+    above the column's.
+    """
     packed = [
-        bits.pack_integers(x.reshape(-1), lay.index_bits + extra_bits) for x, lay in zip(numbers, layouts, strict=True)
+        bits.pack_integers(x.reshape(-1), lay.index_bits + extra_bits)
+        for x, lay in zip(numbers, layouts, strict=True)
     ]
     return jnp.concatenate(packed)
 

@@ -1,8 +1,9 @@
-"""Patterns of hops between ranks, built from `ppermute`, `all_gather` and `all_to_all` over one named axis.
+"""Patterns of hops between ranks, built from `ppermute`, `all_gather` and `all_to_all` over one
+named axis.
 
-Every permutation names every rank, since `vmap` cannot run one that leaves a rank out: ranks with nothing to send in
-a hop send to themselves, which costs nothing. Loops over ranks are unrolled, since an exchange inside `scan` cannot
-overlap with anything.
+Every permutation names every rank, since `vmap` cannot run one that leaves a rank out: ranks with
+nothing to send in a hop send to themselves, which costs nothing. Loops over ranks are unrolled,
+since an exchange inside `scan` cannot overlap with anything.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if not names:
         raise ValueError(
-            f"the axes of an exchange are `{axis_name!r}`: over none nothing is exchanged, and ranks would drift apart."
-            " Name an axis of the step."
+            f"the axes of an exchange are `{axis_name!r}`: over none nothing is exchanged, and "
+            "ranks would drift apart. Name an axis of the step."
         )
     if any(isinstance(name, int) for name in names):
         raise ValueError(
-            f"the axes of an exchange are `{names}`: a number is to JAX a dimension of an array, not an axis of ranks."
-            " Name an axis of the step."
+            f"the axes of an exchange are `{names}`: a number is to JAX a dimension of an array, "
+            "not an axis of ranks. Name an axis of the step."
         )
     if len(set(names)) < len(names):
         raise ValueError(
-            f"the axes of an exchange are `{names}`, one of them twice, and its ranks would count twice. Name"
-            " each axis once."
+            f"the axes of an exchange are `{names}`, one of them twice, and its ranks would count "
+            "twice. Name each axis once."
         )
     return names
 
@@ -53,8 +54,8 @@ def one_axis(axis_name: AxisName, what: str) -> Hashable:
     names = axis_names(axis_name)
     if len(names) != 1:
         raise ValueError(
-            f"`axis_name` of {what} is `{axis_name!r}`: its hops need one axis with an order of ranks. Name one axis,"
-            " or make the step's `axes` a single axis over all ranks."
+            f"`axis_name` of {what} is `{axis_name!r}`: its hops need one axis with an order of "
+            "ranks. Name one axis, or make the step's `axes` a single axis over all ranks."
         )
     return names[0]
 
@@ -67,7 +68,8 @@ def is_power_of_two(size: int) -> bool:
 def saturate(values: jax.Array, dtype: DTypeLike, times: int = 1) -> jax.Array:
     """Clips finite values to the largest number of a narrower type, or `times` that number.
 
-    Infinity would stay in a residual for good. Values that are not finite stay, so that they are seen.
+    Infinity would stay in a residual for good. Values that are not finite stay, so that they are
+    seen.
     """
     largest = times * float(jnp.finfo(dtype).max)
     if largest >= float(jnp.finfo(values.dtype).max):
@@ -78,20 +80,23 @@ def saturate(values: jax.Array, dtype: DTypeLike, times: int = 1) -> jax.Array:
 def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rounds `x` to the type that travels, at once: for values that are sent and also read here.
 
-    The bits of `x.astype(dtype)`. But XLA may take a conversion that is undone for none, as it does on GPUs
-    (`xla_allow_excess_precision`), and this rank would go on with a number that no other rank was sent.
+    The bits of `x.astype(dtype)`. But XLA may take a conversion that is undone for none, as it does
+    on GPUs (`xla_allow_excess_precision`), and this rank would go on with a number that no other
+    rank was sent.
     """
     if not all(jnp.issubdtype(t, jnp.floating) for t in (x.dtype, dtype)):
         return x.astype(dtype)
     info, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
     if info.nmant >= own.nmant:
         return x.astype(dtype)
-    # Some types of 8 bits have another range than their exponents tell: what is too large is left to the conversion.
+    # Some types of 8 bits have another range than their exponents tell: what is too large is left
+    # to the conversion.
     half = 1 << (info.nexp - 1)
     exponent = info.nexp if (info.minexp, info.maxexp) == (2 - half, half) else own.nexp
     rounded = jax.lax.reduce_precision(x, exponent, info.nmant)
     if info.nexp < own.nexp:
-        # `reduce_precision` knows no subnormal numbers. The type's are the multiples of the smallest one.
+        # `reduce_precision` knows no subnormal numbers. The type's are the multiples of the
+        # smallest one.
         tiny = float(info.tiny)
         step = tiny * 2.0**-info.nmant
         multiple = jax.lax.round(x / step, jax.lax.RoundingMethod.TO_NEAREST_EVEN) * step
@@ -100,7 +105,8 @@ def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def swap(x: Arrays, axis_name: Hashable, distance: int, *, ranks: int | None = None) -> Arrays:
-    """Exchanges each array of `x` with that of rank `r XOR distance`; ranks from `ranks` on keep theirs.
+    """Exchanges each array of `x` with that of rank `r XOR distance`; ranks from `ranks` on keep
+    theirs.
 
     Args:
         x: A tree of arrays, one message each.
@@ -115,9 +121,11 @@ def swap(x: Arrays, axis_name: Hashable, distance: int, *, ranks: int | None = N
 
 
 def fold(x: Arrays, axis_name: Hashable) -> Arrays:
-    """Exchanges the arrays of ranks `r` and `r + 2^L`, the largest power of two up to the ranks; others keep theirs.
+    """Exchanges the arrays of ranks `r` and `r + 2^L`, the largest power of two up to the ranks;
+    others keep theirs.
 
-    The same permutation folds the ranks beyond 2^L in before a halving or doubling, and sends the result out after it.
+    The same permutation folds the ranks beyond 2^L in before a halving or doubling, and sends the
+    result out after it.
     """
     size = jax.lax.axis_size(axis_name)
     base = 1 << (size.bit_length() - 1)
@@ -128,10 +136,11 @@ def fold(x: Arrays, axis_name: Hashable) -> Arrays:
 
 
 def doubling(x: Arrays, axis_name: Hashable, combine: Callable[[Arrays, Arrays], Arrays]) -> Arrays:
-    """Combines by recursive doubling: a balanced binary tree over ranks in rank order, the same bits on every rank.
+    """Combines by recursive doubling: a balanced binary tree over ranks in rank order, the same
+    bits on every rank.
 
-    log2(P) hops of the whole of `x`, and two more where P is not a power of two (ranks beyond the largest one hand
-    theirs to a partner first and get the result back).
+    log2(P) hops of the whole of `x`, and two more where P is not a power of two (ranks beyond the
+    largest one hand theirs to a partner first and get the result back).
 
     Args:
         x: A tree of arrays.
@@ -152,7 +161,9 @@ def doubling(x: Arrays, axis_name: Hashable, combine: Callable[[Arrays, Arrays],
     return x
 
 
-def ring_sum(x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None = None) -> jax.Array:
+def ring_sum(
+    x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None = None
+) -> jax.Array:
     """Sums over ranks by a ring: P-1 hops that reduce, P-1 that gather, each of 1/P of the vector.
 
     The same bits on every rank; each block is summed in ring order, beginning with another rank.
@@ -175,8 +186,11 @@ def ring_sum(x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None 
 
     moving = block(rank)
     for hop in range(1, size):
-        moving = jax.lax.ppermute(round_for_wire(moving, wire), axis_name, ring).astype(x.dtype) + block(rank - hop)
-    # This rank now holds the finished block `rank + 1`; it is rounded before it leaves so that all hold the same bits.
+        moving = jax.lax.ppermute(round_for_wire(moving, wire), axis_name, ring).astype(
+            x.dtype
+        ) + block(rank - hop)
+    # This rank now holds the finished block `rank + 1`; it is rounded before it leaves so that all
+    # hold the same bits.
     moving = round_for_wire(moving, wire)
     out = jnp.zeros_like(blocks, dtype=wire)
     for hop in range(size):
@@ -185,11 +199,14 @@ def ring_sum(x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None 
     return out.astype(x.dtype).reshape(x.shape)
 
 
-def sum_scatter(x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None = None) -> jax.Array:
-    """Returns this rank's block of a vector's sum over ranks, in rank order. The length is a multiple of the ranks.
+def sum_scatter(
+    x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None = None
+) -> jax.Array:
+    """Returns this rank's block of a vector's sum over ranks, in rank order. The length is a
+    multiple of the ranks.
 
-    An all-to-all and a local sum, which is what a reduce-scatter over MPI comes to anyway: `psum_scatter` scatters the
-    wrong dimension under two `vmap`s.
+    An all-to-all and a local sum, which is what a reduce-scatter over MPI comes to anyway:
+    `psum_scatter` scatters the wrong dimension under two `vmap`s.
     """
     size = jax.lax.axis_size(axis_name)
     if size == 1:
@@ -208,7 +225,9 @@ def sum_rows(x: jax.Array) -> jax.Array:
 
 
 def gather(x: jax.Array, axis_name: Hashable | tuple[Hashable, ...]) -> jax.Array:
-    """Gathers every rank's `x` along a new first axis, over one axis, several (the last varies fastest), or none."""
+    """Gathers every rank's `x` along a new first axis, over one axis, several (the last varies
+    fastest), or none.
+    """
     rows = x[None]
     # One axis after the other: `vmap` cannot gather over two at once.
     for name in reversed(axis_name if isinstance(axis_name, tuple) else (axis_name,)):

@@ -1,4 +1,6 @@
-"""The mean of the step before: synchronous data parallelism whose exchange runs during the next step's computation."""
+"""The mean of the step before: synchronous data parallelism whose exchange runs during the next
+step's computation.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,27 @@ class DelayedMeanState(NamedTuple):
     rank_local = RankLocal(unsent=("pending",), maybe_empty=("pending", "inner"))
 
 
-def delayed_mean(optimizer: optax.GradientTransformation, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
-    """Steps on the mean of the gradients of the step before, and leaves this step's for the next one.
+def delayed_mean(
+    optimizer: optax.GradientTransformation, axis_name: AxisName
+) -> optax.GradientTransformationExtraArgs:
+    """Steps on the mean of the gradients of the step before, and leaves this step's for the next
+    one.
 
-    The exchange depends on the state alone: it is carried, and travels while this step computes. At best a step takes
-    as long as the longer of the two. The gradient is one step old: it was computed on the parameters before the last
-    update. The first step sees a gradient of zeros. Parameters and the optimizer's state are the same bits on every
-    rank; `pending` is the rank's own. Deterministic.
+    The exchange depends on the state alone: it is carried, and travels while this step computes. At
+    best a step takes as long as the longer of the two. The gradient is one step old: it was
+    computed on the parameters before the last update. The first step sees a gradient of zeros.
+    Parameters and the optimizer's state are the same bits on every rank; `pending` is the rank's
+    own. Deterministic.
 
     ```python
     tx = jaxcross.exchange.delayed_mean(optax.adamw(1e-3), "batch")
     updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
     ```
 
-    The bits are those of `asynchronous(delays=1)`. That simulator takes any schedule of delays from a queue, which its
-    exchange has to wait for; here nothing stands between the state and the exchange. The same without the delay is
-    `optax.chain(jaxcross.exchange.mean(axis_name), optimizer)`.
+    The bits are those of `asynchronous(delays=1)`. That simulator takes any schedule of delays from
+    a queue, which its exchange has to wait for; here nothing stands between the state and the
+    exchange. The same without the delay is `optax.chain(jaxcross.exchange.mean(axis_name),
+    optimizer)`.
 
     A job that ends leaves the last gradients pending, and no rank applies them.
 
@@ -59,10 +66,11 @@ def delayed_mean(optimizer: optax.GradientTransformation, axis_name: AxisName) -
 
     Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
-    Source: one step of delay in Agarwal and Duchi, arXiv 1104.5525; overlapped with computation: Sun et al., arXiv
-    2401.16265 (CO2), Nabli et al., arXiv 2406.02613 (ACCO).
+    Source: one step of delay in Agarwal and Duchi, arXiv 1104.5525; overlapped with computation:
+    Sun et al., arXiv 2401.16265 (CO2), Nabli et al., arXiv 2406.02613 (ACCO).
     """
     names = axis_names(axis_name)
     inner = optimizer_in(optimizer, "`delayed_mean`")
@@ -71,9 +79,14 @@ def delayed_mean(optimizer: optax.GradientTransformation, axis_name: AxisName) -
         return DelayedMeanState(jax.tree.map(jnp.zeros_like, params), inner.init(params))
 
     def update(
-        updates: optax.Updates, state: DelayedMeanState, params: optax.Params | None = None, **extra: Any
+        updates: optax.Updates,
+        state: DelayedMeanState,
+        params: optax.Params | None = None,
+        **extra: Any,
     ) -> tuple[optax.Updates, DelayedMeanState]:
-        due = jax.tree.map(lambda p, g: jax.lax.pmean(p, names).astype(g.dtype), state.pending, updates)
+        due = jax.tree.map(
+            lambda p, g: jax.lax.pmean(p, names).astype(g.dtype), state.pending, updates
+        )
         pending = jax.tree.map(lambda p, g: jnp.asarray(g, p.dtype), state.pending, updates)
         due, inner_state = inner.update(due, state.inner, params, **extra)
         return due, DelayedMeanState(pending, inner_state)

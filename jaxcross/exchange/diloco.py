@@ -11,7 +11,14 @@ import optax
 from jaxcross.exchange.collectives import AxisName, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import copied, end_round, model_of, next_in_round, outer_step, pseudo_gradient
+from jaxcross.exchange.rounds import (
+    copied,
+    end_round,
+    model_of,
+    next_in_round,
+    outer_step,
+    pseudo_gradient,
+)
 from jaxcross.exchange.validation import mean_of, optimizer_in, require_params, whole_number
 
 
@@ -20,7 +27,8 @@ class DiLoCoState(NamedTuple):
 
     Attributes:
         since: Local steps since the last exchange, int32.
-        anchor: Like the parameters, and the same bits on every rank: where this round began. The model to evaluate.
+        anchor: Like the parameters, and the same bits on every rank: where this round began. The
+            model to evaluate.
         outer: State of the outer optimizer, the same bits on every rank.
         inner: State of this rank's own optimizer.
     """
@@ -38,17 +46,24 @@ class DiLoCoState(NamedTuple):
 
 
 def diloco(
-    inner: optax.GradientTransformation, outer: optax.GradientTransformation, axis_name: AxisName, *, every: int
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation,
+    axis_name: AxisName,
+    *,
+    every: int,
 ) -> optax.GradientTransformationExtraArgs:
-    """Takes `every` local steps on each rank, then one step of `outer` on the mean way that the ranks went back.
+    """Takes `every` local steps on each rank, then one step of `outer` on the mean way that the
+    ranks went back.
 
-    At the end of a round with the anchor `a` and this rank's parameters `x`, `outer` steps from `a` on the
-    pseudo-gradient `mean_over_ranks(a - x)`, and every rank goes on from the result, which is the next anchor. With
-    `outer=optax.sgd(1.0)` that is the mean of the parameters, as `local_sgd` makes it without an anchor.
+    At the end of a round with the anchor `a` and this rank's parameters `x`, `outer` steps from `a`
+    on the pseudo-gradient `mean_over_ranks(a - x)`, and every rank goes on from the result, which
+    is the next anchor. With `outer=optax.sgd(1.0)` that is the mean of the parameters, as
+    `local_sgd` makes it without an anchor.
 
-    Parameters differ between ranks within a round, and after it by one rounding. The inner optimizer's state is this
-    rank's own, never averaged: save it, and the parameters, per rank. The anchor (`state.anchor`) is the model to
-    evaluate; `jaxcross.exchange.finish` returns it. Every rank must begin with the same parameters. Deterministic.
+    Parameters differ between ranks within a round, and after it by one rounding. The inner
+    optimizer's state is this rank's own, never averaged: save it, and the parameters, per rank. The
+    anchor (`state.anchor`) is the model to evaluate; `jaxcross.exchange.finish` returns it. Every
+    rank must begin with the same parameters. Deterministic.
 
     ```python
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -60,19 +75,22 @@ def diloco(
         inner: Steps on this rank's gradients.
         outer: Steps on the pseudo-gradient, once a round; a schedule in it counts rounds.
         axis_name: One axis or several.
-        every: Steps of a round; the first exchange is in step `every`. If `inner` is SGD with momentum 0.9, rounds of
-            less than 7 steps diverge at many rates with the outer optimizer above: take more, or momentum 0.5 in it.
+        every: Steps of a round; the first exchange is in step `every`. If `inner` is SGD with
+            momentum 0.9, rounds of less than 7 steps diverge at many rates with the outer optimizer
+            above: take more, or momentum 0.5 in it.
 
     Raises:
-        ValueError: `every` is not a positive whole number, or `inner` or `outer` is not an optimizer; `update` got no
-            `params`.
+        ValueError: `every` is not a positive whole number, or `inner` or `outer` is not an
+            optimizer; `update` got no `params`.
 
-    Memory above the inner optimizer's: the anchor and the outer state, twice the parameters with momentum.
+    Memory above the inner optimizer's: the anchor and the outer state, twice the parameters with
+    momentum.
 
-    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0 otherwise.
+    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0
+    otherwise.
 
-    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes, and every rank
-    calls it in the same step.
+    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes,
+    and every rank calls it in the same step.
 
     Source: Douillard et al., arXiv 2311.08105, algorithm 1.
     """
@@ -81,7 +99,9 @@ def diloco(
     local, beyond = optimizer_in(inner, "`diloco`"), optimizer_in(outer, "`diloco`")
 
     def init(params: optax.Params) -> DiLoCoState:
-        return DiLoCoState(jnp.zeros((), jnp.int32), copied(params), beyond.init(params), local.init(params))
+        return DiLoCoState(
+            jnp.zeros((), jnp.int32), copied(params), beyond.init(params), local.init(params)
+        )
 
     def merge(
         mine: optax.Params, state: tuple[optax.Params, optax.OptState]
@@ -97,7 +117,9 @@ def diloco(
         params = require_params(params, "`diloco`")
         updates, inner_state = local.update(updates, state.inner, params, **extra)
         since = next_in_round(state.since, every)
-        updates, (anchor, outer_state) = end_round(since, every, merge, updates, params, (state.anchor, state.outer))
+        updates, (anchor, outer_state) = end_round(
+            since, every, merge, updates, params, (state.anchor, state.outer)
+        )
         return updates, DiLoCoState(since, anchor, outer_state, inner_state)
 
     return exchange_once("diloco", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]

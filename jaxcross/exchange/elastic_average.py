@@ -1,4 +1,6 @@
-"""Elastic averaging (EASGD): springs between every rank's parameters and a centre that all ranks hold."""
+"""Elastic averaging (EASGD): springs between every rank's parameters and a centre that all ranks
+hold.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from jaxcross.exchange.collectives import AxisName, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import next_in_round
-from jaxcross.exchange.validation import add_moves, as_number, optimizer_in, require_params, sum_of, whole_number
+from jaxcross.exchange.validation import (
+    add_moves,
+    as_number,
+    optimizer_in,
+    require_params,
+    sum_of,
+    whole_number,
+)
 
 
 class ElasticAverageState(NamedTuple):
@@ -39,12 +48,14 @@ def elastic_average(
     alpha: float,
     beta: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Pulls each rank's parameters towards a centre, and the centre towards them, at every `every`-th step.
+    """Pulls each rank's parameters towards a centre, and the centre towards them, at every
+    `every`-th step.
 
-    Both from the parameters `x` that the step began with, `c` the centre: `x <- x + u - alpha (x - c)` and
-    `c <- c + beta sum_over_ranks(x - c)`. What is exchanged does not depend on the step's gradient, so it can travel
-    while that is computed. Each rank explores on its own: parameters and the optimizer's state are per rank, the centre
-    (`state.centre`) is the model to evaluate. Deterministic.
+    Both from the parameters `x` that the step began with, `c` the centre: `x <- x + u - alpha (x -
+    c)` and `c <- c + beta sum_over_ranks(x - c)`. What is exchanged does not depend on the step's
+    gradient, so it can travel while that is computed. Each rank explores on its own: parameters and
+    the optimizer's state are per rank, the centre (`state.centre`) is the model to evaluate.
+    Deterministic.
 
     ```python
     tx = jaxcross.exchange.elastic_average(optax.sgd(0.1), "batch", every=4, alpha=0.9 / world.size)
@@ -55,29 +66,34 @@ def elastic_average(
         optimizer: Steps on this rank's gradients.
         axis_name: One axis or several.
         every: Steps from one exchange to the next.
-        alpha: Of the distance to the centre, the part that a rank goes, in [0, 1]; 0: ranks train alone.
-        beta: Of the distance to each rank, the part that the centre goes; `alpha` if None, which conserves the sum of
-            parameters and centre.
+        alpha: Of the distance to the centre, the part that a rank goes, in [0, 1]; 0: ranks train
+            alone.
+        beta: Of the distance to each rank, the part that the centre goes; `alpha` if None, which
+            conserves the sum of parameters and centre.
 
     Raises:
-        ValueError: An argument is out of its range; `beta` times the ranks exceeds 1, so that the centre would jump
-            beyond the mean, or both are 1, so that parameters and centre swap (at the first trace); `update` got no
-            `params`.
+        ValueError: An argument is out of its range; `beta` times the ranks exceeds 1, so that the
+            centre would jump beyond the mean, or both are 1, so that parameters and centre swap (at
+            the first trace); `update` got no `params`.
 
-    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0 otherwise and with `beta=0`.
+    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0 otherwise
+    and with `beta=0`.
 
-    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes, and every rank
-    calls it in the same step.
+    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes,
+    and every rank calls it in the same step.
 
-    Source: Zhang, Choromanska, LeCun, arXiv 1412.6651, equations 3 and 4 (their alpha = eta rho; their beta is our beta
-    times the ranks).
+    Source: Zhang, Choromanska, LeCun, arXiv 1412.6651, equations 3 and 4 (their alpha = eta rho;
+    their beta is our beta times the ranks).
     """
     every = whole_number(every, "every", "`elastic_average`")
     names = axis_names(axis_name)
     given = {"alpha": alpha, "beta": alpha if beta is None else beta}
     for name, value in given.items():
         if not 0 <= as_number(value) <= 1:
-            raise ValueError(f"`{name}` of `elastic_average` is `{value!r}`: it is part of a distance, in [0, 1].")
+            raise ValueError(
+                f"`{name}` of `elastic_average` is `{value!r}`: it is part of a distance, in [0, "
+                "1]."
+            )
     alpha, pull = map(as_number, given.values())
     inner = optimizer_in(optimizer, "`elastic_average`")
 
@@ -87,7 +103,10 @@ def elastic_average(
         return ElasticAverageState(jnp.zeros((), jnp.int32), centre, inner.init(params))
 
     def update(
-        updates: optax.Updates, state: ElasticAverageState, params: optax.Params | None = None, **extra: Any
+        updates: optax.Updates,
+        state: ElasticAverageState,
+        params: optax.Params | None = None,
+        **extra: Any,
     ) -> tuple[optax.Updates, ElasticAverageState]:
         params = require_params(params, "`elastic_average`")
         _check(alpha, pull, jax.lax.psum(1, names))
@@ -99,9 +118,13 @@ def elastic_average(
             # A pull of 0 is none, also of what is not finite: 0 times NaN is NaN.
             pulled, centre = updates, state.centre
             if alpha:
-                pulled = add_moves(updates, jax.tree.map(lambda d: (-alpha * d).astype(d.dtype), away))
+                pulled = add_moves(
+                    updates, jax.tree.map(lambda d: (-alpha * d).astype(d.dtype), away)
+                )
             if pull:
-                centre = add_moves(centre, jax.tree.map(lambda d: (pull * d).astype(d.dtype), total))
+                centre = add_moves(
+                    centre, jax.tree.map(lambda d: (pull * d).astype(d.dtype), total)
+                )
             return pulled, centre
 
         since = next_in_round(state.since, every)
@@ -111,17 +134,21 @@ def elastic_average(
             updates, centre = jax.lax.cond(since == 0, exchange, lambda: (updates, state.centre))
         return updates, ElasticAverageState(since, centre, inner_state)
 
-    return exchange_once("elastic_average", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once(
+        "elastic_average", names, optax.GradientTransformationExtraArgs(init, update)
+    )  # pyright: ignore[reportArgumentType]
 
 
 def _check(alpha: float, pull: float, ranks: int) -> None:
     if pull * ranks > 1 + 1e-6:
         raise ValueError(
-            f"`beta` of `elastic_average` is `{pull}` and the axis has {ranks} ranks: together they pull the centre by"
-            f" {pull * ranks:.3g} of the distance to their mean, beyond it. Take at most 1 / P, {1 / ranks:.3g}."
+            f"`beta` of `elastic_average` is `{pull}` and the axis has {ranks} ranks: together "
+            f"they pull the centre by {pull * ranks:.3g} of the distance to their mean, beyond it. "
+            f"Take at most 1 / P, {1 / ranks:.3g}."
         )
     if alpha + pull * ranks > 2 - 1e-6:
         raise ValueError(
-            f"`alpha` of `elastic_average` is `{alpha}` and `beta` `{pull}`, on {ranks} ranks: parameters and centre"
-            " change places at every exchange and never meet. Take a smaller `alpha`, for example 0.5."
+            f"`alpha` of `elastic_average` is `{alpha}` and `beta` `{pull}`, on {ranks} ranks: "
+            "parameters and centre change places at every exchange and never meet. Take a smaller "
+            "`alpha`, for example 0.5."
         )

@@ -1,8 +1,10 @@
-"""Checks by its jaxpr that an optimizer works element by element, as one must that steps flat parts of leaves.
+"""Checks by its jaxpr that an optimizer works element by element, as one must that steps flat parts
+of leaves.
 
-A rank that steps a flat 1/P of every leaf computes the right update only if each element of it depends on the same
-element of gradients, state and parameters, and on scalars. The check follows every value of the traced update through
-the jaxpr and gives it a level: a number that grows with what the value may depend on.
+A rank that steps a flat 1/P of every leaf computes the right update only if each element of it
+depends on the same element of gradients, state and parameters, and on scalars. The check follows
+every value of the traced update through the jaxpr and gives it a level: a number that grows with
+what the value may depend on.
 """
 
 from __future__ import annotations
@@ -27,15 +29,20 @@ _ACROSS = re.compile(
     r"|svd|qr|eigh?|cholesky|lu|schur|triangular_solve|householder"
 )
 # Primitives that may put an element in the place of another.
-_MOVES = re.compile(r"slice|dynamic_(update_)?slice|split|concatenate|gather|scatter|rev|transpose|pad")
-# Random bits have the shape of a part: every rank would draw the same ones for different parts of a leaf.
+_MOVES = re.compile(
+    r"slice|dynamic_(update_)?slice|split|concatenate|gather|scatter|rev|transpose|pad"
+)
+# Random bits have the shape of a part: every rank would draw the same ones for different parts of a
+# leaf.
 _DRAWS = re.compile(r"random_bits|random_gamma|rng_")
 _CALLS = INLINED | {"cond"}
 # Primitives that differ between a leaf and its flat part, and compute nothing.
 _SHAPES = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
 # Levels in ascending order: what an element of a value depends on.
 _NOTHING = 0  # neither on updates nor on parameters
-_POSITIONS = 1  # on its position alone, as the numbers of `iota` do: a rank's part would count from 0 again
+_POSITIONS = (
+    1  # on its position alone, as the numbers of `iota` do: a rank's part would count from 0 again
+)
 _ELEMENT = 2  # on the same element of updates, state and parameters
 _JOINED = 3  # as before, in a vector of whole leaves, as `optax.flatten` makes it
 _CUT = 4  # as before, in a piece that was cut out of such a vector
@@ -55,7 +62,8 @@ def check_elementwise(
     instead: str = "put such an optimizer behind `jaxcross.exchange.mean`",
     **extra: Any,
 ) -> None:
-    """Refuses an optimizer that treats flat parts of leaves differently from leaves. Computes nothing.
+    """Refuses an optimizer that treats flat parts of leaves differently from leaves. Computes
+    nothing.
 
     Args:
         optimizer: Optimizer that was given to `what`.
@@ -72,7 +80,9 @@ def check_elementwise(
     """
 
     def traced(updates: optax.Updates, state: optax.OptState, params: optax.Params | None) -> Jaxpr:
-        made = jax.make_jaxpr(lambda *args: optimizer.update(*args, **extra))(updates, state, params)
+        made = jax.make_jaxpr(lambda *args: optimizer.update(*args, **extra))(
+            updates, state, params
+        )
         return compat.open_jaxpr(made)[0]
 
     (updates, params), state, whole = _types(part), _types(state), _types(whole)
@@ -80,27 +90,34 @@ def check_elementwise(
     name = _exchange_over(on_part, axis)
     if name is not None:
         raise ValueError(
-            f"the optimizer of {what} exchanges over `{axis}` itself, by `{name}`: every rank steps another part of"
-            " each leaf, and different elements would mix. It gets the mean of the gradients: leave the exchange out."
+            f"the optimizer of {what} exchanges over `{axis}` itself, by `{name}`: every rank "
+            "steps another part of each leaf, and different elements would mix. It gets the mean "
+            "of the gradients: leave the exchange out."
         )
-    level, where = _of_updates(on_part, *(jax.tree.leaves(tree) for tree in (updates, state, params)))
-    # A piece that was cut out of joined leaves is allowed: `optax.flatten` takes the vector apart as it joined it.
+    level, where = _of_updates(
+        on_part, *(jax.tree.leaves(tree) for tree in (updates, state, params))
+    )
+    # A piece that was cut out of joined leaves is allowed: `optax.flatten` takes the vector apart
+    # as it joined it.
     if level in (_POSITIONS, _OTHERS):
         raise ValueError(
-            f"the optimizer of {what} does not work element by element: its updates depend on {where}. It is"
-            " given flat parts of the leaves, and would take a norm, for example, of a part. Remedy:"
-            f" {instead}."
+            f"the optimizer of {what} does not work element by element: its updates depend on "
+            f"{where}. It is given flat parts of the leaves, and would take a norm, for example, "
+            f"of a part. Remedy: {instead}."
         )
-    # The levels see what crosses elements, not what looks at shapes: a mask by `ndim` chooses other operations for flat
-    # parts. So the same operations must be traced for whole leaves, in the same order and with the same numbers.
+    # The levels see what crosses elements, not what looks at shapes: a mask by `ndim` chooses other
+    # operations for flat parts. So the same operations must be traced for whole leaves, in the same
+    # order and with the same numbers.
     start = jax.eval_shape(optimizer.init, whole[0] if whole[1] is None else whole[1])
     on_whole = traced(whole[0], start, whole[1])
-    for leaf, flat in itertools.zip_longest(_operations(on_whole), _operations(on_part), fillvalue="nothing"):
+    for leaf, flat in itertools.zip_longest(
+        _operations(on_whole), _operations(on_part), fillvalue="nothing"
+    ):
         if leaf != flat:
             raise ValueError(
-                f"the optimizer of {what} computes `{leaf}` on leaves where it computes `{flat}` on flat parts of them,"
-                " which is what it is given: it looks at shapes, perhaps in a `mask` that is a function. Make a"
-                " tree of booleans of that."
+                f"the optimizer of {what} computes `{leaf}` on leaves where it computes `{flat}` "
+                "on flat parts of them, which is what it is given: it looks at shapes, perhaps in "
+                "a `mask` that is a function. Make a tree of booleans of that."
             )
 
 
@@ -121,8 +138,11 @@ def _exchange_over(jaxpr: Jaxpr, axis: Hashable | None) -> str | None:
 
 
 def _types(tree: PyTree) -> PyTree:
-    # Shape and element type alone: other properties, such as the axes over which values vary, would differ in traces.
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda x: x, tree))
+    # Shape and element type alone: other properties, such as the axes over which values vary, would
+    # differ in traces.
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda x: x, tree)
+    )
 
 
 def _of_updates(
@@ -131,11 +151,13 @@ def _of_updates(
     state: Sequence[jax.ShapeDtypeStruct],
     params: Sequence[jax.ShapeDtypeStruct],
 ) -> _Level:
-    """Returns the highest level of the new updates, whatever earlier steps have put into the state."""
+    """Returns the highest level of the new updates, whatever earlier steps have put into the
+    state.
+    """
     elements: _Level = (_ELEMENT, "")
     sizes = {math.prod(x.shape) for x in (*updates, *params) if x.ndim}
-    # A scalar of the state is a counter until a step makes it from elements. Levels of the state only grow from one
-    # step to the next, so this ends.
+    # A scalar of the state is a counter until a step makes it from elements. Levels of the state
+    # only grow from one step to the next, so this ends.
     levels = [(_NOTHING, "") if x.ndim == 0 else elements for x in state]
     while True:
         out = _levels(jaxpr, [elements] * len(updates) + levels + [elements] * len(params), sizes)
@@ -173,21 +195,32 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
             made = [(_POSITIONS, "`iota`")]
         elif inner := [compat.open_jaxpr(sub)[0] for sub in compat.sub_jaxprs(eqn)]:
             if name in _CALLS:
-                # The body's arguments are the last operands. Results of `cond` depend on its index, too.
-                bodies = [_levels(sub, operands[len(operands) - len(sub.invars) :], sizes) for sub in inner]
+                # The body's arguments are the last operands. Results of `cond` depend on its index,
+                # too.
+                bodies = [
+                    _levels(sub, operands[len(operands) - len(sub.invars) :], sizes)
+                    for sub in inner
+                ]
                 chosen = operands[0] if name == "cond" else (_NOTHING, "")
                 made = [max(chosen, *levels) for levels in zip(*bodies, strict=True)]
             else:
-                # In a loop any value may reach any other one. A kernel returns nothing, but writes its results into
-                # references: there a primitive that crosses elements counts as soon as it is in the body.
+                # In a loop any value may reach any other one. A kernel returns nothing, but writes
+                # its results into references: there a primitive that crosses elements counts as
+                # soon as it is in the body.
                 bodies = [_levels(sub, [highest] * len(sub.invars), sizes) for sub in inner]
-                written = [(_OTHERS, f"`{n}`") for sub in inner if highest[0] and not sub.outvars for n in _across(sub)]
+                written = [
+                    (_OTHERS, f"`{n}`")
+                    for sub in inner
+                    if highest[0] and not sub.outvars
+                    for n in _across(sub)
+                ]
                 made = [max([highest, *written, *itertools.chain(*bodies)])] * len(made)
         elif highest[0] == _POSITIONS:
             # A scalar made from positions, for example their largest, is a number like any other.
             made = [highest if _shape(v) else (_NOTHING, "") for v in eqn.outvars]
         elif counted and highest[0] < _OTHERS:
-            # Elements meet positions: the update depends on where in the leaf, or in its part, an element is.
+            # Elements meet positions: the update depends on where in the leaf, or in its part, an
+            # element is.
             made = [(_OTHERS, counted[0][1])] * len(made)
         elif _ELEMENT <= highest[0] < _OTHERS:
             made = [max(highest, (_moved(eqn, operands, v), f"`{name}`")) for v in eqn.outvars]
@@ -196,10 +229,15 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
 
 
 def _moved(eqn: Equation, operands: Sequence[_Level], made: Var) -> int:
-    """Returns the level that an equation itself gives one of its results: whether elements keep their positions."""
+    """Returns the level that an equation itself gives one of its results: whether elements keep
+    their positions.
+    """
     name, size = eqn.primitive.name, _size(made)
-    held = [(v, level) for v, (level, _) in zip(eqn.invars, operands, strict=True) if level >= _ELEMENT]
-    # Rows of the same length are stacked or separated: a column of the result still holds one position of each.
+    held = [
+        (v, level) for v, (level, _) in zip(eqn.invars, operands, strict=True) if level >= _ELEMENT
+    ]
+    # Rows of the same length are stacked or separated: a column of the result still holds one
+    # position of each.
     rows = len(_shape(made)) > 1 or len(_shape(eqn.invars[0])) > 1
     rows = rows and all(_shape(v)[-1:] == _shape(made)[-1:] for v, _ in held)
     if rows and name in ("concatenate", "stack", "slice", "split"):
@@ -211,7 +249,8 @@ def _moved(eqn: Equation, operands: Sequence[_Level], made: Var) -> int:
     if name == "concatenate":
         return _JOINED if all(level == _ELEMENT for _, level in held) else _OTHERS
     if name in ("slice", "split"):
-        # A piece of joined leaves may be one of the leaves again; a piece of a leaf holds elements of other positions.
+        # A piece of joined leaves may be one of the leaves again; a piece of a leaf holds elements
+        # of other positions.
         if _size(eqn.invars[0]) == size:
             return _ELEMENT
         return _CUT if operands[0][0] == _JOINED else _OTHERS
@@ -235,10 +274,17 @@ def _across(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _operations(jaxpr: Jaxpr) -> Iterator[str]:
-    """Yields the primitives that compute something, in order, each with the literals among its operands."""
+    """Yields the primitives that compute something, in order, each with the literals among its
+    operands.
+    """
     for eqn in jaxpr.eqns:
         inner = list(compat.sub_jaxprs(eqn))
         for sub in inner:
             yield from _operations(compat.open_jaxpr(sub)[0])
         if not inner and eqn.primitive.name not in _SHAPES:
-            yield " ".join([eqn.primitive.name, *(str(v.val) for v in eqn.invars if isinstance(v, compat.Literal))])
+            yield " ".join(
+                [
+                    eqn.primitive.name,
+                    *(str(v.val) for v in eqn.invars if isinstance(v, compat.Literal)),
+                ]
+            )

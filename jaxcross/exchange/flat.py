@@ -1,4 +1,6 @@
-"""A tree of arrays as one padded vector, and back: what ring, halving and bit-packing patterns work on."""
+"""A tree of arrays as one padded vector, and back: what ring, halving and bit-packing patterns work
+on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from jaxcross._pytree import PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Position of each leaf of a tree in its vector. Static: knows shapes and types, holds no array.
+    """Position of each leaf of a tree in its vector. Static: knows shapes and types, holds no
+    array.
 
     Attributes:
         treedef: Structure of the tree.
@@ -41,8 +44,12 @@ class Layout:
         return self.bounds[-1]
 
     def ravel(self, tree: PyTree) -> jax.Array:
-        """Returns the tree's leaves one after the other, cast to `dtype`, padded with zeros. Copies."""
-        parts = [jnp.asarray(x).reshape(-1).astype(self.dtype) for x in self.treedef.flatten_up_to(tree)]
+        """Returns the tree's leaves one after the other, cast to `dtype`, padded with zeros.
+        Copies.
+        """
+        parts = [
+            jnp.asarray(x).reshape(-1).astype(self.dtype) for x in self.treedef.flatten_up_to(tree)
+        ]
         if self.length > self.size:
             parts.append(jnp.zeros(self.length - self.size, self.dtype))
         return jnp.concatenate(parts) if parts else jnp.zeros(0, self.dtype)
@@ -73,4 +80,6 @@ def layout(tree: PyTree, *, multiple: int = 1, dtype: DTypeLike | None = None) -
     bounds = tuple(itertools.accumulate((math.prod(s) for s in shapes), initial=0))
     length = -(-bounds[-1] // multiple) * multiple
     dtype = jnp.dtype(dtype)
-    return Layout(treedef=treedef, shapes=shapes, dtypes=dtypes, bounds=bounds, length=length, dtype=dtype)
+    return Layout(
+        treedef=treedef, shapes=shapes, dtypes=dtypes, bounds=bounds, length=length, dtype=dtype
+    )

@@ -1,6 +1,8 @@
-"""A tree of arrays cut into fragments of equal size: even parts of the vector that its leaves would form.
+"""A tree of arrays cut into fragments of equal size: even parts of the vector that its leaves would
+form.
 
-A fragment is a vector of its own, so that work on one touches no other, and no copy of the whole tree is ever made.
+A fragment is a vector of its own, so that work on one touches no other, and no copy of the whole
+tree is ever made.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from jaxcross.exchange.validation import is_float
 
 
 class Piece(NamedTuple):
-    """Attributes: `leaf`, position of a leaf of the tree; `start` and `stop`, of its elements, row after row;
-    `shape`, the leaf's where the piece is all of it, else `[stop - start]`.
+    """Attributes: `leaf`, position of a leaf of the tree; `start` and `stop`, of its elements, row
+    after row; `shape`, the leaf's where the piece is all of it, else `[stop - start]`.
     """
 
     leaf: int
@@ -40,7 +42,8 @@ class Fragments:
     """The cut of a tree. Static: knows shapes and types, holds no array.
 
     Attributes:
-        pieces: Of each fragment, in the order of the tree's leaves. Leaves that are not floating-point are in none.
+        pieces: Of each fragment, in the order of the tree's leaves. Leaves that are not
+            floating-point are in none.
         width: Elements of a fragment's vector, which ends with zeros.
         dtype: Element type of the vectors, float32 at least.
     """
@@ -53,13 +56,15 @@ class Fragments:
         """Returns a fragment of a tree as a vector. Copies."""
         parts = self.parts(tree, fragment)
         missing = self.width - sum(part.size for part in parts)
-        return jnp.concatenate([*(part.reshape(-1) for part in parts), jnp.zeros(missing, self.dtype)])
+        return jnp.concatenate(
+            [*(part.reshape(-1) for part in parts), jnp.zeros(missing, self.dtype)]
+        )
 
     def parts(self, tree: PyTree, fragment: int) -> list[jax.Array]:
         """Returns the pieces of a fragment of a tree, each in its shape, all in the vectors' type.
 
-        What is done piece by piece needs no vector; making one reads and writes all its memory once more. XLA writes a
-        leaf in place only if its shape does not change on the way.
+        What is done piece by piece needs no vector; making one reads and writes all its memory once
+        more. XLA writes a leaf in place only if its shape does not change on the way.
         """
         leaves = jax.tree.leaves(tree)
         return [p.of(leaves[p.leaf]).astype(self.dtype) for p in self.pieces[fragment]]
@@ -67,8 +72,13 @@ class Fragments:
     def split(self, vector: jax.Array, fragment: int) -> list[jax.Array]:
         """Returns the pieces of a fragment's vector, each in its shape."""
         pieces = self.pieces[fragment]
-        bounds = itertools.pairwise(itertools.accumulate((p.stop - p.start for p in pieces), initial=0))
-        return [vector[start:stop].reshape(p.shape) for p, (start, stop) in zip(pieces, bounds, strict=True)]
+        bounds = itertools.pairwise(
+            itertools.accumulate((p.stop - p.start for p in pieces), initial=0)
+        )
+        return [
+            vector[start:stop].reshape(p.shape)
+            for p, (start, stop) in zip(pieces, bounds, strict=True)
+        ]
 
     def put(self, tree: PyTree, fragment: int, parts: Sequence[jax.Array]) -> PyTree:
         """Returns the tree with the pieces of a fragment replaced, in the leaves' own types."""
@@ -76,7 +86,9 @@ class Fragments:
         for piece, part in zip(self.pieces[fragment], parts, strict=True):
             old, new = leaves[piece.leaf], part.astype(leaves[piece.leaf].dtype)
             if piece.shape != old.shape:
-                new = jax.lax.dynamic_update_slice(old.reshape(-1), new, (piece.start,)).reshape(old.shape)
+                new = jax.lax.dynamic_update_slice(old.reshape(-1), new, (piece.start,)).reshape(
+                    old.shape
+                )
             leaves[piece.leaf] = new
         return jax.tree.unflatten(treedef, leaves)
 
@@ -99,11 +111,20 @@ def cut(tree: PyTree, fragments: int, *, multiple: int = 1) -> Fragments:
     return Fragments(pieces=pieces, width=-(-share // multiple) * multiple, dtype=jnp.dtype(dtype))
 
 
-def _pieces(shapes: Mapping[int, tuple[int, ...]], bounds: Sequence[int], start: int, stop: int) -> tuple[Piece, ...]:
+def _pieces(
+    shapes: Mapping[int, tuple[int, ...]], bounds: Sequence[int], start: int, stop: int
+) -> tuple[Piece, ...]:
     """Returns what lies between two places of the vector of all leaves."""
     found = []
     for (leaf, shape), (low, high) in zip(shapes.items(), itertools.pairwise(bounds), strict=True):
         begin, end = max(start, low), min(stop, high)
         if begin < end:
-            found.append(Piece(leaf, begin - low, end - low, shape if (begin, end) == (low, high) else (end - begin,)))
+            found.append(
+                Piece(
+                    leaf,
+                    begin - low,
+                    end - low,
+                    shape if (begin, end) == (low, high) else (end - begin,),
+                )
+            )
     return tuple(found)

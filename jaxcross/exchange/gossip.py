@@ -1,4 +1,6 @@
-"""Gossip (decentralised parallel SGD): ranks average their parameters with neighbours on a graph."""
+"""Gossip (decentralised parallel SGD): ranks average their parameters with neighbours on a
+graph.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _TOPOLOGIES = ("ring", "torus", "exponential", "complete")
 
 
 class GossipState(NamedTuple):
-    """Attributes: `round`, which of the graph's rounds is next, int32; `inner`, of this rank's own optimizer."""
+    """Attributes: `round`, which of the graph's rounds is next, int32; `inner`, of this rank's own
+    optimizer.
+    """
 
     round: jax.Array
     inner: optax.OptState
@@ -31,7 +35,9 @@ class GossipState(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One message of a round: rank `r` sends to `to[r]`, and the receiver takes it with `weight`."""
+    """One message of a round: rank `r` sends to `to[r]`, and the receiver takes it with
+    `weight`.
+    """
 
     weight: float
     to: tuple[int, ...]
@@ -44,12 +50,13 @@ def gossip(
     *,
     adapt_first: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Replaces each rank's parameters by a weighted mean of its own and its neighbours' in every step.
+    """Replaces each rank's parameters by a weighted mean of its own and its neighbours' in every
+    step.
 
-    `w_i <- sum_j W_ij w_j + u_i` with a doubly stochastic `W`, so that the mean over ranks moves as if all were
-    averaged. What is exchanged does not depend on the step's gradient and can travel while that is computed. Ranks
-    agree only in the limit: parameters and the optimizer's state are per rank, and a model to evaluate is the
-    parameters' mean. Deterministic.
+    `w_i <- sum_j W_ij w_j + u_i` with a doubly stochastic `W`, so that the mean over ranks moves as
+    if all were averaged. What is exchanged does not depend on the step's gradient and can travel
+    while that is computed. Ranks agree only in the limit: parameters and the optimizer's state are
+    per rank, and a model to evaluate is the parameters' mean. Deterministic.
 
     ```python
     tx = jaxcross.exchange.gossip(optax.sgd(0.1), "batch", "exponential")
@@ -59,26 +66,32 @@ def gossip(
     Args:
         optimizer: Steps on this rank's gradients.
         axis_name: One axis.
-        topology: `"ring"`: both neighbours, 1/3 each. `"torus"`: four neighbours on the most square grid, 1/5 each.
-            `"exponential"`: one neighbour a step, half and half, at distance 1, 2, 4, ... in turn; where the ranks are
-            a power of two, all agree after log2(P) steps without updates. `"complete"`: the mean over all.
-        adapt_first: Mix `w + u` instead of `w`: faster agreement, but the exchange waits for the gradient. With
-            `"complete"` it is then synchronous SGD.
+        topology: `"ring"`: both neighbours, 1/3 each. `"torus"`: four neighbours on the most square
+            grid, 1/5 each. `"exponential"`: one neighbour a step, half and half, at distance 1, 2,
+            4, ... in turn; where the ranks are a power of two, all agree after log2(P) steps
+            without updates. `"complete"`: the mean over all.
+        adapt_first: Mix `w + u` instead of `w`: faster agreement, but the exchange waits for the
+            gradient. With `"complete"` it is then synchronous SGD.
 
     Raises:
-        ValueError: The topology is unknown, or no grid for this number of ranks (at the first trace); `update` got no
-            `params`.
+        ValueError: The topology is unknown, or no grid for this number of ranks (at the first
+            trace); `update` got no `params`.
 
-    Bytes that a rank receives in a step, in units of its parameters': ring 2 (1 of two ranks), torus 4 (less where a
-    side is 2 or 3 long: 1 or 2 a dimension), exponential 1, complete `2(P-1)/P`.
+    Bytes that a rank receives in a step, in units of its parameters': ring 2 (1 of two ranks),
+    torus 4 (less where a side is 2 or 3 long: 1 or 2 a dimension), exponential 1, complete
+    `2(P-1)/P`.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
-    Source: Lian et al., arXiv 1705.09056, algorithm 1; one-peer exponential graph: Assran et al., arXiv 1811.10792.
+    Source: Lian et al., arXiv 1705.09056, algorithm 1; one-peer exponential graph: Assran et al.,
+    arXiv 1811.10792.
     """
     axis = collectives.one_axis(axis_name, "`gossip`")
     if topology not in _TOPOLOGIES:
-        raise ValueError(f"`topology` of `gossip` is `{topology!r}`: it is one of {', '.join(_TOPOLOGIES)}.")
+        raise ValueError(
+            f"`topology` of `gossip` is `{topology!r}`: it is one of {', '.join(_TOPOLOGIES)}."
+        )
     inner = optimizer_in(optimizer, "`gossip`")
 
     def init(params: optax.Params) -> GossipState:
@@ -107,7 +120,8 @@ def gossip(
 
 
 def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:
-    """Returns the hops of each round, which repeat in this order; the rest to 1 is the weight of the own parameters.
+    """Returns the hops of each round, which repeat in this order; the rest to 1 is the weight of
+    the own parameters.
 
     Raises:
         ValueError: `ranks` cannot form a grid.
@@ -118,24 +132,31 @@ def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:
         found = [_merge([Hop(1 / 2, tuple((r + d) % ranks for r in everyone))]) for d in distances]
         return tuple(found) or ((),)
     if topology == "complete":
-        return (_merge([Hop(1 / ranks, tuple((r + d) % ranks for r in everyone)) for d in everyone]),)
+        return (
+            _merge([Hop(1 / ranks, tuple((r + d) % ranks for r in everyone)) for d in everyone]),
+        )
     if topology == "ring":
         return (_merge([Hop(1 / 3, tuple((r + d) % ranks for r in everyone)) for d in (1, -1)]),)
     rows = next(n for n in range(math.isqrt(ranks), 0, -1) if ranks % n == 0)
     columns = ranks // rows
     if rows == 1 and ranks > 1:
         raise ValueError(
-            f"`topology` of `gossip` is `torus`, but {ranks} ranks make no grid of two or more rows. Use `ring` or"
-            " `exponential`, or a number of ranks that is not prime."
+            f"`topology` of `gossip` is `torus`, but {ranks} ranks make no grid of two or more "
+            "rows. Use `ring` or `exponential`, or a number of ranks that is not prime."
         )
     cells = [divmod(r, columns) for r in everyone]
     steps = [(0, 1), (0, -1), (1, 0), (-1, 0)]
-    hops = [Hop(1 / 5, tuple((i + di) % rows * columns + (j + dj) % columns for i, j in cells)) for di, dj in steps]
+    hops = [
+        Hop(1 / 5, tuple((i + di) % rows * columns + (j + dj) % columns for i, j in cells))
+        for di, dj in steps
+    ]
     return (_merge(hops),)
 
 
 def mixing_matrix(hops_of_round: Sequence[Hop], ranks: int) -> np.ndarray:
-    """`W` of one round in float64: row `i` holds the weights with which rank `i` takes everybody's parameters."""
+    """`W` of one round in float64: row `i` holds the weights with which rank `i` takes everybody's
+    parameters.
+    """
     matrix = np.eye(ranks) * (1 - sum(hop.weight for hop in hops_of_round))
     for hop in hops_of_round:
         for source, receiver in enumerate(hop.to):
@@ -144,7 +165,9 @@ def mixing_matrix(hops_of_round: Sequence[Hop], ranks: int) -> np.ndarray:
 
 
 def _merge(found: Sequence[Hop]) -> tuple[Hop, ...]:
-    """Removes hops to the own rank, and merges those that go the same way (small rings have one neighbour)."""
+    """Removes hops to the own rank, and merges those that go the same way (small rings have one
+    neighbour).
+    """
     weights: dict[tuple[int, ...], float] = {}
     for hop in found:
         if hop.to != tuple(range(len(hop.to))):
@@ -152,11 +175,18 @@ def _merge(found: Sequence[Hop]) -> tuple[Hop, ...]:
     return tuple(Hop(weight, to) for to, weight in weights.items())
 
 
-def _pull(vectors: Sequence[jax.Array], axis: Hashable, hops_of_round: Sequence[Hop]) -> list[jax.Array]:
-    """Returns this rank's moves in a round, by differences: ranks that agree stay where they are to the last bit."""
+def _pull(
+    vectors: Sequence[jax.Array], axis: Hashable, hops_of_round: Sequence[Hop]
+) -> list[jax.Array]:
+    """Returns this rank's moves in a round, by differences: ranks that agree stay where they are to
+    the last bit.
+    """
     pulls = [jnp.zeros_like(x) for x in vectors]
     for hop in hops_of_round:
         perm = list(enumerate(hop.to))
         got = [jax.lax.ppermute(x, axis, perm) for x in vectors]
-        pulls = [pull + hop.weight * (theirs - x) for pull, theirs, x in zip(pulls, got, vectors, strict=True)]
+        pulls = [
+            pull + hop.weight * (theirs - x)
+            for pull, theirs, x in zip(pulls, got, vectors, strict=True)
+        ]
     return pulls

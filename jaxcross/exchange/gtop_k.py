@@ -18,10 +18,11 @@ from jaxcross.exchange.validation import check_float32, check_state
 
 
 class GTopKState(NamedTuple):
-    """Steps made, and what each rank has not sent yet: float32 vectors as long as their leaves, in their tree.
+    """Steps made, and what each rank has not sent yet: float32 vectors as long as their leaves, in
+    their tree.
 
-    As `TopKState` of a flat axis. Nothing reads the steps, but with one field alone NNX, which makes dicts of states,
-    would leave no way to tell this one from parameters called `residual`.
+    As `TopKState` of a flat axis. Nothing reads the steps, but with one field alone NNX, which
+    makes dicts of states, would leave no way to tell this one from parameters called `residual`.
     """
 
     step: jax.Array
@@ -31,14 +32,20 @@ class GTopKState(NamedTuple):
 
 
 def gtop_k(
-    density: float, axis_name: Hashable, *, selection: Selection = "auto", skip: sparse.Skip = sparse.bias_or_norm
+    density: float,
+    axis_name: Hashable,
+    *,
+    selection: Selection = "auto",
+    skip: sparse.Skip = sparse.bias_or_norm,
 ) -> optax.GradientTransformation:
-    """Averages about the k largest elements of the mean of all ranks' k largest elements: at most k of D are not zero.
+    """Averages about the k largest elements of the mean of all ranks' k largest elements: at most k
+    of D are not zero.
 
-    Updates are the same on every rank; residuals are the rank's own. Deterministic. Pairs of ranks merge their k pairs
-    of value and index and keep the k largest sums, at log2(P) levels: `8 k log2(P)` bytes a rank, where `top_k`
-    receives `8 k (P-1)`; `2(P-1)/P n` for skipped leaves. An element that was dropped at any level of the tree goes
-    back to the residual of each rank that brought it, so that nothing is lost even where another branch kept its index.
+    Updates are the same on every rank; residuals are the rank's own. Deterministic. Pairs of ranks
+    merge their k pairs of value and index and keep the k largest sums, at log2(P) levels: `8 k
+    log2(P)` bytes a rank, where `top_k` receives `8 k (P-1)`; `2(P-1)/P n` for skipped leaves. An
+    element that was dropped at any level of the tree goes back to the residual of each rank that
+    brought it, so that nothing is lost even where another branch kept its index.
 
     ```python
     tx = optax.chain(jaxcross.exchange.gtop_k(0.001, "batch"), optax.sgd(0.1))
@@ -50,16 +57,18 @@ def gtop_k(
         density: Share of the elements that is kept.
         axis_name: One axis; its ranks are a power of two.
         selection: How the largest are found: see `jaxcross.exchange.select`.
-        skip: (path, leaf) -> whether a leaf is averaged as it is. By default scalars, vectors, and leaves of
-            any shape whose name is `bias` or `scale`.
+        skip: (path, leaf) -> whether a leaf is averaged as it is. By default scalars, vectors, and
+            leaves of any shape whose name is `bias` or `scale`.
 
     Raises:
-        ValueError: An argument is out of range; (when traced) the ranks are not a power of two, or a leaf that is
-            compressed has 2^31 elements or more, or is float64.
+        ValueError: An argument is out of range; (when traced) the ranks are not a power of two, or
+            a leaf that is compressed has 2^31 elements or more, or is float64.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
-    Source: Shi et al., arXiv 1901.04359, whose final broadcast recursive doubling makes superfluous.
+    Source: Shi et al., arXiv 1901.04359, whose final broadcast recursive doubling makes
+    superfluous.
     """
     density = sparse.check_density(density)
     check_selection(selection)
@@ -67,7 +76,10 @@ def gtop_k(
 
     def init(params: optax.Params) -> GTopKState:
         sparse.warn_if_none(params, skip, "`gtop_k`")
-        return GTopKState(step=jnp.zeros((), jnp.int32), residual=sparse.residuals(params, skip, lambda size: size))
+        return GTopKState(
+            step=jnp.zeros((), jnp.int32),
+            residual=sparse.residuals(params, skip, lambda size: size),
+        )
 
     def update(
         updates: optax.Updates, state: GTopKState, params: optax.Params | None = None
@@ -76,8 +88,8 @@ def gtop_k(
         size = jax.lax.axis_size(axis)
         if not collectives.is_power_of_two(size):
             raise ValueError(
-                f"`gtop_k` over axis `{axis}` of {size} ranks: its tree needs a power of two. Use `top_k`, which serves"
-                " any number of ranks."
+                f"`gtop_k` over axis `{axis}` of {size} ranks: its tree needs a power of two. Use "
+                "`top_k`, which serves any number of ranks."
             )
         check_state(state, init, updates, "`gtop_k`")
         found, treedef = jax.tree.flatten_with_path(updates)
@@ -91,7 +103,8 @@ def gtop_k(
             out.append(update_)
             kept.append(rest)
         return jax.tree.unflatten(treedef, out), GTopKState(
-            step=jnp.asarray(optax.safe_increment(state.step)), residual=jax.tree.unflatten(treedef, kept)
+            step=jnp.asarray(optax.safe_increment(state.step)),
+            residual=jax.tree.unflatten(treedef, kept),
         )
 
     def exchange(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -121,7 +134,9 @@ def gtop_k(
 def _merge(
     first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array], size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the k largest sums of two lists of k pairs, ordered by index; slots without an element come last."""
+    """Returns the k largest sums of two lists of k pairs, ordered by index; slots without an
+    element come last.
+    """
     k = first[0].size
     indices = jnp.concatenate([first[1], second[1]])
     order = jnp.argsort(indices, stable=True)

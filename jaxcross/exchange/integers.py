@@ -1,4 +1,6 @@
-"""Vectors as integers of 4 or 8 bits: blocks of elements, each with a float32 unit of its own, summed in float32."""
+"""Vectors as integers of 4 or 8 bits: blocks of elements, each with a float32 unit of its own,
+summed in float32.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,20 @@ BLOCK = 128
 
 
 class Packed(NamedTuple):
-    """Attributes: `codes`, two elements to a byte or one; `units`, float32, one a block, NaN where it is not finite."""
+    """Attributes: `codes`, two elements to a byte or one; `units`, float32, one a block, NaN where
+    it is not finite.
+    """
 
     codes: jax.Array
     units: jax.Array
 
 
 def pack(x: jax.Array, bits: int) -> Packed:
-    """Rounds a float32 vector, whose length is a multiple of `BLOCK`, to the nearest integers of its blocks' units.
+    """Rounds a float32 vector, whose length is a multiple of `BLOCK`, to the nearest integers of
+    its blocks' units.
 
-    The largest element of a block is 7 or 127 units, so an element is off by at most half of that part of it.
+    The largest element of a block is 7 or 127 units, so an element is off by at most half of that
+    part of it.
     """
     levels = 2 ** (bits - 1) - 1
     blocks = x.reshape(x.size // BLOCK, BLOCK)
@@ -50,7 +56,9 @@ def unpack(packed: Packed, bits: int) -> jax.Array:
 
 
 def mean(packed: Packed, bits: int, names: tuple[Hashable, ...]) -> jax.Array:
-    """Averages every rank's vector, in float32 and rank after rank: the same bits everywhere. Gathers."""
+    """Averages every rank's vector, in float32 and rank after rank: the same bits everywhere.
+    Gathers.
+    """
     every = Packed(*(collectives.gather(part, names) for part in packed))
     ranks = every.units.shape[0]
 

@@ -16,7 +16,9 @@ from jaxcross.exchange.validation import mean_of, optimizer_in, require_params, 
 
 
 class LocalSGDState(NamedTuple):
-    """Attributes: `since`, local steps since the last exchange, int32; `inner`, of this rank's own optimizer."""
+    """Attributes: `since`, local steps since the last exchange, int32; `inner`, of this rank's own
+    optimizer.
+    """
 
     since: jax.Array
     inner: optax.OptState
@@ -27,12 +29,14 @@ class LocalSGDState(NamedTuple):
 def local_sgd(
     optimizer: optax.GradientTransformation, axis_name: AxisName, *, every: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Averages the *parameters* over `axis_name` at every `every`-th step; in between nothing is exchanged.
+    """Averages the *parameters* over `axis_name` at every `every`-th step; in between nothing is
+    exchanged.
 
-    Parameters differ between ranks from an exchange to the next, and after it by one rounding (they are the same bits
-    where `every` is 1 and all ranks started from the same). The optimizer's state is this rank's own, never averaged:
-    save it, and the parameters, per rank. Deterministic. With `every=1` it is synchronous training for SGD with and
-    without momentum, but not for Adam. It is `diloco` with `optax.sgd(1.0)` outside, without the memory for an anchor.
+    Parameters differ between ranks from an exchange to the next, and after it by one rounding (they
+    are the same bits where `every` is 1 and all ranks started from the same). The optimizer's state
+    is this rank's own, never averaged: save it, and the parameters, per rank. Deterministic. With
+    `every=1` it is synchronous training for SGD with and without momentum, but not for Adam. It is
+    `diloco` with `optax.sgd(1.0)` outside, without the memory for an anchor.
 
     ```python
     tx = jaxcross.exchange.local_sgd(optax.sgd(0.1, momentum=0.9), "batch", every=8)
@@ -47,10 +51,11 @@ def local_sgd(
     Raises:
         ValueError: `every` is not a positive whole number; `update` got no `params`.
 
-    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0 otherwise.
+    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0
+    otherwise.
 
-    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes, and every rank
-    calls it in the same step.
+    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes,
+    and every rank calls it in the same step.
 
     Source: Stich, arXiv 1805.09767, algorithm 1; McMahan et al., arXiv 1602.05629.
     """
@@ -62,13 +67,18 @@ def local_sgd(
         return LocalSGDState(jnp.zeros((), jnp.int32), inner.init(params))
 
     def update(
-        updates: optax.Updates, state: LocalSGDState, params: optax.Params | None = None, **extra: Any
+        updates: optax.Updates,
+        state: LocalSGDState,
+        params: optax.Params | None = None,
+        **extra: Any,
     ) -> tuple[optax.Updates, LocalSGDState]:
         params = require_params(params, "`local_sgd`")
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
 
         since = next_in_round(state.since, every)
-        updates, _ = end_round(since, every, lambda mine, nothing: (mean_of(mine, names), nothing), updates, params, ())
+        updates, _ = end_round(
+            since, every, lambda mine, nothing: (mean_of(mine, names), nothing), updates, params, ()
+        )
         return updates, LocalSGDState(since, inner_state)
 
     return exchange_once("local_sgd", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]

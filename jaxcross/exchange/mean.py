@@ -19,9 +19,13 @@ Pattern = Literal["auto", "hierarchical", "ring", "tree"]
 
 
 def mean(
-    axis_name: collectives.AxisName, wire_dtype: DTypeLike | None = None, *, pattern: Pattern = "auto"
+    axis_name: collectives.AxisName,
+    wire_dtype: DTypeLike | None = None,
+    *,
+    pattern: Pattern = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Replaces each update by its mean over `axis_name`, the same on every rank of that axis. Stateless.
+    """Replaces each update by its mean over `axis_name`, the same on every rank of that axis.
+    Stateless.
 
     It stands where `lax.pmean(grads, axis_name)` would stand in the step:
 
@@ -29,61 +33,68 @@ def mean(
     tx = optax.chain(jaxcross.exchange.mean("batch", wire_dtype=jnp.bfloat16), optax.sgd(0.1))
     ```
 
-    Where ranks have different numbers of tokens or examples, give `update` this rank's number as `weight`: gradients
-    g_r, each a mean over w_r tokens, become sum(w_r g_r) / sum(w_r), the mean over all tokens:
+    Where ranks have different numbers of tokens or examples, give `update` this rank's number as
+    `weight`: gradients g_r, each a mean over w_r tokens, become sum(w_r g_r) / sum(w_r), the mean
+    over all tokens:
 
     ```python
     updates, state = tx.update(grads, state, params, weight=mask.sum())
     ```
 
-    The weight is one real number, not negative. A rank of weight 0 adds nothing, even if its gradient is NaN; if all
-    weigh 0, the mean is 0. What travels is w_r g_r, in the type of the update or in `wire_dtype`, and 4 bytes more for
-    the weight. In float16, give fractions such as `mask.mean()` of equally long batches: 4096 tokens times a gradient
-    of 16 is infinite there.
+    The weight is one real number, not negative. A rank of weight 0 adds nothing, even if its
+    gradient is NaN; if all weigh 0, the mean is 0. What travels is w_r g_r, in the type of the
+    update or in `wire_dtype`, and 4 bytes more for the weight. In float16, give fractions such as
+    `mask.mean()` of equally long batches: 4096 tokens times a gradient of 16 is infinite there.
 
     How the sum is made, and the bytes that one of P ranks receives for n bytes of updates:
 
     - `"auto"`: one all-reduce an update, by MPI's own algorithm: 2(P-1)/P n.
-    - `"hierarchical"`: over two axes, the outer first, for example `("node", "local")`. Reduce-scatter over the inner
-      axis of L ranks, all-reduce of a block over the outer one of N, all-gather over the inner one:
-      2(L-1)/L n, and 2(N-1)/N n/L between nodes.
+    - `"hierarchical"`: over two axes, the outer first, for example `("node", "local")`.
+      Reduce-scatter over the inner axis of L ranks, all-reduce of a block over the outer one of N,
+      all-gather over the inner one: 2(L-1)/L n, and 2(N-1)/N n/L between nodes.
     - `"ring"`: 2(P-1) hops, 2(P-1)/P n.
-    - `"tree"`: recursive doubling in log2(P) hops of n (two more where P is not a power of two); for few bytes.
+    - `"tree"`: recursive doubling in log2(P) hops of n (two more where P is not a power of two);
+      for few bytes.
 
-    All but `"auto"` copy the updates into one vector a type, padded to a multiple of the ranks, and back; whole numbers
-    go the way of `"auto"`, and their mean is a float.
+    All but `"auto"` copy the updates into one vector a type, padded to a multiple of the ranks, and
+    back; whole numbers go the way of `"auto"`, and their mean is a float.
 
     Args:
         axis_name: One axis or several.
-        wire_dtype: Element type on the wire for wider floats; `jnp.bfloat16` halves float32's bytes. Each rank rounds
-            once before, the sum is made in float32 and rounded once, the division is made in the update's own type.
-            Hierarchical rounds twice on the way: before, and the node's sum. Ring and tree round once a hop. What
-            travels is the sum: in `jnp.float16`, where it is beyond 65504, the mean is infinite on every rank, even
-            one that the type could hold. Division before would round small gradients to zero instead, which goes
-            unnoticed. `jnp.bfloat16` has float32's range.
+        wire_dtype: Element type on the wire for wider floats; `jnp.bfloat16` halves float32's
+            bytes. Each rank rounds once before, the sum is made in float32 and rounded once, the
+            division is made in the update's own type. Hierarchical rounds twice on the way: before,
+            and the node's sum. Ring and tree round once a hop. What travels is the sum: in
+            `jnp.float16`, where it is beyond 65504, the mean is infinite on every rank, even one
+            that the type could hold. Division before would round small gradients to zero instead,
+            which goes unnoticed. `jnp.bfloat16` has float32's range.
         pattern: How the sum is made.
 
     Raises:
-        ValueError: `wire_dtype` is not a floating-point type; `pattern` is unknown or does not go with the axes;
-            `weight` of `update` is not one real number.
+        ValueError: `wire_dtype` is not a floating-point type; `pattern` is unknown or does not go
+            with the axes; `weight` of `update` is not one real number.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
-    Source: synchronous data parallelism, Langer et al., arXiv 2007.03970; ring and recursive doubling, Thakur et al.,
-    Optimization of collective communication operations in MPICH, 2005.
+    Source: synchronous data parallelism, Langer et al., arXiv 2007.03970; ring and recursive
+    doubling, Thakur et al., Optimization of collective communication operations in MPICH, 2005.
     """
     if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
         raise ValueError(
-            f"`wire_dtype` is {jnp.dtype(wire_dtype).name}: gradients need a floating-point type on the wire, "
-            "for example `jnp.bfloat16`."
+            f"`wire_dtype` is {jnp.dtype(wire_dtype).name}: gradients need a floating-point type "
+            "on the wire, for example `jnp.bfloat16`."
         )
     if pattern not in get_args(Pattern):
-        raise ValueError(f"`pattern` is {pattern!r}: choose one of {', '.join(map(repr, get_args(Pattern)))}.")
+        raise ValueError(
+            f"`pattern` is {pattern!r}: choose one of {', '.join(map(repr, get_args(Pattern)))}."
+        )
     names = collectives.axis_names(axis_name)
     if pattern == "hierarchical" and len(names) != 2:
         raise ValueError(
-            f'`pattern="hierarchical"` goes over two axes, the outer first, not over `{axis_name!r}`: write for example'
-            ' `axis_name=("node", "local")` and give the step both axes.'
+            '`pattern="hierarchical"` goes over two axes, the outer first, not over '
+            f'`{axis_name!r}`: write for example `axis_name=("node", "local")` and give the step '
+            "both axes."
         )
     if pattern in ("ring", "tree"):
         collectives.one_axis(axis_name, f'`mean(pattern="{pattern}")`')
@@ -103,7 +114,9 @@ def mean(
         mine = as_weight(weight, "`mean`")
         all_weights = jax.lax.psum(mine, names)
         products = weighed(updates, mine, "`mean`")
-        terms = jax.tree.map(lambda p, u: p.astype(jnp.result_type(u)) if is_float(u) else p, products, updates)
+        terms = jax.tree.map(
+            lambda p, u: p.astype(jnp.result_type(u)) if is_float(u) else p, products, updates
+        )
         return _mean(terms, lambda total: divided(total, all_weights)), state
 
     def _mean(updates: optax.Updates, divide: Callable[[jax.Array], jax.Array]) -> optax.Updates:
@@ -121,7 +134,9 @@ def mean(
     def _sum_of_vector(x: jax.Array) -> jax.Array:
         wire = x.dtype if wire_dtype is None or not _narrows(x.dtype, wire_dtype) else wire_dtype
         # Sums in float32 at least: a 16-bit type is only what travels.
-        return _SUMS[pattern](x.astype(jnp.promote_types(x.dtype, jnp.float32)), names, wire).astype(x.dtype)
+        return _SUMS[pattern](
+            x.astype(jnp.promote_types(x.dtype, jnp.float32)), names, wire
+        ).astype(x.dtype)
 
     stateless = optax.GradientTransformationExtraArgs(optax.init_empty_state, average)  # pyright: ignore[reportArgumentType]
     return exchange_once("mean", names, stateless, weighs=True)
@@ -142,17 +157,21 @@ def _ring(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Arr
 
 
 def _tree(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Array:
-    # Both sides of a hop must add the same numbers, so a rank's own part is rounded as what it sends is.
+    # Both sides of a hop must add the same numbers, so a rank's own part is rounded as what it
+    # sends is.
     def add(a: jax.Array, b: jax.Array) -> jax.Array:
         return collectives.round_for_wire(a.astype(x.dtype) + b.astype(x.dtype), wire)
 
-    return collectives.doubling(collectives.round_for_wire(x, wire), collectives.one_axis(names, "a tree"), add).astype(
-        x.dtype
-    )
+    return collectives.doubling(
+        collectives.round_for_wire(x, wire), collectives.one_axis(names, "a tree"), add
+    ).astype(x.dtype)
 
 
 _SUMS = {"hierarchical": _hierarchical, "ring": _ring, "tree": _tree}
 
 
 def _narrows(dtype: DTypeLike, wire_dtype: DTypeLike) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits > jnp.finfo(wire_dtype).bits
+    return (
+        bool(jnp.issubdtype(dtype, jnp.floating))
+        and jnp.finfo(dtype).bits > jnp.finfo(wire_dtype).bits
+    )

@@ -1,4 +1,6 @@
-"""NoLoCo: ranks train alone, and every few steps random pairs of them pull each other along; no collective at all."""
+"""NoLoCo: ranks train alone, and every few steps random pairs of them pull each other along; no
+collective at all.
+"""
 
 from __future__ import annotations
 
@@ -57,20 +59,22 @@ def no_loco(
     pull: float | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets random pairs of ranks make a common outer step at every `every`-th step; in between nothing is exchanged.
+    """Lets random pairs of ranks make a common outer step at every `every`-th step; in between
+    nothing is exchanged.
 
-    With the anchor `a`, a rank's parameters at the last exchange, `x` those now, and means over the pair:
+    With the anchor `a`, a rank's parameters at the last exchange, `x` those now, and means over the
+    pair:
 
         v <- momentum * v + rate * mean(x - a) + pull * (mean(a) - a)
         a <- a + v,  x <- a
 
-    The first mean is the pair's progress, the last term draws the two together. Parameters and all of the state are the
-    rank's own, also after an exchange: ranks agree only roughly, and a model to evaluate is the parameters' mean.
-    Deterministic.
+    The first mean is the pair's progress, the last term draws the two together. Parameters and all
+    of the state are the rank's own, also after an exchange: ranks agree only roughly, and a model
+    to evaluate is the parameters' mean. Deterministic.
 
-    The pairs are a round of a tournament in which everybody meets everybody once; which one is drawn from `seed` and
-    the number of the exchange, so that a rank is as likely to meet one rank as another. Of an odd number of ranks one
-    makes its step alone.
+    The pairs are a round of a tournament in which everybody meets everybody once; which one is
+    drawn from `seed` and the number of the exchange, so that a rank is as likely to meet one rank
+    as another. Of an odd number of ranks one makes its step alone.
 
     ```python
     tx = jaxcross.exchange.no_loco(optax.adam(1e-3), "batch", every=16)
@@ -83,22 +87,23 @@ def no_loco(
         every: Steps from one exchange to the next; the first exchange is in step `every`.
         rate: Factor of the progress, positive.
         momentum: Part of the last outer step that is added to the next one, in [0, 1).
-        pull: Factor of the distance to the pair's mean, from 0 on; None: as `rate`, which halves the bytes, since only
-            `x` is needed then.
+        pull: Factor of the distance to the pair's mean, from 0 on; None: as `rate`, which halves
+            the bytes, since only `x` is needed then.
         seed: Of the pairs.
 
     Raises:
-        ValueError: An argument is out of its range, `optimizer` is not an optimizer, or `axis_name` names several axes;
-            `update` got no `params`.
+        ValueError: An argument is out of its range, `optimizer` is not an optimizer, or `axis_name`
+            names several axes; `update` got no `params`.
 
-    Bytes that a rank receives: those of the parameters at an exchange, twice as many if `pull` is given and is not
-    `rate`; 0 otherwise. The step has a branch for each pairing, one less than the ranks if these are even.
+    Bytes that a rank receives: those of the parameters at an exchange, twice as many if `pull` is
+    given and is not `rate`; 0 otherwise. The step has a branch for each pairing, one less than the
+    ranks if these are even.
 
-    Making it and `init` do not communicate; `update` does, in every `every`-th step, with one other rank, and every
-    rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, in every `every`-th step, with one other
+    rank, and every rank calls it in the same step.
 
-    Source: after Kolehmainen et al., arXiv 2506.10911, by the authors' code, whose `pull` is `rate`. There any pairs
-    may form a round.
+    Source: after Kolehmainen et al., arXiv 2506.10911, by the authors' code, whose `pull` is
+    `rate`. There any pairs may form a round.
     """
     axis = collectives.one_axis(axis_name, "`no_loco`")
     every = whole_number(every, "every", "`no_loco`")
@@ -128,12 +133,18 @@ def no_loco(
             return updates_towards(updates, params, anchor), anchor, velocity
 
         since = next_in_round(state.since, every)
-        # One switch for both questions, so that the host decides, and only one rank's parameters travel.
+        # One switch for both questions, so that the host decides, and only one rank's parameters
+        # travel.
         drawn = draw(first, state.round, len(meetings))
-        branches = [lambda: (updates, state.anchor, state.velocity), *(partial(exchange, each) for each in meetings)]
+        branches = [
+            lambda: (updates, state.anchor, state.velocity),
+            *(partial(exchange, each) for each in meetings),
+        ]
         chosen = jnp.where(since == 0, drawn + 1, 0)
         updates, anchor, velocity = jax.lax.switch(chosen, branches)
-        return updates, NoLoCoState(since, state.round + (since == 0), anchor, velocity, inner_state)
+        return updates, NoLoCoState(
+            since, state.round + (since == 0), anchor, velocity, inner_state
+        )
 
     return exchange_once("no_loco", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
@@ -147,7 +158,12 @@ class _OuterStep:
     pull: float | None
 
     def make(
-        self, mine: PyTree, anchor: PyTree, velocity: PyTree, axis: Hashable, partners: Sequence[int]
+        self,
+        mine: PyTree,
+        anchor: PyTree,
+        velocity: PyTree,
+        axis: Hashable,
+        partners: Sequence[int],
     ) -> tuple[PyTree, PyTree]:
         """Returns the next `anchor` and `velocity`; ranks without a partner are their own."""
         perm = list(enumerate(partners))
@@ -173,13 +189,18 @@ class _OuterStep:
 def _factor(name: str, value: float, *, positive: bool = False, below: float = math.inf) -> float:
     found = as_number(value)
     if not (0 < found < below if positive else 0 <= found < below):
-        range_ = f"{'above' if positive else 'from'} 0{f' and below {below:g}' if below < math.inf else ''}"
+        range_ = (
+            f"{'above' if positive else 'from'} "
+            f"0{f' and below {below:g}' if below < math.inf else ''}"
+        )
         raise ValueError(f"`{name}` of `no_loco` is `{value!r}`: it must be a number {range_}.")
     return found
 
 
 def pairings(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Returns rounds in which every rank meets every other one once: each rank's partner, itself where it has none."""
+    """Returns rounds in which every rank meets every other one once: each rank's partner, itself
+    where it has none.
+    """
     seats = ranks + ranks % 2  # of an odd number, who meets the empty seat stays alone
     if seats < 2:
         return ((0,),) * ranks
@@ -197,7 +218,13 @@ def draw(seed: int, number: jax.Array, count: int) -> jax.Array:
 
     Scalar integer arithmetic alone, which the host can follow; `jax.random` works on arrays.
     """
-    x = number.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32((seed * 0x85EBCA6B + 0x27D4EB2F) % 2**32)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):  # the finalizer of MurmurHash3
+    x = number.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(
+        (seed * 0x85EBCA6B + 0x27D4EB2F) % 2**32
+    )
+    for shift, factor in (
+        (16, 0x85EBCA6B),
+        (13, 0xC2B2AE35),
+        (16, 1),
+    ):  # the finalizer of MurmurHash3
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     return (x % jnp.uint32(count)).astype(jnp.int32)

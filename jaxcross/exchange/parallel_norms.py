@@ -1,4 +1,6 @@
-"""The norms of LARS and LAMB shared out over ranks (PTO): each computes its layers' ratios, and all learn them."""
+"""The norms of LARS and LAMB shared out over ranks (PTO): each computes its layers' ratios, and all
+learn them.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,22 @@ Mask = PyTree | Callable[[optax.Params], PyTree]
 
 
 def scale_by_trust_ratio(
-    axis_name: collectives.AxisName, min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
+    axis_name: collectives.AxisName,
+    min_norm: float = 0.0,
+    trust_coefficient: float = 1.0,
+    eps: float = 0.0,
 ) -> optax.GradientTransformation:
-    """Scale each layer's update by its trust ratio as optax's function of this name does, with 1/P of the work.
+    """Scale each layer's update by its trust ratio as optax's function of this name does, with 1/P
+    of the work.
 
-    After an exchange all ranks hold the same updates and parameters, and would all compute the same norms. Here each
-    layer (leaf) belongs to one rank, shared out by elements. Stateless, the same bits on every rank, deterministic.
-    Updates and parameters must already be equal on all ranks: put it behind `mean` or another exchange whose result is.
-    It averages nothing. Without one, each rank scales its own updates by ratios of other ranks', and nothing tells.
-    It pays where reading (P-1)/P of two arrays takes longer than waiting once more. On two ranks neither a
-    Transformer's step nor ResNet-50's gained more than repeats differ by (benchmarks/results/exchanges.md): it is for
-    many ranks and large models.
+    After an exchange all ranks hold the same updates and parameters, and would all compute the same
+    norms. Here each layer (leaf) belongs to one rank, shared out by elements. Stateless, the same
+    bits on every rank, deterministic. Updates and parameters must already be equal on all ranks:
+    put it behind `mean` or another exchange whose result is. It averages nothing. Without one, each
+    rank scales its own updates by ratios of other ranks', and nothing tells. It pays where reading
+    (P-1)/P of two arrays takes longer than waiting once more. On two ranks neither a Transformer's
+    step nor ResNet-50's gained more than repeats differ by (benchmarks/results/exchanges.md): it is
+    for many ranks and large models.
 
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch"), jaxcross.exchange.lars("batch", 0.1))
@@ -43,30 +50,37 @@ def scale_by_trust_ratio(
     Raises:
         ValueError: `axis_name` names several axes; `update` got no `params`.
 
-    Bytes that a rank receives: `(P-1) ceil(L/P)` numbers for L layers, 4 bytes each (8 where a layer is float64).
+    Bytes that a rank receives: `(P-1) ceil(L/P)` numbers for L layers, 4 bytes each (8 where a
+    layer is float64).
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
-    Source: Shi et al., arXiv 2010.10458, section 3.2 (parallel tensor operator); You et al., arXiv 1708.03888, equation
-    6.
+    Source: Shi et al., arXiv 2010.10458, section 3.2 (parallel tensor operator); You et al., arXiv
+    1708.03888, equation 6.
     """
     axis = collectives.one_axis(axis_name, "`scale_by_trust_ratio`")
 
     def scale(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         if params is None:
             raise ValueError(
-                "`scale_by_trust_ratio` got no `params`, whose norms it needs. Write `tx.update(grads, state, params)`."
+                "`scale_by_trust_ratio` got no `params`, whose norms it needs. Write "
+                "`tx.update(grads, state, params)`."
             )
         leaves, treedef = jax.tree.flatten(updates)
         if not leaves:
             return updates
         pairs = list(zip(leaves, treedef.flatten_up_to(params), strict=True))
         owned = shares([u.size for u in leaves], jax.lax.axis_size(axis))
-        dtype = jnp.result_type(jnp.float32, *(jnp.finfo(jnp.result_type(u, p)).dtype for u, p in pairs))
+        dtype = jnp.result_type(
+            jnp.float32, *(jnp.finfo(jnp.result_type(u, p)).dtype for u, p in pairs)
+        )
         longest = max(map(len, owned))
 
         def of(layers: Sequence[int]) -> jax.Array:
-            ratios = [_ratio(*pairs[i], min_norm, trust_coefficient, eps).astype(dtype) for i in layers]
+            ratios = [
+                _ratio(*pairs[i], min_norm, trust_coefficient, eps).astype(dtype) for i in layers
+            ]
             return jnp.stack([*ratios, *[jnp.ones((), dtype)] * (longest - len(ratios))])
 
         # Only this rank's branch runs: over MPI the index is a constant.
@@ -93,13 +107,15 @@ def lars(
     momentum: float = 0.9,
     nesterov: bool = False,
 ) -> optax.GradientTransformation:
-    """LARS: SGD with momentum whose steps are scaled layer by layer; `optax.lars` with norms shared out over ranks.
+    """LARS: SGD with momentum whose steps are scaled layer by layer; `optax.lars` with norms shared
+    out over ranks.
 
-    Of each layer `w` with gradient `g`: `u = g + weight_decay w`, `ratio = trust_coefficient |w| / (|u| + eps)` (1
-    where a norm is 0), `m <- momentum m - learning_rate ratio u`, and `w <- w + m`, or by Nesterov
-    `w <- w + momentum m - learning_rate ratio u`. The momentum is the same on every rank. It averages no gradients: put
-    it behind `mean`, or ranks drift apart, their layers scaled by ratios of other ranks' gradients, and nothing tells.
-    For where it stands, what it sends and when it pays see `scale_by_trust_ratio`.
+    Of each layer `w` with gradient `g`: `u = g + weight_decay w`, `ratio = trust_coefficient |w| /
+    (|u| + eps)` (1 where a norm is 0), `m <- momentum m - learning_rate ratio u`, and `w <- w + m`,
+    or by Nesterov `w <- w + momentum m - learning_rate ratio u`. The momentum is the same on every
+    rank. It averages no gradients: put it behind `mean`, or ranks drift apart, their layers scaled
+    by ratios of other ranks' gradients, and nothing tells. For where it stands, what it sends and
+    when it pays see `scale_by_trust_ratio`.
 
     Args:
         axis_name: One axis, on which gradients and parameters are equal.
@@ -115,14 +131,16 @@ def lars(
     Raises:
         ValueError: `axis_name` names several axes; `update` got no `params`.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
     Source: You et al., arXiv 1708.03888, algorithm 1.
     """
     return optax.chain(
         optax.add_decayed_weights(weight_decay, mask=weight_decay_mask),
         optax.masked(
-            scale_by_trust_ratio(axis_name, trust_coefficient=trust_coefficient, eps=eps), mask=trust_ratio_mask
+            scale_by_trust_ratio(axis_name, trust_coefficient=trust_coefficient, eps=eps),
+            mask=trust_ratio_mask,
         ),
         optax.scale_by_learning_rate(learning_rate),
         optax.trace(decay=momentum, nesterov=nesterov),
@@ -139,12 +157,14 @@ def lamb(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
 ) -> optax.GradientTransformation:
-    """LAMB: Adam whose steps are scaled layer by layer; `optax.lamb` with norms shared out over ranks.
+    """LAMB: Adam whose steps are scaled layer by layer; `optax.lamb` with norms shared out over
+    ranks.
 
-    Of each layer `w` with Adam's corrected moments `m` and `v`: `u = m / (sqrt(v + eps_root) + eps) + weight_decay w`,
-    `w <- w - learning_rate |w| / |u| u` (the ratio 1 where a norm is 0). The moments are the same on every rank. For
-    where it stands, what it sends and when it pays see `scale_by_trust_ratio`. It averages no gradients: put it behind
-    `mean`, or ranks drift apart, their layers scaled by ratios of other ranks' gradients, and nothing tells.
+    Of each layer `w` with Adam's corrected moments `m` and `v`: `u = m / (sqrt(v + eps_root) + eps)
+    + weight_decay w`, `w <- w - learning_rate |w| / |u| u` (the ratio 1 where a norm is 0). The
+    moments are the same on every rank. For where it stands, what it sends and when it pays see
+    `scale_by_trust_ratio`. It averages no gradients: put it behind `mean`, or ranks drift apart,
+    their layers scaled by ratios of other ranks' gradients, and nothing tells.
 
     Args:
         axis_name: One axis, on which gradients and parameters are equal.
@@ -159,7 +179,8 @@ def lamb(
     Raises:
         ValueError: `axis_name` names several axes; `update` got no `params`.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
     Source: You et al., arXiv 1904.00962, algorithm 2.
     """
@@ -172,7 +193,9 @@ def lamb(
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """The layers of each rank: at most ceil(L / P) of them, the largest given first to who has the fewest elements."""
+    """The layers of each rank: at most ceil(L / P) of them, the largest given first to who has the
+    fewest elements.
+    """
     most = math.ceil(len(sizes) / ranks)
     owned: list[list[int]] = [[] for _ in range(ranks)]
     load = [0] * ranks
@@ -183,7 +206,9 @@ def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     return owned
 
 
-def _ratio(update: jax.Array, param: jax.Array, min_norm: float, trust_coefficient: float, eps: float) -> jax.Array:
+def _ratio(
+    update: jax.Array, param: jax.Array, min_norm: float, trust_coefficient: float, eps: float
+) -> jax.Array:
     param_norm = optax.safe_norm(param, min_norm)
     update_norm = optax.safe_norm(update, min_norm)
     ratio = trust_coefficient * param_norm / (update_norm + eps)

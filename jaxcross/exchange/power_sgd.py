@@ -1,4 +1,6 @@
-"""PowerSGD: each matrix of gradients is exchanged as a product of two thin ones, found by power iteration."""
+"""PowerSGD: each matrix of gradients is exchanged as a product of two thin ones, found by power
+iteration.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,17 @@ from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import as_number, check_float32, check_state, whole_number
 
-# A column of which the projections leave less than this share is a combination of earlier ones: what is left is noise.
+# A column of which the projections leave less than this share is a combination of earlier ones:
+# what is left is noise.
 _EPSILON = 1e-5
 
 
 class PowerSGDState(NamedTuple):
-    """State in the tree of the parameters, float32: right factors that the next step begins with, and residuals.
+    """State in the tree of the parameters, float32: right factors that the next step begins with,
+    and residuals.
 
-    A matrix [n, m] that is compressed has factors [m, r] and a residual [n, m]; other leaves have `optax.MaskedNode`.
-    Factors are the same on every rank, residuals are the rank's own.
+    A matrix [n, m] that is compressed has factors [m, r] and a residual [n, m]; other leaves have
+    `optax.MaskedNode`. Factors are the same on every rank, residuals are the rank's own.
     """
 
     factor: PyTree
@@ -36,14 +40,16 @@ class PowerSGDState(NamedTuple):
 def power_sgd(
     rank: int, axis_name: collectives.AxisName, *, min_ratio: float = 1.0, seed: int = 0
 ) -> optax.GradientTransformation:
-    """Averages each leaf over ranks as a matrix of rank `rank`; what that leaves out is added to the next step.
+    """Averages each leaf over ranks as a matrix of rank `rank`; what that leaves out is added to
+    the next step.
 
-    A leaf of two dimensions or more is a matrix of n rows and m columns, m its last dimension. Updates are the same on
-    every rank; residuals are the rank's own. Deterministic. If the mean of what ranks bring has rank `rank` or less, it
-    comes out as it is once the right factors, which an earlier step has left, reach all of its rows. Two all-reduces,
-    one after the other, carry `rank (n + m)` elements instead of n m: a rank of P receives
-    `2(P-1)/P 4 rank (n + m)` bytes a matrix. Vectors, scalars, and matrices that would not shrink by `min_ratio` are
-    averaged as they are. Products are made in full float32, also where a GPU would round their factors to TF32: the
+    A leaf of two dimensions or more is a matrix of n rows and m columns, m its last dimension.
+    Updates are the same on every rank; residuals are the rank's own. Deterministic. If the mean of
+    what ranks bring has rank `rank` or less, it comes out as it is once the right factors, which an
+    earlier step has left, reach all of its rows. Two all-reduces, one after the other, carry `rank
+    (n + m)` elements instead of n m: a rank of P receives `2(P-1)/P 4 rank (n + m)` bytes a matrix.
+    Vectors, scalars, and matrices that would not shrink by `min_ratio` are averaged as they are.
+    Products are made in full float32, also where a GPU would round their factors to TF32: the
     residual would not hold what such an update has lost.
 
     ```python
@@ -56,23 +62,26 @@ def power_sgd(
         rank: Columns of the thin matrices; capped at the smaller side.
         axis_name: One axis or several.
         min_ratio: A matrix is compressed if `rank (n + m) min_ratio < n m`.
-        seed: Seed of the first right factors, and of columns that replace those that have become zero.
+        seed: Seed of the first right factors, and of columns that replace those that have become
+            zero.
 
     Raises:
-        ValueError: `rank` is not a whole number from 1 on; `min_ratio` is negative or not finite; (when traced) a leaf
-            that is compressed is float64, or the state has other shapes than `init` makes.
+        ValueError: `rank` is not a whole number from 1 on; `min_ratio` is negative or not finite;
+            (when traced) a leaf that is compressed is float64, or the state has other shapes than
+            `init` makes.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
-    Source: Vogels et al., arXiv 1905.13727, algorithms 1 and 2, with a warm start. Columns are orthogonalised twice,
-    and one that depends on earlier ones becomes zero.
+    Source: Vogels et al., arXiv 1905.13727, algorithms 1 and 2, with a warm start. Columns are
+    orthogonalised twice, and one that depends on earlier ones becomes zero.
     """
     rank = whole_number(rank, "rank", "`power_sgd`")
     least = as_number(min_ratio)
     if not 0 <= least < math.inf:
         raise ValueError(
-            f"`min_ratio` of `power_sgd` is `{min_ratio!r}`: it is the least factor by which a compressed matrix"
-            " shrinks, a number from 0 on."
+            f"`min_ratio` of `power_sgd` is `{min_ratio!r}`: it is the least factor by which a "
+            "compressed matrix shrinks, a number from 0 on."
         )
     names = collectives.axis_names(axis_name)
 
@@ -90,7 +99,8 @@ def power_sgd(
             factors.append(jax.random.normal(key, (m, r), jnp.float32))
             residuals.append(jnp.zeros((n, m), jnp.float32))
         return PowerSGDState(
-            factor=jax.tree.unflatten(treedef, factors), residual=jax.tree.unflatten(treedef, residuals)
+            factor=jax.tree.unflatten(treedef, factors),
+            residual=jax.tree.unflatten(treedef, residuals),
         )
 
     def update(
@@ -99,7 +109,10 @@ def power_sgd(
         del params
         check_state(state, init, updates, "`power_sgd`")
         paths, treedef = jax.tree.flatten_with_path(updates)
-        factors, residuals = treedef.flatten_up_to(state.factor), treedef.flatten_up_to(state.residual)
+        factors, residuals = (
+            treedef.flatten_up_to(state.factor),
+            treedef.flatten_up_to(state.residual),
+        )
         out: list[Any] = [None] * len(paths)
         for i, ((path, leaf), q, e) in enumerate(zip(paths, factors, residuals, strict=True)):
             shape = _matrix_shape(leaf, rank, least)
@@ -117,9 +130,15 @@ def power_sgd(
     return exchange_once("power_sgd", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
-def _matrix_shape(leaf: jax.typing.ArrayLike, rank: int, min_ratio: float) -> tuple[int, int, int] | None:
+def _matrix_shape(
+    leaf: jax.typing.ArrayLike, rank: int, min_ratio: float
+) -> tuple[int, int, int] | None:
     """Returns rows, columns and rank of a leaf that is compressed, None for other leaves."""
-    if jnp.ndim(leaf) < 2 or jnp.size(leaf) == 0 or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+    if (
+        jnp.ndim(leaf) < 2
+        or jnp.size(leaf) == 0
+        or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    ):
         return None
     m = jnp.shape(leaf)[-1]
     n = math.prod(jnp.shape(leaf)[:-1])
@@ -146,7 +165,9 @@ def _exchange(
     update = sent.reshape(leaf.shape).astype(leaf.dtype)
     # This rank's own factors leave this out: its mean over ranks is what the update leaves out.
     residual = matrix - _product(p, own.T)
-    if jnp.finfo(leaf.dtype).nexp < jnp.finfo(jnp.float32).nexp:  # the range of bfloat16 is as good as float32's
+    if (
+        jnp.finfo(leaf.dtype).nexp < jnp.finfo(jnp.float32).nexp
+    ):  # the range of bfloat16 is as good as float32's
         residual += found - sent
     return update, factor, residual
 
@@ -157,17 +178,20 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _directions(factors: PyTree, seed: int) -> PyTree:
-    """Scales a step's right factors, with which the next one begins, to a largest element of 1: only directions matter.
+    """Scales a step's right factors, with which the next one begins, to a largest element of 1:
+    only directions matter.
 
-    Magnitudes of two steps would multiply and could overflow. A column that has become zero would stay zero, and an
-    older one may be orthogonal to all later gradients: a random column replaces it.
+    Magnitudes of two steps would multiply and could overflow. A column that has become zero would
+    stay zero, and an older one may be orthogonal to all later gradients: a random column replaces
+    it.
     """
     shapes = [new.shape for new in jax.tree.leaves(factors)]
     if not shapes:
         return factors
     largest = jax.tree.map(lambda new: jnp.max(jnp.abs(new), axis=0), factors)
     nothing = jnp.concatenate([x == 0 for x in jax.tree.leaves(largest)]).any()
-    # One draw for all factors, since each draw would be compiled separately. Few steps need it; it takes milliseconds.
+    # One draw for all factors, since each draw would be compiled separately. Few steps need it; it
+    # takes milliseconds.
     shape = [*map(max, zip(*shapes, strict=True))]
     drawn = jax.lax.cond(
         nothing,
@@ -175,12 +199,16 @@ def _directions(factors: PyTree, seed: int) -> PyTree:
         lambda: jnp.zeros(shape, jnp.float32),
     )
     return jax.tree.map(
-        lambda new, size: jnp.where(size == 0, drawn[: new.shape[0], : new.shape[1]], new / size), factors, largest
+        lambda new, size: jnp.where(size == 0, drawn[: new.shape[0], : new.shape[1]], new / size),
+        factors,
+        largest,
     )
 
 
 def _orthogonalised(p: jax.Array) -> jax.Array:
-    """Returns orthonormal columns that span those of `p`, zero for one that depends on earlier ones. NaN stays NaN."""
+    """Returns orthonormal columns that span those of `p`, zero for one that depends on earlier
+    ones. NaN stays NaN.
+    """
     # Divided by the largest element first: squares of gradients under- and overflow.
     largest = jnp.max(jnp.abs(p), axis=0)
     p = jnp.where(largest > 0, p / largest, p)

@@ -21,14 +21,18 @@ class QSGDState(NamedTuple):
     step: jax.Array
 
 
-def qsgd(levels: int, axis_name: collectives.AxisName, *, seed: int = 0) -> optax.GradientTransformation:
-    """Averages over ranks leaves that are rounded to `norm * i / levels`, i a whole number, at random and without bias.
+def qsgd(
+    levels: int, axis_name: collectives.AxisName, *, seed: int = 0
+) -> optax.GradientTransformation:
+    """Averages over ranks leaves that are rounded to `norm * i / levels`, i a whole number, at
+    random and without bias.
 
-    The same on every rank, and in every run with the same seed and ranks: each rank rounds by random numbers of its
-    own, made from (seed, step, leaf, rank). The variance of one rank's leaf of D elements is at most
-    `min(D / levels^2, sqrt(D) / levels)` times its squared norm: `levels` near sqrt(D) costs about as much as the
-    gradient's own noise. Like `pmean` it divides the sum by the ranks: beyond float32's range that is infinite. A rank
-    receives `(P-1) (D + 4)` bytes a leaf of D elements: less than `mean` on fewer than 8 ranks.
+    The same on every rank, and in every run with the same seed and ranks: each rank rounds by
+    random numbers of its own, made from (seed, step, leaf, rank). The variance of one rank's leaf
+    of D elements is at most `min(D / levels^2, sqrt(D) / levels)` times its squared norm: `levels`
+    near sqrt(D) costs about as much as the gradient's own noise. Like `pmean` it divides the sum by
+    the ranks: beyond float32's range that is infinite. A rank receives `(P-1) (D + 4)` bytes a leaf
+    of D elements: less than `mean` on fewer than 8 ranks.
 
     ```python
     tx = optax.chain(jaxcross.exchange.qsgd(127, "batch"), optax.sgd(0.1))
@@ -40,16 +44,19 @@ def qsgd(levels: int, axis_name: collectives.AxisName, *, seed: int = 0) -> opta
         seed: Of the rounding.
 
     Raises:
-        ValueError: `levels` is not a whole number that fits one byte with its sign; (when traced) a leaf is not real
-            floating-point, or float64.
+        ValueError: `levels` is not a whole number that fits one byte with its sign; (when traced) a
+            leaf is not real floating-point, or float64.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
     Source: Alistarh et al., arXiv 1610.02132, section 3.1.
     """
     levels = whole_number(levels, "levels", "`qsgd`")
     if levels > 127:
-        raise ValueError(f"`levels` is {levels}: a level and its sign travel as one byte, so use 1 to 127.")
+        raise ValueError(
+            f"`levels` is {levels}: a level and its sign travel as one byte, so use 1 to 127."
+        )
 
     names = collectives.axis_names(axis_name)
 
@@ -72,11 +79,15 @@ def qsgd(levels: int, axis_name: collectives.AxisName, *, seed: int = 0) -> opta
             _quantise(x, levels, jax.random.fold_in(jax.random.fold_in(key, leaf), rank))
             for leaf, x in enumerate(leaves)
         ]
-        every_unit = collectives.gather(jnp.stack([unit for _, unit in coded]), names)  # [P, leaves]
+        every_unit = collectives.gather(
+            jnp.stack([unit for _, unit in coded]), names
+        )  # [P, leaves]
         every_code = [collectives.gather(code, names) for code, _ in coded]
         out = [
             # One level up may be beyond the update's type.
-            collectives.saturate(_mean(code, every_unit[:, leaf]), x.dtype).reshape(x.shape).astype(x.dtype)
+            collectives.saturate(_mean(code, every_unit[:, leaf]), x.dtype)
+            .reshape(x.shape)
+            .astype(x.dtype)
             for leaf, (code, x) in enumerate(zip(every_code, leaves, strict=True))
         ]
         return jax.tree.unflatten(treedef, out), new
@@ -95,7 +106,8 @@ def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax
     level = jnp.minimum(jnp.floor(share + jax.random.uniform(key, vector.shape)), levels)
     norm = largest * length
     unit = jnp.where(jnp.isfinite(norm), norm / levels, largest * (length / levels))
-    # Near the largest number a level too many, or the norm itself, is beyond it: such elements are rounded down.
+    # Near the largest number a level too many, or the norm itself, is beyond it: such elements are
+    # rounded down.
     unit = jnp.where(jnp.isinf(unit * levels), jnp.minimum(unit, _LARGEST) * (1 - 2**-20), unit)
     level = jnp.where(jnp.isinf(level * unit), level - 1, level)
     # NaN and infinity travel in the unit: no integer can hold them.

@@ -18,9 +18,11 @@ State = TypeVar("State")
 
 
 def next_in_round(since: jax.Array, every: int) -> jax.Array:
-    """Returns the number of local steps since the last merge, this one included; 0 where this step merges.
+    """Returns the number of local steps since the last merge, this one included; 0 where this step
+    merges.
 
-    A round that has begun with a larger `every`, before a restart, may be too long already: it ends in this step.
+    A round that has begun with a larger `every`, before a restart, may be too long already: it ends
+    in this step.
     """
     return jnp.where(since + 1 >= every, 0, since + 1)
 
@@ -33,15 +35,16 @@ def end_round(
     params: optax.Params,
     state: State,
 ) -> tuple[optax.Updates, State]:
-    """Returns updates to the merged parameters where a round ends, else `updates` and `state` as they are.
+    """Returns updates to the merged parameters where a round ends, else `updates` and `state` as
+    they are.
 
     The host knows the counter, so that a step within a round exchanges nothing.
 
     Args:
         since: What `next_in_round` returned.
         every: Steps of a round.
-        merge: (this rank's parameters after its local step, `state`) -> the parameters to go on with, and the next
-            state. Exchanges.
+        merge: (this rank's parameters after its local step, `state`) -> the parameters to go on
+            with, and the next state. Exchanges.
         updates: Of this rank's own optimizer.
         params: Before the step.
         state: Arrays that only a merge changes.
@@ -55,7 +58,8 @@ def end_round(
 
 
 def pseudo_gradient(anchor: optax.Params, mine: optax.Params) -> optax.Updates:
-    """Returns how far this rank has gone from where the round began, backwards: a gradient to the outer optimizer.
+    """Returns how far this rank has gone from where the round began, backwards: a gradient to the
+    outer optimizer.
 
     Leaves that are not floating-point give zeros.
     """
@@ -68,13 +72,17 @@ def outer_step(
     anchor: optax.Params,
     state: optax.OptState,
 ) -> tuple[optax.Params, optax.OptState]:
-    """Returns the anchor that the outer optimizer makes of a pseudo-gradient, and the optimizer's next state."""
+    """Returns the anchor that the outer optimizer makes of a pseudo-gradient, and the optimizer's
+    next state.
+    """
     updates, state = outer.update(gradient, state, anchor)
     return optax.apply_updates(anchor, updates), state
 
 
 def model_of(anchor: optax.Params, params: optax.Params) -> optax.Params:
-    """Returns the model to evaluate: the anchor, with this rank's own leaves where they are not floating-point."""
+    """Returns the model to evaluate: the anchor, with this rank's own leaves where they are not
+    floating-point.
+    """
     return jax.tree.map(lambda a, x: a if is_float(x) else x, anchor, params)
 
 

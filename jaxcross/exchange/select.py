@@ -12,28 +12,36 @@ import jax.numpy as jnp
 Selection = Literal["auto", "exact", "threshold"]
 
 # Backend -> the longest vector and the largest k of which `lax.top_k` is the faster way, as far as
-# `benchmarks/selection.py` tells: about where the two meet, whose times grow with both. Others are taken for a CPU.
+# `benchmarks/selection.py` tells: about where the two meet, whose times grow with both. Others are
+# taken for a CPU.
 _INT32_MAX = (1 << 31) - 1
-_EXACT_UP_TO = {"cpu": (1 << 15, 1 << 7), "gpu": (_INT32_MAX, _INT32_MAX)}  # an H100 sorts 20 elements a nanosecond
-# A threshold search begins with a sample, which it looks through once a bit: a seventh of the vector, at most so many.
+_EXACT_UP_TO = {
+    "cpu": (1 << 15, 1 << 7),
+    "gpu": (_INT32_MAX, _INT32_MAX),
+}  # an H100 sorts 20 elements a nanosecond
+# A threshold search begins with a sample, which it looks through once a bit: a seventh of the
+# vector, at most so many.
 _SAMPLE, _STRIDE = 1 << 15, 7
 _KEY_BITS = 31
 _FLOAT_COUNTS = 1 << 24  # float32 counts exactly up to here
 
 
 def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.Array, jax.Array]:
-    """Returns values and indices of the `k` largest elements of a vector by absolute value. Does not communicate.
+    """Returns values and indices of the `k` largest elements of a vector by absolute value. Does
+    not communicate.
 
-    Both ways select the same elements, ties and order apart, and NaN as infinity or before it. `"threshold"` keeps
-    MSTopK's idea (Shi et al., arXiv 2010.10458: search a threshold, then compact) and makes it exact: a sample tells a
-    threshold that a few more than k elements pass; one pass packs into bits which elements pass; the candidates are
-    found through the bits and thresholded exactly. If the sample misled, the threshold is searched in the whole vector.
+    Both ways select the same elements, ties and order apart, and NaN as infinity or before it.
+    `"threshold"` keeps MSTopK's idea (Shi et al., arXiv 2010.10458: search a threshold, then
+    compact) and makes it exact: a sample tells a threshold that a few more than k elements pass;
+    one pass packs into bits which elements pass; the candidates are found through the bits and
+    thresholded exactly. If the sample misled, the threshold is searched in the whole vector.
     Elements that are 0 are never selected by it: their slots have index D and value 0.
 
     Args:
         x: A vector of D floats.
         k: How many; static, 1 to D.
-        selection: `"exact"`: `lax.top_k`. `"threshold"`: as above. `"auto"`: the faster one for backend, D and k.
+        selection: `"exact"`: `lax.top_k`. `"threshold"`: as above. `"auto"`: the faster one for
+            backend, D and k.
 
     Returns:
         `k` values of x's type, and their int32 indices, in no promised order.
@@ -43,13 +51,15 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
     """
     if x.size > _INT32_MAX:
         raise ValueError(
-            f"the {k} largest of {x.size} elements were to be selected, which int32 indices cannot name. Without"
-            " `bucket`, leaves are selected from one by one; let `skip` name a single leaf that is so large."
+            f"the {k} largest of {x.size} elements were to be selected, which int32 indices cannot "
+            "name. Without `bucket`, leaves are selected from one by one; let `skip` name a single "
+            "leaf that is so large."
         )
     if selection == "auto":
         selection = faster_selection(x.size, k)
     if selection == "exact":
-        # As floats: XLA's fast path for the CPU knows float32 alone, integers take a hundred times as long.
+        # As floats: XLA's fast path for the CPU knows float32 alone, integers take a hundred times
+        # as long.
         size = jnp.abs(x.astype(jnp.float32))
         _, indices = jax.lax.top_k(jnp.where(jnp.isnan(size), jnp.inf, size), k)
         return x[indices], indices.astype(jnp.int32)
@@ -58,7 +68,9 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
 
 
 def faster_selection(size: int, k: int) -> Selection:
-    """Returns the selection that was measured to be faster for `k` of `size` elements, which `"auto"` takes."""
+    """Returns the selection that was measured to be faster for `k` of `size` elements, which
+    `"auto"` takes.
+    """
     longest, most = _EXACT_UP_TO.get(jax.default_backend(), _EXACT_UP_TO["cpu"])
     return "exact" if size <= longest and k <= most else "threshold"
 
@@ -70,7 +82,10 @@ def check_selection(selection: str) -> None:
         ValueError: `selection` is unknown.
     """
     if selection not in get_args(Selection):
-        raise ValueError(f"`selection` is {selection!r}: choose one of {', '.join(map(repr, get_args(Selection)))}.")
+        raise ValueError(
+            f"`selection` is {selection!r}: choose one of "
+            f"{', '.join(map(repr, get_args(Selection)))}."
+        )
 
 
 def _keys(x: jax.Array) -> jax.Array:
@@ -90,7 +105,8 @@ def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     words = _pack(_keys(x) >= bracket)
     count = jnp.sum(jax.lax.population_count(words), dtype=jnp.int32)
 
-    # Keys are computed again wherever they are read: an array of all of them would cost two passes over memory.
+    # Keys are computed again wherever they are read: an array of all of them would cost two passes
+    # over memory.
     def near(_: None) -> jax.Array:
         found = _positions(words, size, capacity)
         mine = jnp.where(found < size, _keys(x.at[found].get(mode="clip")), 0)
@@ -106,16 +122,21 @@ def _threshold_select(x: jax.Array, k: int) -> jax.Array:
 
 
 def sample_stride(size: int) -> int:
-    """Returns the distance of the sampled elements from which the threshold search of a vector begins.
+    """Returns the distance of the sampled elements from which the threshold search of a vector
+    begins.
 
-    Columns of weights may differ in scale. Rows are products of 2, 3 and 5 long, or nearly all: with a stride that none
-    of them divides, the sample has elements of all columns.
+    Columns of weights may differ in scale. Rows are products of 2, 3 and 5 long, or nearly all:
+    with a stride that none of them divides, the sample has elements of all columns.
     """
-    return next(n for n in itertools.count(max(_STRIDE, -(-size // _SAMPLE))) if math.gcd(n, 30) == 1)
+    return next(
+        n for n in itertools.count(max(_STRIDE, -(-size // _SAMPLE))) if math.gcd(n, 30) == 1
+    )
 
 
 def _kth(keys: jax.Array, k: int) -> jax.Array:
-    """The k-th largest key: the largest one that at least `k` keys reach, found bit by bit from the highest."""
+    """The k-th largest key: the largest one that at least `k` keys reach, found bit by bit from the
+    highest.
+    """
 
     def bit(i: jax.Array, found: jax.Array) -> jax.Array:
         tried = found | jnp.left_shift(jnp.int32(1), _KEY_BITS - 1 - i)
@@ -126,13 +147,20 @@ def _kth(keys: jax.Array, k: int) -> jax.Array:
 
 
 def _reaching(keys: jax.Array, key: jax.Array) -> jax.Array:
-    """Counts the keys that reach `key`. As floats: XLA's CPU backend sums them by vectors, integers one by one."""
+    """Counts the keys that reach `key`. As floats: XLA's CPU backend sums them by vectors, integers
+    one by one.
+    """
     parts = (keys[start : start + _FLOAT_COUNTS] for start in range(0, keys.size, _FLOAT_COUNTS))
-    return sum((jnp.sum((part >= key).astype(jnp.float32)).astype(jnp.int32) for part in parts), jnp.int32(0))
+    return sum(
+        (jnp.sum((part >= key).astype(jnp.float32)).astype(jnp.int32) for part in parts),
+        jnp.int32(0),
+    )
 
 
 def _exactly(keys: jax.Array, k: int) -> jax.Array:
-    """Returns a mask of the `k` largest nonzero keys; of equal ones at the threshold, the first ones."""
+    """Returns a mask of the `k` largest nonzero keys; of equal ones at the threshold, the first
+    ones.
+    """
     kth = jnp.maximum(_kth(keys, k), 1)
     above, equal = keys > kth, keys == kth
     room = k - jnp.sum(above, dtype=jnp.int32)
@@ -140,7 +168,8 @@ def _exactly(keys: jax.Array, k: int) -> jax.Array:
 
 
 def _pack(mask: jax.Array) -> jax.Array:
-    """A mask as words of 32 bits. Bit b of word w is element b W + w of the first 32 W; the rest is the last word.
+    """A mask as words of 32 bits. Bit b of word w is element b W + w of the first 32 W; the rest is
+    the last word.
 
     Bits that lie W elements apart let the pass run over whole vectors of the machine.
     """
@@ -149,20 +178,31 @@ def _pack(mask: jax.Array) -> jax.Array:
     for b in range(32):
         words |= mask[b * per_bit : (b + 1) * per_bit].astype(jnp.uint32) << b
     rest = mask[32 * per_bit :]
-    last = jnp.sum(rest.astype(jnp.uint32) << jnp.arange(rest.size, dtype=jnp.uint32), dtype=jnp.uint32)
+    last = jnp.sum(
+        rest.astype(jnp.uint32) << jnp.arange(rest.size, dtype=jnp.uint32), dtype=jnp.uint32
+    )
     return jnp.append(words, last)
 
 
 def _positions(words: jax.Array, size: int, slots: int) -> jax.Array:
-    """Returns the first `slots` positions that are set among `size` packed ones; slots left over hold `size`."""
+    """Returns the first `slots` positions that are set among `size` packed ones; slots left over
+    hold `size`.
+    """
     per_bit = size // 32
     columns = -(-words.size // 32)
-    grid = jnp.pad(words, (0, 32 * columns - words.size)).reshape(32, columns)  # row r of column c: word r columns + c
+    grid = jnp.pad(words, (0, 32 * columns - words.size)).reshape(
+        32, columns
+    )  # row r of column c: word r columns + c
     until = jnp.cumsum(jax.lax.population_count(grid).astype(jnp.int32), axis=0)
     ends = jnp.cumsum(until[-1])
     slot = jnp.arange(slots, dtype=jnp.int32)
-    # Each column marks the slot where it begins; the largest mark so far is the column that a slot lies in.
-    marks = jnp.zeros(slots, jnp.int32).at[ends[:-1]].max(jnp.arange(1, columns, dtype=jnp.int32), mode="drop")
+    # Each column marks the slot where it begins; the largest mark so far is the column that a slot
+    # lies in.
+    marks = (
+        jnp.zeros(slots, jnp.int32)
+        .at[ends[:-1]]
+        .max(jnp.arange(1, columns, dtype=jnp.int32), mode="drop")
+    )
     column = jax.lax.cummax(marks)
     left = slot - jnp.where(column > 0, ends[column - 1], 0)
     row = jnp.zeros_like(slot)

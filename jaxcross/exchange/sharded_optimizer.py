@@ -1,4 +1,6 @@
-"""Sharded optimizer (ZeRO stage 1): every rank steps an equal part of every parameter, and holds its state."""
+"""Sharded optimizer (ZeRO stage 1): every rank steps an equal part of every parameter, and holds
+its state.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,33 @@ from jaxcross.exchange import blocks, collectives
 from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import PerRankState
-from jaxcross.exchange.validation import accumulation_dtype, check_state, group_by_dtype, optimizer_in, whole_number
+from jaxcross.exchange.validation import (
+    accumulation_dtype,
+    check_state,
+    group_by_dtype,
+    optimizer_in,
+    whole_number,
+)
 
 
 def sharded_optimizer(
-    optimizer: optax.GradientTransformation, axis_name: collectives.AxisName, *, ranks: int | None = None
+    optimizer: optax.GradientTransformation,
+    axis_name: collectives.AxisName,
+    *,
+    ranks: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Averages this rank's part of the gradients, steps the optimizer on that part only, and gathers the updates.
+    """Averages this rank's part of the gradients, steps the optimizer on that part only, and
+    gathers the updates.
 
-    Synchronous training as with `mean` in front of `optimizer`, to rounding, with 1/P of the optimizer's state and of
-    its work on each rank (every leaf is cut into P equal parts, padded with zeros). Updates are the same bits on every
-    rank; the state is the rank's own part, in a `PerRankState`: save it per rank, and never change the number of ranks
-    under it. Deterministic.
+    Synchronous training as with `mean` in front of `optimizer`, to rounding, with 1/P of the
+    optimizer's state and of its work on each rank (every leaf is cut into P equal parts, padded
+    with zeros). Updates are the same bits on every rank; the state is the rank's own part, in a
+    `PerRankState`: save it per rank, and never change the number of ranks under it. Deterministic.
 
-    The optimizer must work element by element (SGD, momentum, Adam, AdamW, RMSProp, clipping by value), since it sees
-    flat parts. One that takes norms over a layer or all layers (LARS, LAMB, `optax.clip_by_global_norm`), draws noise,
-    or looks at shapes (a `mask` that is a function of them; write a tree of booleans) is refused: its jaxpr shows it.
+    The optimizer must work element by element (SGD, momentum, Adam, AdamW, RMSProp, clipping by
+    value), since it sees flat parts. One that takes norms over a layer or all layers (LARS, LAMB,
+    `optax.clip_by_global_norm`), draws noise, or looks at shapes (a `mask` that is a function of
+    them; write a tree of booleans) is refused: its jaxpr shows it.
 
     ```python
     tx = jaxcross.exchange.sharded_optimizer(optax.adam(1e-3), "batch", ranks=world.size)
@@ -39,21 +52,24 @@ def sharded_optimizer(
     Args:
         optimizer: Steps on this rank's part.
         axis_name: One axis.
-        ranks: Size of the axis. Needed only where `init` runs outside of the step, where the axis is not bound.
+        ranks: Size of the axis. Needed only where `init` runs outside of the step, where the axis
+            is not bound.
 
     Raises:
-        ValueError: `ranks` is not a whole number. In `init`, the axis is not bound and `ranks` is not given, or the
-            optimizer's state starts from the parameters' values, whose part `init` cannot know there. At the first
-            trace, `ranks` is not the axis's size, the optimizer does not work element by element, or the state has
-            other shapes than `init` would give it: it is that of another number of ranks.
+        ValueError: `ranks` is not a whole number. In `init`, the axis is not bound and `ranks` is
+            not given, or the optimizer's state starts from the parameters' values, whose part
+            `init` cannot know there. At the first trace, `ranks` is not the axis's size, the
+            optimizer does not work element by element, or the state has other shapes than `init`
+            would give it: it is that of another number of ranks.
 
-    Bytes that a rank receives, with D the elements padded per leaf to a multiple of P: `(P-1)/P D` of the gradients'
-    type and as many of the updates'.
+    Bytes that a rank receives, with D the elements padded per leaf to a multiple of P: `(P-1)/P D`
+    of the gradients' type and as many of the updates'.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
-    Source: the distributed parameter server with as many servers as workers, Langer et al., arXiv 2007.03970, section
-    3.4; sharded state: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 1).
+    Source: the distributed parameter server with as many servers as workers, Langer et al., arXiv
+    2007.03970, section 3.4; sharded state: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 1).
     """
     axis = collectives.one_axis(axis_name, "`sharded_optimizer`")
     ranks = None if ranks is None else whole_number(ranks, "ranks", "`sharded_optimizer`")
@@ -68,13 +84,17 @@ def sharded_optimizer(
         parts = jax.tree.map(lambda x: _part(jnp.asarray(x), size, 0), params)
         if _reads_values(inner.init, parts):
             raise ValueError(
-                "the optimizer of `sharded_optimizer` starts its state from the parameters' values, and outside of the"
-                f" step no rank knows its part of them. Call `tx.init` inside a step in which `{axis}` is bound."
+                "the optimizer of `sharded_optimizer` starts its state from the parameters' "
+                "values, and outside of the step no rank knows its part of them. Call `tx.init` "
+                f"inside a step in which `{axis}` is bound."
             )
         return PerRankState(inner.init(parts))
 
     def update(
-        updates: optax.Updates, state: PerRankState, params: optax.Params | None = None, **extra: Any
+        updates: optax.Updates,
+        state: PerRankState,
+        params: optax.Params | None = None,
+        **extra: Any,
     ) -> tuple[optax.Updates, PerRankState]:
         size = _axis_size(ranks, jax.lax.axis_size(axis))
         rank = jax.lax.axis_index(axis)
@@ -82,16 +102,22 @@ def sharded_optimizer(
         shapes = [x.shape for x in leaves]
         parts = None if params is None else jax.tree.map(lambda x: _part(x, size, rank), params)
         mean = _mean_parts(leaves, axis)
-        whole = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, mean, strict=True)]
+        whole = [
+            jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, mean, strict=True)
+        ]
         mean, whole = (jax.tree.unflatten(treedef, x) for x in (mean, whole))
         own = state.per_rank
         check_state(own, inner.init, mean if parts is None else parts, "`sharded_optimizer`")
-        check_elementwise(inner, (whole, params), (mean, parts), own, "`sharded_optimizer`", axis=axis, **extra)
+        check_elementwise(
+            inner, (whole, params), (mean, parts), own, "`sharded_optimizer`", axis=axis, **extra
+        )
         stepped, own = inner.update(mean, own, parts, **extra)
         out = jax.tree.unflatten(treedef, _gather(treedef.flatten_up_to(stepped), shapes, axis))
         return out, PerRankState(own)
 
-    return exchange_once("sharded_optimizer", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once(
+        "sharded_optimizer", axis_name, optax.GradientTransformationExtraArgs(init, update)
+    )  # pyright: ignore[reportArgumentType]
 
 
 def _part(leaf: jax.Array, size: int, rank: jax.typing.ArrayLike) -> jax.Array:
@@ -99,23 +125,37 @@ def _part(leaf: jax.Array, size: int, rank: jax.typing.ArrayLike) -> jax.Array:
 
 
 def _mean_parts(leaves: Sequence[jax.Array], axis: Hashable) -> list[jax.Array]:
-    """Returns this rank's part of each leaf's mean, by one reduce-scatter a type. Sums 16-bit floats in float32."""
+    """Returns this rank's part of each leaf's mean, by one reduce-scatter a type. Sums 16-bit
+    floats in float32.
+    """
     size = jax.lax.axis_size(axis)
     out: list[Any] = [None] * len(leaves)
     for dtype, members in group_by_dtype(leaves).items():
-        rows = blocks.to_blocks([leaves[i] for i in members], size, dtype).reshape(-1).astype(accumulation_dtype(dtype))
-        mine = (collectives.sum_scatter(rows, axis, wire_dtype=dtype) / size).astype(jnp.result_type(dtype, float))
-        for i, x in zip(members, blocks.columns(mine, [leaves[i].shape for i in members], size), strict=True):
+        rows = (
+            blocks.to_blocks([leaves[i] for i in members], size, dtype)
+            .reshape(-1)
+            .astype(accumulation_dtype(dtype))
+        )
+        mine = (collectives.sum_scatter(rows, axis, wire_dtype=dtype) / size).astype(
+            jnp.result_type(dtype, float)
+        )
+        for i, x in zip(
+            members, blocks.columns(mine, [leaves[i].shape for i in members], size), strict=True
+        ):
             out[i] = x
     return out
 
 
-def _gather(parts: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], axis: Hashable) -> list[jax.Array]:
+def _gather(
+    parts: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], axis: Hashable
+) -> list[jax.Array]:
     """Returns the whole leaves of these shapes, by one all-gather a type."""
     out: list[Any] = [None] * len(parts)
     for members in group_by_dtype(parts).values():
         rows = collectives.gather(jnp.concatenate([parts[i] for i in members]), axis)
-        for i, x in zip(members, blocks.from_blocks(rows, [shapes[i] for i in members]), strict=True):
+        for i, x in zip(
+            members, blocks.from_blocks(rows, [shapes[i] for i in members]), strict=True
+        ):
             out[i] = x
     return out
 
@@ -130,19 +170,23 @@ def _bound_size(axis: Hashable) -> int | None:
 def _axis_size(ranks: int | None, bound: int | None) -> int:
     if ranks is None and bound is None:
         raise ValueError(
-            "`init` of `sharded_optimizer` runs outside of the step and does not know how many parts to make. Give"
-            " `ranks=`, the size of the axis, for example `jaxcross.initialize().size`."
+            "`init` of `sharded_optimizer` runs outside of the step and does not know how many "
+            "parts to make. Give `ranks=`, the size of the axis, for example "
+            "`jaxcross.initialize().size`."
         )
     if ranks is not None and bound is not None and ranks != bound:
         raise ValueError(
-            f"`ranks` of `sharded_optimizer` is {ranks}, but the axis has {bound}: parameters and the optimizer's state"
-            f" are cut into as many parts as there are ranks. Make both again for {bound} ranks."
+            f"`ranks` of `sharded_optimizer` is {ranks}, but the axis has {bound}: parameters and "
+            "the optimizer's state are cut into as many parts as there are ranks. Make both again "
+            f"for {bound} ranks."
         )
     return bound if ranks is None else ranks  # pyright: ignore[reportReturnType]
 
 
 def _reads_values(init: Callable[[optax.Params], optax.OptState], params: optax.Params) -> bool:
-    """Whether what `init` returns depends on its argument's values, and not on shapes and types alone."""
+    """Whether what `init` returns depends on its argument's values, and not on shapes and types
+    alone.
+    """
     jaxpr = jax.make_jaxpr(init)(params).jaxpr
     tainted = set(jaxpr.invars)
     for eqn in jaxpr.eqns:

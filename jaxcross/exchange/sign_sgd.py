@@ -15,16 +15,19 @@ from jaxcross.exchange.validation import check_real
 
 
 def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
-    """Returns +1 or -1 for each element, as on most ranks; the same on every rank. Stateless, deterministic.
+    """Returns +1 or -1 for each element, as on most ranks; the same on every rank. Stateless,
+    deterministic.
 
-    A zero votes +1 and a tie gives +1. A leaf that is all zeros on all ranks stays zero; one with NaN or infinity on
-    any rank becomes NaN on every rank. The size of gradients is lost: use a small learning rate.
+    A zero votes +1 and a tie gives +1. A leaf that is all zeros on all ranks stays zero; one with
+    NaN or infinity on any rank becomes NaN on every rank. The size of gradients is lost: use a
+    small learning rate.
 
-    Rank r counts the votes on the r-th part of all elements: `2 (P-1)/P D'/8` bytes a rank, D' being all elements
-    padded to a multiple of 8 P, and `2 (P-1)/P` of 8 bytes a leaf.
+    Rank r counts the votes on the r-th part of all elements: `2 (P-1)/P D'/8` bytes a rank, D'
+    being all elements padded to a multiple of 8 P, and `2 (P-1)/P` of 8 bytes a leaf.
 
     ```python
-    tx = optax.chain(jaxcross.exchange.sign_sgd("batch"), optax.add_decayed_weights(1e-4), optax.sgd(1e-4))
+    tx = optax.chain(jaxcross.exchange.sign_sgd("batch"), optax.add_decayed_weights(1e-4),
+    optax.sgd(1e-4))
     ```
 
     Args:
@@ -33,7 +36,8 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
     Raises:
         ValueError: Several axes; (when traced) a leaf is not real floating-point.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
     Source: Bernstein et al., arXiv 1802.04434 and 1810.05291, algorithm 1.
     """
@@ -51,12 +55,15 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
         votes = bits.unpack(jax.lax.all_to_all(ballots, axis, 0, 0))
         majority = 2 * jnp.sum(votes, axis=0, dtype=jnp.int32) >= size
         elected = bits.unpack(collectives.gather(bits.pack(majority), axis)).reshape(-1)
-        # A bit cannot encode zero, nor what is not finite: this travels as NaN, which a job's `nonfinite` sees.
+        # A bit cannot encode zero, nor what is not finite: this travels as NaN, which a job's
+        # `nonfinite` sees.
         present = [jnp.where(jnp.all(jnp.isfinite(x)), jnp.any(x != 0), jnp.nan) for x in leaves]
         moved = jax.lax.psum(jnp.stack(present).astype(jnp.float32), axis)
         signed = jax.tree.leaves(where.unravel(bits.signs(elected)))
         out = [
-            jnp.where(jnp.isnan(m), jnp.asarray(jnp.nan, s.dtype), jnp.where(m > 0, s, 0)).astype(x.dtype)
+            jnp.where(jnp.isnan(m), jnp.asarray(jnp.nan, s.dtype), jnp.where(m > 0, s, 0)).astype(
+                x.dtype
+            )
             for s, m, x in zip(signed, moved, leaves, strict=True)
         ]
         return jax.tree.unflatten(treedef, out)

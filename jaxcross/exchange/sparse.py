@@ -1,4 +1,6 @@
-"""Sparse messages of a fixed size: (value, index) pairs of which a slot without an element has value 0, index D."""
+"""Sparse messages of a fixed size: (value, index) pairs of which a slot without an element has
+value 0, index D.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,17 @@ from jaxcross.exchange.validation import as_number
 
 Skip = Callable[[str, Any], bool]
 
-# As `jax.tree_util.keystr` writes it: a key of a dict or an attribute, in NNX with the variable's value behind.
+# As `jax.tree_util.keystr` writes it: a key of a dict or an attribute, in NNX with the variable's
+# value behind.
 _BIAS_OR_SCALE = re.compile(r"(?<!\w)(bias|scale)\b\W*((raw_)?value\W*)?$")
 
 
 def bias_or_norm(path: str, leaf: jax.typing.ArrayLike) -> bool:
-    """Whether a leaf is small and sensitive enough to be exchanged as it is: scalars, vectors, biases, norms' scales.
+    """Whether a leaf is small and sensitive enough to be exchanged as it is: scalars, vectors,
+    biases, norms' scales.
 
-    The last two have more dimensions in attention (one for the heads) and under `nn.scan` (one for the layers): they
-    are known by the name `bias` or `scale` that ends their path.
+    The last two have more dimensions in attention (one for the heads) and under `nn.scan` (one for
+    the layers): they are known by the name `bias` or `scale` that ends their path.
     """
     return jnp.ndim(leaf) <= 1 or _BIAS_OR_SCALE.search(path) is not None
 
@@ -41,20 +45,25 @@ def check_density(density: object, name: str = "density") -> float:
     share = as_number(density)
     if not 0 < share <= 1:
         raise ValueError(
-            f"`{name}` is {density!r}: it is the share of elements that are sent and must be a number in (0, 1], for"
-            " example 0.01. How many are sent is part of the program: a share that changes is a `warm_up` of `top_k`."
-            " To send everything, use `jaxcross.exchange.mean`."
+            f"`{name}` is {density!r}: it is the share of elements that are sent and must be a "
+            "number in (0, 1], for example 0.01. How many are sent is part of the program: a share "
+            "that changes is a `warm_up` of `top_k`. To send everything, use "
+            "`jaxcross.exchange.mean`."
         )
     return share
 
 
 def slots(density: float, size: int) -> int:
-    """Returns the number of elements that are sent of `size`: the share rounded, but one at least."""
+    """Returns the number of elements that are sent of `size`: the share rounded, but one at
+    least.
+    """
     return min(size, max(1, round(density * size)))
 
 
 def compressed_leaves(leaves: Sequence[tuple[Any, Any]], skip: Skip) -> list[bool]:
-    """Returns for each (path, leaf) whether it is compressed: floats with elements that `skip` does not name."""
+    """Returns for each (path, leaf) whether it is compressed: floats with elements that `skip` does
+    not name.
+    """
     return [
         jnp.size(leaf) > 0
         and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
@@ -64,7 +73,9 @@ def compressed_leaves(leaves: Sequence[tuple[Any, Any]], skip: Skip) -> list[boo
 
 
 def residuals(params: optax.Params, skip: Skip, length: Callable[[int], int]) -> PyTree:
-    """Returns the tree of zero residuals: one float32 vector of `length(size)` for each leaf that is compressed."""
+    """Returns the tree of zero residuals: one float32 vector of `length(size)` for each leaf that
+    is compressed.
+    """
     found, treedef = jax.tree.flatten_with_path(params)
     vectors = [
         jnp.zeros(length(jnp.size(leaf)), jnp.float32) if chosen else optax.MaskedNode()
@@ -74,17 +85,23 @@ def residuals(params: optax.Params, skip: Skip, length: Callable[[int], int]) ->
 
 
 def warn_if_none(params: optax.Params, skip: Skip, what: str) -> None:
-    """Warns that `what` compresses nothing where vectors are all that it was given, behind `optax.flatten` for example.
+    """Warns that `what` compresses nothing where vectors are all that it was given, behind
+    `optax.flatten` for example.
 
     No warning while tracing, for shapes alone, and none where `skip` is the user's own.
     """
     found = jax.tree.leaves_with_path(params)
-    if skip is not bias_or_norm or any(compressed_leaves(found, skip)) or any(isinstance(x, Tracer) for _, x in found):
+    if (
+        skip is not bias_or_norm
+        or any(compressed_leaves(found, skip))
+        or any(isinstance(x, Tracer) for _, x in found)
+    ):
         return
     if any(compressed_leaves(found, lambda path, leaf: jnp.size(leaf) < 2)):
         warnings.warn(
-            f"{what} compresses none of these parameters: vectors, biases and the scales of norms are averaged as they"
-            " are unless `skip` says otherwise. To compress them, too, write `skip=lambda path, leaf: False`.",
+            f"{what} compresses none of these parameters: vectors, biases and the scales of norms "
+            "are averaged as they are unless `skip` says otherwise. To compress them, too, write "
+            "`skip=lambda path, leaf: False`.",
             stacklevel=2,
         )
 
@@ -95,17 +112,23 @@ def rounded(values: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def residual_after(x: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
-    """Returns what is left of a vector once these pairs are sent. Rounding on the wire stays in it."""
+    """Returns what is left of a vector once these pairs are sent. Rounding on the wire stays in
+    it.
+    """
     return x.at[indices].add(-values.astype(x.dtype), mode="drop")
 
 
 def sum_of_pairs(values: jax.Array, indices: jax.Array, size: int) -> jax.Array:
-    """Returns the float32 sum of every rank's pairs, `[P, k]`, rank after rank: the same bits everywhere."""
+    """Returns the float32 sum of every rank's pairs, `[P, k]`, rank after rank: the same bits
+    everywhere.
+    """
 
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
-        # One rank's indices differ, so that no order of these additions can change a bit, on any backend.
+        # One rank's indices differ, so that no order of these additions can change a bit, on any
+        # backend.
         return sum_.at[indices[rank]].add(values[rank].astype(jnp.float32), mode="drop")
 
-    # The loop begins with a sum, not with zeros, which `shard_map` with `check_vma` takes for the same on every rank.
+    # The loop begins with a sum, not with zeros, which `shard_map` with `check_vma` takes for the
+    # same on every rank.
     first = add(jnp.int32(0), jnp.zeros(size, jnp.float32))
     return jax.lax.fori_loop(1, values.shape[0], add, first)

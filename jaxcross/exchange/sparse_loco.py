@@ -1,4 +1,6 @@
-"""SparseLoCo: rounds of local steps whose progress travels as the largest elements of each chunk, in two bits each."""
+"""SparseLoCo: rounds of local steps whose progress travels as the largest elements of each chunk,
+in two bits each.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from jaxcross.exchange import chunks, collectives, sparse
 from jaxcross.exchange.chunks import Chunks
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import copied, end_round, model_of, next_in_round, outer_step, pseudo_gradient
+from jaxcross.exchange.rounds import (
+    copied,
+    end_round,
+    model_of,
+    next_in_round,
+    outer_step,
+    pseudo_gradient,
+)
 from jaxcross.exchange.validation import (
     check_float32,
     check_state,
@@ -36,7 +45,8 @@ class SparseLoCoState(NamedTuple):
 
     Attributes:
         since: Local steps since the last exchange, int32.
-        anchor: Like the parameters, and the same bits on every rank: where this round began. The model to evaluate.
+        anchor: Like the parameters, and the same bits on every rank: where this round began. The
+            model to evaluate.
         residual: What this rank has not sent of its progress, float32, by chunk.
         outer: State of the outer optimizer, the same bits on every rank.
         inner: State of this rank's own optimizer.
@@ -48,7 +58,9 @@ class SparseLoCoState(NamedTuple):
     outer: optax.OptState
     inner: optax.OptState
 
-    rank_local = RankLocal(unsent=("residual",), model=("inner",), maybe_empty=("residual", "outer", "inner"))
+    rank_local = RankLocal(
+        unsent=("residual",), model=("inner",), maybe_empty=("residual", "outer", "inner")
+    )
 
     def model(self, params: optax.Params) -> optax.Params:
         """Returns the model to evaluate: the anchor."""
@@ -67,27 +79,31 @@ def sparse_loco(
     two_bits: bool = True,
     skip: sparse.Skip = sparse.bias_or_norm,
 ) -> optax.GradientTransformationExtraArgs:
-    """Takes `every` local steps on each rank, then one step of `outer` on the mean of what ranks send of their way.
+    """Takes `every` local steps on each rank, then one step of `outer` on the mean of what ranks
+    send of their way.
 
-    A round is that of `diloco`, with `residual <- decay * residual + (anchor - mine)` in place of the way back itself:
-    of each chunk the `density` largest elements are sent, and leave the residual. An element travels as its index in
-    the chunk, its sign, and whether it is above the leaf's mean size; its value is then the mean size of all elements
-    that this rank sends of the leaf on that side. What the rounding cuts stays in the residual, too.
+    A round is that of `diloco`, with `residual <- decay * residual + (anchor - mine)` in place of
+    the way back itself: of each chunk the `density` largest elements are sent, and leave the
+    residual. An element travels as its index in the chunk, its sign, and whether it is above the
+    leaf's mean size; its value is then the mean size of all elements that this rank sends of the
+    leaf on that side. What the rounding cuts stays in the residual, too.
 
     The residual takes the part of DiLoCo's momentum, so that `outer` may be plain `optax.sgd(1.0)`.
 
-    Parameters differ between ranks within a round, and after it by one rounding. The inner optimizer's state and the
-    residual are this rank's own: save them, and the parameters, per rank. The anchor (`state.anchor`) is the model to
-    evaluate; `jaxcross.exchange.finish` returns it. Every rank must begin with the same parameters. Deterministic.
+    Parameters differ between ranks within a round, and after it by one rounding. The inner
+    optimizer's state and the residual are this rank's own: save them, and the parameters, per rank.
+    The anchor (`state.anchor`) is the model to evaluate; `jaxcross.exchange.finish` returns it.
+    Every rank must begin with the same parameters. Deterministic.
 
     ```python
     tx = jaxcross.exchange.sparse_loco(optax.adamw(4e-4), optax.sgd(1.0), "batch", every=30)
     updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
     ```
 
-    A rank of P receives, at an exchange, `(P-1) (k (b + 2)/8 + 8)` bytes a leaf of which it sends k elements with
-    indices of b bits (12 in a chunk of 4,096), by one all-gather of bytes and one of two sizes a leaf, and `2(P-1)/P n`
-    for skipped leaves of n bytes; 0 otherwise. In float32 instead of two bits, `(P-1) k (b/8 + 4)`.
+    A rank of P receives, at an exchange, `(P-1) (k (b + 2)/8 + 8)` bytes a leaf of which it sends k
+    elements with indices of b bits (12 in a chunk of 4,096), by one all-gather of bytes and one of
+    two sizes a leaf, and `2(P-1)/P n` for skipped leaves of n bytes; 0 otherwise. In float32
+    instead of two bits, `(P-1) k (b/8 + 4)`.
 
     Args:
         inner: Steps on this rank's gradients.
@@ -96,25 +112,27 @@ def sparse_loco(
         every: Steps of a round; the first exchange is in step `every`.
         density: Share of a chunk's elements that is sent, rounded, one at least.
         decay: Factor of the residual in each round, in [0, 1].
-        chunk: Longest chunk. A leaf is cut into equal chunks, so that padding is less than one element a chunk.
+        chunk: Longest chunk. A leaf is cut into equal chunks, so that padding is less than one
+            element a chunk.
         two_bits: Send two bits a value, else float32.
-        skip: (path, leaf) -> whether the progress of a leaf is averaged as it is. By default scalars, vectors, and
-            leaves of any shape whose name is `bias` or `scale`.
+        skip: (path, leaf) -> whether the progress of a leaf is averaged as it is. By default
+            scalars, vectors, and leaves of any shape whose name is `bias` or `scale`.
 
     Raises:
-        ValueError: An argument is out of its range, or `inner` or `outer` is not an optimizer; `update` got no
-            `params`; (when traced) the state has other shapes than `init` makes, or a leaf that is compressed has 2^31
-            elements or more, or is float64.
+        ValueError: An argument is out of its range, or `inner` or `outer` is not an optimizer;
+            `update` got no `params`; (when traced) the state has other shapes than `init` makes, or
+            a leaf that is compressed has 2^31 elements or more, or is float64.
 
     `init` warns where it compresses nothing, unless `skip` is your own.
 
     Memory above the inner optimizer's: the anchor, the residual and the outer state.
 
-    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes, and every rank
-    calls it in the same step.
+    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes,
+    and every rank calls it in the same step.
 
-    Source: after Sarfi et al., arXiv 2508.15706, and the authors' code of an earlier form, CCLoco, where an element is
-    averaged over those ranks that have sent it. The levels of the two bits are ours.
+    Source: after Sarfi et al., arXiv 2508.15706, and the authors' code of an earlier form, CCLoco,
+    where an element is averaged over those ranks that have sent it. The levels of the two bits are
+    ours.
     """
     every = whole_number(every, "every", "`sparse_loco`")
     if not isinstance(two_bits, bool | np.bool_):
@@ -133,7 +151,9 @@ def sparse_loco(
         sparse.warn_if_none(params, skip, "`sparse_loco`")
         zero = jnp.zeros((), jnp.int32)
         residual = settings.residual(params)
-        return SparseLoCoState(zero, copied(params), residual, beyond.init(params), local.init(params))
+        return SparseLoCoState(
+            zero, copied(params), residual, beyond.init(params), local.init(params)
+        )
 
     def merge(mine: optax.Params, state: _Merged) -> tuple[optax.Params, _Merged]:
         anchor, residual, outer_state = state
@@ -142,17 +162,24 @@ def sparse_loco(
         return anchor, (anchor, residual, outer_state)
 
     def update(
-        updates: optax.Updates, state: SparseLoCoState, params: optax.Params | None = None, **extra: Any
+        updates: optax.Updates,
+        state: SparseLoCoState,
+        params: optax.Params | None = None,
+        **extra: Any,
     ) -> tuple[optax.Updates, SparseLoCoState]:
         params = require_params(params, "`sparse_loco`")
         check_state(state, init, params, "`sparse_loco`")
         updates, inner_state = local.update(updates, state.inner, params, **extra)
         since = next_in_round(state.since, every)
         merged = (state.anchor, state.residual, state.outer)
-        updates, (anchor, residual, outer_state) = end_round(since, every, merge, updates, params, merged)
+        updates, (anchor, residual, outer_state) = end_round(
+            since, every, merge, updates, params, merged
+        )
         return updates, SparseLoCoState(since, anchor, residual, outer_state, inner_state)
 
-    return exchange_once("sparse_loco", settings.names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once(
+        "sparse_loco", settings.names, optax.GradientTransformationExtraArgs(init, update)
+    )  # pyright: ignore[reportArgumentType]
 
 
 _Merged = tuple[optax.Params, PyTree, optax.OptState]
@@ -173,21 +200,29 @@ class _Settings:
         """Returns the residuals that nothing has been added to."""
         found, treedef = jax.tree.flatten_with_path(params)
         zeros = [
-            jnp.zeros((lay.rows, lay.width), jnp.float32) if lay else optax.MaskedNode() for lay in self._layouts(found)
+            jnp.zeros((lay.rows, lay.width), jnp.float32) if lay else optax.MaskedNode()
+            for lay in self._layouts(found)
         ]
         return jax.tree.unflatten(treedef, zeros)
 
     def exchange(self, gradient: optax.Updates, residual: PyTree) -> tuple[optax.Updates, PyTree]:
-        """Returns the mean over ranks of what they send, in the gradient's types, and this rank's next residual."""
+        """Returns the mean over ranks of what they send, in the gradient's types, and this rank's
+        next residual.
+        """
         found, treedef = jax.tree.flatten_with_path(gradient)
         layouts, rests = self._layouts(found), treedef.flatten_up_to(residual)
         where = [i for i, lay in enumerate(layouts) if lay]
         for i in where:
             check_float32(*found[i], "the residuals of `sparse_loco`")
-        out = [x if lay else mean_of(x, self.names) for (_, x), lay in zip(found, layouts, strict=True)]
+        out = [
+            x if lay else mean_of(x, self.names) for (_, x), lay in zip(found, layouts, strict=True)
+        ]
         used = [lay for lay in layouts if lay]
         if used:
-            grown = [self.decay * rests[i] + _rows(out[i], lay) for i, lay in zip(where, used, strict=True)]
+            grown = [
+                self.decay * rests[i] + _rows(out[i], lay)
+                for i, lay in zip(where, used, strict=True)
+            ]
             means, left = self._send(grown, used)
             for i, mean, rest in zip(where, means, left, strict=True):
                 x = out[i]
@@ -201,13 +236,18 @@ class _Settings:
         for size, compressed in zip(sizes, chosen, strict=True):
             if compressed:
                 chunks.check_size(size, "`sparse_loco`")
-        widths = [chunks.length(size, self.chunk) if c else 0 for size, c in zip(sizes, chosen, strict=True)]
+        widths = [
+            chunks.length(size, self.chunk) if c else 0
+            for size, c in zip(sizes, chosen, strict=True)
+        ]
         return [
             chunks.chunked(-(-size // width), width, self.density) if width else None
             for size, width in zip(sizes, widths, strict=True)
         ]
 
-    def _send(self, grown: list[jax.Array], layouts: list[Chunks]) -> tuple[list[jax.Array], list[jax.Array]]:
+    def _send(
+        self, grown: list[jax.Array], layouts: list[Chunks]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         pairs = [chunks.largest(x, lay) for x, lay in zip(grown, layouts, strict=True)]
         if not self.two_bits:
             means = chunks.mean_over_ranks(pairs, layouts, self.names)
@@ -217,30 +257,38 @@ class _Settings:
             sent = [_decoded(codes, levels) for codes, levels in coded]
             # A code lies above the bits of its index.
             both = [
-                c + (codes << lay.index_bits) for (_, c), (codes, _), lay in zip(pairs, coded, layouts, strict=True)
+                c + (codes << lay.index_bits)
+                for (_, c), (codes, _), lay in zip(pairs, coded, layouts, strict=True)
             ]
             packed = chunks.pack(both, layouts, _CODE_BITS)
             every = chunks.unpack(collectives.gather(packed, self.names), layouts, _CODE_BITS)
-            levels = collectives.gather(jnp.stack([levels for _, levels in coded]), self.names)  # [P, leaves, 2]
+            levels = collectives.gather(
+                jnp.stack([levels for _, levels in coded]), self.names
+            )  # [P, leaves, 2]
             means = []
             for leaf, (number, lay) in enumerate(zip(every, layouts, strict=True)):
                 values = _decoded(number >> lay.index_bits, levels[:, leaf, None])
                 columns = number & ((1 << lay.index_bits) - 1)
                 means.append(chunks.sum_of_ranks(values, columns, lay) / values.shape[0])
-        return means, [chunks.without(x, v, c) for x, v, (_, c) in zip(grown, sent, pairs, strict=True)]
+        return means, [
+            chunks.without(x, v, c) for x, v, (_, c) in zip(grown, sent, pairs, strict=True)
+        ]
 
 
 def _rows(leaf: jax.Array, layout: Chunks) -> jax.Array:
     """Returns a leaf as `[rows, width]` float32, padded with zeros."""
     flat = leaf.reshape(-1).astype(jnp.float32)
-    return jnp.pad(flat, (0, layout.rows * layout.width - flat.size)).reshape(layout.rows, layout.width)
+    return jnp.pad(flat, (0, layout.rows * layout.width - flat.size)).reshape(
+        layout.rows, layout.width
+    )
 
 
 def _coded(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns codes of two bits, int32, and their two sizes, `[2]`: the means of the smaller and of the larger values.
+    """Returns codes of two bits, int32, and their two sizes, `[2]`: the means of the smaller and of
+    the larger values.
 
-    The first bit is the sign, the second one says larger than the mean. A value that is not finite makes the first size
-    so, and every value takes it.
+    The first bit is the sign, the second one says larger than the mean. A value that is not finite
+    makes the first size so, and every value takes it.
     """
     size = jnp.abs(values)
     above = size > jnp.sum(size / size.size)

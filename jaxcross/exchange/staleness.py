@@ -1,7 +1,9 @@
-"""Stale gradients by appointment: bounded and asynchronous training as delay queues in the optimizer's state.
+"""Stale gradients by appointment: bounded and asynchronous training as delay queues in the
+optimizer's state.
 
-What a parameter server does when workers do not wait for one another depends on timing, and no run repeats another.
-Here the delays are given, so that their effect on convergence can be studied and tested.
+What a parameter server does when workers do not wait for one another depends on timing, and no run
+repeats another. Here the delays are given, so that their effect on convergence can be studied and
+tested.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class StaleState(NamedTuple):
 
     Attributes:
         step: Step modulo the period of the schedule, int32.
-        queue: Like the gradients with one more first axis, in float32 at least; step `t` has slot `t mod length`.
+        queue: Like the gradients with one more first axis, in float32 at least; step `t` has slot
+            `t mod length`.
         inner: State of the optimizer.
     """
 
@@ -42,7 +45,8 @@ class BoundedStaleState(NamedTuple):
 
     Attributes:
         step: Step modulo the bound, int32.
-        late: The other ranks' gradients that are still to come, stored as `StaleState` stores its queue.
+        late: The other ranks' gradients that are still to come, stored as `StaleState` stores its
+            queue.
         inner: State of this rank's own optimizer.
     """
 
@@ -56,12 +60,13 @@ class BoundedStaleState(NamedTuple):
 def bounded_stale(
     optimizer: optax.GradientTransformation, axis_name: collectives.AxisName, *, bound: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps each rank on its own gradient at once and on the others' `bound` steps late: the worst that SSP allows.
+    """Steps each rank on its own gradient at once and on the others' `bound` steps late: the worst
+    that SSP allows.
 
-    A stale-synchronous rank reads its own writes, and all writes of others that are more than `bound` clocks old; here
-    it never sees newer ones. Every gradient counts exactly once on each rank, divided by the ranks. Parameters and
-    state differ between ranks: save them per rank. Deterministic. `bound=0` is `mean` in front of `optimizer`, the same
-    bits.
+    A stale-synchronous rank reads its own writes, and all writes of others that are more than
+    `bound` clocks old; here it never sees newer ones. Every gradient counts exactly once on each
+    rank, divided by the ranks. Parameters and state differ between ranks: save them per rank.
+    Deterministic. `bound=0` is `mean` in front of `optimizer`, the same bits.
 
     ```python
     tx = jaxcross.exchange.bounded_stale(optax.sgd(0.1), "batch", bound=3)
@@ -70,28 +75,35 @@ def bounded_stale(
     Args:
         optimizer: Steps on the sum of what arrives.
         axis_name: One axis or several.
-        bound: Steps by which the others' gradients are late; each costs memory for one set of gradients.
+        bound: Steps by which the others' gradients are late; each costs memory for one set of
+            gradients.
 
     Raises:
         ValueError: `bound` is not a whole number from 0 on.
 
-    Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'; the simulator sends at once and
-    waits at the receiver.
+    Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'; the simulator
+    sends at once and waits at the receiver.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
-    Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, NIPS 2013,
-    section 2; Langer et al., arXiv 2007.03970, section 3.3.4.
+    Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter
+    server, NIPS 2013, section 2; Langer et al., arXiv 2007.03970, section 3.3.4.
     """
     bound = whole_number(bound, "bound", "`bounded_stale`", least=0)
     names = collectives.axis_names(axis_name)
     inner = optimizer_in(optimizer, "`bounded_stale`")
 
     def init(params: optax.Params) -> BoundedStaleState:
-        return BoundedStaleState(jnp.zeros((), jnp.int32), _empty(params, bound), inner.init(params))
+        return BoundedStaleState(
+            jnp.zeros((), jnp.int32), _empty(params, bound), inner.init(params)
+        )
 
     def update(
-        updates: optax.Updates, state: BoundedStaleState, params: optax.Params | None = None, **extra: Any
+        updates: optax.Updates,
+        state: BoundedStaleState,
+        params: optax.Params | None = None,
+        **extra: Any,
     ) -> tuple[optax.Updates, BoundedStaleState]:
         everybody = jax.tree.map(lambda g: jax.lax.pmean(g, names), updates)
         queue, step = state.late, state.step
@@ -102,12 +114,16 @@ def bounded_stale(
             own = jax.tree.map(lambda g, q: g.astype(q.dtype) / ranks, updates, late)
             others = jax.tree.map(lambda x, mine: x.astype(mine.dtype) - mine, everybody, own)
             queue = jax.tree.map(lambda q, x: q.at[step].set(x), queue, others)
-            everybody = jax.tree.map(lambda g, mine, old: (mine + old).astype(g.dtype), updates, own, late)
+            everybody = jax.tree.map(
+                lambda g, mine, old: (mine + old).astype(g.dtype), updates, own, late
+            )
             step = (step + 1) % bound
         updates, inner_state = inner.update(everybody, state.inner, params, **extra)
         return updates, BoundedStaleState(step, queue, inner_state)
 
-    return exchange_once("bounded_stale", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once(
+        "bounded_stale", names, optax.GradientTransformationExtraArgs(init, update)
+    )  # pyright: ignore[reportArgumentType]
 
 
 def asynchronous(
@@ -116,12 +132,14 @@ def asynchronous(
     *,
     delays: int | Sequence[int] | Sequence[Sequence[int]],
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps on the mean of the gradients that *arrive* in this step, each by its own delay after it was computed.
+    """Steps on the mean of the gradients that *arrive* in this step, each by its own delay after it
+    was computed.
 
-    An asynchronous server with the arrival times of a schedule: a gradient computed on the parameters of step `t` is
-    applied in step `t + delay`, to parameters that have moved on. Each gradient is applied exactly once. Parameters and
-    updates are the same bits on every rank, the queue is the rank's own. Deterministic. Delays of 0 are `mean` in front
-    of `optimizer`, the same bits.
+    An asynchronous server with the arrival times of a schedule: a gradient computed on the
+    parameters of step `t` is applied in step `t + delay`, to parameters that have moved on. Each
+    gradient is applied exactly once. Parameters and updates are the same bits on every rank, the
+    queue is the rank's own. Deterministic. Delays of 0 are `mean` in front of `optimizer`, the same
+    bits.
 
     ```python
     tx = jaxcross.exchange.asynchronous(optax.sgd(0.1), "batch", delays=[[0, 1], [2, 1]])
@@ -130,18 +148,20 @@ def asynchronous(
     Args:
         optimizer: Steps on the mean of what arrives, on every rank alike.
         axis_name: One axis.
-        delays: In steps: one for all, one a rank, or `[step][rank]`, repeated when it is over. The largest costs memory
-            for as many sets of gradients.
+        delays: In steps: one for all, one a rank, or `[step][rank]`, repeated when it is over. The
+            largest costs memory for as many sets of gradients.
 
     Raises:
-        ValueError: A delay is not a whole number from 0 on, rows differ in length, or there is not one for each rank
-            (at the first trace).
+        ValueError: A delay is not a whole number from 0 on, rows differ in length, or there is not
+            one for each rank (at the first trace).
 
     Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
-    Source: Langer et al., arXiv 2007.03970, section 3.3.3; delayed SGD: Agarwal and Duchi, arXiv 1104.5525.
+    Source: Langer et al., arXiv 2007.03970, section 3.3.3; delayed SGD: Agarwal and Duchi, arXiv
+    1104.5525.
     """
     axis = collectives.one_axis(axis_name, "`asynchronous`")
     table = _table(delays)
@@ -151,16 +171,25 @@ def asynchronous(
     inner = optimizer_in(optimizer, "`asynchronous`")
 
     def init(params: optax.Params) -> StaleState:
-        return StaleState(jnp.zeros((), jnp.int32), _empty(params, slots if slots > 1 else 0), inner.init(params))
+        return StaleState(
+            jnp.zeros((), jnp.int32), _empty(params, slots if slots > 1 else 0), inner.init(params)
+        )
 
     def update(
         updates: optax.Updates, state: StaleState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, StaleState]:
         queue, step = state.queue, state.step
-        _check_queue(queue, slots if slots > 1 else 0, "`asynchronous`", f"the largest of `delays` is {slots - 1}")
+        _check_queue(
+            queue,
+            slots if slots > 1 else 0,
+            "`asynchronous`",
+            f"the largest of `delays` is {slots - 1}",
+        )
         if slots > 1:
             delay = _delay(table, step, axis)
-            sent = jax.tree.map(lambda q, g: q.at[(step + delay) % slots].add(g.astype(q.dtype)), queue, updates)
+            sent = jax.tree.map(
+                lambda q, g: q.at[(step + delay) % slots].add(g.astype(q.dtype)), queue, updates
+            )
             updates = jax.tree.map(lambda q, g: q[step % slots].astype(g.dtype), sent, updates)
             queue = jax.tree.map(lambda q: q.at[step % slots].set(0), sent)
             step = (step + 1) % period
@@ -170,13 +199,18 @@ def asynchronous(
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         return updates, StaleState(step, queue, inner_state)
 
-    return exchange_once("asynchronous", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once(
+        "asynchronous", axis_name, optax.GradientTransformationExtraArgs(init, update)
+    )  # pyright: ignore[reportArgumentType]
 
 
 def _empty(params: optax.Params, slots: int) -> PyTree:
     """Zeros to wait in, in float32 at least: what waits is not rounded to 16 bits."""
     return (
-        jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), accumulation_dtype(jnp.result_type(x))), params)
+        jax.tree.map(
+            lambda x: jnp.zeros((slots, *jnp.shape(x)), accumulation_dtype(jnp.result_type(x))),
+            params,
+        )
         if slots
         else None
     )
@@ -187,22 +221,29 @@ def _check_queue(queue: PyTree, slots: int, what: str, why: str) -> None:
     found = {len(q) for q in jax.tree.leaves(queue)} if queue is not None else {0}
     if found not in ({slots}, set()):
         raise ValueError(
-            f"{what} got a state in which gradients wait in {found.pop()} slots, but {why}, which needs {slots}."
-            " Restore it with the delays that it was made with, or begin with a new state: what waits is lost then."
+            f"{what} got a state in which gradients wait in {found.pop()} slots, but {why}, which "
+            f"needs {slots}. Restore it with the delays that it was made with, or begin with a new "
+            "state: what waits is lost then."
         )
 
 
 def _table(delays: object) -> np.ndarray:
     """Delays as `[step, rank]`, or `[step, 1]` where all ranks have the same."""
     rows = list(delays) if isinstance(delays, Sequence | np.ndarray) else [[delays]]
-    rows = [rows] if rows and not isinstance(rows[0], Sequence | np.ndarray) else [list(row) for row in rows]
+    rows = (
+        [rows]
+        if rows and not isinstance(rows[0], Sequence | np.ndarray)
+        else [list(row) for row in rows]
+    )
     flat = [d for row in rows for d in row]
     ragged = len({len(row) for row in rows}) != 1
-    counts = all(isinstance(d, int | np.integer) and not isinstance(d, bool) and d >= 0 for d in flat)
+    counts = all(
+        isinstance(d, int | np.integer) and not isinstance(d, bool) and d >= 0 for d in flat
+    )
     if ragged or not flat or not counts:
         raise ValueError(
-            f"`delays` of `asynchronous` are `{delays!r}`: they are whole numbers of steps from 0 on, one for all,"
-            " one a rank, or rows of one a rank."
+            f"`delays` of `asynchronous` are `{delays!r}`: they are whole numbers of steps from 0 "
+            "on, one for all, one a rank, or rows of one a rank."
         )
     return np.asarray(rows, np.int32)
 
@@ -211,7 +252,8 @@ def _delay(table: np.ndarray, step: jax.Array, axis: Hashable) -> jax.Array:
     ranks = jax.lax.axis_size(axis)
     if table.shape[1] not in (1, ranks):
         raise ValueError(
-            f"`delays` of `asynchronous` are for {table.shape[1]} ranks, but the axis has {ranks}. Give one a rank."
+            f"`delays` of `asynchronous` are for {table.shape[1]} ranks, but the axis has {ranks}. "
+            "Give one a rank."
         )
     rank = jax.lax.axis_index(axis) if table.shape[1] > 1 else 0
     return jnp.asarray(table)[step % len(table), rank]

@@ -1,4 +1,6 @@
-"""Top-k sparsification: each rank sends its largest elements, and what it did not send is added to its next step."""
+"""Top-k sparsification: each rank sends its largest elements, and what it did not send is added to
+its next step.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,13 @@ Pattern = Literal["flat", "hierarchical"]
 
 
 class TopKState(NamedTuple):
-    """Steps made, and what each rank has not sent yet: float32 vectors in the tree of the parameters.
+    """Steps made, and what each rank has not sent yet: float32 vectors in the tree of the
+    parameters.
 
-    A vector is as long as its leaf has elements D; hierarchical, as a padded leaf's part D'/L on one of L ranks of a
-    node. No step can tell residuals of another number of ranks, or of nodes, whose length is the same. `job.restore`
-    can, and refuses them: what ranks that are gone had not sent would be lost.
+    A vector is as long as its leaf has elements D; hierarchical, as a padded leaf's part D'/L on
+    one of L ranks of a node. No step can tell residuals of another number of ranks, or of nodes,
+    whose length is the same. `job.restore` can, and refuses them: what ranks that are gone had not
+    sent would be lost.
     """
 
     step: jax.Array
@@ -52,15 +56,17 @@ def top_k(
 ) -> optax.GradientTransformation:
     """Averages over ranks each rank's `k = density * D` largest elements of a leaf of D.
 
-    Updates are the same on every rank; residuals are the rank's own, and must be saved for each rank. Deterministic.
-    Exchanged are k pairs of a value and an int32 index, by one all-gather of all leaves' values and one of their
-    indices. A rank of P receives `(P-1) k (v + 4)` bytes, v bytes a value, and `2(P-1)/P n` for skipped leaves.
+    Updates are the same on every rank; residuals are the rank's own, and must be saved for each
+    rank. Deterministic. Exchanged are k pairs of a value and an int32 index, by one all-gather of
+    all leaves' values and one of their indices. A rank of P receives `(P-1) k (v + 4)` bytes, v
+    bytes a value, and `2(P-1)/P n` for skipped leaves.
 
-    `pattern="hierarchical"` is HiTopKComm over `axis_name=(outer, inner)` of N and L ranks: the dense sum of 1/L of
-    each leaf in the node, its k/L largest elements between nodes, dense again in the node; residuals lie on the shard:
-    `8 (L-1)/L D' + (N-1) k/L (v + 4)` bytes, D' being D padded to a multiple of L. All is dense inside a node, where
-    bytes are cheap: it must be on the way in, since the largest elements are those of the node's sum; on the way out
-    pairs would be fewer bytes while `2 N density < 1`.
+    `pattern="hierarchical"` is HiTopKComm over `axis_name=(outer, inner)` of N and L ranks: the
+    dense sum of 1/L of each leaf in the node, its k/L largest elements between nodes, dense again
+    in the node; residuals lie on the shard: `8 (L-1)/L D' + (N-1) k/L (v + 4)` bytes, D' being D
+    padded to a multiple of L. All is dense inside a node, where bytes are cheap: it must be on the
+    way in, since the largest elements are those of the node's sum; on the way out pairs would be
+    fewer bytes while `2 N density < 1`.
 
     ```python
     tx = optax.chain(jaxcross.exchange.top_k(0.01, "batch", warm_up=[(500, 0.1)]), optax.sgd(0.1))
@@ -72,32 +78,39 @@ def top_k(
         density: Share of the elements that is sent.
         axis_name: One axis, or several as one; for `"hierarchical"` the outer and the inner one.
         selection: How the largest are found: see `jaxcross.exchange.select`.
-        error_feedback: Keep what was not sent, the rounding of `values_dtype` included. Without it top-k may stall.
-        skip: (path, leaf) -> whether a leaf is averaged as it is. By default scalars, vectors, and leaves of
-            any shape whose name is `bias` or `scale`.
+        error_feedback: Keep what was not sent, the rounding of `values_dtype` included. Without it
+            top-k may stall.
+        skip: (path, leaf) -> whether a leaf is averaged as it is. By default scalars, vectors, and
+            leaves of any shape whose name is `bias` or `scale`.
         warm_up: `(until_step, density)` pairs, steps ascending: the density before `until_step`.
-        values_dtype: Element type of the values on the wire, for example `jnp.bfloat16`. Values beyond its range travel
-            as its largest number.
-        bucket: Take the largest of all leaves together: cheaper, but layers with small gradients starve.
+        values_dtype: Element type of the values on the wire, for example `jnp.bfloat16`. Values
+            beyond its range travel as its largest number.
+        bucket: Take the largest of all leaves together: cheaper, but layers with small gradients
+            starve.
         pattern: `"flat"` or `"hierarchical"`.
-        local_size: Ranks of the inner axis of `"hierarchical"`, which residuals are as long as 1/L of.
+        local_size: Ranks of the inner axis of `"hierarchical"`, which residuals are as long as 1/L
+            of.
 
     Raises:
-        ValueError: An argument is out of range; (when traced) the inner axis is not `local_size` long, the state has
-            other shapes than `init` makes, or a leaf or bucket that is compressed has 2^31 elements or more, or is
-            float64.
+        ValueError: An argument is out of range; (when traced) the inner axis is not `local_size`
+            long, the state has other shapes than `init` makes, or a leaf or bucket that is
+            compressed has 2^31 elements or more, or is float64.
 
     `init` warns where it compresses nothing, unless `skip` is your own.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
+    in the same step.
 
-    Source: error feedback, Stich et al., arXiv 1809.07599; HiTopKComm and MSTopK, Shi et al., arXiv 2010.10458.
+    Source: error feedback, Stich et al., arXiv 1809.07599; HiTopKComm and MSTopK, Shi et al., arXiv
+    2010.10458.
     """
     density = sparse.check_density(density)
     check_selection(selection)
     stages = _stages(density, warm_up)
     if values_dtype is not None and not jnp.issubdtype(values_dtype, jnp.floating):
-        raise ValueError(f"`values_dtype` is {jnp.dtype(values_dtype).name}: values need a floating-point type.")
+        raise ValueError(
+            f"`values_dtype` is {jnp.dtype(values_dtype).name}: values need a floating-point type."
+        )
     names = collectives.axis_names(axis_name)
     _check_pattern(pattern, axis_name, local_size)
     hierarchical = pattern == "hierarchical"
@@ -114,7 +127,11 @@ def top_k(
 
     def init(params: optax.Params) -> TopKState:
         sparse.warn_if_none(params, skip, "`top_k`")
-        keep = sparse.residuals(params, skip, lambda size: blocks.width((size,), inner)) if error_feedback else None
+        keep = (
+            sparse.residuals(params, skip, lambda size: blocks.width((size,), inner))
+            if error_feedback
+            else None
+        )
         return TopKState(step=jnp.zeros((), jnp.int32), residual=keep)
 
     def update(
@@ -127,7 +144,9 @@ def top_k(
         leaves, chosen = [leaf for _, leaf in found], sparse.compressed_leaves(found, skip)
         residual: list[jax.Array] = []
         if error_feedback:
-            residual = [r for r, c in zip(treedef.flatten_up_to(state.residual), chosen, strict=True) if c]
+            residual = [
+                r for r, c in zip(treedef.flatten_up_to(state.residual), chosen, strict=True) if c
+            ]
         for (path, x), c in zip(found, chosen, strict=True):
             if c:
                 check_float32(path, x, "the values of `top_k`")
@@ -135,12 +154,21 @@ def top_k(
         if big:
             branches = [partial(_exchange, settings, d) for _, d in stages]
             stage = sum((state.step >= until).astype(jnp.int32) for until, _ in stages[:-1])
-            big, residual = jax.lax.switch(stage, branches, big, residual) if warm_up else branches[0](big, residual)
+            big, residual = (
+                jax.lax.switch(stage, branches, big, residual)
+                if warm_up
+                else branches[0](big, residual)
+            )
         averaged, kept = iter(big), iter(residual)
-        out = [next(averaged) if c else jax.lax.pmean(x, names) for x, c in zip(leaves, chosen, strict=True)]
+        out = [
+            next(averaged) if c else jax.lax.pmean(x, names)
+            for x, c in zip(leaves, chosen, strict=True)
+        ]
         rest = None
         if error_feedback:
-            rest = jax.tree.unflatten(treedef, [next(kept) if c else optax.MaskedNode() for c in chosen])
+            rest = jax.tree.unflatten(
+                treedef, [next(kept) if c else optax.MaskedNode() for c in chosen]
+            )
         step = jnp.asarray(optax.safe_increment(state.step))
         return jax.tree.unflatten(treedef, out), TopKState(step, rest)
 
@@ -178,25 +206,46 @@ def _exchange(
     shapes = [x.shape for x in leaves]
     vectors = [x.reshape(-1).astype(jnp.float32) for x in leaves]
     if inner > 1:
-        rows = collectives.sum_scatter(blocks.to_blocks(leaves, inner, jnp.float32).reshape(-1), settings.names[1])
+        rows = collectives.sum_scatter(
+            blocks.to_blocks(leaves, inner, jnp.float32).reshape(-1), settings.names[1]
+        )
         vectors = blocks.columns(rows, shapes, inner)
     if settings.error_feedback:
         vectors = [x + e for x, e in zip(vectors, residual, strict=True)]
     bounds = list(itertools.accumulate((x.size for x in vectors), initial=0))
     groups = [jnp.concatenate(vectors)] if settings.bucket else vectors
     pairs = [select(x, sparse.slots(share, x.size), selection=settings.selection) for x in groups]
-    sent = _sent_values(settings, [values for values, _ in pairs], pairs[0][1], bounds[1:], [x.dtype for x in leaves])
+    sent = _sent_values(
+        settings,
+        [values for values, _ in pairs],
+        pairs[0][1],
+        bounds[1:],
+        [x.dtype for x in leaves],
+    )
     # One message of all values and one of all indices: small leaves would mostly wait for latency.
     counts = list(itertools.accumulate(v.size for v in sent))[:-1]
-    every_value = jnp.split(collectives.gather(jnp.concatenate(sent), settings.across), counts, axis=1)
-    every_index = jnp.split(collectives.gather(jnp.concatenate([i for _, i in pairs]), settings.across), counts, axis=1)
+    every_value = jnp.split(
+        collectives.gather(jnp.concatenate(sent), settings.across), counts, axis=1
+    )
+    every_index = jnp.split(
+        collectives.gather(jnp.concatenate([i for _, i in pairs]), settings.across), counts, axis=1
+    )
     ranks = jax.lax.psum(1, settings.names)
-    sums = [sparse.sum_of_pairs(v, i, x.size) / ranks for v, i, x in zip(every_value, every_index, groups, strict=True)]
-    rests = [sparse.residual_after(x, v, i) for x, v, (_, i) in zip(groups, sent, pairs, strict=True)]
+    sums = [
+        sparse.sum_of_pairs(v, i, x.size) / ranks
+        for v, i, x in zip(every_value, every_index, groups, strict=True)
+    ]
+    rests = [
+        sparse.residual_after(x, v, i) for x, v, (_, i) in zip(groups, sent, pairs, strict=True)
+    ]
     if settings.bucket:
-        sums, rests = ([whole[0][a:b] for a, b in itertools.pairwise(bounds)] for whole in (sums, rests))
+        sums, rests = (
+            [whole[0][a:b] for a, b in itertools.pairwise(bounds)] for whole in (sums, rests)
+        )
     if inner > 1:
-        sums = blocks.from_blocks(collectives.gather(jnp.concatenate(sums), settings.names[1]), shapes)
+        sums = blocks.from_blocks(
+            collectives.gather(jnp.concatenate(sums), settings.names[1]), shapes
+        )
     # What `values_dtype` has rounded up may be beyond the update's type.
     sums = [collectives.saturate(s, x.dtype) for s, x in zip(sums, leaves, strict=True)]
     out = [s.reshape(x.shape).astype(x.dtype) for s, x in zip(sums, leaves, strict=True)]
@@ -204,11 +253,16 @@ def _exchange(
 
 
 def _sent_values(
-    settings: _Settings, values: list[jax.Array], indices: jax.Array, ends: Sequence[int], types: Sequence[DTypeLike]
+    settings: _Settings,
+    values: list[jax.Array],
+    indices: jax.Array,
+    ends: Sequence[int],
+    types: Sequence[DTypeLike],
 ) -> list[jax.Array]:
     """Returns the selected values of each group as they travel.
 
-    The mean of what fits the update's type fits it, too; the sum of `inner` ranks may be as many times as large.
+    The mean of what fits the update's type fits it, too; the sum of `inner` ranks may be as many
+    times as large.
 
     Args:
         settings: Of the exchange.
@@ -224,49 +278,63 @@ def _sent_values(
             collectives.saturate(v, dtype, settings.inner)
             for v, dtype in zip(values, types[: len(values)], strict=True)
         ]
-    return [v if settings.values_dtype is None else sparse.rounded(v, settings.values_dtype) for v in sent]
+    return [
+        v if settings.values_dtype is None else sparse.rounded(v, settings.values_dtype)
+        for v in sent
+    ]
 
 
 def _saturate_each(
-    values: jax.Array, indices: jax.Array, ends: Sequence[int], types: Sequence[DTypeLike], times: int
+    values: jax.Array,
+    indices: jax.Array,
+    ends: Sequence[int],
+    types: Sequence[DTypeLike],
+    times: int,
 ) -> jax.Array:
     """Saturates elements of a bucket, each in the type of its leaf; leaves end at `ends`."""
     most = float(jnp.finfo(values.dtype).max)
     largest = jnp.asarray([min(most, times * float(jnp.finfo(t).max)) for t in types], values.dtype)
-    largest = largest.at[jnp.searchsorted(jnp.asarray(ends), indices, side="right")].get(mode="clip")
+    largest = largest.at[jnp.searchsorted(jnp.asarray(ends), indices, side="right")].get(
+        mode="clip"
+    )
     return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values)
 
 
-def _check_pattern(pattern: Pattern, axis_name: collectives.AxisName, local_size: int | None) -> None:
+def _check_pattern(
+    pattern: Pattern, axis_name: collectives.AxisName, local_size: int | None
+) -> None:
     if pattern not in get_args(Pattern):
         raise ValueError(f'`pattern` is {pattern!r}: choose "flat" or "hierarchical".')
     hierarchical = pattern == "hierarchical"
     if hierarchical and (len(collectives.axis_names(axis_name)) != 2 or local_size is None):
         raise ValueError(
-            f'`pattern="hierarchical"` with `axis_name={axis_name!r}` and `local_size={local_size}`: residuals are made'
-            ' before any axis is bound, so name two axes and the inner one\'s ranks: `axis_name=("node", "local"),'
-            " local_size=8`."
+            f'`pattern="hierarchical"` with `axis_name={axis_name!r}` and '
+            f"`local_size={local_size}`: residuals are made before any axis is bound, so name two "
+            'axes and the inner one\'s ranks: `axis_name=("node", "local"), local_size=8`.'
         )
     if not hierarchical and local_size is not None:
         raise ValueError(
-            f'`local_size` of `top_k` is {local_size!r}, but `pattern="flat"` knows no nodes: every rank would send to'
-            ' every other one. Write `pattern="hierarchical"`, or leave `local_size` out.'
+            f'`local_size` of `top_k` is {local_size!r}, but `pattern="flat"` knows no nodes: '
+            'every rank would send to every other one. Write `pattern="hierarchical"`, or leave '
+            "`local_size` out."
         )
 
 
 def _stages(density: float, warm_up: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    pairs = isinstance(warm_up, Sequence) and all(isinstance(stage, Sequence) and len(stage) == 2 for stage in warm_up)
+    pairs = isinstance(warm_up, Sequence) and all(
+        isinstance(stage, Sequence) and len(stage) == 2 for stage in warm_up
+    )
     if not pairs:
         raise ValueError(
-            f"`warm_up` is {warm_up!r}: it is a list of pairs of a step and the density before it, for example"
-            " `[(100, 0.25), (200, 0.05)]`."
+            f"`warm_up` is {warm_up!r}: it is a list of pairs of a step and the density before it, "
+            "for example `[(100, 0.25), (200, 0.05)]`."
         )
     what = "`top_k`, of which the first number of each pair is a step,"
     steps = [whole_number(until, "warm_up", what, least=0) for until, _ in warm_up]
     if steps != sorted(set(steps)) or any(s < 1 for s in steps):
         raise ValueError(
-            f"`warm_up` ends its stages at steps {steps}: they must be positive and ascend, for example"
-            " `[(100, 0.25), (200, 0.05)]`."
+            f"`warm_up` ends its stages at steps {steps}: they must be positive and ascend, for "
+            "example `[(100, 0.25), (200, 0.05)]`."
         )
     shares = [sparse.check_density(share, "warm_up") for _, share in warm_up]
     return [*zip(steps, shares, strict=True), (-1, density)]
@@ -278,6 +346,7 @@ def _check_local_size(names: tuple[Hashable, ...], inner: int | None) -> None:
     size = jax.lax.axis_size(names[1])
     if size != inner:
         raise ValueError(
-            f"`local_size` of `top_k` is {inner}, but axis `{names[1]}` has {size} ranks: residuals were cut for"
-            f" {inner}. Make the exchange with `local_size={size}` and its state again; what was not sent yet is lost."
+            f"`local_size` of `top_k` is {inner}, but axis `{names[1]}` has {size} ranks: "
+            f"residuals were cut for {inner}. Make the exchange with `local_size={size}` and its "
+            "state again; what was not sent yet is lost."
         )

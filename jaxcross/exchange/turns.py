@@ -1,4 +1,6 @@
-"""The turns of fragments in a round: when each is captured, exchanged and applied. Arithmetic on a clock alone."""
+"""The turns of fragments in a round: when each is captured, exchanged and applied. Arithmetic on a
+clock alone.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from jaxcross.exchange.validation import whole_number
 
 
 class Clock(NamedTuple):
-    """The place of a step in the rounds. It does not depend on a round's length, which a restart may change.
+    """The place of a step in the rounds. It does not depend on a round's length, which a restart
+    may change.
 
     Attributes:
-        turn: The turn, int32: 0 is the first one, in which nothing is pending; then 1 to `fragments`, again and again.
+        turn: The turn, int32: 0 is the first one, in which nothing is pending; then 1 to
+            `fragments`, again and again.
         place: The step within the turn, int32.
     """
 
@@ -29,7 +33,9 @@ class Clock(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What a step does, each None or a number: exchanges a slice, applies a fragment, captures a fragment."""
+    """What a step does, each None or a number: exchanges a slice, applies a fragment, captures a
+    fragment.
+    """
 
     slice: int | None = None
     applied: int | None = None
@@ -38,7 +44,8 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """The schedule of a round. Arithmetic on the clock alone, so that the host knows each step's exchange.
+    """The schedule of a round. Arithmetic on the clock alone, so that the host knows each step's
+    exchange.
 
     Attributes:
         every, fragments, delay: As given.
@@ -57,18 +64,23 @@ class Turns:
         Raises:
             ValueError: There is none for these numbers.
         """
-        n_every, n_fragments = whole_number(every, "every", what), whole_number(fragments, "fragments", what)
+        n_every, n_fragments = (
+            whole_number(every, "every", what),
+            whole_number(fragments, "fragments", what),
+        )
         n_delay = whole_number(delay, "delay", what, least=0)
         if n_every % n_fragments:
             raise ValueError(
-                f"`every` of {what} is {n_every} and `fragments` {n_fragments}: each fragment has an equal part of the"
-                f" round. Take a multiple of {n_fragments} steps, or a divisor of {n_every}."
+                f"`every` of {what} is {n_every} and `fragments` {n_fragments}: each fragment has "
+                f"an equal part of the round. Take a multiple of {n_fragments} steps, or a divisor "
+                f"of {n_every}."
             )
         period = n_every // n_fragments
         if n_delay > period:
             raise ValueError(
-                f"`delay` of {what} is {n_delay}, but the next fragment's turn comes after every / fragments ="
-                f" {period} steps, and one is pending at a time. Take a delay of at most {period}, or fewer fragments."
+                f"`delay` of {what} is {n_delay}, but the next fragment's turn comes after every / "
+                f"fragments = {period} steps, and one is pending at a time. Take a delay of at "
+                f"most {period}, or fewer fragments."
             )
         return cls(every=n_every, fragments=n_fragments, delay=n_delay, period=period)
 
@@ -78,7 +90,9 @@ class Turns:
         if self.delay == 0:
             return [Turn(), *captures]
         last = self.delay - 1
-        full = self.delay == self.period  # the last slice of one fragment, and the capture of the next
+        full = (
+            self.delay == self.period
+        )  # the last slice of one fragment, and the capture of the next
         ends = [
             Turn(slice=last, applied=f, captured=(f + 1) % self.fragments if full else None)
             for f in range(self.fragments)
@@ -86,7 +100,9 @@ class Turns:
         return [Turn(), *(Turn(slice=n) for n in range(last)), *ends, *captures]
 
     def kind(self, clock: Clock) -> jax.Array:
-        """Returns the place of a step in `kinds`. In a turn that began in longer rounds, it may be past the period."""
+        """Returns the place of a step in `kinds`. In a turn that began in longer rounds, it may be
+        past the period.
+        """
         turn, place = clock
         captures = jnp.where(place >= self.period - 1, 1 + turn % self.fragments, 0)
         if self.delay == 0:

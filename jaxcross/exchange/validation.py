@@ -27,7 +27,8 @@ def require_params(params: optax.Params | None, what: str) -> optax.Params:
     """
     if params is None:
         raise ValueError(
-            f"{what} got no `params`, but parameters are what it exchanges. Write `tx.update(grads, state, params)`."
+            f"{what} got no `params`, but parameters are what it exchanges. Write "
+            "`tx.update(grads, state, params)`."
         )
     return params
 
@@ -42,14 +43,21 @@ def whole_number(value: object, name: str, what: str, least: int = 1) -> int:
         ValueError: It is not.
     """
     if not is_whole(value) or value < least:
-        raise ValueError(f"`{name}` of {what} is `{value!r}`: it counts and must be a whole number from {least} on.")
+        raise ValueError(
+            f"`{name}` of {what} is `{value!r}`: it counts and must be a whole number from {least} "
+            "on."
+        )
     if int(value) > _LARGEST:
-        raise ValueError(f"`{name}` of {what} must be at most {_LARGEST}, as counters have 32 bits, got {value}.")
+        raise ValueError(
+            f"`{name}` of {what} must be at most {_LARGEST}, as counters have 32 bits, got {value}."
+        )
     return int(value)
 
 
 def as_number(value: Any) -> float:
-    """Returns a real number of Python, NumPy or JAX as a float; NaN, which is in no range, for any other value."""
+    """Returns a real number of Python, NumPy or JAX as a float; NaN, which is in no range, for any
+    other value.
+    """
     if isinstance(value, bool | str | Tracer):
         return math.nan
     try:
@@ -66,11 +74,15 @@ def part_kept(decay: object, what: str, of: str) -> float:
     """
     kept = as_number(decay)
     if not 0 <= kept <= 1:
-        raise ValueError(f"`decay` of {what} is `{decay!r}`: it is the part of the {of} that stays, in [0, 1].")
+        raise ValueError(
+            f"`decay` of {what} is `{decay!r}`: it is the part of the {of} that stays, in [0, 1]."
+        )
     return kept
 
 
-def optimizer_in(optimizer: optax.GradientTransformation, what: str) -> optax.GradientTransformationExtraArgs:
+def optimizer_in(
+    optimizer: optax.GradientTransformation, what: str
+) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer that `what` wraps, with support for extra arguments.
 
     Raises:
@@ -78,44 +90,56 @@ def optimizer_in(optimizer: optax.GradientTransformation, what: str) -> optax.Gr
     """
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ValueError(
-            f"the optimizer of {what} is `{optimizer!r}`: it must be one of optax, for example `optax.sgd(0.1)`."
+            f"the optimizer of {what} is `{optimizer!r}`: it must be one of optax, for example "
+            "`optax.sgd(0.1)`."
         )
     return optax.with_extra_args_support(optimizer)
 
 
 def check_state(
-    state: optax.OptState, init: Callable[[optax.Params], optax.OptState], params: optax.Params, what: str
+    state: optax.OptState,
+    init: Callable[[optax.Params], optax.OptState],
+    params: optax.Params,
+    what: str,
 ) -> None:
     """Refuses a state with other arrays than those that `init` makes of `params`.
 
     Raises:
         ValueError: One is missing, superfluous, or of another shape.
     """
-    made, fresh = (dict(jax.tree.leaves_with_path(tree)) for tree in (state, jax.eval_shape(init, params)))
+    made, fresh = (
+        dict(jax.tree.leaves_with_path(tree)) for tree in (state, jax.eval_shape(init, params))
+    )
     for path in made | fresh:
-        mine, new = (f"{list(jnp.shape(tree[path]))}" if path in tree else "nothing" for tree in (made, fresh))
+        mine, new = (
+            f"{list(jnp.shape(tree[path]))}" if path in tree else "nothing"
+            for tree in (made, fresh)
+        )
         if mine != new:
             raise ValueError(
-                f"the state of {what} is {mine} at `{jax.tree_util.keystr(path)}`, but must be {new} here: it was made"
-                " with other arguments, for other ranks, or for other parameters. Make it again; what it holds is lost."
+                f"the state of {what} is {mine} at `{jax.tree_util.keystr(path)}`, but must be "
+                f"{new} here: it was made with other arguments, for other ranks, or for other "
+                "parameters. Make it again; what it holds is lost."
             )
 
 
 def check_float32(path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike, what: str) -> None:
-    """Refuses a float64 leaf, which `what`, in float32, would round: a finite number may be infinite there.
+    """Refuses a float64 leaf, which `what`, in float32, would round: a finite number may be
+    infinite there.
 
     Raises:
         ValueError: The leaf is float64.
     """
     if jnp.result_type(leaf) == jnp.float64:
         raise ValueError(
-            f"the update `{jax.tree_util.keystr(path)}` is float64: {what} are float32 and would cut it. Cast gradients"
-            " to float32 in front, or take it out with `optax.masked`."
+            f"the update `{jax.tree_util.keystr(path)}` is float64: {what} are float32 and would "
+            "cut it. Cast gradients to float32 in front, or take it out with `optax.masked`."
         )
 
 
 def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> None:
-    """Refuses leaves that are not real floats, which `what` cannot represent, and on request float64.
+    """Refuses leaves that are not real floats, which `what` cannot represent, and on request
+    float64.
 
     Raises:
         ValueError: There is such a leaf.
@@ -125,13 +149,17 @@ def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> No
             check_float32(path, leaf, what)
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ValueError(
-                f"the update `{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf).name}: {what} need real"
-                " floating-point leaves. Take the others out with `optax.masked`."
+                f"the update `{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf).name}: "
+                f"{what} need real floating-point leaves. Take the others out with `optax.masked`."
             )
 
 
-def updates_towards(updates: optax.Updates, params: optax.Params, targets: optax.Params) -> optax.Updates:
-    """Returns updates that lead from `params` to `targets`, to rounding; integer leaves keep theirs."""
+def updates_towards(
+    updates: optax.Updates, params: optax.Params, targets: optax.Params
+) -> optax.Updates:
+    """Returns updates that lead from `params` to `targets`, to rounding; integer leaves keep
+    theirs.
+    """
 
     def one(u: jax.Array, p: jax.Array, target: jax.Array) -> jax.Array:
         return (target - p).astype(u.dtype) if is_float(p) else u
@@ -140,15 +168,20 @@ def updates_towards(updates: optax.Updates, params: optax.Params, targets: optax
 
 
 def add_moves(updates: optax.Updates, moves: optax.Params) -> optax.Updates:
-    """Returns updates that lead further by `moves`, a tree like the parameters; only floating-point leaves change."""
+    """Returns updates that lead further by `moves`, a tree like the parameters; only floating-point
+    leaves change.
+    """
     return jax.tree.map(lambda u, m: (u + m).astype(u.dtype) if is_float(m) else u, updates, moves)
 
 
-def ravel_floats(tree: PyTree, *, multiple: int = 1) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
-    """Returns floating-point leaves as one vector a type, and the function that puts such vectors back into the tree.
+def ravel_floats(
+    tree: PyTree, *, multiple: int = 1
+) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
+    """Returns floating-point leaves as one vector a type, and the function that puts such vectors
+    back into the tree.
 
-    One message a type instead of one a leaf: hops between neighbours are mostly latency. Vectors are padded with zeros
-    to a multiple. Types without elements have none.
+    One message a type instead of one a leaf: hops between neighbours are mostly latency. Vectors
+    are padded with zeros to a multiple. Types without elements have none.
     """
     leaves, treedef = jax.tree.flatten(tree)
     groups = [
@@ -157,7 +190,10 @@ def ravel_floats(tree: PyTree, *, multiple: int = 1) -> tuple[list[jax.Array], C
         if is_float(leaves[members[0]]) and any(jnp.size(leaves[i]) for i in members)
     ]
     layouts = [flat.layout([leaves[i] for i in members], multiple=multiple) for members in groups]
-    vectors = [lay.ravel([leaves[i] for i in members]) for lay, members in zip(layouts, groups, strict=True)]
+    vectors = [
+        lay.ravel([leaves[i] for i in members])
+        for lay, members in zip(layouts, groups, strict=True)
+    ]
 
     def back(changed: Sequence[jax.Array]) -> PyTree:
         out = list(leaves)
@@ -170,7 +206,9 @@ def ravel_floats(tree: PyTree, *, multiple: int = 1) -> tuple[list[jax.Array], C
 
 
 def accumulation_dtype(dtype: DTypeLike) -> DTypeLike:
-    """Returns the type in which floats of a type are summed, float32 at least; other types stay as they are."""
+    """Returns the type in which floats of a type are summed, float32 at least; other types stay as
+    they are.
+    """
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
@@ -199,11 +237,16 @@ def is_float(x: jax.typing.ArrayLike) -> bool:
 
 def typed_like(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     """Returns a leaf of a state in the type that it had: the other branch returns that one."""
-    return new if jnp.result_type(new) == jnp.result_type(old) else jnp.asarray(new, jnp.result_type(old))
+    return (
+        new
+        if jnp.result_type(new) == jnp.result_type(old)
+        else jnp.asarray(new, jnp.result_type(old))
+    )
 
 
 def varying_like(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns a leaf as varying over all axes that `old` varies over, which `shard_map(check_vma=True)` keeps track of.
+    """Returns a leaf as varying over all axes that `old` varies over, which
+    `shard_map(check_vma=True)` keeps track of.
 
     A mean takes the place of a rank's own values in a state. Elsewhere this is nothing.
     """

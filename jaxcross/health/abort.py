@@ -17,7 +17,8 @@ from jaxcross.health.tracebacks import ends_run, trim
 
 # mpirun ends the others at once; this is for an MPI that is itself stuck.
 ABORT_GRACE_S = 4.0
-# mpirun reads the output of ranks through pipes, and drops what it has not read when it has to end them.
+# mpirun reads the output of ranks through pipes, and drops what it has not read when it has to end
+# them.
 _READ_S = 0.3
 INTERRUPTED, TERMINATED = 130, 143
 
@@ -44,17 +45,22 @@ Notify = Callable[[AbortReason], None]
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came. Code that cleans up after Ctrl-C also cleans up after it; the exit code is 143."""
+    """SIGTERM came. Code that cleans up after Ctrl-C also cleans up after it; the exit code is
+    143.
+    """
 
 
 def abort_everywhere(message: str, reason: AbortReason, notify: Notify | None = None) -> NoReturn:
-    """Prints `message`, notifies the other ranks and ends all through MPI, or this one alone if MPI does not react.
+    """Prints `message`, notifies the other ranks and ends all through MPI, or this one alone if MPI
+    does not react.
 
-    Ends them within about 4 s in every case: with a closed or blocked stderr, after another interrupt, at the end of
-    the main thread.
+    Ends them within about 4 s in every case: with a closed or blocked stderr, after another
+    interrupt, at the end of the main thread.
     """
     timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(reason.code or 1,))
-    timer.daemon = False  # else the interpreter might end before, successfully, where a daemon thread aborts
+    timer.daemon = (
+        False  # else the interpreter might end before, successfully, where a daemon thread aborts
+    )
     with suppress(RuntimeError):  # the interpreter is already shutting down and starts no threads
         timer.start()
     try:
@@ -68,7 +74,9 @@ def abort_everywhere(message: str, reason: AbortReason, notify: Notify | None = 
 
 
 def end_processes(code: int) -> NoReturn:
-    """Ends all ranks through MPI without a message; before MPI was loaded, this one, and `mpirun` ends the others."""
+    """Ends all ranks through MPI without a message; before MPI was loaded, this one, and `mpirun`
+    ends the others.
+    """
     code = code or 1
     if "mpi4py.MPI" not in sys.modules:
         os._exit(code)
@@ -84,7 +92,9 @@ def end_processes(code: int) -> NoReturn:
 def print_error(text: str) -> None:
     """Prints on stderr. Does not raise."""
     with suppress(Exception):  # a closed stream must not keep the other ranks waiting
-        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, also where Python does not buffer
+        print(
+            f"{text}\n", end="", file=sys.stderr, flush=True
+        )  # one write, also where Python does not buffer
         sys.stdout.flush()
 
 
@@ -103,10 +113,12 @@ def traceback_text(error: BaseException) -> str:
 
 @final
 class ExceptionHooks:
-    """Hooks with which an uncaught exception, in any thread, ends all ranks, its traceback printed once with the rank.
+    """Hooks with which an uncaught exception, in any thread, ends all ranks, its traceback printed
+    once with the rank.
 
-    In a process that this one forks, the hooks that were installed before run instead: its end is not the rank's. They
-    run in an interactive session, too, and if there is one rank only, whose end no other rank waits for.
+    In a process that this one forks, the hooks that were installed before run instead: its end is
+    not the rank's. They run in an interactive session, too, and if there is one rank only, whose
+    end no other rank waits for.
 
     Args:
         rank: This rank.
@@ -114,7 +126,8 @@ class ExceptionHooks:
 
     Attributes:
         notify: Sends the other ranks the reason, once there is a watchdog.
-        failed_alike: Whether another rank has failed in the same way, which then ends all; waits 1.5 s at most.
+        failed_alike: Whether another rank has failed in the same way, which then ends all; waits
+            1.5 s at most.
         report: Notes that this rank prints its own reason.
     """
 
@@ -131,7 +144,9 @@ class ExceptionHooks:
         threading.excepthook = self._on_thread_exception
 
     def _fails_alike(self, failure: AbortReason) -> bool:
-        """Whether another rank prints the traceback of the same failure, and ends all ranks; waits for that end."""
+        """Whether another rank prints the traceback of the same failure, and ends all ranks; waits
+        for that end.
+        """
         alike = False
         with suppress(BaseException):  # also an interrupt: this rank then reports for itself
             alike = self.failed_alike is not None and self.failed_alike(failure)
@@ -143,21 +158,27 @@ class ExceptionHooks:
     def _print(self, error: BaseException) -> None:
         heading = f"jaxcross: rank {self._rank} of {self._size} failed:"
         text = traceback_text(error)
-        if self._previous is sys.__excepthook__:  # in one write, or the tracebacks of several ranks interleave
+        if (
+            self._previous is sys.__excepthook__
+        ):  # in one write, or the tracebacks of several ranks interleave
             print_error(f"{heading}\n{text}")
             return
         print_error(heading)
         with suppress(Exception):
             self._previous(type(error), error, error.__traceback__)
 
-    def _show(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    def _show(
+        self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
         """Shows an exception as Python would, but not the cause of a job's failure again."""
         if self._previous is sys.__excepthook__ and getattr(value, "cause_rank", None) is not None:
             print_error("".join(traceback.format_exception(value, chain=False)).rstrip())
         else:
             self._previous(kind, value, trace)
 
-    def _on_exception(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    def _on_exception(
+        self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
         rank, size = self._rank, self._size
         if os.getpid() != self._pid or (is_interactive() and not issubclass(kind, Terminated)):
             self._show(kind, value, trace)
@@ -174,14 +195,19 @@ class ExceptionHooks:
                 trim(value)
             self._show(kind, value, value.__traceback__)
             return
-        if ends_run(value):  # the same on every rank: only an error that this rank raised itself needs a traceback
+        if ends_run(
+            value
+        ):  # the same on every rank: only an error that this rank raised itself needs a traceback
             self.report()
-            # A job that failed has printed its traceback when it left the run. Rank 0 prints the notes.
+            # A job that failed has printed its traceback when it left the run. Rank 0 prints the
+            # notes.
             if value.__cause__ is not None and getattr(value, "cause_rank", None) is None:
                 self._print(value.__cause__)
             notes = getattr(value, "__notes__", ()) if rank == 0 else ()
             text = "\n".join([f"{kind.__name__}: {value}", *notes])
-            abort_everywhere(f"jaxcross: rank {rank} of {size} ends after the run: {text}", failure, self.notify)
+            abort_everywhere(
+                f"jaxcross: rank {rank} of {size} ends after the run: {text}", failure, self.notify
+            )
         if self._fails_alike(failure):
             end_processes(failure.code)
         self._print(value)
@@ -191,7 +217,9 @@ class ExceptionHooks:
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         rank, size, error = self._rank, self._size, args.exc_value
         own = args.thread is not None and args.thread.name.startswith("jaxcross-")
-        goes_on = not own and (size == 1 or is_interactive())  # without a thread of jaxcross, a run would wait for ever
+        goes_on = not own and (
+            size == 1 or is_interactive()
+        )  # without a thread of jaxcross, a run would wait for ever
         if os.getpid() != self._pid or goes_on:
             self._previous_of_threads(args)
             return
@@ -204,8 +232,11 @@ class ExceptionHooks:
         lines = traceback.format_exception(error)
         text = f"jaxcross: rank {rank} of {size} failed in thread {name!r}:\n{''.join(lines)}"
         abort_everywhere(
-            f"{text}jaxcross: rank {rank} failed with {args.exc_type.__name__}; all {size} ranks end.",
-            AbortReason(text=f"rank {rank} failed in thread {name!r} with {_short(args.exc_type, error)}"),
+            f"{text}jaxcross: rank {rank} failed with {args.exc_type.__name__}; all {size} ranks "
+            "end.",
+            AbortReason(
+                text=f"rank {rank} failed in thread {name!r} with {_short(args.exc_type, error)}"
+            ),
             self.notify,
         )
 
@@ -217,7 +248,9 @@ def _nothing() -> None:
 def stop_reason(rank: int, *, terminated: bool) -> AbortReason:
     """Returns the reason of an end that a person or a batch system asked for."""
     if terminated:
-        return AbortReason(text=f"rank {rank} was told to end (SIGTERM)", kind="terminated", code=TERMINATED)
+        return AbortReason(
+            text=f"rank {rank} was told to end (SIGTERM)", kind="terminated", code=TERMINATED
+        )
     return AbortReason(text=f"rank {rank} was interrupted", kind="interrupted", code=INTERRUPTED)
 
 

@@ -1,4 +1,6 @@
-"""Notices of the end: the rank that ends all others sends them the reason first, and each of them prints it."""
+"""Notices of the end: the rank that ends all others sends them the reason first, and each of them
+prints it.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,25 @@ class AbortNotices:
         self._rank: int = comm.Get_rank()
         self._size: int = comm.Get_size()
         self._notifying, self._notified = threading.Lock(), threading.Event()
-        self._obeyed: tuple[int, str] | None = None  # the sender of a notice that this rank obeys, and its reason
+        self._obeyed: tuple[int, str] | None = (
+            None  # the sender of a notice that this rank obeys, and its reason
+        )
         self._reports = False  # this rank ends all by itself, and prints its own reason
         self._receipts: list[Any] = []  # MPI reads a message until its request is complete
 
     def notify(self, reason: AbortReason) -> None:
-        """Records the exit of this rank and notifies the others. Waits for their receipts, a second at most."""
+        """Records the exit of this rank and notifies the others. Waits for their receipts, a second
+        at most.
+        """
         activity = self._flight.record_exit(reason.kind, reason.text, reason.lost)
         from mpi4py import MPI
 
         if MPI.Is_finalized():
             return  # no message leaves this rank any more
         if not self._notifying.acquire(blocking=False):
-            self._notified.wait(_NOTIFY_S)  # another thread notifies, and must not be ended in the middle
+            self._notified.wait(
+                _NOTIFY_S
+            )  # another thread notifies, and must not be ended in the middle
             return
         status = MPI.Status()
         # A send to a rank that has died may never return.
@@ -55,7 +63,8 @@ class AbortNotices:
                 pending.append(self._comm.isend((text, reason.code), dest=rank, tag=_NOTICE))
         deadline = time.monotonic() + _NOTIFY_S
         while unnotified and time.monotonic() < deadline:
-            # Two ranks may notify each other at once: each answers, or both would wait for the whole second.
+            # Two ranks may notify each other at once: each answers, or both would wait for the
+            # whole second.
             if (other := self._receive()) is not None:
                 self._answer(other[0])
             while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_RECEIPT, status=status):
@@ -66,7 +75,8 @@ class AbortNotices:
         del pending  # a rank without the notice by now is ended without a message of its own
 
     def failed_alike(self, own: AbortReason) -> bool:
-        """Whether another rank has sent notice of the same failure as this rank's own. Waits 1.5 s at most.
+        """Whether another rank has sent notice of the same failure as this rank's own. Waits 1.5 s
+        at most.
 
         If so, this rank has obeyed it: it has printed one line, and the sender ends all ranks.
         """
@@ -74,19 +84,22 @@ class AbortNotices:
 
         if MPI.Is_finalized():
             return False
-        # Ranks wait the longer the higher they are, so that the first one does not wait for the others.
+        # Ranks wait the longer the higher they are, so that the first one does not wait for the
+        # others.
         deadline = time.monotonic() + min(_ALIKE_S * self._rank, _LONGEST_ALIKE_S)
         what = own.text.removeprefix(f"rank {self._rank} ")
         while self._obeyed is None:
             if (notice := self._receive()) is not None:
                 sender, reason, _ = notice
                 # A check that one rank fails raises "On rank N: ..." on the others.
-                alike = reason.removeprefix(f"rank {sender} ").startswith(what.replace(f"On rank {sender}: ", "", 1))
+                alike = reason.removeprefix(f"rank {sender} ").startswith(
+                    what.replace(f"On rank {sender}: ", "", 1)
+                )
                 if alike:
                     activity = self._flight.record_exit(own.kind, own.text)
                     print_error(
-                        f"jaxcross: rank {self._rank} of {self._size} fails in the same way ({activity}): see the"
-                        f" message of rank {sender}."
+                        f"jaxcross: rank {self._rank} of {self._size} fails in the same way "
+                        f"({activity}): see the message of rank {sender}."
                     )
                 self._reports = not alike
                 self._answer(sender)
@@ -100,21 +113,29 @@ class AbortNotices:
         return not self._reports
 
     def report(self) -> None:
-        """Notes that this rank is about to print its own reason, so that it prints no other rank's."""
+        """Notes that this rank is about to print its own reason, so that it prints no other
+        rank's.
+        """
         self._reports = True
 
     def check(self) -> None:
-        """Ends this rank, with a message, if a notice has come from another one; else does nothing."""
+        """Ends this rank, with a message, if a notice has come from another one; else does
+        nothing.
+        """
         notice = self._receive()
         if notice is None:
             return
         sender, reason, code = notice
-        if self._reports or self._notifying.locked():  # this rank ends all, too, and prints its own reason
+        if (
+            self._reports or self._notifying.locked()
+        ):  # this rank ends all, too, and prints its own reason
             self._answer(sender)
             return
         self._obeyed = sender, reason
         activity = self._flight.record_exit("told", reason)
-        print_error(f"jaxcross: rank {self._rank} of {self._size} ends while {activity}, because {reason}")
+        print_error(
+            f"jaxcross: rank {self._rank} of {self._size} ends while {activity}, because {reason}"
+        )
         self._answer(sender)  # the sender ends all ranks once it has all receipts
         threading.Event().wait(_HOLD_S)
         end_processes(code)

@@ -17,7 +17,8 @@ class Activity:
         step: Step of the job, from 1; 0 before the first one.
         segment: Index of the segment in its program, -1 for none.
         what: `exchange`, `vote`, `compute`, `compile`, ...
-        number: Position in the sequence of waits that all ranks share; 0 for an activity outside that sequence.
+        number: Position in the sequence of waits that all ranks share; 0 for an activity outside
+            that sequence.
         since_s: The time of its beginning, in this rank's `time.monotonic`.
         local: Whether this rank alone decides when it ends: then no other rank is to blame for it.
     """
@@ -32,10 +33,25 @@ class Activity:
 
     @classmethod
     def now(
-        cls, what: str, *, job: str = "", step: int = 0, segment: int = -1, number: int = 0, local: bool = False
+        cls,
+        what: str,
+        *,
+        job: str = "",
+        step: int = 0,
+        segment: int = -1,
+        number: int = 0,
+        local: bool = False,
     ) -> Self:
         """Returns an activity that begins now."""
-        return cls(job=job, step=step, segment=segment, what=what, number=number, since_s=time.monotonic(), local=local)
+        return cls(
+            job=job,
+            step=step,
+            segment=segment,
+            what=what,
+            number=number,
+            since_s=time.monotonic(),
+            local=local,
+        )
 
     def __str__(self) -> str:
         parts = [f"job {self.job!r}"] if self.job else []
@@ -72,9 +88,15 @@ class RankStatus:
 
 
 def missing_ranks(
-    job: str, what: str, ranks: Iterable[int], answers: Mapping[int, RankStatus | None], *, excuse_local: bool
+    job: str,
+    what: str,
+    ranks: Iterable[int],
+    answers: Mapping[int, RankStatus | None],
+    *,
+    excuse_local: bool,
 ) -> dict[int, str] | None:
-    """Returns the ranks that must come to a wait and have not, each with the reason; None if all have come.
+    """Returns the ranks that must come to a wait and have not, each with the reason; None if all
+    have come.
 
     Args:
         job: The job of the wait, "" for none.
@@ -86,11 +108,17 @@ def missing_ranks(
     late = {}
     for rank in ranks:
         status = answers.get(rank)
-        if status is not None and not any((wait.job, wait.what) == (job, what) for wait in status.waits):
+        if status is not None and not any(
+            (wait.job, wait.what) == (job, what) for wait in status.waits
+        ):
             late[rank] = status
     if not late:
         return None
-    return {r: "it has not come so far" for r, status in late.items() if not (excuse_local and status.may_be_late())}
+    return {
+        r: "it has not come so far"
+        for r, status in late.items()
+        if not (excuse_local and status.may_be_late())
+    }
 
 
 def stall_report(
@@ -107,8 +135,8 @@ def stall_report(
         wait: The stuck wait.
         waited_s: Its length.
         answers: The status of every other rank; None for a rank without an answer.
-        waiting_for: The ranks that it waits for, perhaps itself, each with the reason, where the shared sequence of
-            waits does not determine them.
+        waiting_for: The ranks that it waits for, perhaps itself, each with the reason, where the
+            shared sequence of waits does not determine them.
     """
     lines = [f"jaxcross: rank {rank} has waited {waited_s:.0f} s in {wait}."]
     late = late_ranks(wait, answers, waiting_for)
@@ -120,48 +148,63 @@ def stall_report(
             continue
         where = f"it is in {status.waits[-1]}" if status.waits else "it is in no exchange"
         if waiting_for is None:
-            lines.append(f"  rank {r} has not arrived: {where}, after {status.entered} of {wait.number} exchanges.")
+            lines.append(
+                f"  rank {r} has not arrived: {where}, after {status.entered} of {wait.number} "
+                "exchanges."
+            )
         else:
             lines.append(f"  rank {r} has not arrived: {waiting_for[r]}; {where}.")
     unanswered = [r for r, status in answers.items() if status is None]
-    lines += [f"  rank {r} does not answer: it has ended, or its interpreter is blocked." for r in unanswered]
+    lines += [
+        f"  rank {r} does not answer: it has ended, or its interpreter is blocked."
+        for r in unanswered
+    ]
     different = _different_waits(wait, answers)
     if different:
         lines += [f"  rank {r} waits in {other}." for r, other in different]
         lines.append(
-            "  The ranks wait for different things. Did shapes or types of a step's arguments change on some ranks "
-            "only, as in a shorter last batch? There the step is agreed on again, while the others go on with it."
+            "  The ranks wait for different things. Did shapes or types of a step's arguments "
+            "change on some ranks only, as in a shorter last batch? There the step is agreed on "
+            "again, while the others go on with it."
         )
     elif not late and not unanswered:
         lines.append(
-            "  All ranks have arrived: MPI or the network is stuck, or what they do together. Look at their stacks."
+            "  All ranks have arrived: MPI or the network is stuck, or what they do together. Look "
+            "at their stacks."
         )
     lines.append(
-        "  Remedy: look at the stacks of the late ranks. If they are merely slow (compilation, input, evaluation, "
-        "disks), raise `initialize(stall_timeout_s=...)`."
+        "  Remedy: look at the stacks of the late ranks. If they are merely slow (compilation, "
+        "input, evaluation, disks), raise `initialize(stall_timeout_s=...)`."
     )
     return "\n".join(lines)
 
 
 def late_ranks(
-    wait: Activity, answers: Mapping[int, RankStatus | None], waiting_for: Mapping[int, str] | None = None
+    wait: Activity,
+    answers: Mapping[int, RankStatus | None],
+    waiting_for: Mapping[int, str] | None = None,
 ) -> list[int]:
     """Returns the ranks that keep a wait from ending.
 
-    With `waiting_for` these are its ranks that did not fail to answer. Without it, the ranks that have not entered this
-    wait: all ranks enter the waits of the shared sequence in one order.
+    With `waiting_for` these are its ranks that did not fail to answer. Without it, the ranks that
+    have not entered this wait: all ranks enter the waits of the shared sequence in one order.
     """
     if waiting_for is not None:
         return [r for r in sorted(waiting_for) if r not in answers or answers[r] is not None]
     return [r for r, s in sorted(answers.items()) if s is not None and s.entered < wait.number]
 
 
-def _different_waits(wait: Activity, answers: Mapping[int, RankStatus | None]) -> list[tuple[int, Activity]]:
-    """Returns the ranks whose wait of the same number is for something else, each with that wait."""
+def _different_waits(
+    wait: Activity, answers: Mapping[int, RankStatus | None]
+) -> list[tuple[int, Activity]]:
+    """Returns the ranks whose wait of the same number is for something else, each with that
+    wait.
+    """
     return [
         (rank, other)
         for rank, status in sorted(answers.items())
         if status is not None
         for other in status.waits
-        if other.number == wait.number > 0 and (other.what, other.segment) != (wait.what, wait.segment)
+        if other.number == wait.number > 0
+        and (other.what, other.segment) != (wait.what, wait.segment)
     ]

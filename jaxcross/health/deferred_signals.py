@@ -1,8 +1,9 @@
-"""Signals during a run: an exception that a handler raises is kept until the main thread asks for it.
+"""Signals during a run: an exception that a handler raises is kept until the main thread asks for
+it.
 
-So it never comes in the middle of something. This holds for Ctrl-C and SIGTERM, and for handlers of the user, as for a
-warning of a batch system. Where the main thread does not ask any more, because the run has ended and its last states
-are being saved, the second exception is raised at once.
+So it never comes in the middle of something. This holds for Ctrl-C and SIGTERM, and for handlers of
+the user, as for a warning of a batch system. Where the main thread does not ask any more, because
+the run has ended and its last states are being saved, the second exception is raised at once.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class DeferredHandler:
 
 @contextmanager
 def defer_signals() -> Iterator[deque[BaseException]]:
-    """A context in which exceptions of signal handlers are kept, in order. Outside of the main thread none come."""
+    """A context in which exceptions of signal handlers are kept, in order. Outside of the main
+    thread none come.
+    """
     kept: deque[BaseException] = deque()
     times_s: deque[float] = deque(maxlen=1)
     before: dict[int, Handler] = {}
@@ -64,5 +67,7 @@ def defer_signals() -> Iterator[deque[BaseException]]:
         yield kept
     finally:
         for number, handler in before.items():
-            if isinstance(signal.getsignal(number), DeferredHandler):  # else the script has set another one: it stays
+            if isinstance(
+                signal.getsignal(number), DeferredHandler
+            ):  # else the script has set another one: it stays
                 signal.signal(number, handler)

@@ -1,4 +1,6 @@
-"""The flight recorder: the activities of this rank, written to a file as they happen, so that it survives `kill -9`."""
+"""The flight recorder: the activities of this rank, written to a file as they happen, so that it
+survives `kill -9`.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,11 @@ _LONGEST_TEXT = 2000
 
 @final
 class FlightRecorder:
-    """The current activities of this rank and, in a folder, a line for each beginning and end. Thread-safe.
+    """The current activities of this rank and, in a folder, a line for each beginning and end.
+    Thread-safe.
 
-    A line leaves the process by one unbuffered write: whatever ends the process loses none. Nothing here waits for
-    other ranks, and a disk that fails ends the recording, not the training.
+    A line leaves the process by one unbuffered write: whatever ends the process loses none. Nothing
+    here waits for other ranks, and a disk that fails ends the recording, not the training.
 
     Args:
         processes: The process of every rank.
@@ -92,7 +95,9 @@ class FlightRecorder:
             self._write(_ended(token, time.monotonic_ns()))
 
     @contextmanager
-    def during(self, what: str, *, job: str = "", step: int = 0, segment: int = -1) -> Iterator[None]:
+    def during(
+        self, what: str, *, job: str = "", step: int = 0, segment: int = -1
+    ) -> Iterator[None]:
         """A context that is recorded as an activity."""
         token = self.begin(Activity.now(what, job=job, step=step, segment=segment))
         try:
@@ -113,7 +118,9 @@ class FlightRecorder:
         return f"{first.host} {first.pid} {first.started}"
 
     def replace_file(self, name: str, text: str) -> None:
-        """Replaces a small file next to the event file; readers see the old text or the new one, whole."""
+        """Replaces a small file next to the event file; readers see the old text or the new one,
+        whole.
+        """
         if self._file < 0:
             return
         path = self._path.with_name(name)
@@ -132,7 +139,8 @@ class FlightRecorder:
         self._record(note=shortened(text, _LONGEST_TEXT), job=job, step=step)
 
     def checkpoint(self, name: str, *, job: str, any_ranks: bool) -> None:
-        """Records the newest checkpoint of which this rank's part is on disk; each later file repeats it.
+        """Records the newest checkpoint of which this rank's part is on disk; each later file
+        repeats it.
 
         Args:
             name: The checkpoint's name.
@@ -148,8 +156,8 @@ class FlightRecorder:
         """Records why this rank ends; returns its activity, or the one that the exception has left.
 
         Args:
-            kind: `left` (its script ended), `failed`, `terminated`, `interrupted`, `told` (to end, by another rank), or
-                `reported` (a failure of other ranks).
+            kind: `left` (its script ended), `failed`, `terminated`, `interrupted`, `told` (to end,
+                by another rank), or `reported` (a failure of other ranks).
             text: The reason.
             lost: The ranks that it reports.
         """
@@ -157,14 +165,22 @@ class FlightRecorder:
         activity = f"in {left_by}" if kind == "failed" and left_by is not None else self.describe()
         if not self._exit_recorded:  # the first reason is the reason
             self._exit_recorded = True
-            self._record(words=kind, text=shortened(text, _LONGEST_TEXT), lost=list(lost), standing=activity)
+            self._record(
+                words=kind, text=shortened(text, _LONGEST_TEXT), lost=list(lost), standing=activity
+            )
         return activity
 
     def describe(self) -> str:
-        """Returns the current activity as text: `in` a wait for other ranks, or else what began last."""
+        """Returns the current activity as text: `in` a wait for other ranks, or else what began
+        last.
+        """
         now = list(self._open.copy().values())
         if not now:
-            return "outside of any step" if self._last is None else f"outside of any step, after {self._last}"
+            return (
+                "outside of any step"
+                if self._last is None
+                else f"outside of any step, after {self._last}"
+            )
         first = next((activity for activity in reversed(now) if activity.number), now[-1])
         if first.job:
             return f"in {first}"
@@ -203,7 +219,11 @@ class FlightRecorder:
             "at": now_ns,
         }
         under_way = self._open.copy()
-        lines = [json.dumps(header) + "\n", *self._saved.copy().values(), *_all_begun(under_way, now_ns)]
+        lines = [
+            json.dumps(header) + "\n",
+            *self._saved.copy().values(),
+            *_all_begun(under_way, now_ns),
+        ]
         text = "".join(lines).encode()
         new = self._path.with_suffix(".new")
         new.unlink(missing_ok=True)  # of an earlier run that ended here
@@ -212,12 +232,18 @@ class FlightRecorder:
         if self._path.exists():
             os.replace(self._path, self._path.with_suffix(".old.jsonl"))
         os.replace(new, self._path)
-        # Another thread may write to the file that was current a moment ago: it stays open until the next change.
+        # Another thread may write to the file that was current a moment ago: it stays open until
+        # the next change.
         stale, self._previous, self._file = self._previous, self._file, file
         self._written_bytes = len(text)
-        # Activities that other threads began or ended since `under_way` was read are in the file before. Recording them
-        # twice does no harm. Ends come last: an activity recorded here as begun may have ended by now.
-        begun = {token: activity for token, activity in self._open.copy().items() if token not in under_way}
+        # Activities that other threads began or ended since `under_way` was read are in the file
+        # before. Recording them twice does no harm. Ends come last: an activity recorded here as
+        # begun may have ended by now.
+        begun = {
+            token: activity
+            for token, activity in self._open.copy().items()
+            if token not in under_way
+        }
         os.write(file, "".join(_all_begun(begun, now_ns)).encode())
         ended = [token for token in (*under_way, *begun) if token not in self._open]
         os.write(file, "".join(_ended(token, time.monotonic_ns()) for token in ended).encode())
@@ -230,7 +256,9 @@ def _all_begun(activities: Mapping[int, Activity], now_ns: int) -> list[str]:
 
 
 def _begun(token: int, activity: Activity, now_ns: int) -> str:
-    """Returns a line of JSON, formatted by hand: `json.dumps` takes as long as everything else together."""
+    """Returns a line of JSON, formatted by hand: `json.dumps` takes as long as everything else
+    together.
+    """
     return (
         f'{{"begin":{token},"at":{now_ns},"what":{_quoted(activity.label)},"job":{_quoted(activity.job)},'
         f'"step":{activity.step},"segment":{activity.segment},"number":{activity.number}}}\n'

@@ -1,7 +1,7 @@
 """Heartbeats: each rank sends a small message to its two neighbours in a ring, about once a second.
 
-The cost for a rank does not grow with their number. A rank that receives nothing from a neighbour for too long, or sees
-that its process is gone, notifies all others.
+The cost for a rank does not grow with their number. A rank that receives nothing from a neighbour
+for too long, or sees that its process is gone, notifies all others.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ class LostPeer:
             return f"rank {self.rank} is gone: {process} {reason}. {last_beat}"
         why = {
             "stopped": f"{process} is stopped (by SIGSTOP or a debugger).",
-            "running": f"{process} is there, but its interpreter does nothing (a C function that keeps its lock?), or "
-            "MPI does not bring its messages.",
+            "running": (
+                f"{process} is there, but its interpreter does nothing (a C function that keeps "
+                "its lock?), or MPI does not bring its messages."
+            ),
             "unknown": f"{process}, that host, or the link to it does not answer.",
         }[self.found]
         return (
-            f"rank {self.rank} is silent for {self.since_beat_s:.0f} s: {why} {last_beat} If it is only slow, raise "
-            "`initialize(heartbeat_timeout_s=...)`."
+            f"rank {self.rank} is silent for {self.since_beat_s:.0f} s: {why} {last_beat} If it is "
+            "only slow, raise `initialize(heartbeat_timeout_s=...)`."
         )
 
 
@@ -60,8 +62,8 @@ class LostPeer:
 class BeatTimer:
     """The time since the last beat of each neighbour. Pure: time passes by `tick` only.
 
-    Only time in which this rank itself was awake counts: where all ranks were stopped together, as by a batch system or
-    the lid of a laptop, none of them is late.
+    Only time in which this rank itself was awake counts: where all ranks were stopped together, as
+    by a batch system or the lid of a laptop, none of them is late.
 
     Args:
         ranks: The neighbours.
@@ -71,7 +73,8 @@ class BeatTimer:
     Attributes:
         seconds: The time since the last beat, by rank.
         activities: The activity at the last beat, by rank.
-        exited: Neighbours whose script has ended, each with the number of shared waits that it had entered.
+        exited: Neighbours whose script has ended, each with the number of shared waits that it had
+            entered.
     """
 
     def __init__(self, ranks: Sequence[int], *, heartbeat_timeout_s: float, tick_s: float) -> None:
@@ -85,7 +88,9 @@ class BeatTimer:
         self.seconds[rank], self.activities[rank] = 0.0, activity
 
     def on_exit(self, rank: int, entered: int) -> None:
-        """Notes that a rank's script has ended, after so many shared waits. It beats on until all scripts have."""
+        """Notes that a rank's script has ended, after so many shared waits. It beats on until all
+        scripts have.
+        """
         self.seconds[rank] = 0.0
         self.exited[rank] = entered
 
@@ -93,7 +98,9 @@ class BeatTimer:
         """Advances the time and returns the ranks whose last beat is too long ago."""
         for rank in self.seconds:
             self.seconds[rank] += min(passed_s, self._tick_s)
-        return [rank for rank, seconds in self.seconds.items() if seconds > self.heartbeat_timeout_s]
+        return [
+            rank for rank, seconds in self.seconds.items() if seconds > self.heartbeat_timeout_s
+        ]
 
 
 def neighbours(rank: int, size: int) -> list[int]:
@@ -103,7 +110,8 @@ def neighbours(rank: int, size: int) -> list[int]:
 
 @final
 class Heartbeat:
-    """Sends this rank's beats and receives its neighbours'. One thread uses it, and nothing in it waits.
+    """Sends this rank's beats and receives its neighbours'. One thread uses it, and nothing in it
+    waits.
 
     Args:
         comm: A communicator in which nothing else uses tag 3.
@@ -125,7 +133,9 @@ class Heartbeat:
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._neighbours = neighbours(self._rank, len(processes))
         self._between_s = min(_LONGEST_BETWEEN_S, heartbeat_timeout_s / 5)
-        self._timer = BeatTimer(self._neighbours, heartbeat_timeout_s=heartbeat_timeout_s, tick_s=2 * self._between_s)
+        self._timer = BeatTimer(
+            self._neighbours, heartbeat_timeout_s=heartbeat_timeout_s, tick_s=2 * self._between_s
+        )
         self._sent: dict[int, Any] = {}
         self._exit_messages: list[Any] = []  # MPI reads a message until its request is complete
         self._gone: set[int] = set()
@@ -147,7 +157,8 @@ class Heartbeat:
         overdue = self._timer.tick(passed_s)
         for rank in self._timer.seconds:
             found = process_state(self._processes[rank], self._processes[self._rank])
-            # A process that is gone may have sent a notice of the end: it is received before the second look.
+            # A process that is gone may have sent a notice of the end: it is received before the
+            # second look.
             if rank in overdue or (found == "gone" and rank in self._gone):
                 return self.lost_peer(rank)
             if found == "gone":
@@ -165,12 +176,18 @@ class Heartbeat:
         )
 
     def exited(self) -> Mapping[int, int]:
-        """Returns the neighbours whose script has ended, each with the number of shared waits that it had entered."""
+        """Returns the neighbours whose script has ended, each with the number of shared waits that
+        it had entered.
+        """
         return self._timer.exited
 
     def announce_exit(self, entered: int) -> None:
-        """Tells the neighbours that this rank's script has ended, after so many shared waits. It beats on."""
-        self._exit_messages = [self._comm.isend(entered, dest=rank, tag=_BEAT) for rank in self._neighbours]
+        """Tells the neighbours that this rank's script has ended, after so many shared waits. It
+        beats on.
+        """
+        self._exit_messages = [
+            self._comm.isend(entered, dest=rank, tag=_BEAT) for rank in self._neighbours
+        ]
 
     def _receive(self) -> None:
         from mpi4py import MPI

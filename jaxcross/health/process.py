@@ -17,9 +17,11 @@ class ProcessId:
 
     Attributes:
         host: Name of its host.
-        machine: Tells hosts and containers of one name apart: the kernel's boot, its namespace of processes.
+        machine: Tells hosts and containers of one name apart: the kernel's boot, its namespace of
+            processes.
         pid: Number of the process there.
-        started: Start time in the kernel's ticks, since process numbers are reused. -1 if it is not known.
+        started: Start time in the kernel's ticks, since process numbers are reused. -1 if it is not
+            known.
     """
 
     host: str
@@ -40,12 +42,15 @@ def this_process() -> ProcessId:
 
 
 def process_state(process: ProcessId, seen_from: ProcessId) -> State:
-    """Returns the state of another rank's process, as far as it can be known from here. Reads one small file."""
+    """Returns the state of another rank's process, as far as it can be known from here. Reads one
+    small file.
+    """
     here = (seen_from.host, seen_from.machine)
     if not process.machine or process.started < 0 or (process.host, process.machine) != here:
         return "unknown"
     found = _stat(process.pid)
-    # Another start time: the number was given to a new process. Z and X: dead, but not collected by its parent yet.
+    # Another start time: the number was given to a new process. Z and X: dead, but not collected by
+    # its parent yet.
     if found is None or found[1] != process.started or found[0] in "ZX":
         return "gone"
     return "stopped" if found[0] in "Tt" else "running"

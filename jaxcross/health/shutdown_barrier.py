@@ -10,10 +10,12 @@ from jaxcross.health.timed_comm import TimedComm
 
 @final
 class ShutdownBarrier:
-    """Two barriers after the end of this rank's script. One thread uses it, and nothing in it waits.
+    """Two barriers after the end of this rank's script. One thread uses it, and nothing in it
+    waits.
 
-    MPI lets a rank finalise before the others, and MPICH over TCP then tries for ever to reach it. Past the first
-    barrier all scripts have ended, and this rank sends nothing more; past the second one no rank sends any more.
+    MPI lets a rank finalise before the others, and MPICH over TCP then tries for ever to reach it.
+    Past the first barrier all scripts have ended, and this rank sends nothing more; past the second
+    one no rank sends any more.
 
     Args:
         comm: A communicator in which nothing else is collective.

@@ -1,4 +1,6 @@
-"""SIGTERM, with which batch systems end a job, treated as Ctrl-C whatever the threads of this process wait for."""
+"""SIGTERM, with which batch systems end a job, treated as Ctrl-C whatever the threads of this
+process wait for.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _REACT_S = 5.0
 
 @final
 class SigtermHandler:
-    """Turns SIGTERM into `Terminated` in the main thread, and detects a main thread that does not come to it.
+    """Turns SIGTERM into `Terminated` in the main thread, and detects a main thread that does not
+    come to it.
 
     Args:
         flight: Records the signal.
@@ -36,14 +39,17 @@ class SigtermHandler:
         self._forking = threading.local()
 
     def install(self) -> None:
-        """Installs the handler, unless the script has installed one, or this is not the main thread."""
+        """Installs the handler, unless the script has installed one, or this is not the main
+        thread.
+        """
         if (
             threading.current_thread() is not threading.main_thread()
             or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         ):
             return
-        # Python runs a handler when the main thread is back from C. The byte that it writes to a wakeup pipe is there
-        # at once, so that the watchdog sees a signal that the main thread has not.
+        # Python runs a handler when the main thread is back from C. The byte that it writes to a
+        # wakeup pipe is there at once, so that the watchdog sees a signal that the main thread has
+        # not.
         self._pipe, end = os.pipe()
         os.set_blocking(self._pipe, False)
         os.set_blocking(end, False)
@@ -51,16 +57,24 @@ class SigtermHandler:
         others = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         if others != -1:
             signal.set_wakeup_fd(others)
-        # Workers of a data loader end by SIGTERM, too, and would write to the pipe of their parent. Until they have
-        # forgotten it, the signal waits.
-        os.register_at_fork(before=self._hold_back, after_in_parent=self._let_through, after_in_child=self._forget)
+        # Workers of a data loader end by SIGTERM, too, and would write to the pipe of their parent.
+        # Until they have forgotten it, the signal waits.
+        os.register_at_fork(
+            before=self._hold_back, after_in_parent=self._let_through, after_in_child=self._forget
+        )
 
     def overdue(self) -> bool:
-        """Whether SIGTERM came 5 s ago and the main thread, in C all the time, has not seen it. Does not wait."""
+        """Whether SIGTERM came 5 s ago and the main thread, in C all the time, has not seen it.
+        Does not wait.
+        """
         if self._pipe < 0:
             return False
         now_s = time.monotonic()
-        if self._drain() and now_s - self._handled_s > ONE_STOP_S and self._came_s <= self._handled_s:
+        if (
+            self._drain()
+            and now_s - self._handled_s > ONE_STOP_S
+            and self._came_s <= self._handled_s
+        ):
             self._came_s = now_s
         return self._came_s > self._handled_s and now_s - self._came_s > _REACT_S
 
@@ -78,7 +92,10 @@ class SigtermHandler:
 
     def _forget(self) -> None:
         handler = signal.getsignal(signal.SIGTERM)
-        if self._handle in (handler, getattr(handler, "handler", None)):  # during a run it is deferred
+        if self._handle in (
+            handler,
+            getattr(handler, "handler", None),
+        ):  # during a run it is deferred
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
         self._let_through()
@@ -87,7 +104,8 @@ class SigtermHandler:
         if not self._postponement.lets_through(number, frame):
             return
         now_s = time.monotonic()
-        self._drain()  # else `overdue`, called later, would take the byte of this signal for another one
+        # else `overdue`, called later, would take the byte of this signal for another one
+        self._drain()
         if self._handled_s and now_s - self._handled_s < ONE_STOP_S:
             return
         self._handled_s = now_s

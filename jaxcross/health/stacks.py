@@ -14,15 +14,19 @@ def stacks() -> str:
     names = {t.ident: t.name for t in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(_frames().items(), key=lambda item: item[0] != main)
-    parts = [f"thread {names.get(i, '?')!r}:\n{''.join(traceback.format_stack(frame))}" for i, frame in frames]
+    parts = [
+        f"thread {names.get(i, '?')!r}:\n{''.join(traceback.format_stack(frame))}"
+        for i, frame in frames
+    ]
     return "\n".join(parts)
 
 
 def _frames() -> dict[int, FrameType]:
     """Returns the frame of every thread.
 
-    While Python before 3.11.9 lists the frames, it holds a lock that threads need to begin or end. A garbage collection
-    in there may let such a thread run, and the process never goes on (python/cpython#106883).
+    While Python before 3.11.9 lists the frames, it holds a lock that threads need to begin or end.
+    A garbage collection in there may let such a thread run, and the process never goes on
+    (python/cpython#106883).
     """
     collects = gc.isenabled()
     gc.disable()

@@ -1,6 +1,7 @@
 """A communicator with a time limit on each call: a send to a rank that has died may never return.
 
-MPICH over TCP tries for ever. The thread in such a call cannot notice it, so another one measures the calls.
+MPICH over TCP tries for ever. The thread in such a call cannot notice it, so another one measures
+the calls.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class TimedComm:
         on_stuck: Called with the rank that the call is for, None for any, once a call lasts longer.
     """
 
-    def __init__(self, comm: Any, *, limit_s: float, on_stuck: Callable[[int | None], None]) -> None:
+    def __init__(
+        self, comm: Any, *, limit_s: float, on_stuck: Callable[[int | None], None]
+    ) -> None:
         self._comm, self._limit_s, self._on_stuck = comm, limit_s, on_stuck
         self._calls: dict[int, int | None] = {}
         self._numbers = itertools.count()
@@ -63,7 +66,9 @@ class TimedComm:
             return self._comm.recv(source=source, tag=tag)
 
     def test(self, request: Any) -> bool:
-        """Whether a request is complete. The call is what makes MPI progress, and may hang as a send does."""
+        """Whether a request is complete. The call is what makes MPI progress, and may hang as a
+        send does.
+        """
         with self._calling(None):
             return request.Test()
 
@@ -87,11 +92,14 @@ class TimedComm:
             del self._calls[number]
 
     def _watch(self) -> None:
-        # Time is counted in turns of this thread: a call does not last longer because the process was stopped in it.
+        # Time is counted in turns of this thread: a call does not last longer because the process
+        # was stopped in it.
         between_s = min(_LONGEST_BETWEEN_S, self._limit_s / 5)
         lasting: dict[int, float] = {}
         while not self._stop.wait(between_s):
-            lasting = {number: lasting.get(number, -between_s) + between_s for number in self._calls.copy()}
+            lasting = {
+                number: lasting.get(number, -between_s) + between_s for number in self._calls.copy()
+            }
             for number, seconds in lasting.items():
                 if seconds > self._limit_s:
                     self._on_stuck(self._calls.get(number))

@@ -1,4 +1,6 @@
-"""Tracebacks trimmed for users: from the first line of the script to the last line of the user's own code."""
+"""Tracebacks trimmed for users: from the first line of the script to the last line of the user's
+own code.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,17 @@ from jaxcross.errors import CutError, ExchangeError, JobError
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _STARTERS = ("<frozen runpy>", "mpi4py/__main__.py", "mpi4py/run.py")
-# Errors that jaxcross raises for the user. For all others, lines of the package belong to the traceback.
+# Errors that jaxcross raises for the user. For all others, lines of the package belong to the
+# traceback.
 _OUR_ERRORS = (CutError, ExchangeError, JobError, TypeError, ValueError)
 
 
 def trim(error: BaseException) -> None:
-    """Removes the lines that start a script, and jaxcross's own at both ends, from an error and from its causes.
+    """Removes the lines that start a script, and jaxcross's own at both ends, from an error and
+    from its causes.
 
-    A traceback that would have no line left stays as it is, and so do all where `jax_traceback_filtering` is off.
+    A traceback that would have no line left stays as it is, and so do all where
+    `jax_traceback_filtering` is off.
     """
     import jax
 
@@ -31,7 +36,9 @@ def trim(error: BaseException) -> None:
 
 
 def ends_run(error: BaseException) -> bool:
-    """Whether `Runner.run` raises this job's error on every rank at its end; the cause is then this rank's own."""
+    """Whether `Runner.run` raises this job's error on every rank at its end; the cause is then this
+    rank's own.
+    """
     modules = {line.tb_frame.f_globals.get("__name__") for line in _lines(error.__traceback__)}
     return "jaxcross.jobs.outcome" in modules and isinstance(error, JobError | ExchangeError)
 

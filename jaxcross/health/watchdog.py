@@ -1,6 +1,8 @@
-"""A thread of each rank that talks to those of the others: which rank has not arrived, which is silent, why do all end?
+"""A thread of each rank that talks to those of the others: which rank has not arrived, which is
+silent, why do all end?
 
-It talks point to point over its own communicator; such messages pass while a collective on another one is stuck.
+It talks point to point over its own communicator; such messages pass while a collective on another
+one is stuck.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from jaxcross.health.timed_comm import TimedComm
 WaitingFor = Callable[[Mapping[int, RankStatus | None]], Mapping[int, str] | None]
 """Returns the ranks that a wait is for, perhaps this one, each with the reason.
 
-Called before a report, with the answers of the other ranks. An empty result: something else holds the wait up, which is
-monitored itself. `None`: all ranks are there, and the wait should be over.
+Called before a report, with the answers of the other ranks. An empty result: something else holds
+the wait up, which is monitored itself. `None`: all ranks are there, and the wait should be over.
 """
 
 
@@ -97,7 +99,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="jaxcross-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Starts to monitor and to answer. Without other ranks nothing can hang, and there is no thread."""
+        """Starts to monitor and to answer. Without other ranks nothing can hang, and there is no
+        thread.
+        """
         if self._others:
             self._comm.start()
             self._thread.start()
@@ -126,7 +130,9 @@ class Watchdog:
         return self._notices.failed_alike(own)
 
     def report(self) -> None:
-        """Notes that this rank is about to print why it ends all, so that it prints no other rank's reason."""
+        """Notes that this rank is about to print why it ends all, so that it prints no other rank's
+        reason.
+        """
         self._notices.report()
 
     def monitor(
@@ -142,7 +148,15 @@ class Watchdog:
         """Returns a context whose length is monitored. See `jaxcross.world.World.monitor`."""
         return _Monitored(self, partial(self.enter, job, step, segment, what, waiting_for, local))
 
-    def enter(self, job: str, step: int, segment: int, what: str, waiting_for: WaitingFor | None, local: bool) -> int:
+    def enter(
+        self,
+        job: str,
+        step: int,
+        segment: int,
+        what: str,
+        waiting_for: WaitingFor | None,
+        local: bool,
+    ) -> int:
         """Begins to monitor a wait; returns the token to give to `leave`."""
         if local and waiting_for is None:
             itself = {self._rank: f"own {what} is its own affair"}
@@ -152,7 +166,9 @@ class Watchdog:
                 self._entered += 1
                 self._asked.clear()  # these ranks asked about an earlier wait
             number = self._entered if waiting_for is None else 0
-            wait = Activity.now(what, job=job, step=step, segment=segment, number=number, local=local)
+            wait = Activity.now(
+                what, job=job, step=step, segment=segment, number=number, local=local
+            )
             token = self._flight.begin(wait)
             self._waits[token] = wait, waiting_for
         return token
@@ -175,10 +191,12 @@ class Watchdog:
     def _status(self) -> RankStatus:
         with self._lock:
             waits = tuple(wait for wait, _ in self._waits.values())
-            # Other ranks count the time in which this one was in a local wait as theirs: their waits began before its
-            # end, so it stays excused for as long again.
+            # Other ranks count the time in which this one was in a local wait as theirs: their
+            # waits began before its end, so it stays excused for as long again.
             since_s = time.monotonic() - self.timeout_s
-            self._local_ended_s = {job: end_s for job, end_s in self._local_ended_s.items() if end_s > since_s}
+            self._local_ended_s = {
+                job: end_s for job, end_s in self._local_ended_s.items() if end_s > since_s
+            }
             return RankStatus(
                 entered=self._entered,
                 waits=waits,
@@ -192,7 +210,8 @@ class Watchdog:
         while True:
             try:
                 if self._stop.wait(self._interval_s):
-                    # The script has ended here, not everywhere: beats, answers and notices go on until the barrier.
+                    # The script has ended here, not everywhere: beats, answers and notices go on
+                    # until the barrier.
                     self._shutdown = self._shutdown or self._begin_shutdown()
                     if self._shutdown.passed():
                         return
@@ -200,29 +219,44 @@ class Watchdog:
                 self._attend()
                 self._look_at_waits()
             except MPI.Exception as error:
-                self._report(f"MPI cannot reach a rank any more: it, its host or the link to it is gone ({error})")
+                self._report(
+                    "MPI cannot reach a rank any more: it, its host or the link to it is gone "
+                    f"({error})"
+                )
 
     def _attend(self) -> None:
-        """Does what must go on whatever else is done. Called often: less than a second passes between two calls."""
+        """Does what must go on whatever else is done. Called often: less than a second passes
+        between two calls.
+        """
         self._leave_out_stops()
         self._notices.check()
         self._answer_questions()
         self._exchange_beats()
         if self._sigterm is not None and self._sigterm.overdue():
             stop = stop_reason(self._rank, terminated=True)
-            self._abort(f"jaxcross: {stop.text} while its main thread was busy in C; all ranks end.", stop)
+            self._abort(
+                f"jaxcross: {stop.text} while its main thread was busy in C; all ranks end.", stop
+            )
 
     def _leave_out_stops(self) -> None:
-        """Leaves out of all waits the time in which the process was stopped, and this thread with it."""
+        """Leaves out of all waits the time in which the process was stopped, and this thread with
+        it.
+        """
         now_s = time.monotonic()
-        # This thread takes turns of less than a second. A longer gap between two turns is a stop, as by SIGSTOP.
+        # This thread takes turns of less than a second. A longer gap between two turns is a stop,
+        # as by SIGSTOP.
         stopped_s, self._looked_s = now_s - self._looked_s - _LONGEST_TURN_S, now_s
         if stopped_s <= 0:
             return
         with self._lock:
             for token, (wait, waiting_for) in self._waits.items():
-                self._waits[token] = replace(wait, since_s=min(wait.since_s + stopped_s, now_s)), waiting_for
-            self._local_ended_s = {job: min(end_s + stopped_s, now_s) for job, end_s in self._local_ended_s.items()}
+                self._waits[token] = (
+                    replace(wait, since_s=min(wait.since_s + stopped_s, now_s)),
+                    waiting_for,
+                )
+            self._local_ended_s = {
+                job: min(end_s + stopped_s, now_s) for job, end_s in self._local_ended_s.items()
+            }
         if self._shutdown is not None and self._shutdown.stopped_sending_s is not None:
             self._shutdown.stopped_sending_s += stopped_s
 
@@ -239,7 +273,9 @@ class Watchdog:
         """Returns the wait if it has lasted for too long and still does."""
         with self._lock:
             wait, _ = self._waits.get(token, (None, None))
-        return wait if wait is not None and time.monotonic() - wait.since_s > self.timeout_s else None
+        return (
+            wait if wait is not None and time.monotonic() - wait.since_s > self.timeout_s else None
+        )
 
     def _begin_shutdown(self) -> ShutdownBarrier:
         if self._heartbeat is not None:
@@ -248,9 +284,13 @@ class Watchdog:
 
     def _exchange_beats(self) -> None:
         if self._shutdown is not None and self._shutdown.stopped_sending_s is not None:
-            # Past the first barrier no rank beats any more: only the second barrier's length tells of a lost one.
+            # Past the first barrier no rank beats any more: only the second barrier's length tells
+            # of a lost one.
             if time.monotonic() - self._shutdown.stopped_sending_s > self._limit_s:
-                self._report("MPI does not let it leave after all scripts: a rank, its host or a link is gone")
+                self._report(
+                    "MPI does not let it leave after all scripts: a rank, its host or a link is "
+                    "gone"
+                )
         elif self._heartbeat is not None and (lost := self._heartbeat.poll()) is not None:
             self._report(str(lost), lost.rank)
 
@@ -263,7 +303,9 @@ class Watchdog:
             asker = status.Get_source()
             number, question = self._comm.recv(source=asker, tag=_QUERY)
             if question == "stacks":
-                with suppress(Exception):  # a closed stream, or one whose encoding lacks a letter of a stack
+                with suppress(
+                    Exception
+                ):  # a closed stream, or one whose encoding lacks a letter of a stack
                     print(f"jaxcross: stacks of rank {self._rank}:\n{stacks()}", flush=True)
             else:
                 with self._lock:
@@ -274,14 +316,25 @@ class Watchdog:
         """Reports a call of MPI that does not return."""
         if rank is None or self._heartbeat is None:
             whom = "any rank" if rank is None else f"rank {rank}"
-            self._report(f"MPI does not come back from a message to {whom}: a rank, its host or a link is gone")
+            self._report(
+                f"MPI does not come back from a message to {whom}: a rank, its host or a link is "
+                "gone"
+            )
         else:
-            self._report(str(self._heartbeat.lost_peer(rank, self._heartbeat.heartbeat_timeout_s)), rank)
+            self._report(
+                str(self._heartbeat.lost_peer(rank, self._heartbeat.heartbeat_timeout_s)), rank
+            )
 
     def _check_exited(self, wait: Activity) -> None:
-        """Reports a neighbour that has exited before this wait, without waiting for the watchdog's whole time."""
-        # The heartbeat's timeout is grace: a rank that exits by an error sends its notice of the end after its beats.
-        if self._heartbeat is None or time.monotonic() - wait.since_s < self._heartbeat.heartbeat_timeout_s:
+        """Reports a neighbour that has exited before this wait, without waiting for the watchdog's
+        whole time.
+        """
+        # The heartbeat's timeout is grace: a rank that exits by an error sends its notice of the
+        # end after its beats.
+        if (
+            self._heartbeat is None
+            or time.monotonic() - wait.since_s < self._heartbeat.heartbeat_timeout_s
+        ):
             return
         for rank, entered in self._heartbeat.exited().items():
             if entered < wait.number:
@@ -289,7 +342,10 @@ class Watchdog:
                 self._report(f"rank {rank} does not come to {wait}: {done}", rank)
 
     def _report(self, text: str, *lost: int) -> NoReturn:
-        message = f"jaxcross: rank {self._rank} ends all ranks while {self._flight.describe()}, because {text}"
+        message = (
+            f"jaxcross: rank {self._rank} ends all ranks while {self._flight.describe()}, because "
+            f"{text}"
+        )
         self._abort(message, AbortReason(text=text, kind="reported", lost=lost))
 
     def _abort(self, message: str, reason: AbortReason) -> NoReturn:
@@ -302,7 +358,8 @@ class Watchdog:
         pending = [self._comm.isend((self._questions, question), dest=r, tag=_QUERY) for r in ranks]
         answers: dict[int, RankStatus | None] = dict.fromkeys(ranks)
         status = MPI.Status()
-        # Time is counted in turns of this thread: a process that was stopped while it asked still reads the answers.
+        # Time is counted in turns of this thread: a process that was stopped while it asked still
+        # reads the answers.
         for _ in range(round(_ANSWER_S / _ASKING_INTERVAL_S)):
             if None not in answers.values():
                 break
@@ -319,10 +376,11 @@ class Watchdog:
     def _investigate(self, token: int) -> None:
         """Reports and aborts, unless another rank does so or the wait ends first.
 
-        One report is enough. Of two ranks, either one was asked before it began to ask, and leaves the report to the
-        other; or both asked at once, see that in each other's answers, and the lower one reports. A rank that asked
-        and does not answer is probably reporting. A rank that holds back reports after all if it still lives 10 s
-        later. Local waits a rank reports itself, whichever other asks.
+        One report is enough. Of two ranks, either one was asked before it began to ask, and leaves
+        the report to the other; or both asked at once, see that in each other's answers, and the
+        lower one reports. A rank that asked and does not answer is probably reporting. A rank that
+        holds back reports after all if it still lives 10 s later. Local waits a rank reports
+        itself, whichever other asks.
         """
         with self._lock:
             wait, waiting_for = self._waits.get(token, (None, None))
@@ -337,15 +395,21 @@ class Watchdog:
                 self._attend()
             if not self._stop.is_set():
                 answers = self._ask("standing", self._others)
-        # The questions took seconds: the wait may be over by now, or a stop of the process explains its length.
+        # The questions took seconds: the wait may be over by now, or a stop of the process explains
+        # its length.
         self._leave_out_stops()
         wait = self._lasts(token)
         self._asking = wait is not None and not self._stop.is_set()
         if wait is None or not self._asking:
             return
         ranks = None if waiting_for is None else waiting_for(answers)
-        # No rank to blame. A rank that does not answer for a while is left to the heartbeats, where there are any.
-        if ranks is not None and not ranks and (self._heartbeat is not None or None not in answers.values()):
+        # No rank to blame. A rank that does not answer for a while is left to the heartbeats, where
+        # there are any.
+        if (
+            ranks is not None
+            and not ranks
+            and (self._heartbeat is not None or None not in answers.values())
+        ):
             self._asking = False
             self.renew(token)
             return
@@ -355,18 +419,28 @@ class Watchdog:
         """Whether the answers to this rank's own question show that another rank reports."""
         with self._lock:
             asked = set(self._asked)  # while this rank asked: it had not been asked before
-        return any(r in asked if s is None else s.asking and r < self._rank for r, s in answers.items())
+        return any(
+            r in asked if s is None else s.asking and r < self._rank for r, s in answers.items()
+        )
 
     def _report_stall(
-        self, wait: Activity, answers: Mapping[int, RankStatus | None], ranks: Mapping[int, str] | None
+        self,
+        wait: Activity,
+        answers: Mapping[int, RankStatus | None],
+        ranks: Mapping[int, str] | None,
     ) -> NoReturn:
         late = late_ranks(wait, answers, ranks)
-        # The late ranks print their stacks themselves; their answers only show that they have done so.
+        # The late ranks print their stacks themselves; their answers only show that they have done
+        # so.
         self._ask("stacks", [r for r in late or self._others if r != self._rank])
         waited_s = time.monotonic() - wait.since_s
         report = stall_report(self._rank, wait, waited_s, answers, ranks)
         late += [r for r, status in answers.items() if status is None]
-        names = f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}" if set(late) - {self._rank} else ""
+        names = (
+            f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+            if set(late) - {self._rank}
+            else ""
+        )
         text = f"rank {self._rank} has waited {waited_s:.0f} s{names} in {wait}"
         message = f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}"
         self._abort(message, AbortReason(text=text, kind="reported", lost=tuple(late)))
@@ -385,5 +459,10 @@ class _Monitored:
     def __enter__(self) -> None:
         self._token = self._enter()
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ):
         self._watchdog.leave(self._token, failed=kind is not None)

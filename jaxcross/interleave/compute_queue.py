@@ -8,8 +8,12 @@ from jaxcross.interleave.policy import Policy, Turns
 
 Key = tuple[int, int, int]  # job, its call, segment
 DEPTH = 2
-"""Compute segments on a device at once where none was measured to be better: one runs, and the next one is queued."""
-_OF_BACKEND: Mapping[str, int] = {"cpu": DEPTH}  # others once `benchmarks/gpu.py --cases depth` has measured them
+"""Compute segments on a device at once where none was measured to be better: one runs, and the next
+one is queued.
+"""
+_OF_BACKEND: Mapping[str, int] = {
+    "cpu": DEPTH
+}  # others once `benchmarks/gpu.py --cases depth` has measured them
 
 
 def depth_of(backend: str) -> int:
@@ -49,7 +53,9 @@ class ComputeQueue:
             self._ready[job] = segment
 
     def next(self) -> tuple[int, int] | None:
-        """Begins the next turn: returns its job and segment, if there is one and the device has room."""
+        """Begins the next turn: returns its job and segment, if there is one and the device has
+        room.
+        """
         if len(self.on_device) >= self.depth or not self._ready:
             return None
         job = self._turns.next(self._ready)

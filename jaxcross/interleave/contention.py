@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class Contention:
     """The factors by which the two lanes of a machine take longer next to each other than alone.
 
-    Where the processor computes and drives the network, an exchange takes cycles, caches and memory from a computation.
+    Where the processor computes and drives the network, an exchange takes cycles, caches and memory
+    from a computation.
 
     Attributes:
         compute: Factor on a computation while an exchange runs, at least 1.
@@ -26,11 +27,14 @@ class Contention:
     def __post_init__(self) -> None:
         for name in ("compute", "exchange"):
             if not 1 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"`{name}` of a contention must be at least 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"`{name}` of a contention must be at least 1, got {getattr(self, name)}"
+                )
 
 
 class Work:
-    """Work in progress: so many seconds if nothing disturbs it, at a pace that may change on the way.
+    """Work in progress: so many seconds if nothing disturbs it, at a pace that may change on the
+    way.
 
     Args:
         seconds: Seconds that it takes undisturbed.
@@ -39,7 +43,10 @@ class Work:
     """
 
     def __init__(
-        self, seconds: float, at: Callable[[float, Callable[[], None]], None], on_end: Callable[[], None]
+        self,
+        seconds: float,
+        at: Callable[[float, Callable[[], None]], None],
+        on_end: Callable[[], None],
     ) -> None:
         self._left_s, self._at, self._on_end = seconds, at, on_end
         self._since_s, self._factor, self._version = 0.0, 0.0, 0
@@ -52,7 +59,9 @@ class Work:
 
     def change_pace(self, now_s: float, factor: float) -> None:
         """Takes `factor` times as long from now on."""
-        if factor == self._factor:  # an end that does not change is not computed again: it would be another number
+        if (
+            factor == self._factor
+        ):  # an end that does not change is not computed again: it would be another number
             return
         self._left_s = max(0.0, self._left_s - (now_s - self._since_s) / self._factor)
         self._since_s = now_s
@@ -65,5 +74,7 @@ class Work:
         self._at(self._since_s + self._left_s * factor, lambda: self._end(version))
 
     def _end(self, version: int) -> None:
-        if version == self._version:  # else the pace has changed since, and another call is on its way
+        if (
+            version == self._version
+        ):  # else the pace has changed since, and another call is on its way
             self._on_end()

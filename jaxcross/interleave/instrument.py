@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 PARAMETER_SERVER = "parameter server"
-"""Label of the spans of a job's exchange with parameter servers: it has no counterpart on other ranks."""
+"""Label of the spans of a job's exchange with parameter servers: it has no counterpart on other
+ranks.
+"""
 
 TOGETHER = "together"
-"""Label of the spans of `job.run_on_all_ranks`: work on all ranks' exchange lanes at once, as saving."""
+"""Label of the spans of `job.run_on_all_ranks`: work on all ranks' exchange lanes at once, as
+saving.
+"""
 
 SpanKind = Literal["compute", "collective", "vote", "input", "compile", "host"]
 
@@ -22,17 +26,18 @@ class Span:
     Attributes:
         rank: The rank that measured it.
         job: Name of the job, or "" for a span that belongs to no job (a vote).
-        step: Step of the job, counted from 1: step n makes state n. 0 for work before the first step. For a call that
-            does not count as a step, the step before it.
+        step: Step of the job, counted from 1: step n makes state n. 0 for work before the first
+            step. For a call that does not count as a step, the step before it.
         segment: Index of the segment in its program, -1 for none.
         kind: The kind of work. `input` is the preparation of a batch, `host` a job's own work.
         lane: Number of the lane of that kind.
         start_ns: The time when it began; for compute, when the device could begin it.
         end_ns: The time when its outputs were there.
-        ready_ns: The time when its own inputs were available; `start_ns - ready_ns` is time spent in a queue.
+        ready_ns: The time when its own inputs were available; `start_ns - ready_ns` is time spent
+            in a queue.
         nbytes: Bytes handed to the wire (collective), or held by the batch (input).
-        label: Free text; an exchange held back by an emulated link is labelled `emulated`, the input of a batch by the
-            level of storage that reading it waited for.
+        label: Free text; an exchange held back by an emulated link is labelled `emulated`, the
+            input of a batch by the level of storage that reading it waited for.
         in_step: False for a call that is not a step of the job, such as an evaluation.
         other_calls: Number of such calls of the job that exchange, up to and including this one.
     """
@@ -60,26 +65,33 @@ class Span:
 class Instrument:
     """Base class of the listeners of a run. A hook that is not overridden is never called.
 
-    Hooks are called from lane and job threads, one at a time for each thread: they must be quick and thread-safe, and
-    must not raise.
+    Hooks are called from lane and job threads, one at a time for each thread: they must be quick
+    and thread-safe, and must not raise.
     """
 
     def writes_to(self) -> str:
-        """Returns the file or folder that only this instrument may write in a run; empty if there is none."""
+        """Returns the file or folder that only this instrument may write in a run; empty if there
+        is none.
+        """
         return ""
 
     def span(self, span: Span) -> None:
         """Called when something ended on this rank."""
 
-    def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
+    def note(
+        self, *, job: str, kind: str, step: int = -1, value: float | str | None = None
+    ) -> None:
         """Called with a fact for a person.
 
-        `kind` is `loss` with a number or `status` with a text. A job's last note is `done` if it came to its end, and
-        `closed` if it did not, each with its status: nothing more that it logged is read back after that.
+        `kind` is `loss` with a number or `status` with a text. A job's last note is `done` if it
+        came to its end, and `closed` if it did not, each with its status: nothing more that it
+        logged is read back after that.
         """
 
     def metrics(self, *, job: str, step: int, values: object) -> None:
-        """Called with what a job logged after a step, once it is read back: a tree of NumPy's arrays and numbers."""
+        """Called with what a job logged after a step, once it is read back: a tree of NumPy's
+        arrays and numbers.
+        """
 
 
 class Listeners:
@@ -89,7 +101,9 @@ class Listeners:
         instruments = tuple(instruments)
         self._span = tuple(i.span for i in instruments if type(i).span is not Instrument.span)
         self._note = tuple(i.note for i in instruments if type(i).note is not Instrument.note)
-        self._metrics = tuple(i.metrics for i in instruments if type(i).metrics is not Instrument.metrics)
+        self._metrics = tuple(
+            i.metrics for i in instruments if type(i).metrics is not Instrument.metrics
+        )
 
     def span(self, span: Span) -> None:
         for hook in self._span:
@@ -99,7 +113,9 @@ class Listeners:
                 _name_instrument(error, hook)
                 raise
 
-    def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
+    def note(
+        self, *, job: str, kind: str, step: int = -1, value: float | str | None = None
+    ) -> None:
         for hook in self._note:
             try:
                 hook(job=job, kind=kind, step=step, value=value)
@@ -117,7 +133,9 @@ class Listeners:
 
 
 def _name_instrument(error: Exception, hook: Callable[..., None]) -> None:
-    error.add_note(f"raised by `{hook.__qualname__}`, a hook of an instrument, which must not raise")
+    error.add_note(
+        f"raised by `{hook.__qualname__}`, a hook of an instrument, which must not raise"
+    )
 
 
 class SpanLog(Instrument):
@@ -130,5 +148,7 @@ class SpanLog(Instrument):
     def span(self, span: Span) -> None:
         self.spans.append(span)
 
-    def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
+    def note(
+        self, *, job: str, kind: str, step: int = -1, value: float | str | None = None
+    ) -> None:
         self.notes.append((job, kind, step, value))

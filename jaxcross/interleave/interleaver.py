@@ -1,43 +1,51 @@
 """Decides what each lane does next. A pure state machine: events in, instructions out.
 
-It has no thread and no clock, and knows neither JAX nor MPI. One class serves all policies and simulators: `handle` is
-its only mutator, and `check` states the invariants.
+It has no thread and no clock, and knows neither JAX nor MPI. One class serves all policies and
+simulators: `handle` is its only mutator, and `check` states the invariants.
 
-**Compute lane.** Its order is local to this rank. Up to `depth` segments are on the device. Whenever fewer are, and any
-job has a ready one, the policy's choice is dispatched: the lane never idles by choice (it conserves work). A compute
-segment is ready when its compute producers were dispatched (the device keeps their order), its exchanges are done and,
-if it consumes the step's input state, the step is committed.
+**Compute lane.** Its order is local to this rank. Up to `depth` segments are on the device.
+Whenever fewer are, and any job has a ready one, the policy's choice is dispatched: the lane never
+idles by choice (it conserves work). A compute segment is ready when its compute producers were
+dispatched (the device keeps their order), its exchanges are done and, if it consumes the step's
+input state, the step is committed.
 
-**Exchange lane.** Its order is the same on all ranks, because it follows from `SharedState` alone. A rank only decides
-*when* it begins the next slot:
+**Exchange lane.** Its order is the same on all ranks, because it follows from `SharedState` alone.
+A rank only decides *when* it begins the next slot:
 
 - an exchange, when its producers were dispatched here (or have failed: then with zeros, at once);
-- a commit vote, the vote for an idle job's turn, a sync, a comparison once no call of its job goes on: at once;
-- the vote while no exchange remains (`deferrable`): at once if the job whose turn it is has something to report here,
-  otherwise when the driver's backoff has elapsed.
+- a commit vote, the vote for an idle job's turn, a sync, a comparison once no call of its job goes
+  on: at once;
+- the vote while no exchange remains (`deferrable`): at once if the job whose turn it is has
+  something to report here, otherwise when the driver's backoff has elapsed.
 
-**Why it cannot hang.** Claim: a rank that is through with slot i begins slot i + 1 within bounded time, whatever the
-other ranks do. Then, slots being the same everywhere, every collective is entered by all ranks, and by induction
-every slot ends. For all but exchanges and comparisons the claim is the list above; a backoff is bounded, and begun once
-a slot. An exchange waits for its producers: compute segments that neither need a later exchange nor a commit
-(`StepGraph` refuses both), and a comparison for those of a call that needs neither any more, in a lane whose every
-segment ends by itself. A call that has begun waits for no vote there, and no policy passes over it for ever.
+**Why it cannot hang.** Claim: a rank that is through with slot i begins slot i + 1 within bounded
+time, whatever the other ranks do. Then, slots being the same everywhere, every collective is
+entered by all ranks, and by induction every slot ends. For all but exchanges and comparisons the
+claim is the list above; a backoff is bounded, and begun once a slot. An exchange waits for its
+producers: compute segments that neither need a later exchange nor a commit (`StepGraph` refuses
+both), and a comparison for those of a call that needs neither any more, in a lane whose every
+segment ends by itself. A call that has begun waits for no vote there, and no policy passes over it
+for ever.
 
-**Why it does not spin.** The deferrable vote is entered at once only for a job that waits, or failed, here, or once for
-each request and each job that was added. If all ranks enter it for that reason, the vote changes something: it admits,
-ends, grants or ejects. Otherwise a rank that has nothing to report paces the vote by its backoff.
+**Why it does not spin.** The deferrable vote is entered at once only for a job that waits, or
+failed, here, or once for each request and each job that was added. If all ranks enter it for that
+reason, the vote changes something: it admits, ends, grants or ejects. Otherwise a rank that has
+nothing to report paces the vote by its backoff.
 
-**Membership.** A job's number is never used again, so that a late event of a job that has left is known to be late. A
-job that was added during the run joins between two votes, once all ranks have added it (`PendingJobs`).
+**Membership.** A job's number is never used again, so that a late event of a job that has left is
+known to be late. A job that was added during the run joins between two votes, once all ranks have
+added it (`PendingJobs`).
 
-**Joint start.** First steps may be held back until all jobs have come to theirs. `JointStart` says why that ends; a job
-that is held back has nothing to vote on, so it does not make its rank vote at once.
+**Joint start.** First steps may be held back until all jobs have come to theirs. `JointStart` says
+why that ends; a job that is held back has nothing to vote on, so it does not make its rank vote at
+once.
 
-**Failure.** A rank that fails inside an admitted step still makes the step's remaining exchanges, with zeros, and says
-so in the commit vote; then no rank runs the segments that would overwrite the input state. A rank that fails between
-steps says so in any vote. In both cases all ranks compare texts and finish the job, but first a call goes on to its end
-that may have overwritten the state: one that is committed, or has begun and exchanges nothing. That is its end on the
-device: the text says what fails there.
+**Failure.** A rank that fails inside an admitted step still makes the step's remaining exchanges,
+with zeros, and says so in the commit vote; then no rank runs the segments that would overwrite the
+input state. A rank that fails between steps says so in any vote. In both cases all ranks compare
+texts and finish the job, but first a call goes on to its end that may have overwritten the state:
+one that is committed, or has begun and exchanges nothing. That is its end on the device: the text
+says what fails there.
 """
 
 from __future__ import annotations
@@ -66,7 +74,9 @@ class Interleaver:
 
     def __init__(self, jobs: int, policy: Policy, depth: int = DEPTH) -> None:
         if jobs < 1 or depth < 1:
-            raise ValueError(f"`jobs` and `depth` of an interleaver must be at least 1, got {jobs} and {depth}")
+            raise ValueError(
+                f"`jobs` and `depth` of an interleaver must be at least 1, got {jobs} and {depth}"
+            )
         self.shared = SharedState(jobs, policy)
         self._jobs = {job: LocalJob() for job in range(jobs)}  # those that have not left
         self._compute = ComputeQueue(jobs, policy, depth)
@@ -84,11 +94,17 @@ class Interleaver:
         return self._slot is not None and self._slot.kind == "done"
 
     def step(self, job: int) -> int:
-        """Returns how many steps a job has made here: committed ones, and later ones that exchanged nothing."""
-        return self.shared.jobs[job].step + self._jobs[job].local_steps - self._jobs[job].other_calls
+        """Returns how many steps a job has made here: committed ones, and later ones that exchanged
+        nothing.
+        """
+        return (
+            self.shared.jobs[job].step + self._jobs[job].local_steps - self._jobs[job].other_calls
+        )
 
     def announcement(self) -> str:
-        """Returns this rank's text for a `GatherAnnouncements`. To be called once, when that is entered."""
+        """Returns this rank's text for a `GatherAnnouncements`. To be called once, when that is
+        entered.
+        """
         return self._ballot_writer.pending.announcement()
 
     def pending_waits(self) -> dict[int, Wait]:
@@ -103,9 +119,13 @@ class Interleaver:
         return found
 
     def all_paused(self) -> list[int]:
-        """Returns all jobs that are left if each is paused and its thread waits for a `resume`; else none."""
+        """Returns all jobs that are left if each is paused and its thread waits for a `resume`;
+        else none.
+        """
         left = {number: job for number, job in self.shared.jobs.items() if not job.finished}
-        if self.shared.stopping or not all(job.paused and not job.remaining for job in left.values()):
+        if self.shared.stopping or not all(
+            job.paused and not job.remaining for job in left.values()
+        ):
             return []
         for number in left:
             mine = self._jobs[number]
@@ -121,7 +141,9 @@ class Interleaver:
         return [job for job in awaited if self._jobs[job].at_start is AtStart.COMING]
 
     def handle(self, event: m.Event) -> tuple[m.Instruction, ...]:
-        """Applies an event and returns the instructions that follow from it. Neither waits nor communicates."""
+        """Applies an event and returns the instructions that follow from it. Neither waits nor
+        communicates.
+        """
         job: int | None = getattr(event, "job", None)
         if job is None or job in self._jobs:
             self._apply(event)
@@ -171,9 +193,14 @@ class Interleaver:
             case m.TextsCompared(job, texts):
                 self._expect("compare", job)
                 self.shared.queued_done()
-                # A rank that noticed nothing reports where it waits. If any rank really failed, the job has failed.
+                # A rank that noticed nothing reports where it waits. If any rank really failed, the
+                # job has failed.
                 kinds = {text.partition("\n")[0] for text in texts}
-                self._finish_job(job, "ejected" if "ejected" in kinds and "failed" not in kinds else "failed", texts)
+                self._finish_job(
+                    job,
+                    "ejected" if "ejected" in kinds and "failed" not in kinds else "failed",
+                    texts,
+                )
             case m.AnnouncementsGathered(texts):
                 self._expect("gather")
                 self.shared.queued_done()
@@ -200,7 +227,10 @@ class Interleaver:
             case m.StreamBegun(job, still_open):
                 mine, shared = self._jobs[job], self.shared.jobs[job]
                 for known in (mine.prepared, mine.limits, shared.streams):
-                    for stream in known.keys() - {*still_open, mine.stream}:  # ballots still speak of the last one
+                    for stream in known.keys() - {
+                        *still_open,
+                        mine.stream,
+                    }:  # ballots still speak of the last one
                         del known[stream]
             case m.StepsRestored(job, step):
                 self.shared.jobs[job].step = step  # a number for people: nothing is decided by it
@@ -212,7 +242,13 @@ class Interleaver:
             case m.StartExcused(job):
                 self._jobs[job].note(event)
                 self._ballot_writer.urgent = True
-            case m.BatchDropped() | m.BatchPrepared() | m.StreamEnded() | m.JobReturned() | m.FirstStepMade():
+            case (
+                m.BatchDropped()
+                | m.BatchPrepared()
+                | m.StreamEnded()
+                | m.JobReturned()
+                | m.FirstStepMade()
+            ):
                 self._jobs[event.job].note(event)
             case _:
                 raise InternalError(f"the interleaver does not know the event {event!r}")
@@ -227,7 +263,9 @@ class Interleaver:
             case m.JobRequested(_, name, request):
                 self._ballot_writer.pending.request(name, request)
             case m.ExchangeDone(job) | m.TextsCompared(job) | m.SyncDone(job):
-                raise InternalError(f"the exchange lane reports `{event}`, but there is no job {job}")
+                raise InternalError(
+                    f"the exchange lane reports `{event}`, but there is no job {job}"
+                )
 
     # Jobs.
 
@@ -246,12 +284,15 @@ class Interleaver:
             self._ballot_writer.join(number, self.shared.rows)
             self._out.append(m.JobJoined(number, name))
         if delivered:
-            # These texts may add jobs before the next slot. A gathering lets them join, even if no job is left.
+            # These texts may add jobs before the next slot. A gathering lets them join, even if no
+            # job is left.
             self.shared.queue.append(Slot("gather"))
             self._out += [m.TextDelivered(text) for text in delivered]
 
     def _update_job(self, job: int) -> None:
-        """Follows up on any change of a job: its thread may go on, and its ready segment and its ballot may differ."""
+        """Follows up on any change of a job: its thread may go on, and its ready segment and its
+        ballot may differ.
+        """
         self._answer_thread(job)
         self._note_ready(job)
         self._ballot_writer.touch(job)
@@ -273,7 +314,9 @@ class Interleaver:
     def _finish_job(self, job: int, status: m.FinalStatus, texts: tuple[str, ...] = ()) -> None:
         mine, shared = self._jobs[job], self.shared.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        step = shared.step - (mine.other_calls - mine.other_local_calls)  # the count of steps that all ranks have made
+        step = shared.step - (
+            mine.other_calls - mine.other_local_calls
+        )  # the count of steps that all ranks have made
         self._out.append(m.JobFinished(job, status, step, texts, stop_requested=shared.stop))
         if mine.is_waiting and not ended:
             self._answer(job, m.Raised(job))
@@ -284,22 +327,34 @@ class Interleaver:
     def _answer_thread(self, job: int) -> None:
         """Answers a job's thread whose step is complete.
 
-        Proposes the end of a job whose function returned, once none of its segments can fail on the device any more.
+        Proposes the end of a job whose function returned, once none of its segments can fail on the
+        device any more.
         """
         mine = self._jobs[job]
-        if mine.call is not None and mine.is_waiting and not mine.call.broken and mine.call.complete():
+        if (
+            mine.call is not None
+            and mine.is_waiting
+            and not mine.call.broken
+            and mine.call.complete()
+        ):
             mine.count(mine.call)
             self._moves += 1
             self._answer(job, m.StepReturned(job, self.step(job), mine.call.skipped))
         if mine.returned and not self._compute.busy(job):
             mine.returned = False
-            mine.wait_at(Point("end", point_hash("end", mine.local_steps), f"ended after step {self.step(job)}"))
+            mine.wait_at(
+                Point(
+                    "end", point_hash("end", mine.local_steps), f"ended after step {self.step(job)}"
+                )
+            )
 
     # The compute lane.
 
     def _note_ready(self, job: int) -> None:
         mine = self._jobs[job]
-        may_begin = mine.call is not None and self.shared.may_begin(job, is_step=mine.call.graph.is_step)
+        may_begin = mine.call is not None and self.shared.may_begin(
+            job, is_step=mine.call.graph.is_step
+        )
         self._compute.set_ready(job, mine.ready(may_begin=may_begin))
 
     def _fill_compute_lane(self) -> None:
@@ -318,7 +373,9 @@ class Interleaver:
     def _expect(self, kind: str, job: int = -1) -> None:
         slot, self._slot = self._slot, None
         if slot is None or slot.kind != kind or (job >= 0 and slot.job != job):
-            raise InternalError(f"the exchange lane reports a {kind} of job {job}, but its slot is {slot}")
+            raise InternalError(
+                f"the exchange lane reports a {kind} of job {job}, but its slot is {slot}"
+            )
 
     def _begin_slot(self, backoff_over: bool = False) -> None:
         if self._slot is not None:
@@ -334,7 +391,9 @@ class Interleaver:
             if not zero and not call.may_exchange(slot.segment):
                 return
             step, other_calls = mine.position(call, self.step(slot.job))
-            instruction = m.RunExchange(slot.job, call.number, step, slot.segment, zero, other_calls)
+            instruction = m.RunExchange(
+                slot.job, call.number, step, slot.segment, zero, other_calls
+            )
         elif slot.kind == "vote":
             urgent = not slot.deferrable or self._ballot_writer.urgent
             urgent = urgent or (slot.job >= 0 and self._jobs[slot.job].has_update())
@@ -384,7 +443,12 @@ class Interleaver:
         job, call = outcome.job, self._jobs[outcome.job].call
         if outcome.kind in ("committed", "skipped") and call is not None and not call.counts:
             self._jobs[job].other_calls += 1
-        if outcome.kind in ("committed", "skipped", "ended", "stopped"):  # now all ranks have made the same steps
+        if outcome.kind in (
+            "committed",
+            "skipped",
+            "ended",
+            "stopped",
+        ):  # now all ranks have made the same steps
             self.shared.jobs[job].step += self._jobs[job].local_steps
             self._jobs[job].local_steps = self._jobs[job].other_local_calls = 0
         if outcome.kind == "admitted":
@@ -407,7 +471,9 @@ class Interleaver:
             self._grant_batch(job)
 
     def check(self) -> None:
-        """Raises InternalError if the state contradicts itself. For tests: it costs as much as an event."""
+        """Raises InternalError if the state contradicts itself. For tests: it costs as much as an
+        event.
+        """
         check_lanes(self._compute, self._jobs, self.shared)
         if self._out:
             raise InternalError("interleaver: instructions were left behind")

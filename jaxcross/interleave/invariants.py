@@ -11,7 +11,9 @@ from jaxcross.interleave.shared_state import SharedState
 
 
 def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: SharedState) -> None:
-    """Raises InternalError if a segment ran too early, or the compute lane idles although one is ready."""
+    """Raises InternalError if a segment ran too early, or the compute lane idles although one is
+    ready.
+    """
     # Called after every event: no text is made unless it is needed.
     on_device, depth = compute.on_device, compute.depth
     if len(on_device) > depth:
@@ -28,7 +30,9 @@ def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: Sha
             _check_call(job, mine, mine.call, shared)
     if len(on_device) < depth:
         for job, mine in jobs.items():
-            may_begin = shared.may_begin(job, is_step=mine.call is not None and mine.call.graph.is_step)
+            may_begin = shared.may_begin(
+                job, is_step=mine.call is not None and mine.call.graph.is_step
+            )
             if mine.ready(may_begin=may_begin) is not None:
                 raise _broken(f"job {job} has a ready segment but the compute lane is not full")
 

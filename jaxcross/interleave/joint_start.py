@@ -1,11 +1,14 @@
-"""The joint start: no job makes its first step before all jobs that began the run have come to theirs.
+"""The joint start: no job makes its first step before all jobs that began the run have come to
+theirs.
 
-Part of the state that all ranks share: it changes by the verdicts of votes, and by what ends, pauses or resumes jobs.
+Part of the state that all ranks share: it changes by the verdicts of votes, and by what ends,
+pauses or resumes jobs.
 
-**Why it cannot hang.** A job is waited for while it may run, has not come to its first step on all ranks, and no rank
-has excused it. So it must come, leave, be paused or be excused. A rank excuses a job whose thread spends too long on
-other work than to prepare its first step, as one that waits for another job's results does. Only the first steps are
-held back: until then a job's batches, its work on all ranks, and calls that are no steps go on.
+**Why it cannot hang.** A job is waited for while it may run, has not come to its first step on all
+ranks, and no rank has excused it. So it must come, leave, be paused or be excused. A rank excuses a
+job whose thread spends too long on other work than to prepare its first step, as one that waits for
+another job's results does. Only the first steps are held back: until then a job's batches, its work
+on all ranks, and calls that are no steps go on.
 """
 
 from __future__ import annotations
@@ -16,14 +19,18 @@ from typing import Literal, final
 from jaxcross.interleave.vote import AtStart
 
 Arrival = Literal["coming", "excused", "late", "here"]
-"""How far a job is at a joint start. The others wait for one that is `coming`; `late` is excused for its time alone."""
+"""How far a job is at a joint start. The others wait for one that is `coming`; `late` is excused
+for its time alone.
+"""
 
 _EXCUSES: Mapping[AtStart, Arrival] = {AtStart.EXCUSED: "excused", AtStart.LATE: "late"}
 
 
 @final
 class JointStart:
-    """The jobs whose first steps are held back; none where there is no joint start, and once it is over."""
+    """The jobs whose first steps are held back; none where there is no joint start, and once it is
+    over.
+    """
 
     __slots__ = ("_arrivals",)
 
@@ -47,10 +54,14 @@ class JointStart:
 
     def awaited(self, running: Collection[int]) -> tuple[int, ...]:
         """Returns the jobs that the others wait for, of those that may run."""
-        return tuple(job for job, arrival in self._arrivals.items() if arrival == "coming" and job in running)
+        return tuple(
+            job for job, arrival in self._arrivals.items() if arrival == "coming" and job in running
+        )
 
     def apply(self, verdicts: Mapping[int, AtStart]) -> list[tuple[int, Arrival]]:
-        """Applies a vote's outcome about some jobs, and returns those that have come, or are excused, by it."""
+        """Applies a vote's outcome about some jobs, and returns those that have come, or are
+        excused, by it.
+        """
         changed: list[tuple[int, Arrival]] = []
         for job, verdict in verdicts.items():
             arrival = self._arrivals.get(job)

@@ -1,4 +1,6 @@
-"""The part of the interleaver's state that is local to this rank: calls, and the waits of jobs' threads."""
+"""The part of the interleaver's state that is local to this rank: calls, and the waits of jobs'
+threads.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ PointKind = Literal["step", "batch", "sync", "end"]
 
 
 class Wait(NamedTuple):
-    """A job's wait between two exchanges: for the other ranks or (`own`) for something of this rank.
+    """A job's wait between two exchanges: for the other ranks or (`own`) for something of this
+    rank.
 
     `moved` changes whenever something moves on during the wait.
     """
@@ -33,7 +36,9 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Something that a job's thread waits to do on all ranks: call a step with exchanges, take a batch, sync, end."""
+    """Something that a job's thread waits to do on all ranks: call a step with exchanges, take a
+    batch, sync, end.
+    """
 
     kind: PointKind
     hash: int
@@ -56,9 +61,11 @@ class LocalCall:
     finite: bool = True  # the exchanged values, as far as they were checked
     skipped: bool = False  # the step keeps its state
     broken: bool = False  # a segment of it failed
-    _unmet: list[int] = field(init=False)  # for each segment, the number of its needs neither issued nor exchanged
-    # The compute segments without unmet needs that were not issued yet, in order: those that may run before the
-    # commit, and those that have to wait for it.
+    _unmet: list[int] = field(
+        init=False
+    )  # for each segment, the number of its needs neither issued nor exchanged
+    # The compute segments without unmet needs that were not issued yet, in order: those that may
+    # run before the commit, and those that have to wait for it.
     _ready_before: list[int] = field(init=False)
     _ready_after: list[int] = field(init=False)
 
@@ -82,7 +89,9 @@ class LocalCall:
 
     def may_exchange(self, segment: int) -> bool:
         """Whether all that a collective segment needs was dispatched or exchanged."""
-        return all(need in self.dispatched or need in self.exchanged for need in self.graph.needs[segment])
+        return all(
+            need in self.dispatched or need in self.exchanged for need in self.graph.needs[segment]
+        )
 
     def exchange_done(self, segment: int, *, finite: bool) -> None:
         """Notes that a collective segment was run, and whether its values were finite."""
@@ -100,8 +109,12 @@ class LocalCall:
         return self._ready_after if segment in self.graph.after_commit else self._ready_before
 
     def goes_on(self) -> bool:
-        """Whether it is made to its end although its job has failed: it may have overwritten the state by now."""
-        return not self.broken and (self.committed or (bool(self.issued) and not self.graph.collectives))
+        """Whether it is made to its end although its job has failed: it may have overwritten the
+        state by now.
+        """
+        return not self.broken and (
+            self.committed or (bool(self.issued) and not self.graph.collectives)
+        )
 
     def complete(self) -> bool:
         """Whether the caller can have its results."""
@@ -115,7 +128,9 @@ class LocalJob:
     """The state of a job that this rank alone knows."""
 
     thread_started: bool = False
-    local_steps: int = 0  # steps since the last one that all ranks made together: they exchanged nothing
+    local_steps: int = (
+        0  # steps since the last one that all ranks made together: they exchanged nothing
+    )
     other_calls: int = 0  # calls that are made like steps and do not count, such as evaluations
     other_local_calls: int = 0  # those of them that are in `local_steps`
     call: LocalCall | None = None
@@ -123,7 +138,9 @@ class LocalJob:
     is_waiting: bool = False  # the thread waits for an answer
     point: Point | None = None  # the point at which it waits for the other ranks
     failed: str | None = None
-    failed_segment: m.SegmentFailed | None = None  # the first one, or the first of a call that has a commit
+    failed_segment: m.SegmentFailed | None = (
+        None  # the first one, or the first of a call that has a commit
+    )
     ejects: bool = False  # it failed by a rule that ejects it
     returned: bool = False  # its function returned
     request: JobRequest = JobRequest.NONE  # not yet cast in a vote
@@ -145,10 +162,15 @@ class LocalJob:
             self.at_start = AtStart.HERE
         point = None
         if graph.collectives:
-            # The steps since the last common one are part of the point: otherwise ranks whose exchanges look alike
-            # at different calls would mix their steps. So is the function: several may make equal exchanges.
-            text = f"called step {made + 1}{graph.function and f' by {graph.function}'}\n{graph.text}"
-            point = Point("step", point_hash("step", graph.signature, graph.function, self.local_steps), text)
+            # The steps since the last common one are part of the point: otherwise ranks whose
+            # exchanges look alike at different calls would mix their steps. So is the function:
+            # several may make equal exchanges.
+            text = (
+                f"called step {made + 1}{graph.function and f' by {graph.function}'}\n{graph.text}"
+            )
+            point = Point(
+                "step", point_hash("step", graph.signature, graph.function, self.local_steps), text
+            )
         self.wait_at(point)
 
     def want_sync(self, label: str) -> None:
@@ -163,7 +185,8 @@ class LocalJob:
         self.wait_at(Point("batch", point_hash("batch", stream, index), text, index))
 
     def batch_granted(self, prepared: int, limit: int | None) -> bool | None:
-        """Returns whether there is the batch that the thread waits for; None if it waits for none, or on.
+        """Returns whether there is the batch that the thread waits for; None if it waits for none,
+        or on.
 
         Args:
             prepared: Batches of its stream that all ranks have prepared.
@@ -189,13 +212,16 @@ class LocalJob:
         self.fail(_told(event), ejects=event.ejects)
 
     def position(self, call: LocalCall, made: int) -> tuple[int, int]:
-        """Returns the step that a call makes or follows, and the number of calls by then that are not steps.
+        """Returns the step that a call makes or follows, and the number of calls by then that are
+        not steps.
 
         Args:
             call: The call.
             made: Steps that the job has made here.
         """
-        if call.committed or not call.graph.is_step:  # work without exchanges happens between two steps
+        if (
+            call.committed or not call.graph.is_step
+        ):  # work without exchanges happens between two steps
             return made, self.other_calls
         return (made + 1, self.other_calls) if call.counts else (made, self.other_calls + 1)
 
@@ -240,7 +266,9 @@ class LocalJob:
             self.request = request
 
     def ready(self, *, may_begin: bool) -> int | None:
-        """Returns the compute segment that may go to the lane next, of a call that has begun or may begin."""
+        """Returns the compute segment that may go to the lane next, of a call that has begun or may
+        begin.
+        """
         call = self.call
         if call is None or not (call.admitted or call.issued or may_begin):
             return None
@@ -251,7 +279,9 @@ class LocalJob:
         return self.call is not None and self.call.goes_on()
 
     def open_call(self) -> int:
-        """Returns the number of the call whose results are neither returned nor committed; 0 if there is none."""
+        """Returns the number of the call whose results are neither returned nor committed; 0 if
+        there is none.
+        """
         return 0 if self.call is None or self.call.committed else self.call.number
 
     def received_commit(self) -> bool:
@@ -259,7 +289,9 @@ class LocalJob:
         return self.call is None or not self.call.committed or self.call.broken
 
     def called(self) -> tuple[int, ...] | str:
-        """Returns the collective segments of the step that it called, or the kind of any other point."""
+        """Returns the collective segments of the step that it called, or the kind of any other
+        point.
+        """
         assert self.point is not None
         if self.point.kind != "step":
             return self.point.kind
@@ -280,7 +312,8 @@ class LocalJob:
 
         Args:
             committed: Number of committed steps.
-            progress: A number that changes whenever any job moves on: the job's end may wait for that.
+            progress: A number that changes whenever any job moves on: the job's end may wait for
+                that.
         """
         step = committed + 1
         if self.failed is not None:
@@ -291,7 +324,11 @@ class LocalJob:
             return None
         if self.point.kind == "batch":
             what = f"batch {self.point.index + 1} of data {self.stream + 1}"
-            return Wait(step, what) if self.has_update() else Wait(step, what, own=True, moved=self.replayed)
+            return (
+                Wait(step, what)
+                if self.has_update()
+                else Wait(step, what, own=True, moved=self.replayed)
+            )
         if self.point.kind == "sync":
             return Wait(step, self.point.text.partition("\n")[0], moved=self.syncs)
         if self.point.kind == "end":
@@ -313,11 +350,18 @@ class LocalJob:
         )
 
     def text(self) -> str:
-        """Returns this rank's text for a comparison: the failure, or the point at which the job waits."""
+        """Returns this rank's text for a comparison: the failure, or the point at which the job
+        waits.
+        """
         if self.failed is not None:
             text, of, call = self.failed, self.failed_segment, self.call
-            # Not known when it failed: the vote may have been under way, and a call may end before its last segment.
-            if of is not None and of.commits and (call is None or call.number != of.call or call.committed):
+            # Not known when it failed: the vote may have been under way, and a call may end before
+            # its last segment.
+            if (
+                of is not None
+                and of.commits
+                and (call is None or call.number != of.call or call.committed)
+            ):
                 lost = _told(of, ", after the commit, so this rank lacks the step's results")
                 text = lost if text == _told(of) else f"{clause(text)}; then {lost}"
             return f"{'ejected' if self.ejects else 'failed'}\n{text}"

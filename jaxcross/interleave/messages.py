@@ -1,6 +1,7 @@
 """The input of the interleaver (events) and its output (instructions). Plain data.
 
-`job` is a job's number; `call` counts its calls of any step on this rank, and tells a late event from the next call's.
+`job` is a job's number; `call` counts its calls of any step on this rank, and tells a late event
+from the next call's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """The lanes are ready; the first event. `together`: first steps wait for each other; the same on every rank."""
+    """The lanes are ready; the first event. `together`: first steps wait for each other; the same
+    on every rank.
+    """
 
     together: bool = False
 
@@ -65,7 +68,9 @@ class TextSubmitted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepCalled(Event):
-    """A job's thread called a step; answered by `StepReturned` or `Raised`. An evaluation does not count as a step."""
+    """A job's thread called a step; answered by `StepReturned` or `Raised`. An evaluation does not
+    count as a step.
+    """
 
     job: int
     graph: StepGraph
@@ -81,7 +86,9 @@ class FirstStepMade(Event):
 
 @dataclass(frozen=True, slots=True)
 class StartExcused(Event):
-    """At a joint start the other jobs need not wait for this one: it waits for them, or takes too long (`late`)."""
+    """At a joint start the other jobs need not wait for this one: it waits for them, or takes too
+    long (`late`).
+    """
 
     job: int
     late: bool = False
@@ -106,7 +113,9 @@ class BatchWanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class SyncWanted(Event):
-    """A job's thread wants to communicate on the exchange lane; answered by `SyncReturned` or `Raised`."""
+    """A job's thread wants to communicate on the exchange lane; answered by `SyncReturned` or
+    `Raised`.
+    """
 
     job: int
     label: str
@@ -121,7 +130,9 @@ class BatchDropped(Event):
 
 @dataclass(frozen=True, slots=True)
 class StreamBegun(Event):
-    """A job's thread begins another stream. It may still read the earlier streams in `still_open`."""
+    """A job's thread begins another stream. It may still read the earlier streams in
+    `still_open`.
+    """
 
     job: int
     still_open: tuple[int, ...]
@@ -183,8 +194,9 @@ class SegmentCompleted(Event):
 class SegmentFailed(Event):
     """A segment raised, when dispatched or later.
 
-    A compute segment has then left the lane; an exchange is still made, with zeros, and reported by `ExchangeDone`.
-    `commits`: its call has a commit. `ejects`: it raised nothing, but found values for which its job is to be ejected.
+    A compute segment has then left the lane; an exchange is still made, with zeros, and reported by
+    `ExchangeDone`. `commits`: its call has a commit. `ejects`: it raised nothing, but found values
+    for which its job is to be ejected.
     """
 
     job: int
@@ -198,7 +210,9 @@ class SegmentFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeDone(Event):
-    """A collective segment's outputs are there. If they are not `finite`, the step keeps its state."""
+    """A collective segment's outputs are there. If they are not `finite`, the step keeps its
+    state.
+    """
 
     job: int
     segment: int
@@ -248,7 +262,9 @@ class StartJob(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class JobJoined(Instruction):
-    """The job of that name, added during the run, has joined on all ranks. `StartJob` follows when its turn comes."""
+    """The job of that name, added during the run, has joined on all ranks. `StartJob` follows when
+    its turn comes.
+    """
 
     job: int
     name: str
@@ -264,7 +280,9 @@ class JobPaused(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class JobAtStart(Instruction):
-    """A job has come to its first step on all ranks, or is excused. `awaited`: those to come; if none, all begin."""
+    """A job has come to its first step on all ranks, or is excused. `awaited`: those to come; if
+    none, all begin.
+    """
 
     job: int
     arrival: Arrival
@@ -280,7 +298,9 @@ class TextDelivered(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch(Instruction):
-    """Compute lane: hand a segment to the device; report it dispatched, later completed. `other_calls`: see `Span`."""
+    """Compute lane: hand a segment to the device; report it dispatched, later completed.
+    `other_calls`: see `Span`.
+    """
 
     job: int
     call: int
@@ -322,7 +342,9 @@ class CompareTexts(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class GatherAnnouncements(Instruction):
-    """Exchange lane: gather every rank's announcement of jobs that may join (`Interleaver.announcement()`)."""
+    """Exchange lane: gather every rank's announcement of jobs that may join
+    (`Interleaver.announcement()`).
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +357,9 @@ class RunSync(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Backoff(Instruction):
-    """Exchange lane: nothing to do; report after a time that grows with `level`, unless an instruction comes first."""
+    """Exchange lane: nothing to do; report after a time that grows with `level`, unless an
+    instruction comes first.
+    """
 
     level: int
 
@@ -349,7 +373,9 @@ class Finish(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class StepReturned(Instruction):
-    """Answer: the step's segments were dispatched; `step` are committed now. `skipped`: this one kept the state."""
+    """Answer: the step's segments were dispatched; `step` are committed now. `skipped`: this one
+    kept the state.
+    """
 
     job: int
     step: int
@@ -358,7 +384,9 @@ class StepReturned(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SkipStep(Instruction):
-    """The step is committed, but keeps its state. Comes before the segments that wait for the commit are dispatched."""
+    """The step is committed, but keeps its state. Comes before the segments that wait for the
+    commit are dispatched.
+    """
 
     job: int
     call: int
@@ -374,7 +402,9 @@ class BatchGranted(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SyncReturned(Instruction):
-    """Answer: the communication was done. `is_only_job`: up to that slot there has never been another job."""
+    """Answer: the communication was done. `is_only_job`: up to that slot there has never been
+    another job.
+    """
 
     job: int
     is_only_job: bool = False
@@ -391,7 +421,8 @@ class Raised(Instruction):
 class JobFinished(Instruction):
     """The job is over on every rank, after `step` committed steps.
 
-    `texts`: by rank, if it failed or was ejected. `stop_requested`: this job was to stop, and not only the whole run.
+    `texts`: by rank, if it failed or was ejected. `stop_requested`: this job was to stop, and not
+    only the whole run.
     """
 
     job: int

@@ -1,4 +1,6 @@
-"""Jobs that were added during the run and wait until every rank has added them; texts for all ranks."""
+"""Jobs that were added during the run and wait until every rank has added them; texts for all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from jaxcross.interleave.vote import Ballot, JobRequest
 
 
 class PendingJobs:
-    """The pending jobs and texts of one rank. Ranks may add jobs in any order: a job joins once all have added it."""
+    """The pending jobs and texts of one rank. Ranks may add jobs in any order: a job joins once all
+    have added it.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[str, LocalJob] = {}
@@ -39,7 +43,8 @@ class PendingJobs:
     def write(self, ballot: Ballot) -> None:
         """Writes into the coming vote whether ranks should gather.
 
-        An added job counts in one vote only: otherwise ranks would gather for ever while one of them lacks it.
+        An added job counts in one vote only: otherwise ranks would gather for ever while one of
+        them lacks it.
         """
         ballot.set_announcements(
             has_pending=bool(self._waiting), has_added=self._has_added, has_texts=bool(self._texts)
@@ -58,5 +63,9 @@ class PendingJobs:
             The jobs that join now, in the order of rank 0, and all texts, in the order of ranks.
         """
         gathered = [json.loads(text) for text in texts]
-        common = [name for name in gathered[0]["jobs"] if all(name in each["jobs"] for each in gathered)]
-        return [(name, self._waiting.pop(name)) for name in common], [t for each in gathered for t in each["texts"]]
+        common = [
+            name for name in gathered[0]["jobs"] if all(name in each["jobs"] for each in gathered)
+        ]
+        return [(name, self._waiting.pop(name)) for name in common], [
+            t for each in gathered for t in each["texts"]
+        ]

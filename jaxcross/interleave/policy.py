@@ -1,6 +1,8 @@
-"""Policies give turns on a lane. They see job numbers and the past use of the lane, on both lanes and on all ranks.
+"""Policies give turns on a lane. They see job numbers and the past use of the lane, on both lanes
+and on all ranks.
 
-A job's number is its place in the order in which jobs were added or joined; it is never given to another job.
+A job's number is its place in the order in which jobs were added or joined; it is never given to
+another job.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from typing import Protocol, runtime_checkable
 class Policy(Protocol):
     """The rule by which jobs get turns. Immutable, with neither clock nor random numbers.
 
-    It decides from its arguments alone: the exchange lanes of all ranks ask the same question and must get the same
-    answer.
+    It decides from its arguments alone: the exchange lanes of all ranks ask the same question and
+    must get the same answer.
     """
 
     @property
@@ -35,7 +37,9 @@ class Policy(Protocol):
         ...
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        """Returns the job among `candidates` (not empty) that gets the next turn: none is passed over for ever."""
+        """Returns the job among `candidates` (not empty) that gets the next turn: none is passed
+        over for ever.
+        """
         ...
 
     def share(self, job: int) -> float:
@@ -44,7 +48,8 @@ class Policy(Protocol):
 
 
 class Turns:
-    """The past turns on one lane, by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996, section 2).
+    """The past turns on one lane, by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996,
+    section 2).
 
     Attributes:
         jobs: The jobs on the lane, in ascending order.
@@ -71,7 +76,8 @@ class Turns:
         return self.policy.next(candidates, self)
 
     def start_tag(self, job: int) -> float:
-        """Returns the start tag of the job's next turn: its use of the lane so far, divided by its share.
+        """Returns the start tag of the job's next turn: its use of the lane so far, divided by its
+        share.
 
         A job that was away does not catch up: it starts at the lane's virtual time.
         """
@@ -93,14 +99,18 @@ class Turns:
         self._virtual_time = self._finish_tags[job] = self.start_tag(job)
 
     def charge(self, job: int, amount: float) -> None:
-        """Charges a job for its use of the lane, in bytes or nanoseconds: the same unit in all calls."""
+        """Charges a job for its use of the lane, in bytes or nanoseconds: the same unit in all
+        calls.
+        """
         if job in self._finish_tags:  # its last segments may come to their end after it has left
             self._finish_tags[job] += amount / self.policy.share(job)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """Crossover: all jobs run, and turns go round. A turn is one segment on the compute lane, or one exchange."""
+    """Crossover: all jobs run, and turns go round. A turn is one segment on the compute lane, or
+    one exchange.
+    """
 
     name: str = "round-robin"
 
@@ -117,14 +127,16 @@ class RoundRobin:
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """Crossover by shares: a job gets its share of the device's time and of the link's bytes, whatever its steps' size.
+    """Crossover by shares: a job gets its share of the device's time and of the link's bytes,
+    whatever its steps' size.
 
-    The other jobs get the part that it does not use. A segment or an exchange that has begun is not interrupted, so a
-    job's step waits at most for one of each other job: cut large jobs into segments no longer than the small job's.
+    The other jobs get the part that it does not use. A segment or an exchange that has begun is not
+    interrupted, so a job's step waits at most for one of each other job: cut large jobs into
+    segments no longer than the small job's.
 
     Args:
-        shares: The share of each job, in the order in which the jobs were added. Only their ratios count. Same on every
-            rank.
+        shares: The share of each job, in the order in which the jobs were added. Only their ratios
+            count. Same on every rank.
         joining: The share of each job that joins during the run; the mean of `shares` if None.
 
     Raises:
@@ -137,19 +149,29 @@ class Weighted:
     joining: float | None = None
 
     def __post_init__(self) -> None:
-        ordered = not isinstance(self.shares, str | Mapping | AbstractSet) and isinstance(self.shares, Iterable)
+        ordered = not isinstance(self.shares, str | Mapping | AbstractSet) and isinstance(
+            self.shares, Iterable
+        )
         numbers = [*self.shares] if ordered else []
-        if not ordered or not all(map(_is_number, [*numbers, 1.0 if self.joining is None else self.joining])):
+        if not ordered or not all(
+            map(_is_number, [*numbers, 1.0 if self.joining is None else self.joining])
+        ):
             raise TypeError(
-                f"`Weighted` takes a share for each job, as in `Weighted((4, 1))`, got `shares={self.shares!r}` and"
-                f" `joining={self.joining!r}`."
+                "`Weighted` takes a share for each job, as in `Weighted((4, 1))`, got "
+                f"`shares={self.shares!r}` and `joining={self.joining!r}`."
             )
         if not numbers or not all(math.isfinite(share) and share > 0 for share in numbers):
-            raise ValueError(f"`shares` of `Weighted` must be positive numbers, one for each job, got {self.shares}.")
-        # Ranks compare what a policy prints: equal shares, in a list or an array here and a tuple there, print alike.
+            raise ValueError(
+                "`shares` of `Weighted` must be positive numbers, one for each job, got "
+                f"{self.shares}."
+            )
+        # Ranks compare what a policy prints: equal shares, in a list or an array here and a tuple
+        # there, print alike.
         object.__setattr__(self, "shares", tuple(map(float, numbers)))
         if self.joining is not None and not (math.isfinite(self.joining) and self.joining > 0):
-            raise ValueError(f"`joining` of `Weighted` must be a positive number, got {self.joining}.")
+            raise ValueError(
+                f"`joining` of `Weighted` must be a positive number, got {self.joining}."
+            )
 
     def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
         return tuple(jobs)
@@ -165,7 +187,9 @@ class Weighted:
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """One whole training loop after the other, in the order in which the jobs were added: the baseline."""
+    """One whole training loop after the other, in the order in which the jobs were added: the
+    baseline.
+    """
 
     name: str = "sequential"
 
@@ -173,7 +197,8 @@ class Sequential:
         return tuple(jobs[:1])
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        # There are several after a pause: the job that goes on now, and the one that ran until then and ends its call.
+        # There are several after a pause: the job that goes on now, and the one that ran until then
+        # and ends its call.
         return _in_turn(candidates, turns)
 
     def share(self, job: int) -> float:
@@ -182,7 +207,8 @@ class Sequential:
 
 
 def _in_turn(candidates: Collection[int], turns: Turns) -> int:
-    # Nearly always the first job. A minimum over distances would cost as much as the rest of an event with 64 jobs.
+    # Nearly always the first job. A minimum over distances would cost as much as the rest of an
+    # event with 64 jobs.
     return next(job for job in turns.round() if job in candidates)
 
 

@@ -27,9 +27,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """The `count`-th batch of a stream will be ready after a while, perhaps as its `last`. Does not wait.
+    """The `count`-th batch of a stream will be ready after a while, perhaps as its `last`. Does not
+    wait.
 
-    A stream begins with its first batch. The job may still read earlier streams that have not ended for it.
+    A stream begins with its first batch. The job may still read earlier streams that have not ended
+    for it.
     """
 
     seconds: float
@@ -62,7 +64,9 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Adds a job on this rank; it joins once all ranks have added one of that name. Does not wait."""
+    """Adds a job on this rank; it joins once all ranks have added one of that name. Does not
+    wait.
+    """
 
     name: str
     script: Generator[Any, Any, None]
@@ -70,7 +74,9 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Waits, in its own code, until another job of this rank is over. Its rank excuses it from a joint start."""
+    """Waits, in its own code, until another job of this rank is over. Its rank excuses it from a
+    joint start.
+    """
 
     job: int
 

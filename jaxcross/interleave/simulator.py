@@ -1,7 +1,7 @@
 """Drives one real `Interleaver` a rank on a virtual clock: no threads, no arrays, no waiting.
 
-Jobs are scripts. Segments take the seconds that a script states, exchanges begin when the last rank arrives, and ranks
-that meet in different slots are an error.
+Jobs are scripts. Segments take the seconds that a script states, exchanges begin when the last rank
+arrives, and ranks that meet in different slots are an error.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ class RankResult:
     """The record of one rank.
 
     Attributes:
-        slots: The exchange lane's slots in order: `("exchange", job, step, segment)`, `("vote",)` ...
+        slots: The exchange lane's slots in order: `("exchange", job, step, segment)`, `("vote",)`
+            ...
         segments: The compute segments in the order of their dispatch: `(job, call, segment)`.
         finished: The final status of each job, and the texts that the ranks compared.
         steps: Committed steps of each job, in the order of their numbers.
         returned: The last step of each job whose results it received.
         names: Names of the jobs that joined, by number.
         left_out: Names of jobs that never joined.
-        paused: Each job that was paused or went on, which of both, and the number of slots entered by then.
+        paused: Each job that was paused or went on, which of both, and the number of slots entered
+            by then.
         spans: Spans of the lanes; job `i` is called `str(i)`.
         end_s: The time when the exchange lane was through.
     """
@@ -64,7 +66,9 @@ class _Rank:
         self.result = RankResult()
         self.device: deque[Work] = deque()  # the first one runs
         self.calls: dict[int, Step] = {}
-        self.streams: dict[int, dict[int, bool]] = {}  # by job: the streams that it began, and whether they go on
+        self.streams: dict[
+            int, dict[int, bool]
+        ] = {}  # by job: the streams that it began, and whether they go on
         self.reading: dict[int, int] = {}  # the stream of each job's last `Batch`
         self.ends: dict[tuple[int, int, int], float] = {}  # of the compute segments that have run
         self.arriving: Callable[[], None] | None = None  # the exchange that waits for its segments
@@ -131,7 +135,12 @@ class Simulation:
         for at_s, name in submits:
             self._at(at_s, lambda name=name: self._submit(self._ranks[0], name))
         for at_s, number, name, script in adds:
-            self._at(at_s, lambda rank=self._ranks[number], name=name, script=script: self._add(rank, name, script))
+            self._at(
+                at_s,
+                lambda rank=self._ranks[number], name=name, script=script: self._add(
+                    rank, name, script
+                ),
+            )
 
     def run(self, events: int = 1_000_000, *, until_s: float = math.inf) -> list[RankResult]:
         """Runs to the end, or until a time.
@@ -199,7 +208,11 @@ class Simulation:
                 self._dispatch(rank, instruction)
             case m.RunExchange(job, call, step, segment, zero):
                 graph = rank.calls[job].graph
-                needs = [(job, call, need) for need in graph.needs[segment] if graph.kinds[need] == "compute"]
+                needs = [
+                    (job, call, need)
+                    for need in graph.needs[segment]
+                    if graph.kinds[need] == "compute"
+                ]
                 self._arrive(rank, ("exchange", job, step, segment), () if zero else needs)
             case m.CastVote(ballot):
                 self._meet(rank, ("vote",), ballot)
@@ -250,7 +263,9 @@ class Simulation:
             case Prepare(seconds, stream, count, last):
                 streams = rank.streams.setdefault(job, {})
                 if stream not in streams:
-                    self._handle(rank, m.StreamBegun(job, tuple(n for n, open_ in streams.items() if open_)))
+                    self._handle(
+                        rank, m.StreamBegun(job, tuple(n for n, open_ in streams.items() if open_))
+                    )
                     streams[stream] = True
                 self._post(self._now + seconds, rank, m.BatchPrepared(job, stream, count))
                 if last:
@@ -281,7 +296,9 @@ class Simulation:
         def ended() -> None:
             rank.device.popleft()
             rank.ends[key] = self._now
-            span = _span(rank, d.job, d.step, d.segment, "compute", work.start_s, self._now, ready_s)
+            span = _span(
+                rank, d.job, d.step, d.segment, "compute", work.start_s, self._now, ready_s
+            )
             rank.result.spans.append(span)
             if rank.device:
                 rank.device[0].start(self._now, self._compute_factor)
@@ -314,7 +331,9 @@ class Simulation:
             if rank.device:
                 rank.device[0].change_pace(self._now, self._compute_factor)
 
-    def _arrive(self, rank: _Rank, slot: tuple[Any, ...], needs: Sequence[tuple[int, int, int]]) -> None:
+    def _arrive(
+        self, rank: _Rank, slot: tuple[Any, ...], needs: Sequence[tuple[int, int, int]]
+    ) -> None:
         """Enters an exchange once the segments that it needs have run."""
         asked_s = self._now
 
@@ -341,7 +360,11 @@ class Simulation:
         payloads = [meeting[number][1] for number in range(len(self._ranks))]
         if slot[0] == "exchange":
             begin = self._now
-            work = Work(self._exchange_s(*slot[1:]), self._at, lambda: self._exchanged(slot, begin, payloads))
+            work = Work(
+                self._exchange_s(*slot[1:]),
+                self._at,
+                lambda: self._exchanged(slot, begin, payloads),
+            )
             computing = any(other.device for other in self._ranks)
             work.start(begin, self._contention.exchange if computing else 1.0)
             self._set_transfer(work)
@@ -364,13 +387,22 @@ class Simulation:
         self._set_transfer(None)
         _, job, step, segment = slot
         for rank in self._ranks:
-            span = _span(rank, job, step, segment, "collective", begin_s, self._now, ready_s[rank.number])
+            span = _span(
+                rank, job, step, segment, "collective", begin_s, self._now, ready_s[rank.number]
+            )
             rank.result.spans.append(span)
             self._post(self._now, rank, m.ExchangeDone(job, segment))
 
 
 def _span(
-    rank: _Rank, job: int, step: int, segment: int, kind: SpanKind, start: float, end: float, ready: float
+    rank: _Rank,
+    job: int,
+    step: int,
+    segment: int,
+    kind: SpanKind,
+    start: float,
+    end: float,
+    ready: float,
 ) -> Span:
     ns = [round(t * 1e9) for t in (start, end, ready)]
     return Span(

@@ -16,17 +16,21 @@ class StepGraph:
 
     Attributes:
         kinds: Kind of each segment.
-        needs: For each segment, those that must run before it: it reads their results, or may overwrite what they read.
-        after_commit: Compute segments that may run only once the step is committed on every rank, because they
-            donate or overwrite the step's input state.
+        needs: For each segment, those that must run before it: it reads their results, or may
+            overwrite what they read.
+        after_commit: Compute segments that may run only once the step is committed on every rank,
+            because they donate or overwrite the step's input state.
         nbytes: Bytes that each segment hands to the wire; empty means none.
-        carried: The first exchanges, if they need no computation of the step and can run while it computes.
-        local_step: Whether a call is a step of its job although it exchanges nothing, as between the exchanges of local
-            SGD. Other programs without exchanges, such as an evaluation, are not steps.
-        signature: A number that must be equal on all ranks before the step is exchanged (see `vote.point_hash`).
+        carried: The first exchanges, if they need no computation of the step and can run while it
+            computes.
+        local_step: Whether a call is a step of its job although it exchanges nothing, as between
+            the exchanges of local SGD. Other programs without exchanges, such as an evaluation, are
+            not steps.
+        signature: A number that must be equal on all ranks before the step is exchanged (see
+            `vote.point_hash`).
         text: The same for people, one exchange a line.
-        function: The function of its job that the program is of, as a text that is equal on all ranks: its name and its
-            number. Two functions may make equal exchanges.
+        function: The function of its job that the program is of, as a text that is equal on all
+            ranks: its name and its number. Two functions may make equal exchanges.
         collectives: Indices of the collective segments, in order.
         readers: For each segment, the compute segments that need it.
     """
@@ -44,18 +48,28 @@ class StepGraph:
     readers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "collectives", tuple(i for i, kind in enumerate(self.kinds) if kind == "collective"))
+        object.__setattr__(
+            self,
+            "collectives",
+            tuple(i for i, kind in enumerate(self.kinds) if kind == "collective"),
+        )
         if len(self.needs) != len(self.kinds):
             raise ValueError(f"{len(self.kinds)} segments, but needs of {len(self.needs)}")
         for index, needs in enumerate(self.needs):
             if any(not 0 <= need < index for need in needs):
-                raise ValueError(f"segment {index} needs {needs}: a segment can only need earlier ones")
-            if self.kinds[index] == "collective" and (index in self.after_commit or self.after_commit & set(needs)):
+                raise ValueError(
+                    f"segment {index} needs {needs}: a segment can only need earlier ones"
+                )
+            if self.kinds[index] == "collective" and (
+                index in self.after_commit or self.after_commit & set(needs)
+            ):
                 raise ValueError(f"exchange segment {index} waits for the commit that waits for it")
         if self.after_commit and not self.collectives:
             raise ValueError("a program without exchanges has no commit to wait for")
         if not self.carried.issubset(self.collectives):
-            raise ValueError(f"segments {sorted(self.carried)} are not all exchanges, and are said to be carried")
+            raise ValueError(
+                f"segments {sorted(self.carried)} are not all exchanges, and are said to be carried"
+            )
         if self.local_step and self.collectives:
             raise ValueError("a program with exchanges cannot be a local step")
         readers: list[list[int]] = [[] for _ in self.kinds]
@@ -88,7 +102,9 @@ class StepGraph:
             ValueError: It is something else.
         """
         names = ("kinds", "needs", "after_commit", "nbytes", "carried")
-        lists = {"carried": [], **data} if isinstance(data, Mapping) else {}  # earlier profiles do not say
+        lists = (
+            {"carried": [], **data} if isinstance(data, Mapping) else {}
+        )  # earlier profiles do not say
         if not all(isinstance(lists.get(name), list) for name in names):
             raise ValueError(f"a step graph has the lists {', '.join(names)}")
         kinds, needs, after_commit, nbytes, carried = (lists[name] for name in names)
@@ -98,9 +114,17 @@ class StepGraph:
             raise ValueError("each of `kinds` is `compute` or `collective`")
         if not all(isinstance(several, list) for several in needs):
             raise ValueError("each of `needs` is a list of numbers of segments")
-        numbers = [*after_commit, *nbytes, *carried, *(need for several in needs for need in several)]
+        numbers = [
+            *after_commit,
+            *nbytes,
+            *carried,
+            *(need for several in needs for need in several),
+        ]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-            raise ValueError("`needs`, `after_commit`, `nbytes` and `carried` hold whole numbers that are not negative")
+            raise ValueError(
+                "`needs`, `after_commit`, `nbytes` and `carried` hold whole numbers that are not "
+                "negative"
+            )
         if nbytes and len(nbytes) != len(kinds):
             raise ValueError(f"{len(kinds)} segments, but `nbytes` of {len(nbytes)}")
         if any(number >= len(kinds) for number in after_commit):

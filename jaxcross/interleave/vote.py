@@ -1,8 +1,9 @@
 """The vote: the one control message between ranks, an all-reduce (minimum) of a short int64 vector.
 
-Each rank casts its `Ballot`; all receive the same `Verdict`. Every question is put so that the minimum over ranks
-answers it: "is it so on all ranks?" is a bit, "are all ranks equal?" a number and its negation, "how far is the slowest
-rank?" a count, "what is the strongest request?" its place among the requests.
+Each rank casts its `Ballot`; all receive the same `Verdict`. Every question is put so that the
+minimum over ranks answers it: "is it so on all ranks?" is a bit, "are all ranks equal?" a number
+and its negation, "how far is the slowest rank?" a count, "what is the strongest request?" its place
+among the requests.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ import numpy as np
 
 # The largest value: it never decides a minimum, so it stands for "no opinion".
 _NEUTRAL = np.iinfo(np.int64).max
-# Columns of a job's row. Two of them come with their negation: the minimum of -x is minus the maximum of x, so x is
-# equal on all ranks exactly if the two minima are.
-# waiting, point, -point, good, stream, -stream, prepared, limit, request, finite, received_commit, at_start
+# Columns of a job's row. Two of them come with their negation: the minimum of -x is minus the
+# maximum of x, so x is equal on all ranks exactly if the two minima are. waiting, point, -point,
+# good, stream, -stream, prepared, limit, request, finite, received_commit, at_start
 _FIELDS = 12
-# The header. A minimum of 1 means: no rank wants all jobs to stop; all ranks have pending jobs; no rank has added one
-# since the last vote; no rank has a text to deliver.
+# The header. A minimum of 1 means: no rank wants all jobs to stop; all ranks have pending jobs; no
+# rank has added one since the last vote; no rank has a text to deliver.
 _HEADER = 4
 _NO_STOP, _ALL_PENDING, _NONE_ADDED, _NO_TEXT = range(_HEADER)
 
 
 class JobRequest(IntEnum):
-    """A request about a job. Of several ranks' requests the least value counts: a stop first, then a pause."""
+    """A request about a job. Of several ranks' requests the least value counts: a stop first, then
+    a pause.
+    """
 
     STOP = 0
     PAUSE = 1
@@ -47,7 +50,9 @@ class AtStart(IntEnum):
 def point_hash(*parts: object) -> int:
     """Returns a number that is equal on two ranks when `parts` print equally."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2  # below 2**62: its negation is an int64, and it is not `_NEUTRAL`
+    return (
+        int.from_bytes(digest, "little") >> 2
+    )  # below 2**62: its negation is an int64, and it is not `_NEUTRAL`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +60,17 @@ class JobBallot:
     """One rank's vote on one job.
 
     Attributes:
-        point: Hash of the action that the job's thread waits to take on all ranks (call a step with exchanges, end,
-            ...), or None while it does not wait.
-        good: Nothing of this job has failed here. Acted upon at a step's commit, or between its steps.
+        point: Hash of the action that the job's thread waits to take on all ranks (call a step with
+            exchanges, end, ...), or None while it does not wait.
+        good: Nothing of this job has failed here. Acted upon at a step's commit, or between its
+            steps.
         stream: Number of the stream of batches that it reads, -1 for none.
         prepared: Number of batches of that stream that are or were ready on this rank.
         limit: Number of batches in that stream, if it is known already.
         request: A request about it on this rank; cast in one vote only.
         finite: The exchanged values of its step, as far as they were checked, are finite here.
-        received_commit: This rank has received the results of its last committed step, or will never need them.
+        received_commit: This rank has received the results of its last committed step, or will
+            never need them.
         at_start: Whether it has come to its first step on this rank.
     """
 
@@ -81,8 +88,8 @@ class JobBallot:
 class Ballot:
     """One rank's vote: a few bits on the whole run, and one row a job.
 
-    It is kept from vote to vote, and only changed rows are written: a vote costs the host only as much as has changed,
-    however many jobs there are.
+    It is kept from vote to vote, and only changed rows are written: a vote costs the host only as
+    much as has changed, however many jobs there are.
     """
 
     __slots__ = ("_rows", "_vector")
@@ -94,10 +101,14 @@ class Ballot:
         self.grow(rows)
 
     def grow(self, rows: int) -> None:
-        """Makes room for `rows` jobs. Called on all ranks between the same two votes, so that vectors match."""
+        """Makes room for `rows` jobs. Called on all ranks between the same two votes, so that
+        vectors match.
+        """
         before = len(self._rows)
         if rows > before:
-            self._vector = np.concatenate([self._vector, np.zeros((rows - before) * _FIELDS, np.int64)])
+            self._vector = np.concatenate(
+                [self._vector, np.zeros((rows - before) * _FIELDS, np.int64)]
+            )
             self._rows = self._vector[_HEADER:].reshape(rows, _FIELDS)
             for row in range(before, rows):
                 self.set_job(row, JobBallot())
@@ -138,7 +149,9 @@ class Ballot:
         )
 
     def cast(self) -> np.ndarray:
-        """Returns a copy of the vector for the minimum over ranks. Its length is the same on every rank."""
+        """Returns a copy of the vector for the minimum over ranks. Its length is the same on every
+        rank.
+        """
         return self._vector.copy()
 
 
@@ -176,22 +189,37 @@ class Verdict:
 
     Attributes:
         stop: Some rank requests that all jobs stop.
-        gather: A gathering of announcements is needed: for a text, or for jobs that all ranks may have added by now.
+        gather: A gathering of announcements is needed: for a text, or for jobs that all ranks may
+            have added by now.
     """
 
     __slots__ = ("_rows", "gather", "stop")
 
     def __init__(self, vector: np.ndarray) -> None:
         self.stop = not vector[_NO_STOP]
-        # Jobs can only join if all ranks have some that wait, and only a new one can have made a set complete.
-        self.gather = bool(not vector[_NO_TEXT] or (vector[_ALL_PENDING] and not vector[_NONE_ADDED]))
+        # Jobs can only join if all ranks have some that wait, and only a new one can have made a
+        # set complete.
+        self.gather = bool(
+            not vector[_NO_TEXT] or (vector[_ALL_PENDING] and not vector[_NONE_ADDED])
+        )
         self._rows = vector[_HEADER:].reshape(-1, _FIELDS)
 
     def job(self, row: int) -> JobVerdict:
         """Returns the outcome about the job of that row."""
-        waiting, low, negated, good, stream, unstream, prepared, limit, request, finite, received, at_start = (
-            self._rows[row].tolist()
-        )
+        (
+            waiting,
+            low,
+            negated,
+            good,
+            stream,
+            unstream,
+            prepared,
+            limit,
+            request,
+            finite,
+            received,
+            at_start,
+        ) = self._rows[row].tolist()
         return JobVerdict(
             waiting=bool(waiting),
             same_point=low == -negated,
@@ -206,7 +234,9 @@ class Verdict:
         )
 
     def changed_rows(self, before: Verdict | None) -> list[int]:
-        """Returns the rows that differ from an earlier verdict; all rows if their number has changed."""
+        """Returns the rows that differ from an earlier verdict; all rows if their number has
+        changed.
+        """
         if before is None or len(before._rows) != len(self._rows):
             return list(range(len(self._rows)))
         return (self._rows != before._rows).any(axis=1).nonzero()[0].tolist()

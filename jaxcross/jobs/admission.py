@@ -1,4 +1,6 @@
-"""Admission of jobs by memory: what the jobs of a run have booked on a rank, and whether one more fits on all ranks."""
+"""Admission of jobs by memory: what the jobs of a run have booked on a rank, and whether one more
+fits on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ class Need:
 
     Attributes:
         memory: Its memory, all arrays included.
-        lasting: Those of the arrays that other jobs may hold, too, by their buffers, with their bytes. The references
-            are weak, so that admission keeps no memory in use. An address says nothing once its array is gone, because
-            the next array may be put there.
+        lasting: Those of the arrays that other jobs may hold, too, by their buffers, with their
+            bytes. The references are weak, so that admission keeps no memory in use. An address
+            says nothing once its array is gone, because the next array may be put there.
     """
 
     memory: JobMemory
@@ -40,7 +42,11 @@ class Need:
 
     @classmethod
     def of(
-        cls, memory: JobMemory, lasting: Iterable[tuple[jax.Array, int]], *, without: Collection[Hashable] = ()
+        cls,
+        memory: JobMemory,
+        lasting: Iterable[tuple[jax.Array, int]],
+        *,
+        without: Collection[Hashable] = (),
     ) -> Self:
         """Returns the need of a program.
 
@@ -68,21 +74,30 @@ class Need:
 
     def present(self) -> dict[Hashable, int]:
         """Returns the bytes of the lasting arrays that still exist, by their buffers."""
-        arrays = ((buffer, reference(), nbytes) for buffer, (reference, nbytes) in self.lasting.items())
-        return {buffer: nbytes for buffer, array, nbytes in arrays if array is not None and not array.is_deleted()}
+        arrays = (
+            (buffer, reference(), nbytes) for buffer, (reference, nbytes) in self.lasting.items()
+        )
+        return {
+            buffer: nbytes
+            for buffer, array, nbytes in arrays
+            if array is not None and not array.is_deleted()
+        }
 
 
 Booking: TypeAlias = Sequence[Need]  # of one job, with a `Need` for each of its programs
 
 
 def needed_by(bookings: Sequence[Booking]) -> int:
-    """Returns the bytes of arrays that jobs need next to each other, where a buffer that several jobs hold counts once.
+    """Returns the bytes of arrays that jobs need next to each other, where a buffer that several
+    jobs hold counts once.
 
     Args:
         bookings: What each of the jobs has booked.
     """
     present = [[need.present() for need in booking] for booking in bookings]
-    holders = Counter(buffer for programs in present for buffer in frozenset[Hashable]().union(*programs))
+    holders = Counter(
+        buffer for programs in present for buffer in frozenset[Hashable]().union(*programs)
+    )
     shared = {
         buffer: nbytes
         for programs in present
@@ -93,7 +108,9 @@ def needed_by(bookings: Sequence[Booking]) -> int:
     own = [
         JobMemory.largest(
             [
-                need.memory.with_resting(-sum(nbytes for buffer, nbytes in buffers.items() if buffer in shared))
+                need.memory.with_resting(
+                    -sum(nbytes for buffer, nbytes in buffers.items() if buffer in shared)
+                )
                 for need, buffers in zip(booking, programs, strict=True)
             ]
         )
@@ -106,8 +123,8 @@ def needed_by(bookings: Sequence[Booking]) -> int:
 class MemoryAdmission:
     """The memory that the jobs of a run have booked on one rank.
 
-    Jobs book on the exchange lane and give back when a vote ends them, which all ranks do in one order. So the ranks
-    admit the same jobs, also where they have other limits.
+    Jobs book on the exchange lane and give back when a vote ends them, which all ranks do in one
+    order. So the ranks admit the same jobs, also where they have other limits.
 
     Args:
         limit_bytes: Bytes that this rank may use; None if that is not known.
@@ -123,19 +140,24 @@ class MemoryAdmission:
         self._process_bytes = process_bytes
         self.most_booked_bytes = 0
         self._booked: dict[str, Booking] = {}
-        self._kept: dict[str, Callable[[], PyTree]] = {}  # the state that each job still holds after its end
+        self._kept: dict[
+            str, Callable[[], PyTree]
+        ] = {}  # the state that each job still holds after its end
         self._warned = False
 
     @classmethod
     def of(cls, world: World, limit_bytes: int | None = None) -> Self:
-        """Returns that of a rank on which nothing is booked; without a limit, the device's or the machine's counts."""
+        """Returns that of a rank on which nothing is booked; without a limit, the device's or the
+        machine's counts.
+        """
         device = jax.local_devices()[0]
         if limit_bytes is None:
             limit_bytes = device_limit_bytes(device, world.local_size)
         return cls(limit_bytes, PROCESS_BYTES if device.platform == "cpu" else 0)
 
     def admit(self, control: Control, job: str, need: Need, *, remedy: str = "") -> None:
-        """Books memory for a job, next to what it has booked, if all ranks have it. Waits for all ranks.
+        """Books memory for a job, next to what it has booked, if all ranks have it. Waits for all
+        ranks.
 
         Args:
             control: The ranks.
@@ -156,14 +178,16 @@ class MemoryAdmission:
         if least == _NO_LIMIT and control.rank == 0 and not self._warned:
             self._warned = True
             _log.warning(
-                "Whether jobs fit into memory is not checked: this device does not say how much it has. Give it, as by "
-                '`Runner(memory="80GB")`.'
+                "Whether jobs fit into memory is not checked: this device does not say how much it "
+                'has. Give it, as by `Runner(memory="80GB")`.'
             )
         self._booked[job] = wanted
         self.most_booked_bytes = max(self.most_booked_bytes, needed)
 
     def give_back(self, job: str, kept: Callable[[], PyTree]) -> None:
-        """Ends a job's booking, but for the latest state, which `kept` returns from now on. Does not wait."""
+        """Ends a job's booking, but for the latest state, which `kept` returns from now on. Does
+        not wait.
+        """
         self._booked.pop(job, None)
         self._kept[job] = kept
 
@@ -184,7 +208,10 @@ class MemoryAdmission:
         missing = f"{human_bytes(needed - limit)} {'is' if needed - limit == 1 else 'are'} missing"
         lines = [
             f"it does not fit into the memory of rank {rank}: {missing}.",
-            f"{_next_to(len(running))} needs {human_bytes(needed)}, and the limit is {human_bytes(limit)}.",
+            (
+                f"{_next_to(len(running))} needs {human_bytes(needed)}, and the limit is "
+                f"{human_bytes(limit)}."
+            ),
         ]
         if running and alone > limit:
             lines.append(f"Alone it needs {human_bytes(alone)}, which is too much as well.")
@@ -193,17 +220,28 @@ class MemoryAdmission:
             where = f"next to {fitting} of them" if fitting else "alone only"
             lines.append(f"It fits {where}: alone it needs {human_bytes(alone)}.")
         if held := needed_by(states):
-            lines.append(f"States of jobs that are over hold {human_bytes(held)}: set their `job.state` to None.")
+            lines.append(
+                f"States of jobs that are over hold {human_bytes(held)}: set their `job.state` to "
+                "None."
+            )
         others = "run fewer jobs at once, " if running else ""
-        lines.append(f"To make it fit, {others}{remedy}give `Runner(memory=...)` if a rank may use more.")
+        lines.append(
+            f"To make it fit, {others}{remedy}give `Runner(memory=...)` if a rank may use more."
+        )
         return " ".join(lines)
 
-    def _fitting(self, states: Sequence[Booking], running: Sequence[Booking], wanted: Booking) -> int:
-        """Returns how many of the running jobs this job fits alongside, counting from the smallest."""
+    def _fitting(
+        self, states: Sequence[Booking], running: Sequence[Booking], wanted: Booking
+    ) -> int:
+        """Returns how many of the running jobs this job fits alongside, counting from the
+        smallest.
+        """
         smallest = sorted(running, key=lambda booking: needed_by([booking]))
         counts = range(len(running), -1, -1)
         limit = self.limit_bytes or 0
-        return next((n for n in counts if self._needed([*states, *smallest[:n], wanted]) <= limit), 0)
+        return next(
+            (n for n in counts if self._needed([*states, *smallest[:n], wanted]) <= limit), 0
+        )
 
 
 def _next_to(count: int) -> str:

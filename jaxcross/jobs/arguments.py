@@ -1,4 +1,6 @@
-"""Checks the arguments of runners and jobs where they are given, so that errors point at the user's line."""
+"""Checks the arguments of runners and jobs where they are given, so that errors point at the user's
+line.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def check_places(instruments: Iterable[Instrument]) -> None:
         place = each.writes_to()
         if place and place in writers:
             names = f"`{type(writers[place]).__name__}` and `{type(each).__name__}`"
-            raise ValueError(f"Two instruments, {names}, would write to `{place}`. Give each a place of its own.")
+            raise ValueError(
+                f"Two instruments, {names}, would write to `{place}`. Give each a place of its own."
+            )
         writers[place] = each
 
 
@@ -110,7 +114,10 @@ def check_link(link: Any) -> None:
         TypeError: It is not.
     """
     if link is not None and not isinstance(link, Link | str):
-        words = "a `Link`, which holds exchanges, a text that describes a real link for the report, or None"
+        words = (
+            "a `Link`, which holds exchanges, a text that describes a real link for the report, or "
+            "None"
+        )
         raise _wrong("`link`", words, link)
 
 
@@ -134,8 +141,9 @@ def record_events(flight: FlightRecorder, folder: str | os.PathLike[str]) -> Non
         flight.record_to(folder)
     except OSError as error:
         raise ValueError(
-            f"`events` is `{os.fspath(folder)}`, where this rank cannot write down what it does: {clause(str(error))}."
-            " Name a folder that every rank may make or write to, or leave `events` out."
+            f"`events` is `{os.fspath(folder)}`, where this rank cannot write down what it does: "
+            f"{clause(str(error))}. Name a folder that every rank may make or write to, or leave "
+            "`events` out."
         ) from error
 
 
@@ -146,7 +154,9 @@ def check_checkpoints(checkpoints: Any) -> None:
         TypeError: It does not, as a bare path.
     """
     if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-        raise _wrong("`checkpoints`", "`jaxcross.Checkpoints(directory, every=1000)`, or None", checkpoints)
+        raise _wrong(
+            "`checkpoints`", "`jaxcross.Checkpoints(directory, every=1000)`, or None", checkpoints
+        )
 
 
 def checked_interval(check_replicas: Any) -> int | None:
@@ -159,8 +169,8 @@ def checked_interval(check_replicas: Any) -> int | None:
         return None
     if not is_whole(check_replicas) or check_replicas < 1:
         raise ValueError(
-            f"`check_replicas` is `{check_replicas!r}`: it is the number of steps from one comparison to the next, 1 or"
-            " more."
+            f"`check_replicas` is `{check_replicas!r}`: it is the number of steps from one "
+            "comparison to the next, 1 or more."
         )
     return int(check_replicas)  # ranks send it to each other as JSON
 
@@ -189,7 +199,9 @@ def check_progress(progress: Any) -> None:
     if not isinstance(progress, Real):
         raise _wrong("`progress`", "True, False, the seconds between lines, or None", progress)
     if not 0 < float(progress) < math.inf:
-        raise ValueError(f"`progress` must be more than 0 seconds between lines, False for none, got {progress}.")
+        raise ValueError(
+            f"`progress` must be more than 0 seconds between lines, False for none, got {progress}."
+        )
 
 
 def checked_memory(memory: Any) -> int | None:
@@ -214,7 +226,10 @@ def check_jobs(count: int, policy: Policy) -> None:
         ValueError: There are none, or `Weighted` has not a share for each.
     """
     if not count:
-        raise ValueError("A runner without jobs has nothing to run. Call `runner.add(name, fn)` on every rank first.")
+        raise ValueError(
+            "A runner without jobs has nothing to run. Call `runner.add(name, fn)` on every rank "
+            "first."
+        )
     if isinstance(policy, Weighted) and len(policy.shares) != count:
         raise ValueError(f"`Weighted` has {len(policy.shares)} shares, the runner {count} jobs")
 
@@ -238,18 +253,26 @@ def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:
     """
     check_job_name(name)
     if not callable(fn):
-        raise TypeError(f"Job `{name}` needs a function `fn(job, **kwargs)`, got a `{type(fn).__name__}`.")
-    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(
+            f"Job `{name}` needs a function `fn(job, **kwargs)`, got a `{type(fn).__name__}`."
+        )
+    if (
+        inspect.isgeneratorfunction(fn)
+        or inspect.iscoroutinefunction(fn)
+        or inspect.isasyncgenfunction(fn)
+    ):
         kind = "a coroutine" if inspect.iscoroutinefunction(fn) else "a generator"
         raise TypeError(
-            f"Job `{name}` needs a function that trains when it is called; this one makes {kind}, which nothing would"
-            " run. Write it without `yield` and `async`."
+            f"Job `{name}` needs a function that trains when it is called; this one makes {kind}, "
+            "which nothing would run. Write it without `yield` and `async`."
         )
     try:
         inspect.signature(fn).bind("job", **kwargs)
     except TypeError as error:
         given = "".join(f", {key}=..." for key in kwargs)
-        raise TypeError(f"Job `{name}` calls its function as `fn(job{given})`: {clause(str(error))}.") from None
+        raise TypeError(
+            f"Job `{name}` calls its function as `fn(job{given})`: {clause(str(error))}."
+        ) from None
     except ValueError:  # written in C, without a signature
         return
 
@@ -258,8 +281,8 @@ def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
     """Makes sure that a plain loop can run with these.
 
     Raises:
-        TypeError: `name` is not a text, `step` cannot be called with a state and a batch, `batches` is not an
-            iterable or is a single batch, or `steps` is not a whole number.
+        TypeError: `name` is not a text, `step` cannot be called with a state and a batch, `batches`
+            is not an iterable or is a single batch, or `steps` is not a whole number.
         ValueError: `name` is empty, or `steps` is below 0.
     """
     if not isinstance(name, str):
@@ -276,14 +299,16 @@ def check_batches(name: str, batches: Any, steps: Any) -> None:
     """Makes sure that a loop over batches can run with these.
 
     Raises:
-        TypeError: `batches` is not an iterable or is a single batch, or `steps` is not a whole number.
+        TypeError: `batches` is not an iterable or is a single batch, or `steps` is not a whole
+            number.
         ValueError: `steps` is below 0.
     """
     iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if isinstance(batches, Mapping | str | bytes) or not iterable:
         one = "; this looks like a single batch" if isinstance(batches, Mapping) else ""
         raise TypeError(
-            f"`batches` of job `{name}` must be an iterable of batches, got a `{type(batches).__name__}`{one}."
+            f"`batches` of job `{name}` must be an iterable of batches, got a "
+            f"`{type(batches).__name__}`{one}."
         )
     if steps is not None:
         check_count(f"`steps` of job `{name}`", steps, least=0)
@@ -293,7 +318,8 @@ def checked_evaluation(job: str, n: Any, fn: Any, rank: Any, name: Any) -> Evalu
     """The evaluation that these arguments of `job.every` ask for.
 
     Raises:
-        TypeError: `n` or `rank` is not a whole number, `fn` cannot be called with a state, or `name` is not a text.
+        TypeError: `n` or `rank` is not a whole number, `fn` cannot be called with a state, or
+            `name` is not a text.
         ValueError: `n` is below 1, or `name` is empty or has a slash.
     """
     what = f"of `job.every` in job `{job}`"
@@ -305,7 +331,9 @@ def checked_evaluation(job: str, n: Any, fn: Any, rank: Any, name: Any) -> Evalu
     if not isinstance(name, str):
         raise _wrong(f"`name` {what}", "a text", name)
     if not name or "/" in name:
-        raise ValueError(f"`name` {what} must be a text without a slash that is not empty, got {name!r}.")
+        raise ValueError(
+            f"`name` {what} must be a text without a slash that is not empty, got {name!r}."
+        )
     return Evaluation(name=name, n_steps=int(n), fn=fn, rank=rank)
 
 
@@ -344,12 +372,14 @@ def _check_signature(name: str, step: Callable[..., Any]) -> None:
         signature.bind("state", "batch")
     except TypeError as error:
         raise TypeError(
-            f"`step` of job `{name}` must take `(state, batch)`, got a function of `{signature}`. Let each element of"
-            " `batches` hold all that a step needs, as a tuple or a dict, and the step take it apart; or write the loop"
-            " as a function for `Runner.add`."
+            f"`step` of job `{name}` must take `(state, batch)`, got a function of `{signature}`. "
+            "Let each element of `batches` hold all that a step needs, as a tuple or a dict, and "
+            "the step take it apart; or write the loop as a function for `Runner.add`."
         ) from error
 
 
 def _wrong(what: str, words: str, value: Any) -> TypeError:
-    shown = f"the class `{value.__name__}`" if isinstance(value, type) else shortened(repr(value), 100)
+    shown = (
+        f"the class `{value.__name__}`" if isinstance(value, type) else shortened(repr(value), 100)
+    )
     return TypeError(f"{what} must be {words}, got {shown}.")

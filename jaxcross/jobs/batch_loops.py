@@ -29,10 +29,14 @@ class BatchLoops:
 
     __slots__ = ("_begun", "_ending", "_finish_step", "_host", "_life", "_world")
 
-    def __init__(self, life: JobLifecycle, host: JobHost, world: World, finish_step: Callable[[], None]) -> None:
+    def __init__(
+        self, life: JobLifecycle, host: JobHost, world: World, finish_step: Callable[[], None]
+    ) -> None:
         self._life, self._host, self._world, self._finish_step = life, host, world, finish_step
         self._begun = 0
-        self._ending: set[int] | None = None  # streams of the loops that end because the job stops early
+        self._ending: set[int] | None = (
+            None  # streams of the loops that end because the job stops early
+        )
 
     def begin(self, data: Iterable[Any], steps: int | None) -> Iterator[Any]:
         """Begins a loop; see `JobContext.batches`."""
@@ -41,8 +45,8 @@ class BatchLoops:
         check_batches(life.name, data, steps)
         if life.ends_stray_loop():
             return iter(())
-        # Here and not where a loop ends: a generator that is left early may be ended by the garbage collector, in any
-        # thread.
+        # Here and not where a loop ends: a generator that is left early may be ended by the garbage
+        # collector, in any thread.
         loops = host.loops = [loop for loop in host.loops if not loop.closed]
         resumption = life.resumption
         # An evaluation that is owed from before a restart may come before the loop that goes on.
@@ -50,7 +54,9 @@ class BatchLoops:
         start = START if resumption is None or evaluates else resumption.next_position()
         if not loops and not evaluates:  # one next to others evaluates, perhaps
             count = number_of_batches(data, steps)
-            host.planned_steps = None if count is None else host.step + max(0, count - start.n_batches)
+            host.planned_steps = (
+                None if count is None else host.step + max(0, count - start.n_batches)
+            )
         loop = Prefetcher(
             driver=driver,
             job=record,
@@ -77,7 +83,8 @@ class BatchLoops:
         host, used = self._host, False
         try:
             while not self._life.ends_stray_loop():
-                # The first batch does not show that one was used: two loops may be read side by side.
+                # The first batch does not show that one was used: two loops may be read side by
+                # side.
                 if used:
                     host.replicas.next_batch(host.run_on_all_ranks)
                 self._finish_step()

@@ -34,7 +34,9 @@ START = DataPosition()
 
 
 def iterator_state(source: Iterator[object]) -> str | None:
-    """Returns the state of `source` as text, or None if it has none that JSON gives back unchanged."""
+    """Returns the state of `source` as text, or None if it has none that JSON gives back
+    unchanged.
+    """
     if not isinstance(source, Positioned):
         return None
     state = source.get_state()
@@ -47,8 +49,11 @@ def iterator_state(source: Iterator[object]) -> str | None:
         return None
 
 
-def seek(position: DataPosition, source: Iterator[object], on_drop: Callable[[], None] = lambda: None) -> None:
-    """Brings a new iterator to `position`: by its own method, else by dropping the batches before it.
+def seek(
+    position: DataPosition, source: Iterator[object], on_drop: Callable[[], None] = lambda: None
+) -> None:
+    """Brings a new iterator to `position`: by its own method, else by dropping the batches before
+    it.
 
     Args:
         position: The target.

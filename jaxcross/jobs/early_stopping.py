@@ -1,7 +1,8 @@
-"""Decisions on the metrics of evaluations: which value is the best so far, and whether to stop. Pure.
+"""Decisions on the metrics of evaluations: which value is the best so far, and whether to stop.
+Pure.
 
-`flax.training.early_stopping` minimises only, counts evaluations only, and takes a first value of NaN for the best one
-for ever.
+`flax.training.early_stopping` minimises only, counts evaluations only, and takes a first value of
+NaN for the best one for ever.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Best:
 
     @property
     def key(self) -> str:
-        """The metric and the mode of the value: one of another metric or mode does not count after a restart."""
+        """The metric and the mode of the value: one of another metric or mode does not count after
+        a restart.
+        """
         return f"{self.mode} {self.metric}"
 
     def to_text(self) -> str:
@@ -68,8 +71,14 @@ class Best:
             found = None if value is None else float.fromhex(value)
         except (TypeError, ValueError, RecursionError):
             found, step, since = math.nan, None, None
-        if type(step) is not int or type(since) is not int or (found is not None and not math.isfinite(found)):
-            raise ValueError(f"the best value of `{self.metric}` that a checkpoint holds cannot be understood")
+        if (
+            type(step) is not int
+            or type(since) is not int
+            or (found is not None and not math.isfinite(found))
+        ):
+            raise ValueError(
+                f"the best value of `{self.metric}` that a checkpoint holds cannot be understood"
+            )
         return replace(self, value=found, step=step, since=since)
 
 
@@ -81,7 +90,8 @@ class EarlyStopping:
     Attributes:
         best: The best value so far.
         patience: Stop after so many evaluations without a better one; None: by steps.
-        patience_steps: Stop at the first evaluation so many steps after the best one; None: by evaluations.
+        patience_steps: Stop at the first evaluation so many steps after the best one; None: by
+            evaluations.
     """
 
     best: Best
@@ -92,7 +102,11 @@ class EarlyStopping:
         """Returns why to stop after the evaluation at `step`; empty if training goes on."""
         since_steps = step - self.best.step
         by_count = self.patience is not None and self.best.since >= self.patience
-        by_steps = self.patience_steps is not None and self.best.since > 0 and since_steps >= self.patience_steps
+        by_steps = (
+            self.patience_steps is not None
+            and self.best.since > 0
+            and since_steps >= self.patience_steps
+        )
         if not (by_count or by_steps):
             return ""
         n, unit = (self.best.since, "evaluation") if by_count else (since_steps, "step")

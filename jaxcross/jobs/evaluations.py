@@ -1,4 +1,6 @@
-"""Work that a job does every so many steps: it evaluates its state, and decides whether to stop early."""
+"""Work that a job does every so many steps: it evaluates its state, and decides whether to stop
+early.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ class Evaluation:
 
 @final
 class Evaluations:
-    """Those of one job on one rank; used by the job's thread. All decisions are the same on every rank.
+    """Those of one job on one rank; used by the job's thread. All decisions are the same on every
+    rank.
 
     Attributes:
         running: Whether one is being made: what the job calls then is no step of it.
@@ -72,7 +75,9 @@ class Evaluations:
         self._best: Best | None = None
         self._done: dict[str, int] = {}  # the step of the latest evaluation, by name
         self._begun = False
-        self._notes: Mapping[str, str] = {}  # of the checkpoint that the job resumed from, until it begins
+        self._notes: Mapping[
+            str, str
+        ] = {}  # of the checkpoint that the job resumed from, until it begins
         self.running = False
         self.stop_reason = ""
 
@@ -87,9 +92,14 @@ class Evaluations:
         """
         self._check_open("job.every")
         if evaluation.name in self._every:
-            raise ValueError(f"Job `{self._job}` has an evaluation `{evaluation.name}` already: give `name` another.")
+            raise ValueError(
+                f"Job `{self._job}` has an evaluation `{evaluation.name}` already: give `name` "
+                "another."
+            )
         if evaluation.rank is not None and not 0 <= evaluation.rank < self._ranks:
-            raise ValueError(f"`rank` of `job.every` must be one of {self._ranks} ranks, got {evaluation.rank}.")
+            raise ValueError(
+                f"`rank` of `job.every` must be one of {self._ranks} ranks, got {evaluation.rank}."
+            )
         self._every[evaluation.name] = evaluation
 
     def stop_early(self, early: EarlyStopping) -> None:
@@ -101,7 +111,9 @@ class Evaluations:
         """
         self._check_open("job.stop_early")
         if self._early is not None:
-            raise ValueError(f"Job `{self._job}` stops early by `{self._early.best.metric}` already.")
+            raise ValueError(
+                f"Job `{self._job}` stops early by `{self._early.best.metric}` already."
+            )
         self._early = early
 
     def keep_best(self, metric: str, mode: Mode) -> None:
@@ -109,24 +121,33 @@ class Evaluations:
         self._best = Best(metric=metric, mode=mode)
 
     def resume(self, notes: Mapping[str, str], *, has_best: bool) -> None:
-        """Goes on from the notes of a checkpoint. `has_best`: the best state of then is still there.
+        """Goes on from the notes of a checkpoint. `has_best`: the best state of then is still
+        there.
 
         Raises:
             ValueError: They are not what `to_notes` made.
         """
         self._notes = notes
-        if has_best and self._best is not None and (text := notes.get(_BEST + self._best.key)) is not None:
+        if (
+            has_best
+            and self._best is not None
+            and (text := notes.get(_BEST + self._best.key)) is not None
+        ):
             self._best = self._best.resumed(text)
 
     def _check_open(self, what: str) -> None:
         if self._begun:
-            raise JobError(f"Job `{self._job}`: call `{what}` before the loop over `job.batches`, and not in it.")
+            raise JobError(
+                f"Job `{self._job}`: call `{what}` before the loop over `job.batches`, and not in "
+                "it."
+            )
 
     def begin(self, host: Host) -> None:
         """Makes sure that all ranks evaluate alike. Waits for the ranks, once.
 
         Raises:
-            JobError: On every rank: they do not, or the job does not log a metric that is to decide.
+            JobError: On every rank: they do not, or the job does not log a metric that is to
+                decide.
         """
         if self._begun:
             return
@@ -134,21 +155,25 @@ class Evaluations:
         if not self._every and not self._decisions:
             return
         mine = [
-            *(f"job.every({e.n_steps}, rank={e.rank}, name={e.name!r})" for e in self._every.values()),
+            *(
+                f"job.every({e.n_steps}, rank={e.rank}, name={e.name!r})"
+                for e in self._every.values()
+            ),
             *(repr(decision) for decision in self._decisions.values()),
         ]
         texts = host.run_on_all_ranks("evaluations", lambda control: gather(control, mine))
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 raise JobError(
-                    f"Job `{self._job}`: rank 0 evaluates by {texts[0]}, rank {rank} by {text}. Call `job.every` and"
-                    " `job.stop_early` with the same arguments on every rank."
+                    f"Job `{self._job}`: rank 0 evaluates by {texts[0]}, rank {rank} by {text}. "
+                    "Call `job.every` and `job.stop_early` with the same arguments on every rank."
                 )
         for metric, user in self._metrics():
             if not self.provide(metric):
                 raise JobError(
-                    f"Job `{self._job}`: {user} needs the metric `{metric}`, and the job has no evaluation that could"
-                    f" return it. Call `job.every(n, fn, name={metric.partition('/')[0]!r})` before the loop."
+                    f"Job `{self._job}`: {user} needs the metric `{metric}`, and the job has no "
+                    "evaluation that could return it. Call `job.every(n, fn, "
+                    f"name={metric.partition('/')[0]!r})` before the loop."
                 )
         self._go_on()
 
@@ -156,12 +181,18 @@ class Evaluations:
         for name in self._every:
             if (step := self._notes.get(_DONE + name, "")).isdecimal():
                 self._done[name] = int(step)
-        if self._early is not None and (text := self._notes.get(_STOP + self._early.best.key)) is not None:
+        if (
+            self._early is not None
+            and (text := self._notes.get(_STOP + self._early.best.key)) is not None
+        ):
             self._early = replace(self._early, best=self._early.best.resumed(text))
             self.stop_reason = self._early.reason(self._done_step(self._early.best.metric))
 
     def _done_step(self, metric: str) -> int:
-        return max((step for name, step in self._done.items() if self._every[name].provides(metric)), default=0)
+        return max(
+            (step for name, step in self._done.items() if self._every[name].provides(metric)),
+            default=0,
+        )
 
     @property
     def _decisions(self) -> dict[str, Best | EarlyStopping]:
@@ -185,7 +216,11 @@ class Evaluations:
         return bool(self._every)
 
     def _due(self, step: int) -> list[Evaluation]:
-        return [e for e in self._every.values() if step and step % e.n_steps == 0 and self._done.get(e.name) != step]
+        return [
+            e
+            for e in self._every.values()
+            if step and step % e.n_steps == 0 and self._done.get(e.name) != step
+        ]
 
     def check_step(self, host: Host) -> None:
         """Makes sure that the job may make its next step. Waits for the ranks before the first one.
@@ -196,19 +231,20 @@ class Evaluations:
         self.begin(host)
         if self.stop_reason:
             raise JobError(
-                f"Job `{self._job}` trains on after step {host.step}, where it stopped early: {self.stop_reason}."
-                " Loops over `job.batches` that were open then have ended: take all batches from one of them."
+                f"Job `{self._job}` trains on after step {host.step}, where it stopped early: "
+                f"{self.stop_reason}. Loops over `job.batches` that were open then have ended: "
+                "take all batches from one of them."
             )
         if due := self._due(host.step):
             raise JobError(
-                f"Job `{self._job}` makes its next step and has not made the evaluation `{due[0].name}` of step"
-                f" {host.step}. Evaluations are made when the job asks for a batch or saves: take the batches from"
-                " `job.batches`, or call `job.save`."
+                f"Job `{self._job}` makes its next step and has not made the evaluation "
+                f"`{due[0].name}` of step {host.step}. Evaluations are made when the job asks for "
+                "a batch or saves: take the batches from `job.batches`, or call `job.save`."
             )
 
     def run(self, host: Host, log: Callable[[str, PyTree], None]) -> bool:
-        """Makes the evaluations that are due after the latest step. Waits for the ranks if one is made by one rank, or
-        decides something.
+        """Makes the evaluations that are due after the latest step. Waits for the ranks if one is
+        made by one rank, or decides something.
 
         Args:
             host: The job.
@@ -218,8 +254,8 @@ class Evaluations:
             Whether the state is the best so far, for a checkpoint.
 
         Raises:
-            JobError: On every rank: the function lacks a metric or donates the state, or the job has not said what its
-                state is.
+            JobError: On every rank: the function lacks a metric or donates the state, or the job
+                has not said what its state is.
             TypeError: The function returns something else than metrics.
         """
         if self.running:
@@ -232,7 +268,8 @@ class Evaluations:
                 values = self._make(each, host)
             finally:
                 self.running = False
-            # A stop comes here only where a sweep waits in `log`: a restart then evaluates again, in place of this.
+            # A stop comes here only where a sweep waits in `log`: a restart then evaluates again,
+            # in place of this.
             if values is not None:
                 log(each.name, values)
             self._done[each.name] = step
@@ -243,8 +280,9 @@ class Evaluations:
         state, known_step = host.latest.state, host.latest.step
         if known_step != host.step or has_deleted(state):
             raise JobError(
-                f"Job `{self._job}`: evaluation `{each.name}` of step {host.step} needs the state, which the job's"
-                f" function has last set at step {known_step}. Assign `job.state = state` after each step."
+                f"Job `{self._job}`: evaluation `{each.name}` of step {host.step} needs the state, "
+                f"which the job's function has last set at step {known_step}. Assign `job.state = "
+                "state` after each step."
             )
         alone = each.rank is not None
         decides = any(each.provides(metric) for metric, _ in self._metrics())
@@ -258,11 +296,13 @@ class Evaluations:
             values = self._on_host(each, values) if decides else values
         if has_deleted(state):
             raise JobError(
-                f"Job `{self._job}`: evaluation `{each.name}` donates the state, which the next step needs. Make it"
-                " without `donate_argnums`."
+                f"Job `{self._job}`: evaluation `{each.name}` donates the state, which the next "
+                "step needs. Make it without `donate_argnums`."
             )
         if alone or decides:
-            every = host.run_on_all_ranks(f"evaluation {each.name}", lambda control: gather(control, values))
+            every = host.run_on_all_ranks(
+                f"evaluation {each.name}", lambda control: gather(control, values)
+            )
             values = every[each.rank or 0]
         return values
 
@@ -271,11 +311,15 @@ class Evaluations:
         return jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), values)
 
     def _check(self, each: Evaluation, values: PyTree) -> None:
-        good = values is None or isinstance(values, Mapping | int | float | np.generic | np.ndarray | jax.Array)
-        if not good or (isinstance(values, Mapping) and not all(isinstance(key, str) for key in values)):
+        good = values is None or isinstance(
+            values, Mapping | int | float | np.generic | np.ndarray | jax.Array
+        )
+        if not good or (
+            isinstance(values, Mapping) and not all(isinstance(key, str) for key in values)
+        ):
             raise TypeError(
-                f"Job `{self._job}`: evaluation `{each.name}` must return a dict of metrics by name, a number or None,"
-                f" got a `{type(values).__name__}`."
+                f"Job `{self._job}`: evaluation `{each.name}` must return a dict of metrics by "
+                f"name, a number or None, got a `{type(values).__name__}`."
             )
 
     def _decide(self, each: Evaluation, step: int, values: PyTree) -> bool:
@@ -296,8 +340,8 @@ class Evaluations:
         except (KeyError, TypeError, ValueError):
             user = next(user for name, user in self._metrics() if name == metric)
             raise JobError(
-                f"Job `{self._job}`: evaluation `{each.name}` of step {self._done[each.name]} has no number"
-                f" `{metric}`, which {user} needs. It returned {_listed([*found])}."
+                f"Job `{self._job}`: evaluation `{each.name}` of step {self._done[each.name]} has "
+                f"no number `{metric}`, which {user} needs. It returned {_listed([*found])}."
             ) from None
 
     # For checkpoints.

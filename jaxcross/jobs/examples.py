@@ -15,7 +15,8 @@ class ExampleCount:
     """Counts the examples of a job's steps, until the job sets `per_step` itself.
 
     Attributes:
-        per_step: Examples that all ranks together use in a step, the mean of the steps so far; None if not known.
+        per_step: Examples that all ranks together use in a step, the mean of the steps so far; None
+            if not known.
         unit: The name of one example.
     """
 
@@ -47,7 +48,11 @@ class ExampleCount:
 
 def count_examples(batch: PyTree, ranks: int) -> tuple[float | None, str]:
     """Returns how many examples all ranks together use in a step, and their unit."""
-    shapes = [leaf.shape for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim]
+    shapes = [
+        leaf.shape
+        for leaf in jax.tree.leaves(batch)
+        if isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim
+    ]
     if not shapes:
         return None, "examples"
     shape = shapes[0]

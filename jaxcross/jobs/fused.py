@@ -32,10 +32,12 @@ _LONGEST_NAME = 40  # characters that a table has room for
 
 @final
 class FusedJob:
-    """Several `Job`s that `jaxcross.run` trains as one, made by `jaxcross.fuse`. Each has its own results in the end.
+    """Several `Job`s that `jaxcross.run` trains as one, made by `jaxcross.fuse`. Each has its own
+    results in the end.
 
-    A job whose data end, that stops early, or whose data raise leaves between two steps, on all ranks the same; the
-    others go on without it. What raises in a step or in an evaluation ends all of them.
+    A job whose data end, that stops early, or whose data raise leaves between two steps, on all
+    ranks the same; the others go on without it. What raises in a step or in an evaluation ends all
+    of them.
 
     Attributes:
         name: The name in reports, made of the jobs' names.
@@ -46,7 +48,9 @@ class FusedJob:
     def __init__(self, members: Sequence[Job], step: FusedStep) -> None:
         names = [job.name for job in members]
         joined = "+".join(names)
-        self.name = joined if len(joined) <= _LONGEST_NAME else f"{names[0]} and {len(names) - 1} more"
+        self.name = (
+            joined if len(joined) <= _LONGEST_NAME else f"{names[0]} and {len(names) - 1} more"
+        )
         self.members = tuple(members)
         self.errors: list[JobError | ExchangeError] = []
         self._step = step
@@ -74,7 +78,9 @@ class FusedJob:
         return tuple(member.state for member in self.members)
 
     def _train(self, job: JobContext) -> float:
-        """Trains until some members leave, and lets them go. Waits for all ranks. Returns the examples of a step."""
+        """Trains until some members leave, and lets them go. Waits for all ranks. Returns the
+        examples of a step.
+        """
         live, examples = self._live, 0.0
         batches = SideBySide([member.source for member in live])
         states = job.state = tuple(member.job.state for member in live)
@@ -84,7 +90,9 @@ class FusedJob:
         for batch in loop:
             batches.delivered()
             if not examples:
-                examples = sum(count_examples(each, job.host.world.size)[0] or 0.0 for each in batch)
+                examples = sum(
+                    count_examples(each, job.host.world.size)[0] or 0.0 for each in batch
+                )
                 job.examples_per_step = examples or None
             states, metrics = self._step(states, batch)
             job.state = states
@@ -111,7 +119,9 @@ class FusedJob:
         staying = []
         for member, texts in zip(live, zip(*ranks, strict=True), strict=True):
             if any(texts):
-                found = [f"failed\nafter step {member.step}: {text}" if text else "" for text in texts]
+                found = [
+                    f"failed\nafter step {member.step}: {text}" if text else "" for text in texts
+                ]
                 error = explain(member.name, member.step, found)
                 error.__cause__ = member.source.error
                 self.errors.append(error)
@@ -124,7 +134,9 @@ class FusedJob:
     def _finish(self, job: JobContext) -> None:
         """Gives each member its results, after the run, however that ended."""
         state = job.state
-        if self._live and isinstance(state, tuple) and len(state) == len(self._live):  # not one that ended by itself
+        if (
+            self._live and isinstance(state, tuple) and len(state) == len(self._live)
+        ):  # not one that ended by itself
             for member, own in zip(self._live, state, strict=True):
                 member.job.state, member.job.step = own, job.step
         for member in self._live:
@@ -139,7 +151,8 @@ class FusedJob:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusion(Sequence[Job | FusedJob]):
-    """The jobs to give to `jaxcross.run`, some of them fused. `print` says which, and why. The same on every rank.
+    """The jobs to give to `jaxcross.run`, some of them fused. `print` says which, and why. The same
+    on every rank.
 
     Attributes:
         jobs: The jobs; a fused one is where the first of its members was.
@@ -157,7 +170,9 @@ class Fusion(Sequence[Job | FusedJob]):
 
     def __repr__(self) -> str:
         fused = sum(isinstance(job, FusedJob) for job in self.jobs)
-        return f"<Fusion: {len(self.jobs)} to run, {fused} of them fused; print() says which, and why>"
+        return (
+            f"<Fusion: {len(self.jobs)} to run, {fused} of them fused; print() says which, and why>"
+        )
 
     def __str__(self) -> str:
         return "\n".join(self.reasons)
@@ -197,7 +212,9 @@ class _Member:
         self.latest.set(state, self.step)
 
     def stops_early(self, job: JobContext) -> bool:
-        """Makes the evaluations that are due, and returns whether the job ends here. May wait for all ranks."""
+        """Makes the evaluations that are due, and returns whether the job ends here. May wait for
+        all ranks.
+        """
         if not self._evaluations.any:
             return False
         running = job.host.evaluations  # what an evaluation calls is no step of the fused job

@@ -1,4 +1,6 @@
-"""The steps of a job: `JobHost` runs them in the agreed order, counts them, and keeps the state that they leave."""
+"""The steps of a job: `JobHost` runs them in the agreed order, counts them, and keeps the state
+that they leave.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from jaxcross.world.control_plane import Control, all_equal
 
 @final
 class JobHost:
-    """The host of a job's steps; implements `jaxcross.runtime.step_host.StepHost`. Owned by the job's `JobRun`.
+    """The host of a job's steps; implements `jaxcross.runtime.step_host.StepHost`. Owned by the
+    job's `JobRun`.
 
     Attributes:
         name: The job's name.
@@ -45,7 +48,8 @@ class JobHost:
         examples: Examples of a step.
         evaluations: What the job does every so many steps.
         loops: The job's loops over batches that are not over, in their order.
-        planned_steps: The step at which its latest loop on its own ends, None where that is not known.
+        planned_steps: The step at which its latest loop on its own ends, None where that is not
+            known.
         left_over: Whether a loop ended with another rank's data, while this rank had a batch ready.
         done: Set once the job is over and its results are final.
         observer: Follows the job, if it is a trial of a sweep.
@@ -91,14 +95,16 @@ class JobHost:
 
     @property
     def is_only_job(self) -> bool:
-        """Whether it has been its runner's only job, so that nothing runs next to it; as of the latest
-        `run_on_all_ranks`, hence the same on all ranks.
+        """Whether it has been its runner's only job, so that nothing runs next to it; as of the
+        latest `run_on_all_ranks`, hence the same on all ranks.
         """
         return self._life.record is not None and self._life.record.is_only_job
 
     @property
     def steps_left(self) -> int | None:
-        """The number of batches that its loops still have on this rank; None if that is not known."""
+        """The number of batches that its loops still have on this rank; None if that is not
+        known.
+        """
         left = [loop.batches_left for loop in self.loops if not loop.closed]
         return None if None in left else max((n for n in left if n is not None), default=None)
 
@@ -111,18 +117,22 @@ class JobHost:
     def unsavable_reason(self) -> str:
         """Returns why a restart could not go on from the state; empty if it can."""
         if self.steps_made and self.registry.training is None:
-            return "the job trains by a `ParameterServer`, which has a state of its own on every rank"
+            return (
+                "the job trains by a `ParameterServer`, which has a state of its own on every rank"
+            )
         if self.latest.step != self.step:
             return "its function neither returned nor saved its latest state"
         if self.latest.is_guess:
             return (
-                "its function changes what its step returns before the next one, and has not said what it makes of the "
-                "latest: assign that to `job.state` in each step"
+                "its function changes what its step returns before the next one, and has not said "
+                "what it makes of the latest: assign that to `job.state` in each step"
             )
         return "" if self._life.resumption is None else self._life.resumption.unsavable_reason
 
     def cut_before_restart(self, key: str) -> int | None:
-        """Returns the number of segments that the step with this key was cut into in an earlier run, if known."""
+        """Returns the number of segments that the step with this key was cut into in an earlier
+        run, if known.
+        """
         return self.cuts.get(key)
 
     def remember_cut(self, key: str, n_segments: int) -> None:
@@ -130,7 +140,9 @@ class JobHost:
         self.cuts[key] = n_segments
 
     def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:  # noqa: ARG002
-        """Whether this job has not asked about `program` of `step`, or one like it, before. The same on every rank."""
+        """Whether this job has not asked about `program` of `step`, or one like it, before. The
+        same on every rank.
+        """
         return self.registry.first_use(program, step)
 
     def agree(self, agreement: Agreement) -> None:
@@ -147,7 +159,8 @@ class JobHost:
         self.run_on_all_ranks(agreement.label, work)
 
     def check_nonfinite(self, control: Control) -> None:
-        """Makes sure that all ranks have the same policy for values that are not finite. Waits for all ranks.
+        """Makes sure that all ranks have the same policy for values that are not finite. Waits for
+        all ranks.
 
         Raises:
             JobError: On every rank: it differs.
@@ -157,7 +170,8 @@ class JobHost:
             policies = control.allgather_text(self.nonfinite)
             text = ", ".join(f"`{policy}` on rank {n}" for n, policy in enumerate(policies))
             raise JobError(
-                f"Job `{self.name}`: `nonfinite` is {text}. Ranks would drift apart: set the same on every rank."
+                f"Job `{self.name}`: `nonfinite` is {text}. Ranks would drift apart: set the same "
+                "on every rank."
             )
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
@@ -169,14 +183,18 @@ class JobHost:
 
     @contextmanager
     def compiling(self, name: str) -> Iterator[None]:
-        """Returns a context whose length the report and the flight recorder show as compilation of `name`."""
+        """Returns a context whose length the report and the flight recorder show as compilation of
+        `name`.
+        """
         during = self._world.flight.during("compile", job=self.name, step=self.step)
         with self.preparing(), during, self.measure("compile", name):
             yield
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Returns a context in which a step is traced or compiled, for which other jobs wait at a joint start."""
+        """Returns a context in which a step is traced or compiled, for which other jobs wait at a
+        joint start.
+        """
         _, record = self._life.running()
         record.preparing += 1
         try:
@@ -190,7 +208,12 @@ class JobHost:
         check_choice(kind, SpanKind, f"`kind` of `job.measure` in job `{self.name}`")
         start_ns = time.monotonic_ns()
         busy = self._world.monitor(
-            job=self.name, step=self.step, segment=-1, what=label or "work", local=True, waiting_for=lambda _: {}
+            job=self.name,
+            step=self.step,
+            segment=-1,
+            what=label or "work",
+            local=True,
+            waiting_for=lambda _: {},
         )
         try:
             with busy if kind == "host" else nullcontext():
@@ -216,10 +239,12 @@ class JobHost:
         )
 
     def run(self, compiled: Compiled, leaves: Sequence[object], step: object) -> PyTree:
-        """Runs one call of a `crossover` function in this job: waits until its last segment was dispatched.
+        """Runs one call of a `crossover` function in this job: waits until its last segment was
+        dispatched.
 
         Raises:
-            JobError, ExchangeError: The step failed on some rank; on every rank, and the job is over.
+            JobError, ExchangeError: The step failed on some rank; on every rank, and the job is
+                over.
             JobError: Steps are skipped one after the other, and this rank's state is not finite.
             ExchangeError: On every rank: replicas were to be compared after this step, and differ.
             CutError: The job is to skip steps, and this one does not return its state.
@@ -252,7 +277,11 @@ class JobHost:
                 self.observer.stepped(self.step)
         if resumption is not None and graph.is_step:
             resumption.note_call(
-                compiled.program.name, self.loops, trains=trains, state=self.latest.state, results=outputs
+                compiled.program.name,
+                self.loops,
+                trains=trains,
+                state=self.latest.state,
+                results=outputs,
             )
         self.latest.note_results(outputs, self.step)
         if trains:
@@ -271,11 +300,14 @@ class JobHost:
         driver, record = self._life.running()
         given = arrays_by_buffer(leaves)
         state, _ = self.latest.latest()
-        resting = [(a, a.nbytes) for buffer, a in arrays_by_buffer(state).items() if buffer not in given]
+        resting = [
+            (a, a.nbytes) for buffer, a in arrays_by_buffer(state).items() if buffer not in given
+        ]
         memory = memory_of(compiled).with_resting(
             sum(nbytes for _, nbytes in resting) + sum(loop.ahead_bytes for loop in self.loops)
         )
-        # The first batch may be the same array in several jobs, which later are at different batches.
+        # The first batch may be the same array in several jobs, which later are at different
+        # batches.
         batches = frozenset[Hashable]().union(*(loop.first_batch for loop in self.loops))
         need = Need.of(memory, [*compiled.lasting_inputs(leaves), *resting], without=batches)
         remedy = remedies(compiled.program)
@@ -291,13 +323,16 @@ class JobHost:
         self._admission.give_back(self.name, lambda: self.latest.latest()[0])
 
     def _refuse_to_skip(self, compiled: Compiled) -> None:
-        """Raises CutError for a step that could not be skipped; a program without exchanges need not be."""
+        """Raises CutError for a step that could not be skipped; a program without exchanges need
+        not be.
+        """
         if compiled.program.exchanges:
             raise CutError(
-                f"`{compiled.program.name}` cannot skip a step: none of its results has the structure, shapes and types"
-                ' of its first argument, and it donates none. With `nonfinite="skip"` the first function with exchanges'
-                " that a job calls is its step: name by `donate_argnums` the arguments that are its state, and return"
-                " what becomes of them. Evaluate after the first step."
+                f"`{compiled.program.name}` cannot skip a step: none of its results has the "
+                "structure, shapes and types of its first argument, and it donates none. With "
+                '`nonfinite="skip"` the first function with exchanges that a job calls is its '
+                "step: name by `donate_argnums` the arguments that are its state, and return what "
+                "becomes of them. Evaluate after the first step."
             )
 
     # For `jaxcross.server`.
@@ -309,15 +344,17 @@ class JobHost:
         return driver.stopping(record)
 
     def served(self, *, start_ns: int, pushed_ns: int, end_ns: int, nbytes: int) -> None:
-        """Counts a step that a parameter server exchanged, and reports its parts: until the push, and from there.
+        """Counts a step that a parameter server exchanged, and reports its parts: until the push,
+        and from there.
 
         Raises:
             JobError: The job evaluates, which needs ranks that have made the same steps.
         """
         if self.evaluations.any:
             raise JobError(
-                f"Job `{self.name}` trains by a `ParameterServer`, so that its ranks have made different numbers of"
-                " steps: `job.every` cannot evaluate it. Evaluate in the loop, with `job.measure`."
+                f"Job `{self.name}` trains by a `ParameterServer`, so that its ranks have made "
+                "different numbers of steps: `job.every` cannot evaluate it. Evaluate in the loop, "
+                "with `job.measure`."
             )
         self.step += 1
         self.examples.count_step()
@@ -336,7 +373,8 @@ class JobHost:
                     step=self.step,
                     segment=segment,
                     kind=kind,
-                    lane=1 + record.number,  # one of the job's own: no lane orders what its thread does
+                    lane=1
+                    + record.number,  # one of the job's own: no lane orders what its thread does
                     start_ns=begin_ns,
                     end_ns=finish_ns,
                     ready_ns=begin_ns,

@@ -37,7 +37,8 @@ class JobRun:
     """One job of a runner. Implements `jaxcross.jobs.lifecycle.ManagedJob`.
 
     Attributes:
-        context: The object that the job's function receives, and that the caller of `Runner.add` keeps.
+        context: The object that the job's function receives, and that the caller of `Runner.add`
+            keeps.
     """
 
     def __init__(
@@ -58,7 +59,11 @@ class JobRun:
         self._world = world
         self._life = JobLifecycle(name)
         self._host = JobHost(
-            self._life, listeners=listeners, world=world, check_replicas=check_replicas, admission=admission
+            self._life,
+            listeners=listeners,
+            world=world,
+            check_replicas=check_replicas,
+            admission=admission,
         )
         self._metrics = MetricLog(self._note_metrics, begin_files)
         self.context = JobContext(self._life, self._host, self._metrics, world)
@@ -75,7 +80,9 @@ class JobRun:
 
     @property
     def order(self) -> float:
-        """Its place among the jobs of the run, the same on all ranks; after all others if it never joined."""
+        """Its place among the jobs of the run, the same on all ranks; after all others if it never
+        joined.
+        """
         record = self._life.record
         return float("inf") if record is None or record.number < 0 else record.number
 
@@ -91,8 +98,12 @@ class JobRun:
         return JobThread(self.name, main, self.context, living, excuse_start)
 
     def attach(self, driver: Driver, record: JobRecord, session: Session | None = None) -> None:
-        """Takes the job's place in a run that begins, or that the job is added to; with checkpoints if it has any."""
-        self._life.attach(self, driver, record, None if session is None else self._resumption(session))
+        """Takes the job's place in a run that begins, or that the job is added to; with checkpoints
+        if it has any.
+        """
+        self._life.attach(
+            self, driver, record, None if session is None else self._resumption(session)
+        )
 
     def _resumption(self, session: Session) -> Resumption:
         def note(text: str) -> None:
@@ -102,7 +113,9 @@ class JobRun:
         if session.best is not None:
             evaluations.keep_best(*session.best)
         checkpointer = session.checkpointer(self.name, note)
-        return Resumption(checkpointer, self.context.cuts, session.every, evaluations, self._host.skipped)
+        return Resumption(
+            checkpointer, self.context.cuts, session.every, evaluations, self._host.skipped
+        )
 
     def call_function(self) -> None:
         """Runs the job's function and keeps what it returns. In the job's thread."""
@@ -113,7 +126,9 @@ class JobRun:
             self._host.latest.set(result, self.step)
         del result
         self.context.finish_step()
-        if self._life.resumption is not None:  # what was logged must not be lost with the process after the last save
+        if (
+            self._life.resumption is not None
+        ):  # what was logged must not be lost with the process after the last save
             self.context.read_back()
         self._save_last(partial(driver.run_on_all_ranks, record))
 
@@ -127,7 +142,9 @@ class JobRun:
             loop.close()
 
     def close(self) -> None:
-        """Ends the job here: reads back what is left, and drops all but the state. Waits for the device."""
+        """Ends the job here: reads back what is left, and drops all but the state. Waits for the
+        device.
+        """
         life, host, context = self._life, self._host, self.context
         if context.done.is_set():
             return
@@ -147,12 +164,20 @@ class JobRun:
             if status == "ended" and host.evaluations.stop_reason:
                 context.status = "stopped early"
         failure = self._metrics.read_remaining()
-        if failure is not None and context.error is None:  # of a failed step's metrics the job's own error says more
+        if (
+            failure is not None and context.error is None
+        ):  # of a failed step's metrics the job's own error says more
             context.unread = failure
         if record is not None:
             done = record.status == "ended" and context.status in ("ended", "stopped early")
-            self._listeners.note(job=self.name, kind="done" if done else "closed", step=self.step, value=context.status)
-        # The arguments hold data and steps, the steps their constants, and the loops perhaps a batch.
+            self._listeners.note(
+                job=self.name,
+                kind="done" if done else "closed",
+                step=self.step,
+                value=context.status,
+            )
+        # The arguments hold data and steps, the steps their constants, and the loops perhaps a
+        # batch.
         life.detach()
         self._function, self._arguments = _no_function, {}
         host.registry.forget()
@@ -164,12 +189,17 @@ class JobRun:
         context.done.set()
 
     def _print_failure(self, error: JobError | ExchangeError) -> None:
-        """Prints why the job has left, since the run may continue for days before it raises the error."""
+        """Prints why the job has left, since the run may continue for days before it raises the
+        error.
+        """
         cause = error.__cause__
         if cause is None or self.context.status == "ejected":
             print_error(f"jaxcross: {error}")
         else:
-            heading = f"jaxcross: job `{self.name}` failed on rank {self._world.rank} of {self._world.size}:"
+            heading = (
+                f"jaxcross: job `{self.name}` failed on rank {self._world.rank} of "
+                f"{self._world.size}:"
+            )
             print_error(f"{heading}\n{traceback_text(cause)}")
 
     def close_unbegun(self) -> None:
@@ -179,7 +209,9 @@ class JobRun:
             self.close()
 
     def save_left(self) -> None:
-        """Saves what a stop or a failure left, after the run. Waits for all ranks. Never hides why the job ended."""
+        """Saves what a stop or a failure left, after the run. Waits for all ranks. Never hides why
+        the job ended.
+        """
         record = self._life.record
         # The record's status, which all ranks agreed on; the context's may differ between them.
         if record is None or record.status in (None, "ended"):
@@ -197,20 +229,32 @@ class JobRun:
     def at_stop(self) -> StoppedJob:
         """Returns how far the job is after a run that was stopped, and what is saved of it."""
         resumption = self._life.resumption
-        begun, saved = (False, None) if resumption is None else (resumption.begun, resumption.saved_step)
-        return StoppedJob(name=self.name, status=self.context.status, step=self.step, begun=begun, saved=saved)
+        begun, saved = (
+            (False, None) if resumption is None else (resumption.begun, resumption.saved_step)
+        )
+        return StoppedJob(
+            name=self.name, status=self.context.status, step=self.step, begun=begun, saved=saved
+        )
 
     def _save_last(self, together: RunOnAllRanks) -> None:
         resumption = self._life.resumption
         if resumption is not None:
             reason = self._host.unsavable_reason()
-            resumption.save_last(self._host.latest.state, self.step, together, unsavable_reason=reason)
+            resumption.save_last(
+                self._host.latest.state, self.step, together, unsavable_reason=reason
+            )
 
 
 def first_of(runs: Sequence[JobRun], world: World) -> list[JobRun]:
-    """Returns the first job alone, whose first step `jaxcross estimate` measures; logs on rank 0 which one that is."""
+    """Returns the first job alone, whose first step `jaxcross estimate` measures; logs on rank 0
+    which one that is.
+    """
     if len(runs) > 1 and world.rank == 0:
-        _log.warning("Job `%s`, the first of %d, is measured. The others are not run.", runs[0].name, len(runs))
+        _log.warning(
+            "Job `%s`, the first of %d, is measured. The others are not run.",
+            runs[0].name,
+            len(runs),
+        )
     return list(runs[:1])
 
 

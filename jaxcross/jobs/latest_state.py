@@ -17,28 +17,41 @@ _copy_array = jax.jit(jnp.copy)  # 13 us a scalar to dispatch, where `jnp.copy` 
 
 
 class LatestState:
-    """A job's state as its function last set it, and the results of its latest committed step. On one rank; used by
-    the job's thread, and by the runner after it.
+    """A job's state as its function last set it, and the results of its latest committed step. On
+    one rank; used by the job's thread, and by the runner after it.
 
-    Only references to one step's results are held: arrays that the next step donates are deleted here as well. The
-    results are held as leaves, because the job's function may write into the dicts and NNX states that hold them.
+    Only references to one step's results are held: arrays that the next step donates are deleted
+    here as well. The results are held as leaves, because the job's function may write into the
+    dicts and NNX states that hold them.
 
     Attributes:
         state: The state that the job restored, saved or returned.
-        is_guess: Whether `state` is a step's results, while the job's function is known to change results before the
-            next step: it may have been about to change these.
+        is_guess: Whether `state` is a step's results, while the job's function is known to change
+            results before the next step: it may have been about to change these.
     """
 
     __slots__ = (
-        "_changed", "_kind", "_part", "_results", "_results_step", "_state_step", "_structure", "is_guess", "state"
-    )  # fmt: skip
+        "_changed",
+        "_kind",
+        "_part",
+        "_results",
+        "_results_step",
+        "_state_step",
+        "_structure",
+        "is_guess",
+        "state",
+    )
 
     def __init__(self) -> None:
         self.state: PyTree = None
         self.is_guess = False
         self._changed = False  # the function changes a step's results before the next step
-        self._kind = jax.tree.structure(None)  # the structure of the results to which `_part` belongs
-        self._part: slice | None = None  # the leaves of the results that are like the state; None: unknown
+        self._kind = jax.tree.structure(
+            None
+        )  # the structure of the results to which `_part` belongs
+        self._part: slice | None = (
+            None  # the leaves of the results that are like the state; None: unknown
+        )
         self._state_step = 0
         self._results: list[PyTree] = []  # as leaves, and their structure
         self._structure = jax.tree.structure(None)
@@ -54,15 +67,23 @@ class LatestState:
         self.state, self._state_step, self.is_guess = state, step, False
 
     def note_arguments(self, arguments: Sequence[object]) -> None:
-        """Notes whether the next step takes the latest one's results, or others that the function made of them."""
+        """Notes whether the next step takes the latest one's results, or others that the function
+        made of them.
+        """
         if self._changed or not self._results or self._state_step == self._results_step:
             return
-        if self._structure != self._kind:  # compared once for each structure: this runs before every step
+        if (
+            self._structure != self._kind
+        ):  # compared once for each structure: this runs before every step
             self._kind, self._part = self._structure, self._part_like_state()
         if self._part is None:
             return
         given = set(map(id, arguments))
-        self._changed = any(id(leaf) not in given for leaf in self._results[self._part] if isinstance(leaf, jax.Array))
+        self._changed = any(
+            id(leaf) not in given
+            for leaf in self._results[self._part]
+            if isinstance(leaf, jax.Array)
+        )
 
     def _part_like_state(self) -> slice | None:
         results = self._all_results()
@@ -79,8 +100,11 @@ class LatestState:
         return jax.tree.unflatten(self._structure, self._results)
 
     def note_results(self, results: PyTree, step: int) -> None:
-        """Notes the results of a call that all ranks committed, after `step` calls of the training step."""
-        # Another function's results are not the state, unless it took the training step's results by donation.
+        """Notes the results of a call that all ranks committed, after `step` calls of the training
+        step.
+        """
+        # Another function's results are not the state, unless it took the training step's results
+        # by donation.
         if step > self._results_step or has_deleted(self._results):
             self._results, self._structure = jax.tree.flatten(results)
             self._results_step = step
@@ -90,14 +114,18 @@ class LatestState:
 
         It is `state`, or the one of the last committed step.
         """
-        if self._results_step and (self._state_step < self._results_step or has_deleted(self.state)):
+        if self._results_step and (
+            self._state_step < self._results_step or has_deleted(self.state)
+        ):
             found = select_state(self.state, self._all_results())
             if not has_deleted(found):
                 return found, self._results_step
         return self.state, self._state_step
 
     def adopt_results(self) -> None:
-        """Sets `state` to the one of the last committed step, for a job whose function ended before it did so."""
+        """Sets `state` to the one of the last committed step, for a job whose function ended before
+        it did so.
+        """
         state, step = self.latest()
         is_guess = self._changed and state is not self.state
         self.set(state, step)
@@ -111,23 +139,33 @@ class LatestState:
 def select_state(state: PyTree, results: PyTree) -> PyTree:
     """Returns the part of a step's results that corresponds to `state`.
 
-    This is the only element of a tuple with the structure, shapes and element types of `state`; if none or several
-    have them, all of `results`.
+    This is the only element of a tuple with the structure, shapes and element types of `state`; if
+    none or several have them, all of `results`.
     """
-    if state is not None and isinstance(results, tuple) and jax.tree.structure(results) != jax.tree.structure(state):
+    if (
+        state is not None
+        and isinstance(results, tuple)
+        and jax.tree.structure(results) != jax.tree.structure(state)
+    ):
         alike = [part for part in results if form(part) == form(state)]
         return alike[0] if len(alike) == 1 else results
     return results
 
 
 def holds_state(state: PyTree, results: PyTree) -> bool:
-    """Whether a function's results hold an array for each one of `state`, as a step's do, in any order."""
-    wanted, found = (Counter(map(_shape_and_type, jax.tree.leaves(tree))) for tree in (state, results))
+    """Whether a function's results hold an array for each one of `state`, as a step's do, in any
+    order.
+    """
+    wanted, found = (
+        Counter(map(_shape_and_type, jax.tree.leaves(tree))) for tree in (state, results)
+    )
     return wanted <= found
 
 
 def own_copy(state: T) -> T:
-    """Returns a copy of `state` that shares no array with it. Dispatches the copies of JAX arrays; does not wait."""
+    """Returns a copy of `state` that shares no array with it. Dispatches the copies of JAX arrays;
+    does not wait.
+    """
     return jax.tree.map(_copy, state)
 
 

@@ -41,7 +41,8 @@ class JobLifecycle:
         record: The driver's record of the job; None before the run.
         resumption: Ties the job to its checkpoints, if there are any.
         stop_requested: Whether the job ended because it alone was asked to stop.
-        misuse: The error of a loop over batches in another thread, for the job's own thread to raise.
+        misuse: The error of a loop over batches in another thread, for the job's own thread to
+            raise.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,32 +63,38 @@ class JobLifecycle:
         """Returns the run's driver, and its record of the job.
 
         Raises:
-            JobError: The job is not running, or this is its thread and another one iterated over its batches.
+            JobError: The job is not running, or this is its thread and another one iterated over
+                its batches.
         """
         if self.driver is None or self.record is None:
             raise JobError(
-                f"Job `{self.name}` is not running. Its methods work inside its function, during `runner.run()`."
+                f"Job `{self.name}` is not running. Its methods work inside its function, during "
+                "`runner.run()`."
             )
         if self.misuse is not None and self.in_own_thread:
             raise self.misuse
         return self.driver, self.record
 
     def stray_error(self, what: str, done: str) -> JobError | None:
-        """Returns the error for a caller that is not the job's own thread, and would take that thread's answers."""
+        """Returns the error for a caller that is not the job's own thread, and would take that
+        thread's answers.
+        """
         if self.in_own_thread:
             return None
         return JobError(
-            f"{what} of job `{self.name}` was {done} in thread `{threading.current_thread().name}`, not in the "
-            "job's own: two threads would take each other's answers from the other ranks. Do it in the job's function. "
-            "`job.batches` has a thread that prepares batches ahead of it: give what yours does to batches as an "
+            f"{what} of job `{self.name}` was {done} in thread "
+            f"`{threading.current_thread().name}`, not in the job's own: two threads would take "
+            "each other's answers from the other ranks. Do it in the job's function. `job.batches` "
+            "has a thread that prepares batches ahead of it: give what yours does to batches as an "
             "iterator, `job.batches(prepared(data))`."
         )
 
     def ends_stray_loop(self) -> bool:
-        """Whether a loop over batches must end at once, because it runs in another thread than the job's own.
+        """Whether a loop over batches must end at once, because it runs in another thread than the
+        job's own.
 
-        The job fails for it, where its own thread can still raise the error. Raised here, where perhaps no caller
-        catches it, the error would end the other jobs as well.
+        The job fails for it, where its own thread can still raise the error. Raised here, where
+        perhaps no caller catches it, the error would end the other jobs as well.
 
         Raises:
             JobError: The job's thread cannot raise it: it is over, or has one to raise already.
@@ -95,7 +102,12 @@ class JobLifecycle:
         error = self.stray_error("`job.batches`", "iterated")
         if error is None:
             return False
-        if self.misuse is not None or self.driver is None or self.record is None or self.record.status == "ended":
+        if (
+            self.misuse is not None
+            or self.driver is None
+            or self.record is None
+            or self.record.status == "ended"
+        ):
             raise error
         self.misuse = error
         return True
@@ -106,9 +118,15 @@ class JobLifecycle:
         Raises:
             JobError: The run has not begun.
         """
-        driver, record = self.driver, self.record  # read once: the job's thread clears them when the job leaves
+        driver, record = (
+            self.driver,
+            self.record,
+        )  # read once: the job's thread clears them when the job leaves
         if record is None:
-            raise JobError(f"Job `{self.name}` is not running: it can be stopped or paused during `runner.run()` only.")
+            raise JobError(
+                f"Job `{self.name}` is not running: it can be stopped or paused during "
+                "`runner.run()` only."
+            )
         if driver is not None:
             driver.request(record, request)
 
@@ -117,17 +135,21 @@ class JobLifecycle:
         if self.driver is not None and self.record is not None:
             self.driver.excuse_start(self.record)
 
-    def attach(self, job: ManagedJob, driver: Driver, record: JobRecord, resumption: Resumption | None) -> None:
+    def attach(
+        self, job: ManagedJob, driver: Driver, record: JobRecord, resumption: Resumption | None
+    ) -> None:
         """Takes the job's place in a run that begins, or that the job is added to."""
         self.driver, self.record, self.resumption = driver, record, resumption
         record.abandon = partial(self._abandon, job)
-        # Called by the driver before any other job can save what it did in the knowledge of this end.
+        # Called by the driver before any other job can save what it did in the knowledge of this
+        # end.
         record.on_end = partial(self._on_end, job)
         if resumption is not None:
             record.on_pause = resumption.mark_paused
 
     def main(self, job: ManagedJob) -> None:
-        """Runs the job's function: the body of its thread. An error becomes the job's failure on all ranks.
+        """Runs the job's function: the body of its thread. An error becomes the job's failure on
+        all ranks.
 
         Waits, after the function, until the job is over on every rank.
         """
@@ -146,11 +168,13 @@ class JobLifecycle:
         self._end_thread(job, driver, record)
 
     def _abandon(self, job: ManagedJob) -> NoReturn:
-        """Leaves the job's thread behind: the job is over, but its function catches the error and calls again."""
+        """Leaves the job's thread behind: the job is over, but its function catches the error and
+        calls again.
+        """
         driver, record = self.running()
         _log.warning(
-            "Job `%s` is over (%s), but its function catches every exception and goes on: its thread stays, asleep. "
-            "Let `except` name what it expects.",
+            "Job `%s` is over (%s), but its function catches every exception and goes on: its "
+            "thread stays, asleep. Let `except` name what it expects.",
             self.name,
             describe(record.error) if record.error else "stopped",
         )
@@ -165,7 +189,8 @@ class JobLifecycle:
             threading.Event().wait()
 
     def _end_thread(self, job: ManagedJob, driver: Driver, record: JobRecord) -> None:
-        # The loops first: their threads may hold batches while the other ranks take long to end the job.
+        # The loops first: their threads may hold batches while the other ranks take long to end the
+        # job.
         job.close_loops()
         record.done.wait()
         job.close()
@@ -175,12 +200,14 @@ class JobLifecycle:
         job.give_back_memory()
         status = self.final_status(status)
         self.stop_requested = asked
-        # A job that ends because its whole run was stopped goes on in the next run: no mark for that.
+        # A job that ends because its whole run was stopped goes on in the next run: no mark for
+        # that.
         if self.resumption is not None and (status != "stopped" or asked):
             self.resumption.mark_done(status)
 
     def final_status(self, status: FinalStatus) -> FinalStatus:
-        """Returns the job's status, given the vote's: a stop may have unwound a function that exchanges nothing.
+        """Returns the job's status, given the vote's: a stop may have unwound a function that
+        exchanges nothing.
 
         The vote takes a job that a `ParameterServer` has stopped for one that has come to its end.
         """
@@ -194,7 +221,9 @@ class JobLifecycle:
 
 
 def forget_locals(error: BaseException | None) -> None:
-    """Clears the variables of the functions that an exception went through, which would keep a step's arrays alive."""
+    """Clears the variables of the functions that an exception went through, which would keep a
+    step's arrays alive.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,4 +1,6 @@
-"""Stores logged metrics: copies on the device, read back once they are computed, so that logging never waits."""
+"""Stores logged metrics: copies on the device, read back once they are computed, so that logging
+never waits.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,16 @@ class MetricLog:
 
     Args:
         listen: Called with each step and its metrics, once they are read back.
-        begin_files: Lets the files of metrics end with the step that was restored, if there are files.
+        begin_files: Lets the files of metrics end with the step that was restored, if there are
+            files.
 
     Attributes:
         observer: Called with what is logged, before it is read back.
     """
 
-    def __init__(self, listen: Callable[[int, PyTree], None], begin_files: BeginFiles | None = None) -> None:
+    def __init__(
+        self, listen: Callable[[int, PyTree], None], begin_files: BeginFiles | None = None
+    ) -> None:
         self.history: list[tuple[int, PyTree]] = []
         self.observer: JobObserver | None = None
         self._listen = listen
@@ -44,7 +49,8 @@ class MetricLog:
         self._pending: deque[tuple[int, PyTree]] = deque()
 
     def begin(self, step: int, together: RunOnAllRanks | None) -> None:
-        """Begins the files, after this step, with what earlier runs logged; with `together`, `history` has that, too.
+        """Begins the files, after this step, with what earlier runs logged; with `together`,
+        `history` has that, too.
 
         Args:
             step: The last one that earlier runs made.
@@ -60,7 +66,9 @@ class MetricLog:
                 self.observer.restored(len(lines))
 
     def drop(self, step: int, evaluation: str) -> None:
-        """Drops what earlier runs logged, in files, of an evaluation that is made again after this step."""
+        """Drops what earlier runs logged, in files, of an evaluation that is made again after this
+        step.
+        """
         if self._begin_files is None:
             return
         self._begin_files(step, without=evaluation)
@@ -81,8 +89,9 @@ class MetricLog:
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(metrics)):
             raise TypeError(
-                "`job.log` was called with traced values, inside a `jax.jit` or a step, where it would run once, while"
-                " JAX traces. Return the metrics from the step, and log them in the job's function."
+                "`job.log` was called with traced values, inside a `jax.jit` or a step, where it "
+                "would run once, while JAX traces. Return the metrics from the step, and log them "
+                "in the job's function."
             )
         self._pending.append((step, own_copy(jax.tree.map(_key_data, metrics))))
         while self._pending and _computed(self._pending[0][1]):
@@ -91,7 +100,9 @@ class MetricLog:
             self.observer.logged(step, metrics)
 
     def read_remaining(self) -> Exception | None:
-        """Reads back all remaining metrics, and returns the first error, if any. Waits for the device."""
+        """Reads back all remaining metrics, and returns the first error, if any. Waits for the
+        device.
+        """
         failure = None
         while self._pending:
             try:
@@ -113,7 +124,9 @@ def _key_data(leaf: Leaf) -> Leaf:
 
 
 def _computed(metrics: PyTree) -> bool:
-    arrays: list[PyTree] = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
+    arrays: list[PyTree] = [
+        leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)
+    ]
     return all(array.is_ready() for array in arrays)
 
 

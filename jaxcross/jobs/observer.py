@@ -8,7 +8,8 @@ from jaxcross._pytree import PyTree
 
 
 class JobObserver(Protocol):
-    """Called in the job's own thread on every rank, where each call comes at the same step of the job.
+    """Called in the job's own thread on every rank, where each call comes at the same step of the
+    job.
 
     `logged` and `saving` may raise, which ends the job as an error of its function does.
 
@@ -19,7 +20,9 @@ class JobObserver(Protocol):
     metric: str
 
     def restored(self, entries: int) -> None:
-        """Called when the job's history has got so many entries of earlier runs, or lost them again if negative."""
+        """Called when the job's history has got so many entries of earlier runs, or lost them again
+        if negative.
+        """
         ...
 
     def stepped(self, step: int) -> None:
@@ -35,7 +38,8 @@ class JobObserver(Protocol):
         ...
 
     def ended(self, *, asked: bool) -> bool:
-        """Called once the job is over on all ranks and its results are final; `asked` if it alone was asked to stop.
+        """Called once the job is over on all ranks and its results are final; `asked` if it alone
+        was asked to stop.
 
         Returns whether the run saves what the job left, if it did not come to its end.
         """

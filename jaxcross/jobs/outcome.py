@@ -42,7 +42,10 @@ def report_of(
         start_ns=start_ns,
         end_ns=end_ns,
         policy=policy,
-        placement=f"{devices[0].platform}, {len(devices)} device{'s' if len(devices) > 1 else ''} a rank{over}",
+        placement=(
+            f"{devices[0].platform}, {len(devices)} device{'s' if len(devices) > 1 else ''} a "
+            f"rank{over}"
+        ),
         link=link,
         dropped=recorder.dropped,
         control=world.control if world.size > 1 else None,
@@ -82,17 +85,22 @@ def _numbers(values: dict[Any, Any]) -> Iterator[tuple[str, int | float]]:
 
 
 def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> JobError | None:
-    """Returns the error of jobs that never joined; the same on every rank. Waits for all; `names` were added here."""
+    """Returns the error of jobs that never joined; the same on every rank. Waits for all; `names`
+    were added here.
+    """
     ranks: dict[str, list[str]] = {}
     for rank, theirs in enumerate(gather(world.control, names)):
         for name in theirs:
             ranks.setdefault(name, []).append(str(rank))
     if not ranks:
         return None
-    what = ", ".join(f"`{name}` (rank {', '.join(where)} of {world.size})" for name, where in ranks.items())
+    what = ", ".join(
+        f"`{name}` (rank {', '.join(where)} of {world.size})" for name, where in ranks.items()
+    )
     error = JobError(
-        f"Jobs were added during the run but not on every rank, or when it was ending, and never joined: {what}. "
-        "Add a job on all ranks while another one still has to wait for them, for example in a job's function."
+        "Jobs were added during the run but not on every rank, or when it was ending, and never "
+        f"joined: {what}. Add a job on all ranks while another one still has to wait for them, for "
+        "example in a job's function."
     )
     for job in jobs:
         if job.status == "left out":
@@ -101,23 +109,33 @@ def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> 
 
 
 def tell_unread(world: World, jobs: Sequence[JobContext]) -> None:
-    """Makes a metric that one rank cannot read back the job's error on every rank. Waits for all."""
-    mine = {job.name: f"{type(job.unread).__name__}: {job.unread}" for job in jobs if job.unread is not None}
+    """Makes a metric that one rank cannot read back the job's error on every rank. Waits for
+    all.
+    """
+    mine = {
+        job.name: f"{type(job.unread).__name__}: {job.unread}"
+        for job in jobs
+        if job.unread is not None
+    }
     for rank, failures in enumerate(gather(world.control, mine)):
         for job in jobs:
             failure = failures.get(job.name)
             if job.error is None and failure:
-                job.error = JobError(f"Job `{job.name}`: rank {rank} cannot read back what it logged: {failure}")
+                job.error = JobError(
+                    f"Job `{job.name}`: rank {rank} cannot read back what it logged: {failure}"
+                )
                 job.error.__cause__ = job.unread
 
 
 def compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
-    """Compares the last states of all jobs that joined. Waits for all; a small all-reduce if they are equal. Where
-    replicas were to be checked and differ, that is the job's error on every rank.
+    """Compares the last states of all jobs that joined. Waits for all; a small all-reduce if they
+    are equal. Where replicas were to be checked and differ, that is the job's error on every rank.
     """
     joined = [job for job in jobs if job.status != "left out"] if world.size > 1 else []
     found = (
-        exchange(world.control, [job.host.replicas.end or RankReport(0, "", {}) for job in joined]) if joined else []
+        exchange(world.control, [job.host.replicas.end or RankReport(0, "", {}) for job in joined])
+        if joined
+        else []
     )
     for job, every in zip(joined, found, strict=True):
         error = job.host.replicas.settle(every) if job.host.replicas.end is not None else None
@@ -125,8 +143,14 @@ def compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
 
 
 def raise_errors(jobs: Sequence[JobContext], missing: JobError | None) -> None:
-    """Raises the first job's error, if any failed or was left out (`missing`), with notes on further ones."""
-    errors = [job.error for job in jobs if job.error is not None and job.status not in ("ejected", "left out")]
+    """Raises the first job's error, if any failed or was left out (`missing`), with notes on
+    further ones.
+    """
+    errors = [
+        job.error
+        for job in jobs
+        if job.error is not None and job.status not in ("ejected", "left out")
+    ]
     raise_first([*errors, *([missing] if missing is not None else [])])
 
 

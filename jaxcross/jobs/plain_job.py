@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxcross.jobs.arguments import check_loop, checked_early_stopping, checked_evaluation, checked_names
+from jaxcross.jobs.arguments import (
+    check_loop,
+    checked_early_stopping,
+    checked_evaluation,
+    checked_names,
+)
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.early_stopping import Mode
 from jaxcross.jobs.evaluations import Evaluations
@@ -19,7 +24,8 @@ class Job:
         name: Unique among the jobs.
         state: The latest state; final after the run. Same on all ranks for data-parallel steps.
         step: Steps done.
-        history: `(step, metrics)` of each step that was read back, as in `JobContext`; complete after the run.
+        history: `(step, metrics)` of each step that was read back, as in `JobContext`; complete
+            after the run.
 
     Args:
         name: Unique among the jobs.
@@ -27,16 +33,18 @@ class Job:
         state: The initial state, equal on all ranks unless `initial` says otherwise.
         batches: This rank's batches.
         steps: Ends after so many steps, or with the shortest rank's data.
-        nonfinite: What becomes of a step whose exchanged values are not all finite: `ignore`, `raise`, `skip` or
-            `eject`; see `JobContext.nonfinite`.
-        initial: `check` compares the ranks' initial states, `broadcast` takes rank 0's, `local` allows each its own
-            values, as dropout keys; see `JobContext.restore`. The same on every rank.
-        rank_local: Names of leaves of which each rank has its own, such as a data mask; see `JobContext.restore`. The
-            same on every rank.
+        nonfinite: What becomes of a step whose exchanged values are not all finite: `ignore`,
+            `raise`, `skip` or `eject`; see `JobContext.nonfinite`.
+        initial: `check` compares the ranks' initial states, `broadcast` takes rank 0's, `local`
+            allows each its own values, as dropout keys; see `JobContext.restore`. The same on every
+            rank.
+        rank_local: Names of leaves of which each rank has its own, such as a data mask; see
+            `JobContext.restore`. The same on every rank.
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: `name` is empty, `steps` is below 0, or `nonfinite` or `initial` is another word.
+        ValueError: `name` is empty, `steps` is below 0, or `nonfinite` or `initial` is another
+            word.
     """
 
     def __init__(
@@ -62,8 +70,11 @@ class Job:
         self._rank_local = checked_names(f"`rank_local` of job `{name}`", rank_local)
         self._settings: list[Callable[[Evaluations], None]] = []
 
-    def every(self, n: int, fn: Callable[[Any], Any], *, rank: int | None = None, name: str = "eval") -> None:
-        """Evaluates the job every `n` steps of the run: see `JobContext.every`. Call it before the run.
+    def every(
+        self, n: int, fn: Callable[[Any], Any], *, rank: int | None = None, name: str = "eval"
+    ) -> None:
+        """Evaluates the job every `n` steps of the run: see `JobContext.every`. Call it before the
+        run.
 
         Raises:
             TypeError, ValueError: An argument is of another type, or out of range.
@@ -80,13 +91,19 @@ class Job:
         patience_steps: int | None = None,
         min_delta: float = 0.0,
     ) -> None:
-        """Ends the job once a metric of `every` no longer gets better: see `JobContext.stop_early`. For before the run.
+        """Ends the job once a metric of `every` no longer gets better: see `JobContext.stop_early`.
+        For before the run.
 
         Raises:
             TypeError, ValueError: An argument is of another type, or out of range.
         """
         early = checked_early_stopping(
-            self.name, metric, mode=mode, patience=patience, patience_steps=patience_steps, min_delta=min_delta
+            self.name,
+            metric,
+            mode=mode,
+            patience=patience,
+            patience_steps=patience_steps,
+            min_delta=min_delta,
         )
         self._settings.append(lambda evaluations: evaluations.stop_early(early))
 
@@ -101,8 +118,8 @@ class Job:
             result = self._function(self.state, batch)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(
-                    f"`step` of job `{self.name}` must return a pair `(state, metrics)`, got a"
-                    f" {f'tuple of {len(result)}' if isinstance(result, tuple) else f'`{type(result).__name__}`'}."
+                    f"`step` of job `{self.name}` must return a pair `(state, metrics)`, got a "
+                    f"{f'tuple of {len(result)}' if isinstance(result, tuple) else f'`{type(result).__name__}`'}."
                     " Metrics may be an empty dict."
                 )
             self.state, metrics = result
@@ -121,8 +138,11 @@ def check_batches_apart(jobs: Iterable[Job]) -> None:
     """
     seen: dict[int, str] = {}
     for job in jobs:
-        if isinstance(job._batches, Iterator) and (other := seen.setdefault(id(job._batches), job.name)) != job.name:
+        if (
+            isinstance(job._batches, Iterator)
+            and (other := seen.setdefault(id(job._batches), job.name)) != job.name
+        ):
             raise ValueError(
-                f"`batches` of jobs `{other}` and `{job.name}` are one iterator, so that each batch would go to one of"
-                " them, to whichever asks first. Give each job its own."
+                f"`batches` of jobs `{other}` and `{job.name}` are one iterator, so that each "
+                "batch would go to one of them, to whichever asks first. Give each job its own."
             )

@@ -1,4 +1,6 @@
-"""`run`: what `Runner` does, for jobs that are the plain loop `state, metrics = step(state, batch)`."""
+"""`run`: what `Runner` does, for jobs that are the plain loop `state, metrics = step(state,
+batch)`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def run(
 
     Raises:
         TypeError: `jobs` are not all of the class `Job`, or an argument is of another type.
-        ValueError: Two jobs take batches from one iterator, or there are `checkpoints` and jobs that `fuse` has fused.
+        ValueError: Two jobs take batches from one iterator, or there are `checkpoints` and jobs
+            that `fuse` has fused.
         Exception: As `Runner` and `Runner.run` do.
 
     Example:
@@ -48,13 +51,17 @@ def run(
     """
     found = list(jobs) if isinstance(jobs, Iterable) else []
     if not isinstance(jobs, Iterable) or not all(isinstance(job, Job | FusedJob) for job in found):
-        raise TypeError(f"`jobs` must be a list of `jaxcross.Job`s, got {shortened(repr(jobs), 100)}.")
+        raise TypeError(
+            f"`jobs` must be a list of `jaxcross.Job`s, got {shortened(repr(jobs), 100)}."
+        )
     fused = [job for job in found if isinstance(job, FusedJob)]
-    check_batches_apart(each for job in found for each in (job.members if isinstance(job, FusedJob) else (job,)))
+    check_batches_apart(
+        each for job in found for each in (job.members if isinstance(job, FusedJob) else (job,))
+    )
     if fused and checkpoints is not None:
         raise ValueError(
-            f"`checkpoints` cannot keep the fused job `{fused[0].name}`: its jobs could not be restored one by one. Run"
-            " the jobs without `jaxcross.fuse`, or without `checkpoints`."
+            f"`checkpoints` cannot keep the fused job `{fused[0].name}`: its jobs could not be "
+            "restored one by one. Run the jobs without `jaxcross.fuse`, or without `checkpoints`."
         )
     with Runner(
         world,

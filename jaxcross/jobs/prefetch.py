@@ -60,7 +60,9 @@ class _Storage:
         self._before_s = time.monotonic()
 
     def slowest(self) -> str:
-        """Returns the level that the threads waited for during half of the time since the last call; "" if none."""
+        """Returns the level that the threads waited for during half of the time since the last
+        call; "" if none.
+        """
         if self._source is None:
             return ""
         now, now_s = self._source.waited_s(), time.monotonic()
@@ -73,24 +75,29 @@ class _Storage:
 class Prefetcher(Iterator[Any]):
     """An iterator over `data` whose end, like each of its batches, is agreed by all ranks.
 
-    `next` waits until every rank has its batch. The ranks vote on that while earlier steps run, so it rarely blocks.
+    `next` waits until every rank has its batch. The ranks vote on that while earlier steps run, so
+    it rarely blocks.
 
     Args:
         driver: Votes with the other ranks.
         job: The job's record.
-        stream: The number of this iterator in the job, which must open them in the same order on all ranks.
+        stream: The number of this iterator in the job, which must open them in the same order on
+            all ranks.
         open_streams: The job's earlier iterators that it may still read.
         data: This rank's batches.
         steps: Ends after so many batches, if given.
-        prepare: Called on each batch in the prefetcher's thread, for example to put it on the device.
+        prepare: Called on each batch in the prefetcher's thread, for example to put it on the
+            device.
         buffer_size: The number of batches that may be ready before they are requested.
         start: The position to begin at; `steps` counts the batches before it, too.
         resumable: Whether to record the iterator's own state with each batch, for checkpoints.
 
     Attributes:
         stream: As above.
-        position: The position behind the last batch that was handed out, whatever was prepared beyond it.
-        storage: The level of storage that reading this batch waited for; "" if for none, or if it is not known.
+        position: The position behind the last batch that was handed out, whatever was prepared
+            beyond it.
+        storage: The level of storage that reading this batch waited for; "" if for none, or if it
+            is not known.
         closed: Whether no further batch will be requested.
         first_batch: The buffers of its first batch; none before that is there.
         left_over: Whether this rank had a batch ready when another rank's data ended the loop.
@@ -112,7 +119,10 @@ class Prefetcher(Iterator[Any]):
     ) -> None:
         self._driver, self._job, self.stream = driver, job, stream
         self._data: Iterable[Any] | None = data
-        self._steps, self._prepare = None if steps is None else max(0, steps - start.n_batches), prepare
+        self._steps, self._prepare = (
+            None if steps is None else max(0, steps - start.n_batches),
+            prepare,
+        )
         self.position, self._resumable = start, resumable
         self._buffer_size, self._batch_bytes = buffer_size, 0
         self.first_batch: frozenset[Hashable] = frozenset()
@@ -126,18 +136,24 @@ class Prefetcher(Iterator[Any]):
         self._waiting = False  # `next` is about to ask for a batch, or waits for it
         self.closed = False
         self._x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # perhaps by a context of the job's thread
-        self._thread = threading.Thread(target=self._run, name=f"jaxcross-feed-{job.number}.{stream}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"jaxcross-feed-{job.number}.{stream}", daemon=True
+        )
         driver.stream_begun(job, open_streams)
         self._thread.start()
 
     @property
     def batches_left(self) -> int | None:
-        """The number of batches that `steps` still allows, including the latest one; None without `steps`."""
+        """The number of batches that `steps` still allows, including the latest one; None without
+        `steps`.
+        """
         return None if self._steps is None else self._steps - self._taken + (self._taken > 0)
 
     @property
     def ahead_bytes(self) -> int:
-        """The bytes of arrays in the batches that may be ready before they are requested, all as large as the first."""
+        """The bytes of arrays in the batches that may be ready before they are requested, all as
+        large as the first.
+        """
         return 0 if self.closed else self._buffer_size * self._batch_bytes
 
     def __next__(self) -> Any:
@@ -212,14 +228,16 @@ class Prefetcher(Iterator[Any]):
             with self._lock:
                 self._error = error
                 waiting = self._waiting and not self._batches
-            # Otherwise `next` raises it after the batches before it. A job that already waits for this batch on the
-            # other ranks must learn of the failure by the vote.
+            # Otherwise `next` raises it after the batches before it. A job that already waits for
+            # this batch on the other ranks must learn of the failure by the vote.
             if waiting:
                 self._driver.job_raised(self._job, error, f"after batch {count}")
 
 
 def close_unread(source: Iterator[Any]) -> None:
-    """Closes an iterator that its loop left before its end, with the files and threads that it holds."""
+    """Closes an iterator that its loop left before its end, with the files and threads that it
+    holds.
+    """
     if isinstance(source, Closable):
         try:
             source.close()
@@ -228,7 +246,9 @@ def close_unread(source: Iterator[Any]) -> None:
 
 
 def number_of_batches(data: Iterable[Any], steps: int | None) -> int | None:
-    """Returns how many batches a loop has, unless another rank's data end sooner; None if that is not known."""
+    """Returns how many batches a loop has, unless another rank's data end sooner; None if that is
+    not known.
+    """
     length = None
     if isinstance(data, Sized):
         with suppress(Exception):  # a length that its class cannot tell
@@ -237,12 +257,18 @@ def number_of_batches(data: Iterable[Any], steps: int | None) -> int | None:
 
 
 def to_device(batch: PyTree) -> PyTree:
-    """Returns `batch` with its NumPy arrays on the device. Later changes to them, in place, do not affect it."""
-    return jax.tree.map(lambda x: jax.device_put(_own(x)) if isinstance(x, np.ndarray | np.generic) else x, batch)
+    """Returns `batch` with its NumPy arrays on the device. Later changes to them, in place, do not
+    affect it.
+    """
+    return jax.tree.map(
+        lambda x: jax.device_put(_own(x)) if isinstance(x, np.ndarray | np.generic) else x, batch
+    )
 
 
 def _own(array: np.ndarray | np.generic) -> np.ndarray | np.generic:
-    """Returns a copy, unless `array` is read-only: the device may read it late, or use it in place."""
+    """Returns a copy, unless `array` is read-only: the device may read it late, or use it in
+    place.
+    """
     if not isinstance(array, np.ndarray) or array.dtype.hasobject or read_only(array):
         return array
     # The CPU backend takes aligned memory as it is; other memory it would copy once more.

@@ -1,4 +1,6 @@
-"""Shows from a thread of rank 0 how far a run's jobs are: lines in the log, and a file for other processes."""
+"""Shows from a thread of rank 0 how far a run's jobs are: lines in the log, and a file for other
+processes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from jaxcross.errors import shortened
 from jaxcross.health.activity import Activity
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.jobs.context import JobContext
-from jaxcross.report.progress import FILE, JobProgress, LatestMetric, Pace, RunProgress, doing_text, metric_of
+from jaxcross.report.progress import (
+    FILE,
+    JobProgress,
+    LatestMetric,
+    Pace,
+    RunProgress,
+    doing_text,
+    metric_of,
+)
 from jaxcross.report.progress_text import run_lines
 
 VARIABLE = "JAXCROSS_PROGRESS"
@@ -38,7 +48,8 @@ def interval_of(progress: bool | float | None, environ: Mapping[str, str]) -> In
             every_s = -1.0
         if not 0 <= every_s < math.inf:
             raise ValueError(
-                f"`{VARIABLE}` in the environment must be seconds between lines of progress, 0 for none, got {text!r}."
+                f"`{VARIABLE}` in the environment must be seconds between lines of progress, 0 for "
+                f"none, got {text!r}."
             )
         return Interval(every_s, never=not every_s)
     if isinstance(progress, bool) or progress is None:
@@ -61,7 +72,9 @@ class Interval:
         self._next_s = FIRST_S if every_s is None else min(FIRST_S, every_s)
 
     def due(self, run_s: float) -> bool:
-        """Whether lines are due now, in seconds since the run began. If so, the next ones are due an interval later."""
+        """Whether lines are due now, in seconds since the run began. If so, the next ones are due
+        an interval later.
+        """
         if self.never or run_s < self._next_s:
             return False
         growing_s = min(max(_LEAST_S, run_s / _GROWS_AFTER), _MOST_S)
@@ -73,7 +86,8 @@ class Interval:
 class ProgressReporter:
     """A context in which rank 0 shows how far the jobs are. Other ranks do nothing.
 
-    It reads what jobs and the flight recorder know anyway, once a second, so that steps cost no more with it.
+    It reads what jobs and the flight recorder know anyway, once a second, so that steps cost no
+    more with it.
 
     Args:
         jobs: Returns the jobs, those that joined later included.
@@ -115,7 +129,9 @@ class ProgressReporter:
         if self._rank != 0:
             return
         self._over.set()
-        self._thread.join(_LOOK_S)  # a write to a full pipe may never return: that must not hold the run up
+        self._thread.join(
+            _LOOK_S
+        )  # a write to a full pipe may never return: that must not hold the run up
         if not self._thread.is_alive():
             self.look(time.monotonic(), over=True)
 
@@ -125,7 +141,9 @@ class ProgressReporter:
             self.look(time.monotonic())
 
     def look(self, now_s: float, *, over: bool = False) -> None:
-        """Takes the jobs' state of this moment, writes the file, and prints lines if they are due."""
+        """Takes the jobs' state of this moment, writes the file, and prints lines if they are
+        due.
+        """
         run = RunProgress(
             run=self._flight.run,
             ranks=self._ranks,
@@ -138,7 +156,9 @@ class ProgressReporter:
         self._flight.replace_file(FILE, run.to_json())
         if self._printed if over else self._interval.due(run.run_s):
             self._printed = True
-            with suppress(OSError, ValueError, AttributeError):  # a log that is closed ends no training
+            with suppress(
+                OSError, ValueError, AttributeError
+            ):  # a log that is closed ends no training
                 print("\n".join(run_lines(run)), file=sys.stderr, flush=True)
 
     def _progress_of(self, job: JobContext, now_s: float) -> JobProgress:
@@ -157,10 +177,14 @@ class ProgressReporter:
         )
 
     def _metric_of(self, job: JobContext) -> str:
-        """Returns the metric that counts, in a sweep; in other runs, and before it is logged, the loss."""
+        """Returns the metric that counts, in a sweep; in other runs, and before it is logged, the
+        loss.
+        """
         chosen, observer = "", job.host.observer
         if observer is not None:
-            chosen = self._metrics.setdefault(job.name, LatestMetric()).look(job.history, observer.metric)
+            chosen = self._metrics.setdefault(job.name, LatestMetric()).look(
+                job.history, observer.metric
+            )
         return chosen or metric_of(job.history)
 
     def _activity(self, job: str) -> Activity | None:

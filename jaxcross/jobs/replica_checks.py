@@ -23,15 +23,16 @@ _log = logging.getLogger("jaxcross")
 class ReplicaChecks:
     """One job's, on one rank; used by the job's thread, and by the runner after it.
 
-    Whether and when ranks communicate follows from counts of steps and batches, which are the same on every rank.
+    Whether and when ranks communicate follows from counts of steps and batches, which are the same
+    on every rank.
 
     Args:
         job: The job's name.
         rank: This rank.
         ranks: How many there are; a single one compares nothing.
         latest: The job's state and the results of its steps.
-        every: Compare after so many steps, and fail where replicas differ; if None, compare at checkpoints and at the
-            end only, and warn.
+        every: Compare after so many steps, and fail where replicas differ; if None, compare at
+            checkpoints and at the end only, and warn.
 
     Attributes:
         findings: Of all comparisons.
@@ -39,8 +40,16 @@ class ReplicaChecks:
         end: This rank's report on the last state, for `settle`; None if there is nothing to report.
     """
 
-    def __init__(self, job: str, *, rank: int, ranks: int, latest: LatestState, every: int | None) -> None:
-        self._job, self._rank, self._ranks, self._latest, self._every = job, rank, ranks, latest, every
+    def __init__(
+        self, job: str, *, rank: int, ranks: int, latest: LatestState, every: int | None
+    ) -> None:
+        self._job, self._rank, self._ranks, self._latest, self._every = (
+            job,
+            rank,
+            ranks,
+            latest,
+            every,
+        )
         self.findings = Findings(job)
         self.batches = 0
         self.end: RankReport | None = None
@@ -54,13 +63,21 @@ class ReplicaChecks:
         self._warned = False  # that replicas differ, or that there is nothing to compare
 
     def begin(
-        self, state: Any, step: int, *, local: bool, named: Collection[str], resumed: bool, together: RunOnAllRanks
+        self,
+        state: Any,
+        step: int,
+        *,
+        local: bool,
+        named: Collection[str],
+        resumed: bool,
+        together: RunOnAllRanks,
     ) -> None:
-        """Notes which leaves of a restored state are common to all ranks. Waits for all ranks if it is `local`.
+        """Notes which leaves of a restored state are common to all ranks. Waits for all ranks if it
+        is `local`.
 
-        A state that is not `local` is meant to be the same on every rank. Local states may be parts of one model: only
-        leaves that are equal on all ranks are common, and leaves of zeros or ones are not evidence, since parts begin
-        with them as well.
+        A state that is not `local` is meant to be the same on every rank. Local states may be parts
+        of one model: only leaves that are equal on all ranks are common, and leaves of zeros or
+        ones are not evidence, since parts begin with them as well.
 
         Args:
             state: The state.
@@ -78,11 +95,15 @@ class ReplicaChecks:
         if local:
             common = set(self._common)
             mine = RankReport(
-                step, "", digests(state, {p for p, leaf in _leaves(state) if p in common and _varied(leaf)})
+                step,
+                "",
+                digests(state, {p for p, leaf in _leaves(state) if p in common and _varied(leaf)}),
             )
             (every,) = together("replicas", lambda control: exchange(control, [mine]))
             first = every[0].digests
-            self._common = [path for path in first if all(r.digests.get(path) == first[path] for r in every)]
+            self._common = [
+                path for path in first if all(r.digests.get(path) == first[path] for r in every)
+            ]
         self.findings.held = None if resumed and not local else step
 
     def serve(self) -> None:
@@ -106,8 +127,8 @@ class ReplicaChecks:
             self._compare(step, together)
 
     def next_batch(self, together: RunOnAllRanks) -> None:
-        """Warns once of a job that has not exchanged anything, before its next batch. Compares its replicas if that is
-        due, and then waits for all ranks. Batches count as its steps.
+        """Warns once of a job that has not exchanged anything, before its next batch. Compares its
+        replicas if that is due, and then waits for all ranks. Batches count as its steps.
 
         Raises:
             ExchangeError: On every rank: replicas differ.
@@ -131,11 +152,15 @@ class ReplicaChecks:
         if self._ranks > 1 and every is not None:
             common, why = set(self._common), self._unknown() or self._uncertain
             self._add(
-                [RankReport(step, why, {path: d for path, d in rank.items() if path in common}) for rank in every]
+                [
+                    RankReport(step, why, {path: d for path, d in rank.items() if path in common})
+                    for rank in every
+                ]
             )
 
     def finish(self, how: str, step: int) -> None:
-        """Reads a finished job's last state for `end`; warns if the job has trained and never exchanged anything.
+        """Reads a finished job's last state for `end`; warns if the job has trained and never
+        exchanged anything.
 
         Waits for the state to be computed. Does not communicate.
         """
@@ -149,7 +174,9 @@ class ReplicaChecks:
         self._start = None
 
     def settle(self, every: list[RankReport]) -> ExchangeError | None:
-        """Adds the comparison of the last state. Returns an error, the same on every rank, if the job is to fail."""
+        """Adds the comparison of the last state. Returns an error, the same on every rank, if the
+        job is to fail.
+        """
         try:
             self._add(every)
         except ExchangeError as error:
@@ -162,8 +189,8 @@ class ReplicaChecks:
             return False
         if not self._restored:
             self._warn(
-                f"Job `{self._job}`: `check_replicas` cannot compare its replicas. It did not call `job.restore`, which"
-                " says what is equal on all ranks at the start."
+                f"Job `{self._job}`: `check_replicas` cannot compare its replicas. It did not call "
+                "`job.restore`, which says what is equal on all ranks at the start."
             )
         return self._restored
 
@@ -179,11 +206,17 @@ class ReplicaChecks:
             if self._every is not None:
                 raise ExchangeError(self.findings.message())
             self._warn(self.findings.message())
-        elif self._every is not None and self.findings.unknown and not (self._unknown() or self._between):
+        elif (
+            self._every is not None
+            and self.findings.unknown
+            and not (self._unknown() or self._between)
+        ):
             self._warn(f"Job `{self._job}`: replicas {self.findings.text}.")
 
     def _report(self, count: int) -> RankReport:
-        """This rank's report on the newest state that is like the one restored. Waits until that is computed."""
+        """This rank's report on the newest state that is like the one restored. Waits until that is
+        computed.
+        """
         why = self._unknown()
         if why:
             return RankReport(count, why, {})
@@ -196,8 +229,16 @@ class ReplicaChecks:
             if not self._exchanged and self._latest.state is self._start:
                 return RankReport(count, UNCHANGED, {})
         except Exception as error:  # of memory perhaps; the others wait for this report
-            return RankReport(count, f"rank {self._rank} cannot read its state ({type(error).__name__}: {error})", {})
-        return RankReport(count, "its function neither returned nor saved a state like the one that it restored", {})
+            return RankReport(
+                count,
+                f"rank {self._rank} cannot read its state ({type(error).__name__}: {error})",
+                {},
+            )
+        return RankReport(
+            count,
+            "its function neither returned nor saved a state like the one that it restored",
+            {},
+        )
 
     @property
     def _uncertain(self) -> str:
@@ -213,7 +254,8 @@ class ReplicaChecks:
     def _trains(self) -> bool | None:
         """Whether the job changes a state; None where nothing shows it.
 
-        A job that has restored a state and hands over none changes it for certain only if it donates it.
+        A job that has restored a state and hands over none changes it for certain only if it
+        donates it.
         """
         state, start = self._latest.latest()[0], self._start
         if not self._restored:
@@ -229,9 +271,9 @@ class ReplicaChecks:
         if self._rank == 0:
             each = f"each of the {self._ranks} ranks {trains or 'trains'} a model of its own"
             _log.warning(
-                "Job `%s` %s and has not exchanged anything with other ranks%s%s. Put"
-                ' `@jaxcross.crossover(axes="batch")` on its step in place of `jax.jit`, and'
-                ' `grads = jax.lax.pmean(grads, "batch")` into it. A job that only evaluates needs neither.',
+                "Job `%s` %s and has not exchanged anything with other ranks%s%s. Put "
+                '`@jaxcross.crossover(axes="batch")` on its step in place of `jax.jit`, and `grads '
+                '= jax.lax.pmean(grads, "batch")` into it. A job that only evaluates needs neither.',
                 self._job,
                 when,
                 ": " if trains else ". If it trains, ",
@@ -245,7 +287,10 @@ class ReplicaChecks:
 
 
 def _leaves(state: Any) -> list[tuple[str, Any]]:
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+    return [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    ]
 
 
 def _paths(state: Any) -> list[str]:
@@ -267,7 +312,9 @@ def _floats(leaf: Any) -> bool:
 def _same(start: Any, state: Any) -> bool:
     """Whether all leaves have the same values, to the bit."""
     old, new = jax.tree.leaves(start), jax.tree.leaves(state)
-    return len(old) == len(new) and all(x is y or _equal(on_host(x), on_host(y)) for x, y in zip(old, new, strict=True))
+    return len(old) == len(new) and all(
+        x is y or _equal(on_host(x), on_host(y)) for x, y in zip(old, new, strict=True)
+    )
 
 
 def _equal(x: np.ndarray, y: np.ndarray) -> bool:

@@ -1,7 +1,8 @@
-"""Whether all ranks hold the same state of a job: what each rank reports, and what follows from all reports.
+"""Whether all ranks hold the same state of a job: what each rank reports, and what follows from all
+reports.
 
-A comparison costs one small all-reduce where all ranks report the same, and a gather of one digest a leaf where they do
-not. Nothing here decides when to compare.
+A comparison costs one small all-reduce where all ranks report the same, and a gather of one digest
+a leaf where they do not. Nothing here decides when to compare.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class RankReport(NamedTuple):
 
 
 def exchange(control: Control, reports: Sequence[RankReport]) -> list[list[RankReport]]:
-    """Returns every rank's reports on the same subjects: for each subject, by rank. Waits for all ranks."""
+    """Returns every rank's reports on the same subjects: for each subject, by rank. Waits for all
+    ranks.
+    """
     numbers = np.array([report.number() for report in reports], np.int64)
     low, high = np.split(control.allreduce_min(np.concatenate([numbers, -numbers])), 2)
     differ = np.flatnonzero(low != -high).tolist()
@@ -69,7 +72,9 @@ def judge(reports: Sequence[RankReport]) -> Difference | str | None:
     if why := next((report.why for report in reports if report.why not in ("", BETWEEN)), ""):
         return why
     if any(report.step != first.step for report in reports):
-        return f"its ranks are at different steps, {', '.join(str(report.step) for report in reports)}"
+        return (
+            f"its ranks are at different steps, {', '.join(str(report.step) for report in reports)}"
+        )
     for path, digest in first.digests.items():
         for rank, report in enumerate(reports):
             if report.digests.get(path) != digest:
@@ -98,15 +103,22 @@ class Findings:
         self.step = 0
 
     def add(self, reports: Sequence[RankReport], leaves: int) -> Difference | None:
-        """Adds a comparison of a state of so many leaves, and returns the difference, if there is one."""
+        """Adds a comparison of a state of so many leaves, and returns the difference, if there is
+        one.
+        """
         found, self.step = judge(reports), reports[0].step
         self.difference = found if isinstance(found, Difference) else None
         self.unknown = isinstance(found, str)
-        last = "; never found equal in this run" if self.held is None else f"; equal {self._when(self.held)}"
+        last = (
+            "; never found equal in this run"
+            if self.held is None
+            else f"; equal {self._when(self.held)}"
+        )
         if isinstance(found, Difference):
             here, there = found.ranks
             self.text = (
-                f"differ after {self.unit} {self.step}, first {_leaf(found.path)} on ranks {here} and {there}{last}"
+                f"differ after {self.unit} {self.step}, first {_leaf(found.path)} on ranks {here} "
+                f"and {there}{last}"
             )
         elif found == UNCHANGED:
             self.text, self.unknown = "", False
@@ -126,14 +138,14 @@ class Findings:
         if self.held is not None:
             held = f"They were equal {self._when(self.held)}"
         own = path and (
-            f" If each rank is to have its own `{path}`, name it: `job.restore(state, rank_local=...)`, or"
-            " `jaxcross.Job(..., rank_local=...)`."
+            f" If each rank is to have its own `{path}`, name it: `job.restore(state, "
+            "rank_local=...)`, or `jaxcross.Job(..., rank_local=...)`."
         )
         return (
-            f"Job `{self._job}`: its replicas differ after {self.unit} {self.step}, first in {_leaf(path)} on"
-            f" ranks {here} and {there}. {held}. Each rank trains a model of its own. Look for what differs between"
-            " ranks: gradients without `jax.lax.pmean`, a learning rate, a seed, a step that is a plain `jax.jit`."
-            f"{own}"
+            f"Job `{self._job}`: its replicas differ after {self.unit} {self.step}, first in "
+            f"{_leaf(path)} on ranks {here} and {there}. {held}. Each rank trains a model of its "
+            "own. Look for what differs between ranks: gradients without `jax.lax.pmean`, a "
+            f"learning rate, a seed, a step that is a plain `jax.jit`.{own}"
         )
 
     def _when(self, count: int) -> str:

@@ -17,8 +17,8 @@ from jaxcross.jobs.skipped_steps import SkippedSteps
 class Resumption:
     """The checkpoints of one job on one rank; used by the job's thread, and by the runner after it.
 
-    It saves the positions in the data at the latest committed step of training: a batch that was taken but not yet
-    trained on is taken again.
+    It saves the positions in the data at the latest committed step of training: a batch that was
+    taken but not yet trained on is taken again.
 
     Args:
         checkpointer: Reads and writes the checkpoints.
@@ -47,7 +47,9 @@ class Resumption:
         # The loops that were open at the latest step, and their numbers of batches by then.
         self._trained: list[tuple[Prefetcher, int]] = []
         self._trains_in_several_loops = False
-        self._step: tuple[str, bool] | None = None  # the function whose calls are steps, and whether it returns a state
+        self._step: tuple[str, bool] | None = (
+            None  # the function whose calls are steps, and whether it returns a state
+        )
         self._uncounted_reason = ""  # an error text about another function that trains
 
     @property
@@ -61,9 +63,16 @@ class Resumption:
         return self._checkpointer.newest_step
 
     def restore(
-        self, target: PyTree, together: RunOnAllRanks, *, local: bool = False, named: Collection[str] = ()
+        self,
+        target: PyTree,
+        together: RunOnAllRanks,
+        *,
+        local: bool = False,
+        named: Collection[str] = (),
     ) -> PyTree | None:
-        """Returns the state of the newest checkpoint, or None. Waits for all ranks; see `JobCheckpointer.restore`."""
+        """Returns the state of the newest checkpoint, or None. Waits for all ranks; see
+        `JobCheckpointer.restore`.
+        """
         found = self._checkpointer.restore(target, together, local=local, named=named)
         if found is None:
             return None
@@ -98,7 +107,13 @@ class Resumption:
             self._trained.append((prefetcher, prefetcher.position.n_batches))
 
     def note_call(
-        self, name: str, prefetchers: Iterable[Prefetcher], *, trains: bool, state: PyTree, results: PyTree
+        self,
+        name: str,
+        prefetchers: Iterable[Prefetcher],
+        *,
+        trains: bool,
+        state: PyTree,
+        results: PyTree,
     ) -> None:
         """Notes that all ranks committed a call of a function with exchanges.
 
@@ -121,13 +136,17 @@ class Resumption:
         if trains:
             self._uncounted_reason = self._uncounted_reason if not counted_trains else ""
             return
-        # It trains on other batches than the latest step, or in place of a step that only evaluates.
-        took_others = any(each.position.n_batches != n for each, n in self._trained) or (reading and not self._trained)
+        # It trains on other batches than the latest step, or in place of a step that only
+        # evaluates.
+        took_others = any(each.position.n_batches != n for each, n in self._trained) or (
+            reading and not self._trained
+        )
         if (took_others or not counted_trains) and holds_state(state, results):
             self._uncounted_reason = (
-                f"`{name}` trains, but steps are the calls of `{counted}`, the first function with exchanges that the "
-                "job called: a restart would take the wrong batches. Train by one function, with a static argument for "
-                "what differs, and evaluate after its first step"
+                f"`{name}` trains, but steps are the calls of `{counted}`, the first function with "
+                "exchanges that the job called: a restart would take the wrong batches. Train by "
+                "one function, with a static argument for what differs, and evaluate after its "
+                "first step"
             )
 
     @property
@@ -135,22 +154,34 @@ class Resumption:
         """The reason why a restart could not find its position in the data; empty if it can."""
         if self._trains_in_several_loops:
             return (
-                "its function trains in several loops over `job.batches`, one after the other or one inside another, "
-                "and a restart could not tell them apart: take all batches from one loop"
+                "its function trains in several loops over `job.batches`, one after the other or "
+                "one inside another, and a restart could not tell them apart: take all batches "
+                "from one loop"
             )
         return self._uncounted_reason
 
     def save(
         self, state: PyTree, step: int, together: RunOnAllRanks, *, unsavable_reason: str
     ) -> list[dict[str, str]] | None:
-        """Begins a checkpoint, and returns every rank's digests. Waits for all ranks; see `JobCheckpointer.save`."""
-        return self._checkpointer.save(state, self._progress(step), together, unsavable_reason=unsavable_reason)
+        """Begins a checkpoint, and returns every rank's digests. Waits for all ranks; see
+        `JobCheckpointer.save`.
+        """
+        return self._checkpointer.save(
+            state, self._progress(step), together, unsavable_reason=unsavable_reason
+        )
 
-    def save_last(self, state: PyTree, step: int, together: RunOnAllRanks, *, unsavable_reason: str) -> None:
-        """Saves the state of a job that is over, unless it never began. Waits for all ranks and disks."""
-        # `begun` is the same on all ranks; the job's first step may not be: one rank may be before it.
+    def save_last(
+        self, state: PyTree, step: int, together: RunOnAllRanks, *, unsavable_reason: str
+    ) -> None:
+        """Saves the state of a job that is over, unless it never began. Waits for all ranks and
+        disks.
+        """
+        # `begun` is the same on all ranks; the job's first step may not be: one rank may be before
+        # it.
         if self._checkpointer.begun:
-            self._checkpointer.save(state, self._progress(step), together, unsavable_reason=unsavable_reason, last=True)
+            self._checkpointer.save(
+                state, self._progress(step), together, unsavable_reason=unsavable_reason, last=True
+            )
             self._checkpointer.wait_until_complete(together)
 
     def _progress(self, step: int) -> Progress:

@@ -46,42 +46,47 @@ class Runner:
 
     Args:
         world: From `jaxcross.initialize()`; the one that was initialized if None.
-        policy: `RoundRobin()` crosses the jobs over, `Weighted(shares)` too, by shares of device and link,
-            `Sequential()` runs one after the other. Same on every rank.
+        policy: `RoundRobin()` crosses the jobs over, `Weighted(shares)` too, by shares of device
+            and link, `Sequential()` runs one after the other. Same on every rank.
         instruments: Told of spans and notes while it runs.
-        depth: Compute segments on the device at once; if None, as many as suit JAX's backend, so far 2 on each.
+        depth: Compute segments on the device at once; if None, as many as suit JAX's backend, so
+            far 2 on each.
         link: Hold exchanges as a slow network would. A string describes a real link for the report.
-        memory: Bytes of arrays that this rank may hold, as a number or a text such as `80GB`. A job whose step does not
-            fit next to the others fails, alone and on every rank, before its first step. An array that several jobs'
-            steps are given and don't donate, such as the base model under adapters, counts once. If None: what the
-            device states; on CPUs the rank's share of the machine's memory, or of a control group's. May differ by
-            rank.
-        start: `together`: the jobs that begin the run make their first steps once all of them have compiled theirs, so
-            that none trains next to another one's compiler. They wait for a job as long as it traces and compiles, but
-            30 s at most for everything else it does before its first step. `as ready`: each begins as soon as it can,
-            as always under `Sequential`. Results are the same to the bit. Same on every rank.
-        chaos: For tests: a seed by which the run's threads are late now and then, differently on each rank. Results
-            are the same to the bit. If None, `JAXCROSS_CHAOS` in the environment names the seed.
-        events: A folder where each rank writes down what it does, for `jaxcross doctor --post-mortem`; else what the
-            variable `JAXCROSS_EVENTS` says.
-        checkpoints: Keep the jobs' states on disk, and resume from there; see `Checkpoints`. Same on every rank, but
-            for the directory.
-        metrics: A folder where rank 0 writes what jobs log, as a JSONL and a CSV each; given on every rank. After a
-            restart from `checkpoints` it has each step once.
-        check_replicas: Compare the ranks' copies of each job's state after so many steps, in one pass over the state on
-            the host. If they differ, the job leaves with an `ExchangeError` on every rank, and other jobs continue.
-            Same on every rank. If None, states are compared only at checkpoints and at a job's end, and a difference is
-            a warning and a line of the report. Leaves that a job names by `rank_local` aren't compared, nor are those
-            that an exchange strategy declares rank-local; see `docs/reference/faults.md`.
-        progress: Whether to show how far the jobs are. By default `jaxcross launch` draws a table on a terminal;
-            elsewhere rank 0 prints a line a job to standard error, first after 3 s, then every 10 s, in a long run
-            every minute. A number is the seconds between lines. `JAXCROSS_PROGRESS` in the environment overrules it.
+        memory: Bytes of arrays that this rank may hold, as a number or a text such as `80GB`. A job
+            whose step does not fit next to the others fails, alone and on every rank, before its
+            first step. An array that several jobs' steps are given and don't donate, such as the
+            base model under adapters, counts once. If None: what the device states; on CPUs the
+            rank's share of the machine's memory, or of a control group's. May differ by rank.
+        start: `together`: the jobs that begin the run make their first steps once all of them have
+            compiled theirs, so that none trains next to another one's compiler. They wait for a job
+            as long as it traces and compiles, but 30 s at most for everything else it does before
+            its first step. `as ready`: each begins as soon as it can, as always under `Sequential`.
+            Results are the same to the bit. Same on every rank.
+        chaos: For tests: a seed by which the run's threads are late now and then, differently on
+            each rank. Results are the same to the bit. If None, `JAXCROSS_CHAOS` in the environment
+            names the seed.
+        events: A folder where each rank writes down what it does, for `jaxcross doctor
+            --post-mortem`; else what the variable `JAXCROSS_EVENTS` says.
+        checkpoints: Keep the jobs' states on disk, and resume from there; see `Checkpoints`. Same
+            on every rank, but for the directory.
+        metrics: A folder where rank 0 writes what jobs log, as a JSONL and a CSV each; given on
+            every rank. After a restart from `checkpoints` it has each step once.
+        check_replicas: Compare the ranks' copies of each job's state after so many steps, in one
+            pass over the state on the host. If they differ, the job leaves with an `ExchangeError`
+            on every rank, and other jobs continue. Same on every rank. If None, states are compared
+            only at checkpoints and at a job's end, and a difference is a warning and a line of the
+            report. Leaves that a job names by `rank_local` aren't compared, nor are those that an
+            exchange strategy declares rank-local; see `docs/reference/faults.md`.
+        progress: Whether to show how far the jobs are. By default `jaxcross launch` draws a table
+            on a terminal; elsewhere rank 0 prints a line a job to standard error, first after 3 s,
+            then every 10 s, in a long run every minute. A number is the seconds between lines.
+            `JAXCROSS_PROGRESS` in the environment overrules it.
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: `depth` is below 1, `memory` is no number of bytes, `progress` is a number that is not above 0,
-            `start` is another word, `check_replicas` is no whole number of at least 1, or this rank cannot write to the
-            folder `events`.
+        ValueError: `depth` is below 1, `memory` is no number of bytes, `progress` is a number that
+            is not above 0, `start` is another word, `check_replicas` is no whole number of at least
+            1, or this rank cannot write to the folder `events`.
 
     Example:
         >>> with jaxcross.Runner(world) as runner:
@@ -120,10 +125,23 @@ class Runner:
         if chaos is not None:
             arguments.check_count("`chaos`", chaos, least=-math.inf)
         self.world = world if world is not None else current_world()
-        if self.world.estimate_request:  # one job runs to its first step, and nothing of the user's is written
-            listening, policy, events, checkpoints, metrics, check_replicas = (), None, None, None, None, None
+        if (
+            self.world.estimate_request
+        ):  # one job runs to its first step, and nothing of the user's is written
+            listening, policy, events, checkpoints, metrics, check_replicas = (
+                (),
+                None,
+                None,
+                None,
+                None,
+                None,
+            )
         self.policy = policy if policy is not None else RoundRobin()
-        self.chaos = chaos_of(os.environ, self.world.rank) if chaos is None else Chaos(chaos, self.world.rank)
+        self.chaos = (
+            chaos_of(os.environ, self.world.rank)
+            if chaos is None
+            else Chaos(chaos, self.world.rank)
+        )
         self.depth, self.link, self.checkpoints = arguments.checked_depth(depth), link, checkpoints
         self.start: Start = start
         self._admission = MemoryAdmission.of(self.world, limit)
@@ -136,7 +154,9 @@ class Runner:
         self._writes_metrics = metrics is not None
         self._metric_files: MetricFiles | None = None
         if metrics is not None and self.world.rank == 0:
-            self._metric_files = MetricFiles(os.fspath(metrics), None if checkpoints is None else checkpoints.path)
+            self._metric_files = MetricFiles(
+                os.fspath(metrics), None if checkpoints is None else checkpoints.path
+            )
             listening = (*listening, self._metric_files)
             arguments.check_places(listening)
         self._listeners = Listeners((self._recorder, FlightNotes(self.world.flight), *listening))
@@ -157,7 +177,9 @@ class Runner:
 
     @property
     def jobs(self) -> list[JobContext]:
-        """The jobs that were added; after the run in the order in which they joined, the same on every rank."""
+        """The jobs that were added; after the run in the order in which they joined, the same on
+        every rank.
+        """
         return [run.context for run in self._runs]
 
     @property
@@ -169,20 +191,26 @@ class Runner:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Nothing is left to end: `run` ends its threads itself."""
 
     def add(self, name: str, fn: Callable[..., Any], /, **kwargs: Any) -> JobContext:
-        """Adds a job: `fn(job, **kwargs)` will run in a thread of its own. Returns what `fn` will receive as `job`.
+        """Adds a job: `fn(job, **kwargs)` will run in a thread of its own. Returns what `fn` will
+        receive as `job`.
 
-        During the run it may be called too, in any thread and on every rank, in any order: the job joins, between two
-        steps of the others, once every rank has added it. Never waits. A job that joined an earlier run, and has been
-        added before this one, is not added twice: returned is the one that is there.
+        During the run it may be called too, in any thread and on every rank, in any order: the job
+        joins, between two steps of the others, once every rank has added it. Never waits. A job
+        that joined an earlier run, and has been added before this one, is not added twice: returned
+        is the one that is there.
 
         Raises:
             ValueError: The name is empty or taken.
-            TypeError: `fn` cannot be called as `fn(job, **kwargs)`, or makes a generator or a coroutine.
+            TypeError: `fn` cannot be called as `fn(job, **kwargs)`, or makes a generator or a
+                coroutine.
             JobError: The run is over.
         """
         arguments.check_job(name, fn, kwargs)
@@ -199,7 +227,9 @@ class Runner:
                 attach = partial(run.attach, session=self._session)
                 record = None if driver is None else driver.join(name, run.make_thread, attach)
                 if record is None:
-                    raise JobError(f"Job `{name}` comes too late: this runner has run. Make a new Runner.")
+                    raise JobError(
+                        f"Job `{name}` comes too late: this runner has run. Make a new Runner."
+                    )
                 if self._session is not None:
                     self._session.added(name)
             self._runs.append(run)
@@ -218,7 +248,8 @@ class Runner:
         )
 
     def register(self, name: str, fn: Callable[..., Any]) -> None:
-        """Registers `fn`, so that rank 0 can add jobs of it during the run: `submit(name, job=..., **arguments)`.
+        """Registers `fn`, so that rank 0 can add jobs of it during the run: `submit(name, job=...,
+        **arguments)`.
 
         Call it with the same arguments on every rank.
 
@@ -229,19 +260,22 @@ class Runner:
         self._functions.add(name, fn)
 
     def submit(self, name: str, /, *, job: str, **arguments: Any) -> None:
-        """Adds a job on all ranks, from rank 0 alone: `fn(job, **arguments)` of the function registered as `name`.
+        """Adds a job on all ranks, from rank 0 alone: `fn(job, **arguments)` of the function
+        registered as `name`.
 
-        In any thread, during the run. Does not wait. Ranks are sent the names and, as JSON, the arguments; never code.
+        In any thread, during the run. Does not wait. Ranks are sent the names and, as JSON, the
+        arguments; never code.
 
         Raises:
-            ValueError: Nothing is registered as `name`, `job` is empty or taken, or the arguments are too long.
+            ValueError: Nothing is registered as `name`, `job` is empty or taken, or the arguments
+                are too long.
             TypeError: The arguments are not what JSON can say.
             JobError: The run has not begun or is over, or this is another rank.
         """
         if self.world.rank != 0:
             raise JobError(
-                f"Job `{job}` was submitted on rank {self.world.rank}. Submit on rank 0; to add a job on every rank, "
-                "use `runner.add`."
+                f"Job `{job}` was submitted on rank {self.world.rank}. Submit on rank 0; to add a "
+                "job on every rank, use `runner.add`."
             )
         check_job_name(job)
         text = self._functions.request(name, job, arguments)
@@ -250,14 +284,16 @@ class Runner:
                 return
             self._check_name(job)
             if self._driver is None or not self._driver.submit(text):
-                raise JobError(f"Job `{job}` cannot be submitted: jobs are, while `runner.run()` runs.")
+                raise JobError(
+                    f"Job `{job}` cannot be submitted: jobs are, while `runner.run()` runs."
+                )
             self._submitted.add(job)
             if self._session is not None:
                 self._session.added(job, text)
 
     def _added_before(self, name: str) -> JobContext | None:
-        # A job that joined an earlier run is in this one from its beginning. A function that goes on from before the
-        # step in which it added that job adds it once more.
+        # A job that joined an earlier run is in this one from its beginning. A function that goes
+        # on from before the step in which it added that job adds it once more.
         if self._session is None or name not in self._session.added_before:
             return None
         return next((job for job in self.jobs if job.name == name), None)
@@ -266,12 +302,17 @@ class Runner:
         if not name.isprintable():
             raise ValueError(f"the name of a job must have printable characters only, got {name!r}")
         if name in self._submitted or any(job.name == name for job in self.jobs):
-            raise ValueError(f"There is a job `{name}` already. Reports and errors need one name for each job.")
+            raise ValueError(
+                f"There is a job `{name}` already. Reports and errors need one name for each job."
+            )
 
     def _add_submitted(self, text: str) -> None:
         """Adds the job of a submission, which reaches all ranks."""
         name, fn, arguments = self._functions.resolve(text, self.world.rank)
-        with self._lock, suppress(ValueError):  # if this rank has added one of that name, that is the one that joins
+        with (
+            self._lock,
+            suppress(ValueError),
+        ):  # if this rank has added one of that name, that is the one that joins
             self._submitted.discard(name)
             self._add(name, fn, {**arguments})
 
@@ -282,16 +323,19 @@ class Runner:
             The report, the same on every rank.
 
         Raises:
-            JobError: It has run, or another run is in progress, this call being in one of its jobs perhaps.
-            JobError, ExchangeError: Jobs failed, or were added and never joined because some rank did not add them:
-                raised on every rank after the others have ended, the first one with notes on further ones. `report`
-                then holds what was measured.
-            KeyboardInterrupt: Somebody interrupted a rank; raised on every rank, which all stopped at the same step. On
-                that rank alone if all jobs were over. Before, rank 0 prints what was saved of each job.
+            JobError: It has run, or another run is in progress, this call being in one of its jobs
+                perhaps.
+            JobError, ExchangeError: Jobs failed, or were added and never joined because some rank
+                did not add them: raised on every rank after the others have ended, the first one
+                with notes on further ones. `report` then holds what was measured.
+            KeyboardInterrupt: Somebody interrupted a rank; raised on every rank, which all stopped
+                at the same step. On that rank alone if all jobs were over. Before, rank 0 prints
+                what was saved of each job.
             SystemExit: The same, with exit code 143, after SIGTERM on any rank.
-            BaseException: The same, whatever your own handler of another signal raised, on the ranks where it did;
-                `KeyboardInterrupt` on the others.
-            JobError: All jobs that are left are paused, and no thread or signal handler on any rank can resume them.
+            BaseException: The same, whatever your own handler of another signal raised, on the
+                ranks where it did; `KeyboardInterrupt` on the others.
+            JobError: All jobs that are left are paused, and no thread or signal handler on any rank
+                can resume them.
             ValueError: There are no jobs, or `Weighted` has not a share for each.
         """
         with self.world.exchange_owner.run():
@@ -315,7 +359,9 @@ class Runner:
             if self.checkpoints is not None:
                 names = [run.name for run in runs]
                 self._session = open_session(self.checkpoints, self.world, names, self.policy)
-                for name, fn, given in taken_over(self._session, self._functions, self._check_name, self.world.rank):
+                for name, fn, given in taken_over(
+                    self._session, self._functions, self._check_name, self.world.rank
+                ):
                     self._runs.append(self._job_run(name, fn, {**given}))
                 runs = tuple(self._runs)
             driver = self._driver = Driver(
@@ -332,7 +378,10 @@ class Runner:
             for run, record in zip(runs, driver.records, strict=True):
                 run.attach(driver, record, self._session)
         start_ns = time.monotonic_ns()
-        with self._progress, defer_signals() as held:  # a rank that is asked to stop while it saves is stopping already
+        with (
+            self._progress,
+            defer_signals() as held,
+        ):  # a rank that is asked to stop while it saves is stopping already
             try:
                 stopped = driver.run(held)
             except BaseException:
@@ -344,7 +393,9 @@ class Runner:
                     run.close()
                 if self._metric_files is not None:
                     self._metric_files.close()
-                self._runs.sort(key=lambda run: run.order)  # added in other orders elsewhere, perhaps
+                self._runs.sort(
+                    key=lambda run: run.order
+                )  # added in other orders elsewhere, perhaps
             jobs = self.jobs
             if self._session is not None:
                 for run in self._runs:
@@ -353,7 +404,9 @@ class Runner:
                 self._session.close(unused=broke_off and not any(job.step for job in jobs))
             with after_run(self.world, "report"):
                 compare_replicas(self.world, jobs)
-                missing = left_out(self.world, jobs, [*driver.router.left_out, *sorted(self._submitted)])
+                missing = left_out(
+                    self.world, jobs, [*driver.router.left_out, *sorted(self._submitted)]
+                )
                 tell_unread(self.world, jobs)
             self.report = report_of(
                 jobs,
@@ -371,8 +424,12 @@ class Runner:
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
                 print_error(stop_text([run.at_stop() for run in self._runs], folder))
-            own = driver.interrupt or (held[0] if held else None)  # no other rank has heard of it, if not stopped
-            ending = agreed_exit(self.world, terminated=driver.terminated, own=own) if stopped else own
+            own = driver.interrupt or (
+                held[0] if held else None
+            )  # no other rank has heard of it, if not stopped
+            ending = (
+                agreed_exit(self.world, terminated=driver.terminated, own=own) if stopped else own
+            )
         if ending is None and held:  # while the handlers were put back
             ending = held[0]
         if ending is not None:
@@ -391,7 +448,9 @@ class Runner:
             self._session.close()
 
     def _agree(self, runs: Sequence[JobRun]) -> None:
-        """Waits for all ranks: they must have the same jobs and the same policy, or their lanes would never meet."""
+        """Waits for all ranks: they must have the same jobs and the same policy, or their lanes
+        would never meet.
+        """
         mine = {
             "jobs": [run.name for run in runs],
             "policy": repr(self.policy),
@@ -403,4 +462,8 @@ class Runner:
         agree(self.world, mine)
 
     def _begin_files(self, name: str, step: int, *, without: str = "") -> list[dict[str, Any]]:
-        return [] if self._metric_files is None else self._metric_files.begin(name, step, without=without)
+        return (
+            []
+            if self._metric_files is None
+            else self._metric_files.begin(name, step, without=without)
+        )

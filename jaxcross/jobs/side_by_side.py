@@ -1,4 +1,6 @@
-"""The batches of several jobs, taken together until the first of them ends. What was taken ahead is given back."""
+"""The batches of several jobs, taken together until the first of them ends. What was taken ahead is
+given back.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class Source:
 
 @final
 class SideBySide(Iterator[tuple[Any, ...]]):
-    """A batch of each source at a time, until one has none. For `JobContext.batches`, whose thread takes ahead."""
+    """A batch of each source at a time, until one has none. For `JobContext.batches`, whose thread
+    takes ahead.
+    """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = tuple(sources)
@@ -82,7 +86,9 @@ class SideBySide(Iterator[tuple[Any, ...]]):
         self._left = threading.Event()  # by the thread that takes ahead
 
     def __next__(self) -> tuple[Any, ...]:
-        batches = tuple(source.take() for source in self._sources)  # of all, so that those that end together are found
+        batches = tuple(
+            source.take() for source in self._sources
+        )  # of all, so that those that end together are found
         if any(batch is _END for batch in batches):
             self._give_back(batches)
             raise StopIteration
@@ -98,9 +104,11 @@ class SideBySide(Iterator[tuple[Any, ...]]):
         self._left.set()
 
     def ends(self) -> list[str | None]:
-        """Returns, for each source, None if it has a further batch, else its error as a text, empty if it has none.
+        """Returns, for each source, None if it has a further batch, else its error as a text, empty
+        if it has none.
 
-        Called once, after the loop. Waits for the loop's thread, and gives back what that took and nobody received.
+        Called once, after the loop. Waits for the loop's thread, and gives back what that took and
+        nobody received.
         """
         self._left.wait()
         while self._undelivered:

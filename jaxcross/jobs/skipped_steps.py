@@ -1,4 +1,6 @@
-"""Counts a job's skipped steps, and notices one that skips all of them because its state holds what is not finite."""
+"""Counts a job's skipped steps, and notices one that skips all of them because its state holds what
+is not finite.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ _NOTE = "skipped"  # the note of a checkpoint: all skipped steps, and those in a
 class SkippedSteps:
     """The skipped steps of a job on one rank, those of earlier runs included.
 
-    A skipped step leaves the state as it was. Where a step before has put a value into it that is not finite, and that
-    is exchanged later (a gradient that is pending or accumulated, parameters of local steps), every further step is
-    skipped.
+    A skipped step leaves the state as it was. Where a step before has put a value into it that is
+    not finite, and that is exchanged later (a gradient that is pending or accumulated, parameters
+    of local steps), every further step is skipped.
 
     Args:
         job: The job's name.
@@ -66,13 +68,16 @@ class SkippedSteps:
         if not self._in_a_row or self._in_a_row % MOST_IN_A_ROW:
             return
         state, _ = self._latest.latest()
-        path = _first_nonfinite(state) if form(state) == form(self._latest.state) else None  # else metrics, perhaps
+        path = (
+            _first_nonfinite(state) if form(state) == form(self._latest.state) else None
+        )  # else metrics, perhaps
         if path is not None:
             raise JobError(
-                f"Job `{self._job}`: the last {self._in_a_row} steps were skipped, and `{path}` of the state is not"
-                " finite: all further ones would be, too. A step that did not exchange the value has left it there, as"
-                " with gradients that are pending or accumulated, and with local steps. Let such a job end by"
-                ' `nonfinite="raise"`, and go on from a checkpoint that was written before.'
+                f"Job `{self._job}`: the last {self._in_a_row} steps were skipped, and `{path}` of "
+                "the state is not finite: all further ones would be, too. A step that did not "
+                "exchange the value has left it there, as with gradients that are pending or "
+                'accumulated, and with local steps. Let such a job end by `nonfinite="raise"`, and '
+                "go on from a checkpoint that was written before."
             )
 
 

@@ -1,4 +1,6 @@
-"""Registers the functions with exchanges that a job calls, and their step graphs for the interleaver."""
+"""Registers the functions with exchanges that a job calls, and their step graphs for the
+interleaver.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def memory_of(compiled: Compiled) -> JobMemory:
 
 @dataclass(slots=True)
 class ProgramRecord:
-    """The facts of a program that a plan needs: its segments, its memory, and how many of a job's steps ran it.
+    """The facts of a program that a plan needs: its segments, its memory, and how many of a job's
+    steps ran it.
 
     Attributes:
         graph: Its segments.
@@ -63,7 +66,8 @@ class StepRegistry:
     """The functions with exchanges of one job on one rank; used by the job's thread.
 
     Attributes:
-        training: The name of the function whose calls are the job's steps: the first step that it called. None before.
+        training: The name of the function whose calls are the job's steps: the first step that it
+            called. None before.
     """
 
     __slots__ = ("_agreed", "_booked", "_graphs", "_numbers", "_programs", "_records", "training")
@@ -87,8 +91,8 @@ class StepRegistry:
     def first_use(self, program: Program, step: object) -> bool:
         """Whether this is the job's first program of this step with these branches and exchanges.
 
-        The same on every rank, since shapes do not count: they may change on one rank alone, and the other ranks would
-        not come to an agreement.
+        The same on every rank, since shapes do not count: they may change on one rank alone, and
+        the other ranks would not come to an agreement.
 
         Args:
             program: The program.
@@ -103,10 +107,12 @@ class StepRegistry:
         return new
 
     def first_run(self, compiled: Compiled) -> bool:
-        """Whether the job is about to run a program of this name with these branches and exchanges for the first time.
+        """Whether the job is about to run a program of this name with these branches and exchanges
+        for the first time.
 
-        The same on every rank, as `first_use` is. False where ranks have not agreed on it: a program that exchanges
-        nothing, which ranks may run at different times, or one that calls mpi4jax.
+        The same on every rank, as `first_use` is. False where ranks have not agreed on it: a
+        program that exchanges nothing, which ranks may run at different times, or one that calls
+        mpi4jax.
         """
         if id(compiled) in self._graphs or not self._agreed:  # asked at every call
             return False
@@ -119,10 +125,11 @@ class StepRegistry:
         return True
 
     def graph(self, compiled: Compiled, step: object) -> StepGraph:
-        """Returns the step graph of executables of a step, which numbers the job's steps with exchanges.
+        """Returns the step graph of executables of a step, which numbers the job's steps with
+        exchanges.
 
-        The numbers are the same on every rank, because calls of such steps come in one order: each is compared, with
-        its number, before it is admitted.
+        The numbers are the same on every rank, because calls of such steps come in one order: each
+        is compared, with its number, before it is admitted.
 
         Args:
             compiled: The executables.
@@ -132,26 +139,34 @@ class StepRegistry:
         if known is None:
             program, function = compiled.program, ""
             if program.exchanges:
-                number, _ = self._numbers.setdefault(id(step), (len(self._numbers) + 1, step))  # kept alive, as above
+                number, _ = self._numbers.setdefault(
+                    id(step), (len(self._numbers) + 1, step)
+                )  # kept alive, as above
                 function = f"`{program.name}` (function {number} of the job)"
             # The pair keeps `compiled` alive, hence its id unique.
             known = self._graphs[id(compiled)] = (compiled, step_graph_of(program, function))
         return known[1]
 
     def trains(self, compiled: Compiled) -> bool:
-        """Whether a committed call is a step of the job. The first such call decides which function trains."""
+        """Whether a committed call is a step of the job. The first such call decides which function
+        trains.
+        """
         leads = self.leads(compiled)
         if leads and self.training is None:
             self.training = compiled.program.name
         if leads:
             record = self._records.get(id(compiled))
             if record is None:
-                record = self._records[id(compiled)] = ProgramRecord.of(compiled, self._graphs[id(compiled)][1])
+                record = self._records[id(compiled)] = ProgramRecord.of(
+                    compiled, self._graphs[id(compiled)][1]
+                )
             record.steps += 1
         return leads
 
     def most_run(self) -> dict[str, Any] | None:
-        """Returns the record of the program that most of the job's steps ran, as plain data; None if it made none."""
+        """Returns the record of the program that most of the job's steps ran, as plain data; None
+        if it made none.
+        """
         most = max(self._records.values(), key=lambda record: record.steps, default=None)
         if most is None:
             return None
@@ -162,9 +177,16 @@ class StepRegistry:
         }
 
     def leads(self, compiled: Compiled) -> bool:
-        """Whether a call is a step of the job, if all ranks commit it. `graph` was asked for its graph before."""
-        return self._graphs[id(compiled)][1].is_step and self.training in (None, compiled.program.name)
+        """Whether a call is a step of the job, if all ranks commit it. `graph` was asked for its
+        graph before.
+        """
+        return self._graphs[id(compiled)][1].is_step and self.training in (
+            None,
+            compiled.program.name,
+        )
 
     def forget(self) -> None:
-        """Drops all programs with their constants. The name of the training function stays known."""
+        """Drops all programs with their constants. The name of the training function stays
+        known.
+        """
         self._graphs, self._programs, self._agreed, self._numbers = {}, {}, {}, {}

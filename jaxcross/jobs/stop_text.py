@@ -41,7 +41,8 @@ def stop_text(jobs: Sequence[StoppedJob], folder: str | None) -> str:
         steps = ", ".join(f"job `{job.name}` {_where(job)}" for job in shown)
         rest = f", and {more} more jobs" if more else ""
         return (
-            f"jaxcross: the run has stopped: {steps}{rest}. Nothing was saved, because the runner has no `checkpoints`."
+            f"jaxcross: the run has stopped: {steps}{rest}. Nothing was saved, because the runner "
+            "has no `checkpoints`."
         )
     lines = ["jaxcross: the run has stopped.", *(_saved(job, folder) for job in shown)]
     lines += [f"And {more} more jobs in {folder}."] if more else []
@@ -58,7 +59,13 @@ def _where(job: StoppedJob) -> str:
 
 def _ended(job: StoppedJob) -> str:
     """Returns how the job ended, if it wasn't by the stop."""
-    return f"{job.status} " if job.status in ("ended", "failed") else "was ejected " if job.status == "ejected" else ""
+    return (
+        f"{job.status} "
+        if job.status in ("ended", "failed")
+        else "was ejected "
+        if job.status == "ejected"
+        else ""
+    )
 
 
 def _saved(job: StoppedJob, folder: str) -> str:

@@ -1,4 +1,6 @@
-"""Jobs that rank 0 submits: the name of a function that every rank has registered, and arguments as JSON."""
+"""Jobs that rank 0 submits: the name of a function that every rank has registered, and arguments as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,20 @@ _DEEPEST = 50  # what every rank can read, wherever its stack stands
 
 
 def _depth(value: Any) -> int:
-    """Returns the number of levels of lists and dicts. Does not recurse, since the depth may exceed the stack."""
+    """Returns the number of levels of lists and dicts. Does not recurse, since the depth may exceed
+    the stack.
+    """
     levels, deepest = [(value, 0)], 0
     while levels:
         value, depth = levels.pop()
         deepest = max(deepest, depth)
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        inside = (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, list | tuple)
+            else ()
+        )
         levels += [(each, depth + 1) for each in inside]
     return deepest
 
@@ -37,11 +47,18 @@ class RegisteredFunctions:
             TypeError: `function` cannot be called.
         """
         if not isinstance(name, str) or not name:
-            raise ValueError(f"the name of a function must be a text that is not empty, got {name!r}")
+            raise ValueError(
+                f"the name of a function must be a text that is not empty, got {name!r}"
+            )
         if name in self._functions:
-            raise ValueError(f"`{name}` is registered already. A submission needs one function for each name.")
+            raise ValueError(
+                f"`{name}` is registered already. A submission needs one function for each name."
+            )
         if not callable(function):
-            raise TypeError(f"`{name}` must be a function `fn(job, **arguments)`, not `{type(function).__name__}`")
+            raise TypeError(
+                f"`{name}` must be a function `fn(job, **arguments)`, not "
+                f"`{type(function).__name__}`"
+            )
         self._functions[name] = function
 
     def request(self, name: str, job: str, arguments: Mapping[str, Any]) -> str:
@@ -49,35 +66,48 @@ class RegisteredFunctions:
 
         Raises:
             ValueError: No function is registered by that name, or the text is too long.
-            TypeError: The arguments are not what JSON can say: texts, numbers, booleans, None, lists, dicts of them.
+            TypeError: The arguments are not what JSON can say: texts, numbers, booleans, None,
+                lists, dicts of them.
         """
         if name not in self._functions:
             known = ", ".join(f"`{each}`" for each in self._functions) or "nothing"
-            raise ValueError(f"Job `{job}`: no function is registered as `{name}`; there are: {known}.")
+            raise ValueError(
+                f"Job `{job}`: no function is registered as `{name}`; there are: {known}."
+            )
         try:
             text = json.dumps({"function": name, "job": job, "arguments": arguments})
             same = json.loads(text)["arguments"] == arguments
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(
-                f"Job `{job}`: its arguments cannot be sent as JSON: {clause(str(error))}. Only data may be submitted."
+                f"Job `{job}`: its arguments cannot be sent as JSON: {clause(str(error))}. Only "
+                "data may be submitted."
             ) from None
         if not same:
             raise TypeError(
-                f"Job `{job}`: its arguments do not survive JSON: {arguments!r}. Use texts, finite numbers, booleans, "
-                "None, lists, and dicts whose keys are texts."
+                f"Job `{job}`: its arguments do not survive JSON: {arguments!r}. Use texts, finite "
+                "numbers, booleans, None, lists, and dicts whose keys are texts."
             )
         if _depth(arguments) > _DEEPEST:
-            raise ValueError(f"Job `{job}`: its arguments are nested deeper than {_DEEPEST} levels.")
+            raise ValueError(
+                f"Job `{job}`: its arguments are nested deeper than {_DEEPEST} levels."
+            )
         if (size := len(text.encode())) > MOST_BYTES:
-            raise ValueError(f"Job `{job}`: its submission has {size} bytes, more than {MOST_BYTES}.")
+            raise ValueError(
+                f"Job `{job}`: its submission has {size} bytes, more than {MOST_BYTES}."
+            )
         return text
 
     def resolve(self, text: str, rank: int) -> tuple[str, Callable[..., Any], dict[str, Any]]:
-        """Returns name, function and arguments of a submitted job. A missing function fails when run."""
+        """Returns name, function and arguments of a submitted job. A missing function fails when
+        run.
+        """
         asked = json.loads(text)
         name, job = asked["function"], asked["job"]
 
         def lacking(_: Any, **__: Any) -> None:
-            raise JobError(f"rank {rank} has registered no `{name}`. Call `runner.register` alike on every rank.")
+            raise JobError(
+                f"rank {rank} has registered no `{name}`. Call `runner.register` alike on every "
+                "rank."
+            )
 
         return job, self._functions.get(name, lacking), asked["arguments"]

@@ -1,4 +1,6 @@
-"""The thread of a job. Each job's function runs in a thread of its own, and calls its steps only there."""
+"""The thread of a job. Each job's function runs in a thread of its own, and calls its steps only
+there.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class JobThread(LaneThread):
 
 @final
 class JobDone(threading.Event):
-    """An event that is set once a job is over. A joint start does not wait for a job that waits for another one."""
+    """An event that is set once a job is over. A joint start does not wait for a job that waits for
+    another one.
+    """
 
     def wait(self, timeout: float | None = None) -> bool:
         thread = threading.current_thread()

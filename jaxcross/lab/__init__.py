@@ -1,9 +1,11 @@
-"""Several hosts on one Linux machine, joined by a link of a chosen rate: MPI over real TCP without a cluster.
+"""Several hosts on one Linux machine, joined by a link of a chosen rate: MPI over real TCP without
+a cluster.
 
-Each host is a network namespace with its own host name; its link to a switch (a bridge) is shaped in both directions.
-Everything lives in one private set of namespaces whose only lifeline is a pipe from this process, so whatever happens
-to it, `kill -9` included, the kernel takes down hosts, links and the processes in them. No root is needed where the
-kernel lets users make namespaces, nothing on the machine is changed, and several labs can run side by side.
+Each host is a network namespace with its own host name; its link to a switch (a bridge) is shaped
+in both directions. Everything lives in one private set of namespaces whose only lifeline is a pipe
+from this process, so whatever happens to it, `kill -9` included, the kernel takes down hosts, links
+and the processes in them. No root is needed where the kernel lets users make namespaces, nothing on
+the machine is changed, and several labs can run side by side.
 
     python -m jaxcross.lab --rate 500mbit -- mpirun -n 2 python train.py
 """
@@ -35,8 +37,10 @@ class Lab:
 
     Args:
         hosts: Number of hosts.
-        rate: Of each host's link in each direction, as `tc` spells it (`500mbit`); None leaves it unshaped.
-        latency: Added to each packet that a host sends (`1ms`); needs a kernel with netem. None adds nothing.
+        rate: Of each host's link in each direction, as `tc` spells it (`500mbit`); None leaves it
+            unshaped.
+        latency: Added to each packet that a host sends (`1ms`); needs a kernel with netem. None
+            adds nothing.
         burst_kb: Kilobytes that a link which has rested passes at full speed.
 
     Raises:
@@ -50,7 +54,12 @@ class Lab:
     """
 
     def __init__(
-        self, hosts: int = 2, rate: str | None = "500mbit", latency: str | None = None, *, burst_kb: int = 256
+        self,
+        hosts: int = 2,
+        rate: str | None = "500mbit",
+        latency: str | None = None,
+        *,
+        burst_kb: int = 256,
     ) -> None:
         if not 1 <= hosts <= 200:
             raise ValueError(f"a lab has 1 to 200 hosts, not `{hosts}`.")
@@ -59,7 +68,10 @@ class Lab:
         if latency is not None and not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)", latency):
             raise ValueError(f"`{latency}` is not a latency: write 200us, 1ms, ... as tc does.")
         if burst_kb < 64:
-            raise ValueError(f"a link passes 64 kB at once, the kernel's largest packet, or more, not {burst_kb}.")
+            raise ValueError(
+                "a link passes 64 kB at once, the kernel's largest packet, or more, not "
+                f"{burst_kb}."
+            )
         self.hosts = hosts
         self.rate = rate
         self.burst_kb = burst_kb
@@ -75,12 +87,25 @@ class Lab:
                 elsewhere := shutil.which(tool, path=SBIN)
             ) is not None:  # left out of the path of users who are not root
                 folder = Path(elsewhere).parent
-                raise OSError(f"no lab on this machine: `{tool}` is in `{folder}`, which is not on the path. Add it.")
-            raise OSError(f"no lab on this machine: the command `{tool}` is missing. Install {package}.")
+                raise OSError(
+                    f"no lab on this machine: `{tool}` is in `{folder}`, which is not on the path. "
+                    "Add it."
+                )
+            raise OSError(
+                f"no lab on this machine: the command `{tool}` is missing. Install {package}."
+            )
         if not sys.platform.startswith("linux"):
-            raise OSError(f"no lab on this machine: namespaces need Linux, this is `{sys.platform}`.")
-        request = {"hosts": self.hosts, "rate": self.rate, "latency": self.latency, "burst_kb": self.burst_kb}
-        # -I: the package folder must not come first on its path. A session of its own: Ctrl-C is for the command only
+            raise OSError(
+                f"no lab on this machine: namespaces need Linux, this is `{sys.platform}`."
+            )
+        request = {
+            "hosts": self.hosts,
+            "rate": self.rate,
+            "latency": self.latency,
+            "burst_kb": self.burst_kb,
+        }
+        # -I: the package folder must not come first on its path. A session of its own: Ctrl-C is
+        # for the command only
         self._holder = subprocess.Popen(
             [sys.executable, "-I", str(HOLDER), json.dumps(request)],
             stdin=subprocess.PIPE,
@@ -101,7 +126,10 @@ class Lab:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -134,13 +162,24 @@ class Lab:
         """Describes the link between the ranks, for reports."""
         rate = self.rate or "unshaped"
         return (
-            f"real link {rate}{f', {self.latency}' if self.latency else ''} ({self.hosts} hosts in network namespaces)"
+            f"real link {rate}{f', {self.latency}' if self.latency else ''} ({self.hosts} hosts in "
+            "network namespaces)"
         )
 
     def wrap(self, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` inside, on the machine `head` from which all hosts are reached."""
+        """The command line that runs `command` inside, on the machine `head` from which all hosts
+        are reached.
+        """
         user = ["--user", "--preserve-credentials"] if self._open["user"] else []
-        enter = ["nsenter", f"--target={self._open['pid']}", *user, "--mount", "--net", "--uts", "--pid"]
+        enter = [
+            "nsenter",
+            f"--target={self._open['pid']}",
+            *user,
+            "--mount",
+            "--net",
+            "--uts",
+            "--pid",
+        ]
         # entering a mount namespace moves to its root
         return [*enter, "--", "sh", "-c", 'cd "$0" && exec "$@"', str(Path.cwd()), *command]
 
@@ -150,7 +189,8 @@ class Lab:
         return self.wrap([f"{self._open['folder']}/enter", f"h{host}", shlex.join(command)])
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Environment in which a plain `mpirun -n N` spreads its ranks over the hosts and their TCP links.
+        """Environment in which a plain `mpirun -n N` spreads its ranks over the hosts and their TCP
+        links.
 
         Ranks of one host share that host's part of the machine's cores, set before Python starts.
         """
@@ -166,7 +206,8 @@ class Lab:
             # Open MPI 5
             "PRTE_MCA_plm_ssh_agent": f"{folder}/enter",
             "PRTE_MCA_prte_default_hostfile": f"{folder}/hostfile",
-            # Its own session folders carry host name and process number, which are alike in all labs.
+            # Its own session folders carry host name and process number, which are alike in all
+            # labs.
             "PRTE_MCA_prte_tmpdir_base": folder,
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "PRTE_MCA_rmaps_default_mapping_policy": "node:oversubscribe",
@@ -183,7 +224,8 @@ class Lab:
         return subprocess.run(self.wrap(command), check=False, **options)
 
     def set_rate(self, rate: str) -> None:
-        """Changes the rate of every link, in both directions, while the hosts run. Connections stay.
+        """Changes the rate of every link, in both directions, while the hosts run. Connections
+        stay.
 
         Raises:
             ValueError: A rate that cannot be meant, or links that were made unshaped.
@@ -191,18 +233,29 @@ class Lab:
         """
         _check_rate(rate)
         if self.rate is None:
-            raise ValueError(f"the links of this lab are unshaped and cannot become `{rate}`: give it a rate at first.")
+            raise ValueError(
+                f"the links of this lab are unshaped and cannot become `{rate}`: give it a rate at "
+                "first."
+            )
         for host in range(self.hosts):
             tc = ["tc", "qdisc", "change", "dev"]
             new = ["root", "handle", "1:", *shape(rate, self.burst_kb)]
-            for line in (self.wrap([*tc, f"to-h{host}", *new]), self.wrap_host(host, [*tc, "eth0", *new])):
-                done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=START_S)
+            for line in (
+                self.wrap([*tc, f"to-h{host}", *new]),
+                self.wrap_host(host, [*tc, "eth0", *new]),
+            ):
+                done = subprocess.run(
+                    line, check=False, capture_output=True, text=True, timeout=START_S
+                )
                 if done.returncode != 0:
-                    raise OSError(f"the rate `{rate}` was refused for host `h{host}`: {done.stderr.strip()}")
+                    raise OSError(
+                        f"the rate `{rate}` was refused for host `h{host}`: {done.stderr.strip()}"
+                    )
         self.rate = rate
 
     def set_link(self, host: int, *, up: bool) -> None:
-        """Takes a host off the switch, or puts it back. Connections stay, and carry nothing while the host is off.
+        """Takes a host off the switch, or puts it back. Connections stay, and carry nothing while
+        the host is off.
 
         Raises:
             ValueError: There is no such host.
@@ -215,21 +268,36 @@ class Lab:
             raise OSError(f"the link of host `h{host}` was not changed: {done.stderr.strip()}")
 
     def dropped_packets(self) -> int:
-        """Packets that the shaped links have dropped since the lab began, in both directions. Nothing if unshaped."""
-        lines = [self.wrap(["tc", "-s", "qdisc", "show", "dev", f"to-h{host}"]) for host in range(self.hosts)]
-        lines += [self.wrap_host(host, ["tc", "-s", "qdisc", "show", "dev", "eth0"]) for host in range(self.hosts)]
-        texts = [subprocess.run(x, check=True, capture_output=True, text=True, timeout=START_S).stdout for x in lines]
+        """Packets that the shaped links have dropped since the lab began, in both directions.
+        Nothing if unshaped.
+        """
+        lines = [
+            self.wrap(["tc", "-s", "qdisc", "show", "dev", f"to-h{host}"])
+            for host in range(self.hosts)
+        ]
+        lines += [
+            self.wrap_host(host, ["tc", "-s", "qdisc", "show", "dev", "eth0"])
+            for host in range(self.hosts)
+        ]
+        texts = [
+            subprocess.run(x, check=True, capture_output=True, text=True, timeout=START_S).stdout
+            for x in lines
+        ]
         return sum(int(n) for text in texts for n in re.findall(r"dropped (\d+)", text))
 
     def _check_host(self, host: int) -> None:
         if not 0 <= host < self.hosts:
-            raise ValueError(f"there is no host `{host}`: this lab has {self.hosts}, counted from 0.")
+            raise ValueError(
+                f"there is no host `{host}`: this lab has {self.hosts}, counted from 0."
+            )
 
     def measure_rate(self, seconds: float = 1.0) -> tuple[float, float]:
-        """Bits a second that a plain TCP transfer brings from host 0 to host 1, and back. Waits twice `seconds`.
+        """Bits a second that a plain TCP transfer brings from host 0 to host 1, and back. Waits
+        twice `seconds`.
 
-        Below some Mbit/s for longer: for a few packets, and for what is on its way then. Counts what
-        arrives at the receiver's socket, so headers are not in it: about 4% less than the rate of the link.
+        Below some Mbit/s for longer: for a few packets, and for what is on its way then. Counts
+        what arrives at the receiver's socket, so headers are not in it: about 4% less than the rate
+        of the link.
 
         Raises:
             OSError: There is one host only, or the transfer failed.
@@ -253,7 +321,9 @@ class Lab:
         return done.bits_per_s
 
     def bytes_crossed(self) -> int:
-        """Bytes that all hosts have sent since the lab began, as their links counted them (headers included)."""
+        """Bytes that all hosts have sent since the lab began, as their links counted them (headers
+        included).
+        """
         lines = Path(f"/proc/{self._open['pid']}/net/dev").read_text().splitlines()
         counters = dict(line.split(":", 1) for line in lines if ":" in line)
         ports = [values for name, values in counters.items() if name.strip().startswith("to-h")]
@@ -261,7 +331,9 @@ class Lab:
 
 
 def shape(rate: str, burst_kb: int) -> tuple[str, ...]:
-    """The arguments of `tc` for a link of this rate; the holder, which can import nothing, spells them alike."""
+    """The arguments of `tc` for a link of this rate; the holder, which can import nothing, spells
+    them alike.
+    """
     return ("tbf", "rate", rate, "burst", f"{burst_kb}kb", "latency", "100ms")
 
 
@@ -269,7 +341,10 @@ def _check_rate(rate: str) -> None:
     if not re.fullmatch(r"\d+(\.\d+)?[kmgt]?(bit|bps)", rate):
         raise ValueError(f"`{rate}` is not a rate: write 500mbit, 1gbit, ... as tc does.")
     if not re.search("[1-9]", rate):
-        raise ValueError(f"a link needs a rate above 0, not `{rate}`; `Lab.set_link(host, up=False)` takes a host off.")
+        raise ValueError(
+            f"a link needs a rate above 0, not `{rate}`; `Lab.set_link(host, up=False)` takes a "
+            "host off."
+        )
 
 
 def available() -> str | None:

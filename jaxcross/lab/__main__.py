@@ -23,25 +23,40 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
         prog="python -m jaxcross.lab", description="Run a command among hosts on one machine."
     )
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="500mbit", help="of each link, as tc spells it; `none` leaves it unshaped")
-    parser.add_argument("--latency", help="of each link, for example 1ms; needs netem in the kernel")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- then the command, usually mpirun -n N ...")
+    parser.add_argument(
+        "--rate", default="500mbit", help="of each link, as tc spells it; `none` leaves it unshaped"
+    )
+    parser.add_argument(
+        "--latency", help="of each link, for example 1ms; needs netem in the kernel"
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="-- then the command, usually mpirun -n N ..."
+    )
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("no command: write it after --.")
     try:
-        with Lab(options.hosts, None if options.rate == "none" else options.rate, options.latency) as lab:
+        with Lab(
+            options.hosts, None if options.rate == "none" else options.rate, options.latency
+        ) as lab:
             if measure and lab.hosts == 1:
                 print(f"lab: one host has no link to measure: {lab.description}", file=sys.stderr)
             elif measure:
                 there, back = lab.measure_rate()
-                print(f"lab: {there / 1e6:.1f} and {back / 1e6:.1f} Mbit/s over the {lab.description}", file=sys.stderr)
+                print(
+                    f"lab: {there / 1e6:.1f} and {back / 1e6:.1f} Mbit/s over the {lab.description}",
+                    file=sys.stderr,
+                )
             before = lab.bytes_crossed()
             status = _run(lab, command)
             where = "link" if measure else lab.description  # which was described above
             sent_mb = (lab.bytes_crossed() - before) / 1e6
-            hint = ": if the command has ranks, they did not communicate over it" if sent_mb < 0.01 else ""
+            hint = (
+                ": if the command has ranks, they did not communicate over it"
+                if sent_mb < 0.01
+                else ""
+            )
             print(f"lab: {sent_mb:.1f} MB crossed the {where}{hint}", file=sys.stderr)
             return status if status >= 0 else 128 - status
     except (OSError, ValueError) as error:
@@ -52,8 +67,9 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
 def _run(lab: Lab, command: Sequence[str]) -> int:
     """Runs the command, forwards signals to it, and returns its status. A second SIGTERM kills it.
 
-    `nsenter` ends by a signal and forwards none. So it gets a session of its own, which the terminal's signals do not
-    reach, and the command, its child, gets them from here: SIGINT with its whole group, as from a terminal.
+    `nsenter` ends by a signal and forwards none. So it gets a session of its own, which the
+    terminal's signals do not reach, and the command, its child, gets them from here: SIGINT with
+    its whole group, as from a terminal.
     """
     processes: list[subprocess.Popen[bytes]] = []
     early: list[int] = []  # signals that arrived before the start of the command
@@ -78,7 +94,9 @@ def _run(lab: Lab, command: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, forward)
-    processes.append(subprocess.Popen(lab.wrap(command), env=lab.environment(), start_new_session=True))
+    processes.append(
+        subprocess.Popen(lab.wrap(command), env=lab.environment(), start_new_session=True)
+    )
     for number in early:
         forward(number)
     return processes[0].wait()

@@ -1,7 +1,9 @@
-"""The process that holds a lab's namespaces. Run as a script in isolated mode: standard library only, one thread.
+"""The process that holds a lab's namespaces. Run as a script in isolated mode: standard library
+only, one thread.
 
-Writes one JSON line to standard output (`pid`, `folder`, `user`, or `error`) and then waits for the end of standard
-input. It is process 1 of its own process namespace, so the kernel kills everything in there when it ends.
+Writes one JSON line to standard output (`pid`, `folder`, `user`, or `error`) and then waits for the
+end of standard input. It is process 1 of its own process namespace, so the kernel kills everything
+in there when it ends.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ PR_SET_PDEATHSIG = 1
 SUBNET = "10.77.0"
 HEAD = f"{SUBNET}.254"
 FOLDERS = ("/boot", "/srv", "/media", "/mnt")
-"""Where the lab's few files are put, on a private tmpfs: somewhere that exists and that no training needs."""
+"""Where the lab's few files are put, on a private tmpfs: somewhere that exists and that no training
+needs.
+"""
 
 ENTER = """#!/bin/sh
 # called like ssh: [options] host command...
@@ -35,7 +39,9 @@ exec nsenter --target="$pid" --net --uts -- "$@"
 
 
 def main() -> None:
-    """Makes the lab that the argument describes, reports it, and waits for the end of standard input."""
+    """Makes the lab that the argument describes, reports it, and waits for the end of standard
+    input.
+    """
     request = json.loads(sys.argv[1])
     try:
         user = _leave()
@@ -50,7 +56,9 @@ def main() -> None:
     os.close(notify)
     # the first process keeps the lifeline; this one must not hold its standard input open for it
     with os.fdopen(ready) as stream:
-        answer = json.loads(stream.readline() or '{"error": "the first process of the namespace died."}')
+        answer = json.loads(
+            stream.readline() or '{"error": "the first process of the namespace died."}'
+        )
     _report(**answer, **({} if "error" in answer else {"pid": pid, "user": user}))
     os.waitpid(pid, 0)
 
@@ -70,7 +78,9 @@ def _unshare(flags: int) -> None:
 
 
 def _leave() -> bool:
-    """Enters new namespaces; True if with a user namespace, which root can do without where it is forbidden."""
+    """Enters new namespaces; True if with a user namespace, which root can do without where it is
+    forbidden.
+    """
     flags = NEWNS | NEWUTS | NEWPID | NEWNET
     uid, gid = os.getuid(), os.getgid()
     try:
@@ -112,7 +122,9 @@ def _reason(error: Exception) -> str:
 
 
 def _do(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=10)
+    subprocess.run(
+        command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=10
+    )
 
 
 def _build(request: dict[str, Any]) -> Path:
@@ -175,19 +187,38 @@ def _host(name: str) -> int:
 def _connect(name: str, pid: int, address: str, request: dict[str, Any]) -> None:
     port = f"to-{name}"
     inside = ("nsenter", f"--target={pid}", "--net", "--")
-    _do("ip", "link", "add", "name", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+    _do(
+        "ip", "link", "add", "name", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid)
+    )
     _do("ip", "link", "set", port, "master", "switch", "up")
     _do(*inside, "ip", "link", "set", "lo", "up")
     _do(*inside, "ip", "address", "add", f"{address}/24", "dev", "eth0")
     _do(*inside, "ip", "link", "set", "eth0", "up")
     burst = f"{request['burst_kb']}kb"
-    shape = ("tbf", "rate", request["rate"], "burst", burst, "latency", "100ms") if request["rate"] else ()
+    shape = (
+        ("tbf", "rate", request["rate"], "burst", burst, "latency", "100ms")
+        if request["rate"]
+        else ()
+    )
     if shape:
         _do("tc", "qdisc", "add", "dev", port, "root", "handle", "1:", *shape)
         _do(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "handle", "1:", *shape)
     if request["latency"]:
         where = ("parent", "1:1") if shape else ("root",)
-        _do(*inside, "tc", "qdisc", "add", "dev", "eth0", *where, "handle", "10:", "netem", "delay", request["latency"])
+        _do(
+            *inside,
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            "eth0",
+            *where,
+            "handle",
+            "10:",
+            "netem",
+            "delay",
+            request["latency"],
+        )
 
 
 def _await(address: str, patience_s: float = 10.0) -> None:

@@ -1,4 +1,6 @@
-"""A plain TCP transfer from one host to another, wherever they are: a command line on each is all that it needs."""
+"""A plain TCP transfer from one host to another, wherever they are: a command line on each is all
+that it needs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class Transfer:
     """A transfer that is over.
 
     Attributes:
-        bits_per_s: Rate at the receiver's socket, so without headers: about 4% less than the rate of the link.
+        bits_per_s: Rate at the receiver's socket, so without headers: about 4% less than the rate
+            of the link.
         round_trip_us: The shortest round trip of its packets, in microseconds.
         source: Address of the sender.
         target: Address of the receiver.
@@ -47,27 +50,36 @@ def measure_transfer(
     burst_bytes: int = 0,
     by_name: bool = True,
 ) -> Transfer:
-    """Sends from one host to a free port of another one for about `seconds`, and returns what was measured.
+    """Sends from one host to a free port of another one for about `seconds`, and returns what was
+    measured.
 
-    Takes longer below some Mbit/s: for a few packets, and for what is on its way then; a minute and a half at most.
+    Takes longer below some Mbit/s: for a few packets, and for what is on its way then; a minute and
+    a half at most.
 
     Args:
         on_source: Returns the command line that runs a command on the sender.
         on_target: The same for the receiver.
         target: The receiver's name.
-        python: The Python on both hosts. It gets the program by its standard input, so it needs no package.
+        python: The Python on both hosts. It gets the program by its standard input, so it needs no
+            package.
         seconds: How long to measure.
         burst_bytes: What the link passes at full speed when it has rested; not measured.
-        by_name: Whether the sender must know that name. Otherwise it also tries the receiver's addresses.
+        by_name: Whether the sender must know that name. Otherwise it also tries the receiver's
+            addresses.
 
     Raises:
         OSError: There was no transfer; the message is that of the end that failed.
     """
     meter = [python, "-I", "-"]
-    with _running(on_target([*meter, "receive", str(seconds), str(burst_bytes)]), seconds) as receiver:
+    with _running(
+        on_target([*meter, "receive", str(seconds), str(burst_bytes)]), seconds
+    ) as receiver:
         assert receiver.stdout is not None
         # A shell's startup files may have printed lines before it.
-        words = next((words for line in receiver.stdout if (words := line.split()) and words[0].isdecimal()), None)
+        words = next(
+            (words for line in receiver.stdout if (words := line.split()) and words[0].isdecimal()),
+            None,
+        )
         if words is None:
             raise OSError(_last_line(receiver.communicate()[1]))
         port, *addresses = words
@@ -84,10 +96,17 @@ def measure_transfer(
 
 @contextmanager
 def _running(line: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[str]]:
-    """Starts one end of a transfer. Kills its process when the block ends, or earlier if it exceeds the time limit."""
+    """Starts one end of a transfer. Kills its process when the block ends, or earlier if it exceeds
+    the time limit.
+    """
     with METER.open() as script:
         process = subprocess.Popen(
-            line, stdin=script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            line,
+            stdin=script,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
     limit = threading.Timer(seconds + PATIENCE_S + START_S, _kill, [process])
     limit.daemon = True

@@ -6,14 +6,19 @@
     difference    where a run took longer than its prediction
     memory        how many bytes jobs need together, and how many a rank may use
     groups        which jobs share devices
-    rates         in how many pieces and at which shares the jobs of a group run, so that none starves
-    plan          the whole decision as data: groups, pieces, shares, predicted speeds (`table` prints it)
+    rates         in how many pieces and at which shares the jobs of a group run, so that none
+                  starves
+    plan          the whole decision as data: groups, pieces, shares, predicted speeds (`table`
+                  prints it)
     make          `of` makes a plan from profiles
-    jobs_file     the jobs of a plan, as a person writes them down (`bounded` reads files of a limited size)
+    jobs_file     the jobs of a plan, as a person writes them down (`bounded` reads files of a
+                  limited size)
     compression   the least compression with which the exchanges of all jobs hide behind computation
-    estimate      how much faster equal jobs run next to each other, from the cost of one step (`step_cost`)
+    estimate      how much faster equal jobs run next to each other, from the cost of one step
+                  (`step_cost`)
 
-A plan needs no ranks, no device and no `World`. Only `compression` knows arrays: it traces steps by their types.
+A plan needs no ranks, no device and no `World`. Only `compression` knows arrays: it traces steps by
+their types.
 """
 
 from typing import TYPE_CHECKING, Any

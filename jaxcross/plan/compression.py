@@ -29,7 +29,9 @@ from jaxcross.wire.bytes import wire_bytes
 from jaxcross.wire.recognise import recognise
 
 _MOST_BYTES = 2
-"""Times the bytes of its parameters that a step exchanges as a mean, at most: statistics and metrics come on top."""
+"""Times the bytes of its parameters that a step exchanges as a mean, at most: statistics and
+metrics come on top.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,8 @@ class JobCost:
         compute_s: Seconds of device time that the step's computation takes (c).
         exchange_s: Seconds of network time that the step's exchanges take (m).
         params: Parameters of the job, or their shapes (`jax.ShapeDtypeStruct`).
-        profile: The profile that says the seconds, with which the choice compares ranks and bytes; None for numbers.
+        profile: The profile that says the seconds, with which the choice compares ranks and bytes;
+            None for numbers.
     """
 
     name: str
@@ -62,7 +65,8 @@ class JobCost:
         )
 
     def check(self, ranks: int) -> None:
-        """Makes sure that the profile, if there is one, is of these parameters' plain mean on so many ranks.
+        """Makes sure that the profile, if there is one, is of these parameters' plain mean on so
+        many ranks.
 
         Raises:
             ValueError: It is of something else.
@@ -71,21 +75,27 @@ class JobCost:
             return
         if self.profile.ranks != ranks:
             raise ValueError(
-                f"the profile of `{self.name}` was measured on {self.profile.ranks} ranks, and `ranks` is {ranks}: give"
-                " that of a run on as many ranks, or numbers."
+                f"the profile of `{self.name}` was measured on {self.profile.ranks} ranks, and "
+                f"`ranks` is {ranks}: give that of a run on as many ranks, or numbers."
             )
         measured = sum(self.profile.graph.nbytes)
-        needed = sum(math.prod(jnp.shape(x)) * jnp.result_type(x).itemsize for x in jax.tree.leaves(self.params))
+        needed = sum(
+            math.prod(jnp.shape(x)) * jnp.result_type(x).itemsize
+            for x in jax.tree.leaves(self.params)
+        )
         if measured and not needed <= measured <= _MOST_BYTES * needed:
             raise ValueError(
-                f"the profile of `{self.name}` is of a step that exchanges {human_bytes(measured)}, and `params` has"
-                f" {human_bytes(needed)}: it is of another step, or was not measured with the plain mean."
+                f"the profile of `{self.name}` is of a step that exchanges "
+                f"{human_bytes(measured)}, and `params` has {human_bytes(needed)}: it is of "
+                "another step, or was not measured with the plain mean."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Exchange to choose from: its name, and how it is made for an axis. Its step that sends most is its cost."""
+    """Exchange to choose from: its name, and how it is made for an axis. Its step that sends most
+    is its cost.
+    """
 
     name: str
     make: Callable[[Hashable], optax.GradientTransformation]
@@ -111,35 +121,40 @@ def choose_compression(
     candidates: Sequence[Candidate] = CANDIDATES,
     log: Callable[[str], object] = print,
 ) -> tuple[optax.GradientTransformation, ...]:
-    """Chooses the least compression with which the jobs' exchanges take at most `target` of their computation.
+    """Chooses the least compression with which the jobs' exchanges take at most `target` of their
+    computation.
 
-    In crossover the jobs' exchanges hide behind their computation as long as sum m <= sum c: compressing further buys
-    nothing and costs accuracy. All jobs begin with the first candidate. While sum m exceeds `target` times sum c, the
-    job whose next candidate that sends less is the earliest in the list moves on to it (of several such jobs, the one
-    that saves most). At the end every job steps back as far as the target allows.
+    In crossover the jobs' exchanges hide behind their computation as long as sum m <= sum c:
+    compressing further buys nothing and costs accuracy. All jobs begin with the first candidate.
+    While sum m exceeds `target` times sum c, the job whose next candidate that sends less is the
+    earliest in the list moves on to it (of several such jobs, the one that saves most). At the end
+    every job steps back as far as the target allows.
 
-    A job's m is taken to shrink as its bytes do, those of a step cut as by default: latency and the computation of the
-    compression itself are not predicted. Measure the resulting run. A candidate that raises ValueError for a job, as
-    for leaves of integers, is left out for this job, and the explanation names it.
+    A job's m is taken to shrink as its bytes do, those of a step cut as by default: latency and the
+    computation of the compression itself are not predicted. Measure the resulting run. A candidate
+    that raises ValueError for a job, as for leaves of integers, is left out for this job, and the
+    explanation names it.
 
-    Does not wait or communicate. The choice is the same on every rank only if the costs are: take those of a report,
-    which is the same on every rank.
+    Does not wait or communicate. The choice is the same on every rank only if the costs are: take
+    those of a report, which is the same on every rank.
 
     Args:
         target: Wanted ratio of sum m to sum c; at 1 the exchanges just hide.
         jobs: Cost of each job's step.
         axis_name: One axis, over which the gradients are exchanged.
         ranks: Number of ranks along that axis.
-        candidates: Exchanges to choose from, from the one that loses least to the one that loses most.
+        candidates: Exchanges to choose from, from the one that loses least to the one that loses
+            most.
         log: Called once, with an explanation of the choice.
 
     Returns:
         An exchange for each job, for `optax.chain` before its optimizer.
 
     Raises:
-        ValueError: If there are no jobs or no candidates, if the target or a time is not positive, if `axis_name` names
-            several axes, if `ranks` is not a whole number, if the first candidate rejects a job's leaves, or if a
-            profile is of another step or of another number of ranks.
+        ValueError: If there are no jobs or no candidates, if the target or a time is not positive,
+            if `axis_name` names several axes, if `ranks` is not a whole number, if the first
+            candidate rejects a job's leaves, or if a profile is of another step or of another
+            number of ranks.
 
     Example:
         >>> report = jaxcross.run(jobs)
@@ -173,7 +188,9 @@ def choose_compression(
             known[model] = list(_received(exchanges, job.params, axis, ranks))
         for candidate, found in zip(candidates, known[model], strict=True):
             if isinstance(found, ValueError):
-                refused.append(f"  {job.name} cannot have {candidate.name}: {str(found).partition(chr(10))[0]}")
+                refused.append(
+                    f"  {job.name} cannot have {candidate.name}: {str(found).partition(chr(10))[0]}"
+                )
         nbytes = [math.inf if isinstance(found, ValueError) else found for found in known[model]]
         seconds.append(_predicted_seconds(job, nbytes))
     budget_s = target * sum(job.compute_s for job in jobs)
@@ -195,18 +212,23 @@ def _received(
             yield error
 
 
-def received_bytes(tx: optax.GradientTransformation, params: PyTree, axis_name: Hashable, ranks: int) -> int:
-    """Returns the bytes that one rank receives in an update of `tx`, cut as by default, by the wire's formulas.
+def received_bytes(
+    tx: optax.GradientTransformation, params: PyTree, axis_name: Hashable, ranks: int
+) -> int:
+    """Returns the bytes that one rank receives in an update of `tx`, cut as by default, by the
+    wire's formulas.
 
-    Where the steps of an exchange differ, the one that sends most counts: the densest stage of a warm-up, the end of a
-    round of local steps.
+    Where the steps of an exchange differ, the one that sends most counts: the densest stage of a
+    warm-up, the end of a round of local steps.
     """
     axes: dict[Any, int] = {axis_name: ranks}
     variants = _variants(trace_update(tx, params, axes))
     return max(sum(wire_bytes(x, axes) for x in cut(variant).exchanges) for variant in variants)
 
 
-def trace_update(tx: optax.GradientTransformation, params: PyTree, axes: Mapping[Any, int]) -> Traced:
+def trace_update(
+    tx: optax.GradientTransformation, params: PyTree, axes: Mapping[Any, int]
+) -> Traced:
     """Traces an update of `tx` by types alone. The result cannot be run: there is no wire.
 
     Args:
@@ -216,7 +238,9 @@ def trace_update(tx: optax.GradientTransformation, params: PyTree, axes: Mapping
     """
     types = _types(params)
     _, state = jax.make_jaxpr(tx.init, axis_env=list(axes.items()), return_shape=True)(types)
-    return trace(lambda g, s, p: tx.update(g, s, p), (types, state, types), axes=axes, wire=_NoWire())
+    return trace(
+        lambda g, s, p: tx.update(g, s, p), (types, state, types), axes=axes, wire=_NoWire()
+    )
 
 
 def _types(params: PyTree) -> PyTree:
@@ -246,23 +270,33 @@ def _variants(traced: Traced) -> Iterator[Traced]:
 
 
 def _predicted_seconds(job: JobCost, nbytes: Sequence[float]) -> list[float]:
-    return [n if math.isinf(n) else job.exchange_s * n / nbytes[0] if nbytes[0] else 0.0 for n in nbytes]
+    return [
+        n if math.isinf(n) else job.exchange_s * n / nbytes[0] if nbytes[0] else 0.0 for n in nbytes
+    ]
 
 
 def _least_compression(seconds: Sequence[Sequence[float]], budget_s: float) -> list[int]:
-    """Returns a candidate for each job, so that their seconds sum up to `budget_s` at most, where that is possible.
+    """Returns a candidate for each job, so that their seconds sum up to `budget_s` at most, where
+    that is possible.
 
     Args:
         seconds: Predicted exchange time of each job (row) with each candidate (column).
         budget_s: Time that the exchanges of all jobs may take together.
     """
     chosen = [0] * len(seconds)
-    # A job that must skip candidates waits for those that need not: the job moves whose next candidate is the earliest.
+    # A job that must skip candidates waits for those that need not: the job moves whose next
+    # candidate is the earliest.
     while _total(seconds, chosen) > budget_s:
-        moves = [(n, step) for n in range(len(chosen)) if (step := _next(seconds[n], chosen[n])) is not None]
+        moves = [
+            (n, step)
+            for n in range(len(chosen))
+            if (step := _next(seconds[n], chosen[n])) is not None
+        ]
         if not moves:
             break
-        job, step = min(moves, key=lambda s: (s[1], seconds[s[0]][s[1]] - seconds[s[0]][chosen[s[0]]]))
+        job, step = min(
+            moves, key=lambda s: (s[1], seconds[s[0]][s[1]] - seconds[s[0]][chosen[s[0]]])
+        )
         chosen[job] = step
     # The last move of one job may have made an earlier move of another one superfluous.
     for job in sorted(range(len(chosen)), key=lambda n: -chosen[n]):
@@ -293,15 +327,18 @@ def _explanation(
     lines = [_headline(plain_s, _total(seconds, chosen), budget_s)]
     for job, row, n in zip(jobs, seconds, chosen, strict=True):
         lines.append(
-            f"  {job.name}: {candidates[n].name}; computes {job.compute_s:.3g} s, exchanges {row[0]:.3g} s as a mean"
-            + (f", about {row[n]:.3g} s compressed" if n else "")
+            f"  {job.name}: {candidates[n].name}; computes {job.compute_s:.3g} s, exchanges "
+            f"{row[0]:.3g} s as a mean" + (f", about {row[n]:.3g} s compressed" if n else "")
         )
     return "\n".join(lines)
 
 
 def _headline(plain_s: float, compressed_s: float, budget_s: float) -> str:
     if plain_s <= budget_s:
-        return f"Exchanges take {plain_s:.3g} s of the {budget_s:.3g} s that hide them: compression would buy nothing."
+        return (
+            f"Exchanges take {plain_s:.3g} s of the {budget_s:.3g} s that hide them: compression "
+            "would buy nothing."
+        )
     start = f"Exchanges take {plain_s:.3g} s, {budget_s:.3g} s would hide"
     if compressed_s <= budget_s:
         return f"{start}: compressed to about {compressed_s:.3g} s, no further."

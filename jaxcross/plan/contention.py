@@ -14,7 +14,9 @@ from jaxcross.plan import bounded
 
 MAX_FILE_BYTES = 1_000_000
 _SAME = 0.02
-"""Relative difference up to which two rates are one: measured rates differ by as much from run to run."""
+"""Relative difference up to which two rates are one: measured rates differ by as much from run to
+run.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +35,14 @@ class MachineContention:
     def __post_init__(self) -> None:
         rates = [rate for rate, _ in self.measured]
         if not rates or any(low >= high for low, high in pairwise(rates)) or rates[0] <= 0:
-            raise ValueError(f"contention is measured at one or more rates in ascending order, got {rates}")
+            raise ValueError(
+                f"contention is measured at one or more rates in ascending order, got {rates}"
+            )
 
     def at(self, mbit_per_s: float) -> Contention:
-        """Returns the contention at a rate: linear between two that were measured, the nearest one outside."""
+        """Returns the contention at a rate: linear between two that were measured, the nearest one
+        outside.
+        """
         rates = [rate for rate, _ in self.measured]
         above = bisect_left(rates, mbit_per_s)
         if above == 0 or above == len(rates):
@@ -50,8 +56,12 @@ class MachineContention:
 
     def with_point(self, mbit_per_s: float, there: Contention) -> Self:
         """Returns the same with one more rate, in place of what was measured at about this one."""
-        others = [point for point in self.measured if abs(point[0] - mbit_per_s) > _SAME * mbit_per_s]
-        return type(self)(measured=tuple(sorted([*others, (mbit_per_s, there)], key=lambda point: point[0])))
+        others = [
+            point for point in self.measured if abs(point[0] - mbit_per_s) > _SAME * mbit_per_s
+        ]
+        return type(self)(
+            measured=tuple(sorted([*others, (mbit_per_s, there)], key=lambda point: point[0]))
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -62,12 +72,15 @@ class MachineContention:
             OSError: The file cannot be read.
         """
         what = "the contention of a machine"
-        return bounded.load(Path(path), what, lambda text: cls.from_json(json.loads(text)), most=MAX_FILE_BYTES)
+        return bounded.load(
+            Path(path), what, lambda text: cls.from_json(json.loads(text)), most=MAX_FILE_BYTES
+        )
 
     def to_json(self) -> list[dict[str, float]]:
         """Returns plain data; `from_json` reads it back."""
         return [
-            {"mbit_per_s": rate, "compute": there.compute, "exchange": there.exchange} for rate, there in self.measured
+            {"mbit_per_s": rate, "compute": there.compute, "exchange": there.exchange}
+            for rate, there in self.measured
         ]
 
     @classmethod
@@ -81,13 +94,20 @@ class MachineContention:
             raise ValueError("contention is a list of points: mbit_per_s, compute, exchange")
         keys = {"mbit_per_s", "compute", "exchange"}
         for point in points:
-            if point.keys() != keys or not all(type(value) in (int, float) for value in point.values()):
-                raise ValueError(f"a point of a contention has the numbers {sorted(keys)}, got {point}")
+            if point.keys() != keys or not all(
+                type(value) in (int, float) for value in point.values()
+            ):
+                raise ValueError(
+                    f"a point of a contention has the numbers {sorted(keys)}, got {point}"
+                )
         if not all(abs(value) < 2**63 for point in points for value in point.values()):
             raise ValueError("a number of a contention is out of range")
         return cls(
             measured=tuple(
-                (float(p["mbit_per_s"]), Contention(compute=float(p["compute"]), exchange=float(p["exchange"])))
+                (
+                    float(p["mbit_per_s"]),
+                    Contention(compute=float(p["compute"]), exchange=float(p["exchange"])),
+                )
                 for p in points
             )
         )
@@ -100,4 +120,6 @@ TWO_CORES = MachineContention(
         (2000.0, Contention(compute=1.37, exchange=1.22)),
     )
 )
-"""A ResNet-50 step next to exchanges of its 102 MB, MPICH, one core a host (`benchmarks/exchange_cost.py`)."""
+"""A ResNet-50 step next to exchanges of its 102 MB, MPICH, one core a host
+(`benchmarks/exchange_cost.py`).
+"""

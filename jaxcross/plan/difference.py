@@ -1,4 +1,6 @@
-"""The difference between a predicted run and the run that was made: where each part of a longer round came from."""
+"""The difference between a predicted run and the run that was made: where each part of a longer
+round came from.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,16 @@ PARTS = MappingProxyType({
 })  # fmt: skip
 """The parts of achieved less predicted, in the order in which they are shown."""
 
-_CAUSES = {"votes": ("votes",), "peers": ("peer", "imbalance"), "dispatch": ("dispatch",), "input": ("input",)}
+_CAUSES = {
+    "votes": ("votes",),
+    "peers": ("peer", "imbalance"),
+    "dispatch": ("dispatch",),
+    "input": ("input",),
+}
 _DOUBT = 0.03
-"""Standard error of the pace next to the other lane above which spans do not tell contention from slower work."""
+"""Standard error of the pace next to the other lane above which spans do not tell contention from
+slower work.
+"""
 _TOLERANCE = 0.01
 """Share of a job's work up to which an explanation of all jobs together is good enough."""
 _CLEARLY = 0.003
@@ -53,12 +62,14 @@ _DIGITS = 6  # of a measured factor: spans are whole nanoseconds
 class Difference:
     """A run compared with its prediction. `print` shows it as a table.
 
-    Times are of a round, in whole nanoseconds: `predicted_ns` and all of `parts_ns` add up to `achieved_ns`.
+    Times are of a round, in whole nanoseconds: `predicted_ns` and all of `parts_ns` add up to
+    `achieved_ns`.
 
     Attributes:
         predicted_ns: The period that was predicted.
         achieved_ns: The period of the run.
-        parts_ns: The parts of the difference, by the keys of `PARTS`. None is negative but `unexplained`.
+        parts_ns: The parts of the difference, by the keys of `PARTS`. None is negative but
+            `unexplained`.
         ideal_ns: The predicted bound: no order of the predicted work is faster.
     """
 
@@ -80,7 +91,12 @@ class Difference:
             end = name in ("predicted", "achieved") or name == rows[-2][0]
             style = "bold" if name in ("predicted", "achieved") else None
             table.add_row(
-                name, seconds(length / 1e9), share(length / self.achieved_ns), text, style=style, end_section=end
+                name,
+                seconds(length / 1e9),
+                share(length / self.achieved_ns),
+                text,
+                style=style,
+                end_section=end,
             )
         title = Text(f"Achieved {self.predicted_ns / self.achieved_ns:.0%} of the predicted speed")
         return Group(title, table)
@@ -90,7 +106,9 @@ class Difference:
 
 
 class Repeatable(Protocol):
-    """A prediction that can be made again from other costs. `jaxcross.plan.Prediction` is the implementation."""
+    """A prediction that can be made again from other costs. `jaxcross.plan.Prediction` is the
+    implementation.
+    """
 
     @property
     def rounds(self) -> TimeBreakdown: ...
@@ -108,9 +126,10 @@ class Repeatable(Protocol):
 def difference(prediction: Repeatable, run: RunData) -> Difference:
     """Explains a run by its prediction.
 
-    The prediction is made again with the run's own seconds of computation, then of exchange, its contention, and its
-    time between steps. What each of them adds to the period is its part. The rest is divided by what the run lost to
-    votes, peers, dispatch and input beyond the last prediction.
+    The prediction is made again with the run's own seconds of computation, then of exchange, its
+    contention, and its time between steps. What each of them adds to the period is its part. The
+    rest is divided by what the run lost to votes, peers, dispatch and input beyond the last
+    prediction.
 
     Args:
         prediction: Of the same jobs under the same policy.
@@ -123,7 +142,9 @@ def difference(prediction: Repeatable, run: RunData) -> Difference:
     compute, exchange = _rows(run.spans, prediction.profiles)
     computed = _Paces.of(compute, 1 / prediction.contention.compute)
     exchanged = _Paces.of(exchange, 1 / prediction.contention.exchange)
-    contention = Contention(compute=max(1.0, 1 / computed.together), exchange=max(1.0, 1 / exchanged.together))
+    contention = Contention(
+        compute=max(1.0, 1 / computed.together), exchange=max(1.0, 1 / exchanged.together)
+    )
     stages = [prediction]
     names = ["computation", "exchange", "contention", "host"]
     stages.append(_scaled(stages[-1], "compute", computed.factors))
@@ -142,18 +163,30 @@ def difference(prediction: Repeatable, run: RunData) -> Difference:
 
 
 def _check(prediction: Repeatable, run: RunData) -> None:
-    predicted, there = [profile.name for profile in prediction.profiles], [job.name for job in run.jobs]
+    predicted, there = (
+        [profile.name for profile in prediction.profiles],
+        [job.name for job in run.jobs],
+    )
     if sorted(predicted) != sorted(there):
-        raise ValueError(f"the prediction is of the jobs {', '.join(predicted)}, the run of {', '.join(there)}")
+        raise ValueError(
+            f"the prediction is of the jobs {', '.join(predicted)}, the run of {', '.join(there)}"
+        )
     if run.policy and run.policy != prediction.policy.name:
-        raise ValueError(f"the prediction is for the policy {prediction.policy.name}, the run had {run.policy}")
+        raise ValueError(
+            f"the prediction is for the policy {prediction.policy.name}, the run had {run.policy}"
+        )
     for profile in prediction.profiles:
         program = next(job.program for job in run.jobs if job.name == profile.name)
         if program is not None and program["graph"] != profile.graph.as_data():
-            raise ValueError(f"`{profile.name}` ran in other segments than those of its profile: it was cut otherwise")
+            raise ValueError(
+                f"`{profile.name}` ran in other segments than those of its profile: it was cut "
+                "otherwise"
+            )
     for what, rounds in (("prediction", prediction.rounds), ("run", run.rounds)):
         if rounds.period_s is None:
-            raise ValueError(f"the {what} has no round: its jobs were never in steady state together")
+            raise ValueError(
+                f"the {what} has no round: its jobs were never in steady state together"
+            )
 
 
 def _period_ns(rounds: TimeBreakdown) -> int:
@@ -161,7 +194,9 @@ def _period_ns(rounds: TimeBreakdown) -> int:
 
 
 class _Row(NamedTuple):
-    """One segment that ran: its seconds by the profile, and as it ran apart from and next to the other lane."""
+    """One segment that ran: its seconds by the profile, and as it ran apart from and next to the
+    other lane.
+    """
 
     solo_s: float
     apart_s: float
@@ -173,7 +208,8 @@ class _Paces:
     """The paces of one lane.
 
     Attributes:
-        factors: Seconds of each job's segments over those of its profile, with nothing next to them.
+        factors: Seconds of each job's segments over those of its profile, with nothing next to
+            them.
         together: Work that is done in a second next to the other lane.
     """
 
@@ -184,9 +220,10 @@ class _Paces:
     def of(cls, rows: Mapping[str, Sequence[_Row]], predicted: float) -> Self:
         """Measures the paces: `factor * solo = apart + pace * together` for each segment.
 
-        By least squares, where segments of a job differ in how much of them was next to the other lane. In a run that
-        repeats itself round by round they do not. Then the simplest of three explanations counts that agrees with all
-        jobs: all computations were slower alike, only the pace was, or each job has a factor of its own.
+        By least squares, where segments of a job differ in how much of them was next to the other
+        lane. In a run that repeats itself round by round they do not. Then the simplest of three
+        explanations counts that agrees with all jobs: all computations were slower alike, only the
+        pace was, or each job has a factor of its own.
 
         Args:
             rows: The segments of each job.
@@ -195,21 +232,32 @@ class _Paces:
         pace = _fitted_pace(rows)
         if pace is not None:
             pace = predicted if abs(pace - predicted) < 10**-4 else pace
-            return cls(factors={name: _factor(job, pace) for name, job in rows.items()}, together=pace)
+            return cls(
+                factors={name: _factor(job, pace) for name, job in rows.items()}, together=pace
+            )
         alike = _factor([row for job in rows.values() for row in job], predicted)
         sums = [_Row(*map(sum, zip(*job, strict=True))) for job in rows.values()]
         next_to = sum(row.together_s**2 for row in sums)
-        pace = sum((row.solo_s - row.apart_s) * row.together_s for row in sums) / next_to if next_to else predicted
+        pace = (
+            sum((row.solo_s - row.apart_s) * row.together_s for row in sums) / next_to
+            if next_to
+            else predicted
+        )
         one_factor, one_pace = _misfit(sums, alike, predicted), _misfit(sums, 1.0, pace)
         if one_pace < min(one_factor - _CLEARLY, _TOLERANCE) and 0 < pace <= 1:
             return cls(factors=dict.fromkeys(rows, 1.0), together=pace)
         if one_factor < _TOLERANCE:
             return cls(factors=dict.fromkeys(rows, alike), together=predicted)
-        return cls(factors={name: _factor(job, predicted) for name, job in rows.items()}, together=predicted)
+        return cls(
+            factors={name: _factor(job, predicted) for name, job in rows.items()},
+            together=predicted,
+        )
 
 
 def _fitted_pace(rows: Mapping[str, Sequence[_Row]]) -> float | None:
-    """Returns the pace next to the other lane by least squares, None where the segments leave it open."""
+    """Returns the pace next to the other lane by least squares, None where the segments leave it
+    open.
+    """
     # A job's factor follows from the pace, so the pace is fitted to what no factor explains.
     apart, together = [np.zeros(0)], [np.zeros(0)]
     for job in rows.values():
@@ -218,7 +266,9 @@ def _fitted_pace(rows: Mapping[str, Sequence[_Row]]) -> float | None:
             free.append(column - solo * (solo @ column) / (solo @ solo))
     a, b = np.concatenate(apart), np.concatenate(together)
     known = len(a) - len(rows) - 1
-    if known < 1 or b @ b <= _DOUBT**2 * sum(row.together_s**2 for job in rows.values() for row in job):
+    if known < 1 or b @ b <= _DOUBT**2 * sum(
+        row.together_s**2 for job in rows.values() for row in job
+    ):
         return None
     pace = -(a @ b) / (b @ b)
     spread = a + pace * b
@@ -228,32 +278,54 @@ def _fitted_pace(rows: Mapping[str, Sequence[_Row]]) -> float | None:
 
 def _misfit(sums: Sequence[_Row], factor: float, pace: float) -> float:
     """Returns the largest share of a job's work that a factor and a pace leave unexplained."""
-    return max((abs(factor - (r.apart_s + pace * r.together_s) / r.solo_s) for r in sums), default=0.0)
+    return max(
+        (abs(factor - (r.apart_s + pace * r.together_s) / r.solo_s) for r in sums), default=0.0
+    )
 
 
 def _factor(rows: Sequence[_Row], pace: float) -> float:
     """Returns the work of these segments over what it takes by the profile."""
-    return round(sum(row.apart_s + pace * row.together_s for row in rows) / sum(row.solo_s for row in rows), _DIGITS)
+    return round(
+        sum(row.apart_s + pace * row.together_s for row in rows) / sum(row.solo_s for row in rows),
+        _DIGITS,
+    )
 
 
-def _rows(spans: Iterable[Span], profiles: Sequence[Profile]) -> tuple[dict[str, list[_Row]], dict[str, list[_Row]]]:
-    """Returns the computations and the exchanges of each job, without those of its first step, which may compile."""
+def _rows(
+    spans: Iterable[Span], profiles: Sequence[Profile]
+) -> tuple[dict[str, list[_Row]], dict[str, list[_Row]]]:
+    """Returns the computations and the exchanges of each job, without those of its first step,
+    which may compile.
+    """
     spans = in_lane_order(spans)
     solo = {profile.name: profile.seconds for profile in profiles}
     shortest = shortest_exchanges(spans)
-    found: tuple[dict[str, list[_Row]], dict[str, list[_Row]]] = (defaultdict(list), defaultdict(list))
+    found: tuple[dict[str, list[_Row]], dict[str, list[_Row]]] = (
+        defaultdict(list),
+        defaultdict(list),
+    )
     for rank in sorted({span.rank for span in spans}):
         timeline = Timeline.of(rank, spans, shortest)
-        exchanging = _Cumulated(union(piece for pieces in timeline.transfer.values() for piece in pieces))
+        exchanging = _Cumulated(
+            union(piece for pieces in timeline.transfer.values() for piece in pieces)
+        )
         computing = _Cumulated(timeline.computing)
         for span in spans:
-            if span.rank != rank or span.kind not in ("compute", "collective") or not span.in_step or span.step < 2:
+            if (
+                span.rank != rank
+                or span.kind not in ("compute", "collective")
+                or not span.in_step
+                or span.step < 2
+            ):
                 continue
             seconds_alone = solo[span.job][span.segment]
             if seconds_alone <= 0:
                 continue
             is_compute = span.kind == "compute"
-            length = min(shortest.get((span.job, span.number, span.segment), span.end_ns), span.end_ns - span.start_ns)
+            length = min(
+                shortest.get((span.job, span.number, span.segment), span.end_ns),
+                span.end_ns - span.start_ns,
+            )
             start = span.start_ns if is_compute else span.end_ns - length
             other = (exchanging if is_compute else computing).within(start, span.end_ns)
             row = _Row(seconds_alone, (span.end_ns - start - other) / 1e9, other / 1e9)
@@ -287,29 +359,41 @@ def _scaled(prediction: Repeatable, kind: str, factors: Mapping[str, float]) -> 
     for profile in prediction.profiles:
         factor = factors.get(profile.name, 1.0)
         pairs = zip(profile.seconds, profile.graph.kinds, strict=True)
-        profiles.append(replace(profile, seconds=tuple(s * factor if own == kind else s for s, own in pairs)))
+        profiles.append(
+            replace(profile, seconds=tuple(s * factor if own == kind else s for s, own in pairs))
+        )
     return _again(prediction, profiles, prediction.contention)
 
 
 def _with_host_time(prediction: Repeatable, run: RunData) -> Repeatable:
-    """Returns the prediction with the run's time between two steps, as far as it is longer than the predicted one."""
+    """Returns the prediction with the run's time between two steps, as far as it is longer than the
+    predicted one.
+    """
     profiles = []
     for profile in prediction.profiles:
         _, there_s = segment_times(run.spans, profile.name, profile.graph)
         _, predicted_s = segment_times(prediction.spans, profile.name, profile.graph)
         more_s = round(max(0.0, there_s - predicted_s), 9)
-        profiles.append(replace(profile, host_s=profile.host_s + more_s) if more_s > _LEAST_S else profile)
+        profiles.append(
+            replace(profile, host_s=profile.host_s + more_s) if more_s > _LEAST_S else profile
+        )
     return _again(prediction, profiles, prediction.contention)
 
 
-def _again(prediction: Repeatable, profiles: Sequence[Profile], contention: Contention) -> Repeatable:
+def _again(
+    prediction: Repeatable, profiles: Sequence[Profile], contention: Contention
+) -> Repeatable:
     if tuple(profiles) == prediction.profiles and contention == prediction.contention:
         return prediction
     return prediction.again(profiles=profiles, contention=contention)
 
 
-def _lost(there: Mapping[str, float], predicted: Mapping[str, float], *, at_most_ns: int) -> dict[str, int]:
-    """Returns what was lost beyond the prediction, cut down so that it is not more than there is to explain."""
+def _lost(
+    there: Mapping[str, float], predicted: Mapping[str, float], *, at_most_ns: int
+) -> dict[str, int]:
+    """Returns what was lost beyond the prediction, cut down so that it is not more than there is to
+    explain.
+    """
     more = {
         part: max(0.0, sum(there.get(cause, 0.0) - predicted.get(cause, 0.0) for cause in causes))
         for part, causes in _CAUSES.items()

@@ -1,8 +1,8 @@
 """Predicts how much faster equal jobs run next to each other, from the cost of their step alone.
 
-A step costs c seconds of computation and m of exchange. Two or more equal jobs take max(c, m) for each job-step at
-best, one after the other c + m. Where the processor computes and drives the network, the two slow each other down, and
-the expected time counts that as well.
+A step costs c seconds of computation and m of exchange. Two or more equal jobs take max(c, m) for
+each job-step at best, one after the other c + m. Where the processor computes and drives the
+network, the two slow each other down, and the expected time counts that as well.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ class Gain:
 
     Attributes:
         jobs: Number of jobs.
-        most: Times as fast, at most: (c + m) / max(c, m) from two jobs on. No order of the same work does better.
-        expected: Times as fast where the lanes slow each other down; None where it is not known by how much.
-        most_narrow, expected_narrow: The same with exchanges in 16 bits, still compared with full exchanges one after
-            the other.
-        memory_bytes: Bytes of arrays on a rank: the largest peak of a job, the other jobs' bytes between segments, and
-            the temporaries of an exchange. An array that jobs are to share, such as a base model, counts for each of
-            them here, and once in a run.
+        most: Times as fast, at most: (c + m) / max(c, m) from two jobs on. No order of the same
+            work does better.
+        expected: Times as fast where the lanes slow each other down; None where it is not known by
+            how much.
+        most_narrow, expected_narrow: The same with exchanges in 16 bits, still compared with full
+            exchanges one after the other.
+        memory_bytes: Bytes of arrays on a rank: the largest peak of a job, the other jobs' bytes
+            between segments, and the temporaries of an exchange. An array that jobs are to share,
+            such as a base model, counts for each of them here, and once in a run.
         fits: Whether that is within the limit; None if there is no limit known.
     """
 
@@ -56,13 +58,15 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Predictions for a step, from `jaxcross.estimate`; `print` shows them in ten lines. The same on every rank.
+    """Predictions for a step, from `jaxcross.estimate`; `print` shows them in ten lines. The same
+    on every rank.
 
     Attributes:
         cost: Cost of the step alone.
         jobs: Number of jobs that were asked about.
         gains: One for each of 1 to 4 jobs, and for `jobs`.
-        cut_alone: Times as fast, at most, as uncut if one job is cut into four exchange segments; None if it was not.
+        cut_alone: Times as fast, at most, as uncut if one job is cut into four exchange segments;
+            None if it was not.
         fitting_jobs: Number of jobs that fit into memory; None if no limit is known.
     """
 
@@ -81,7 +85,10 @@ class Estimate:
         return {**asdict(self), "cost": self.cost.as_dict(), "recommendation": self.recommendation}
 
     def __repr__(self) -> str:
-        return f"<Estimate of `{self.cost.whole.name}`: {self.recommendation.rstrip('.')}; print() shows the numbers>"
+        return (
+            f"<Estimate of `{self.cost.whole.name}`: {self.recommendation.rstrip('.')}; print() "
+            "shows the numbers>"
+        )
 
     def __str__(self) -> str:
         return "\n".join((*_lines(self), f"  {self.recommendation}"))
@@ -115,9 +122,13 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
             Gain(
                 jobs=k,
                 most=_ratio(before_s, period_s(*full)),
-                expected=None if contention is None else _ratio(before_s, period_s(*full, contention)),
+                expected=None
+                if contention is None
+                else _ratio(before_s, period_s(*full, contention)),
                 most_narrow=_ratio(before_s, period_s(*narrow)),
-                expected_narrow=None if contention is None else _ratio(before_s, period_s(*narrow, contention)),
+                expected_narrow=None
+                if contention is None
+                else _ratio(before_s, period_s(*narrow, contention)),
                 memory_bytes=memory,
                 fits=None if cost.limit_bytes is None else memory <= cost.limit_bytes,
             )
@@ -126,18 +137,23 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
         cost=cost,
         jobs=jobs,
         gains=tuple(gains),
-        # Its seconds were measured apart from those of the uncut step, and neither cut beats the busier lane.
-        cut_alone=None if cost.cut is None else min(_ratio(c + m, _alone_s(cost.cut)), _ratio(c + m, max(c, m))),
+        # Its seconds were measured apart from those of the uncut step, and neither cut beats the
+        # busier lane.
+        cut_alone=None
+        if cost.cut is None
+        else min(_ratio(c + m, _alone_s(cost.cut)), _ratio(c + m, max(c, m))),
         fitting_jobs=_fitting_jobs(cost),
     )
 
 
-def period_s(compute_s: Sequence[float], exchange_s: Sequence[float], contention: Contention | None = None) -> float:
+def period_s(
+    compute_s: Sequence[float], exchange_s: Sequence[float], contention: Contention | None = None
+) -> float:
     """Returns the seconds of a round, one step of each job next to the others, in the best order.
 
-    Without contention it is the bound max(sum c, sum m, max(c + m)), which no order of the same work beats. Under
-    contention the lane with less work is always next to the other one, which is slowed down for so long. For equal jobs
-    whose steps compute, exchange and update this is exact.
+    Without contention it is the bound max(sum c, sum m, max(c + m)), which no order of the same
+    work beats. Under contention the lane with less work is always next to the other one, which is
+    slowed down for so long. For equal jobs whose steps compute, exchange and update this is exact.
 
     Args:
         compute_s: Seconds that each job's step computes alone (c).
@@ -154,12 +170,16 @@ def period_s(compute_s: Sequence[float], exchange_s: Sequence[float], contention
 
 
 def contention_at(mbps: float) -> Contention | None:
-    """Returns the contention of two-core hosts at a rate; None far outside of the rates at which it was measured."""
+    """Returns the contention of two-core hosts at a rate; None far outside of the rates at which it
+    was measured.
+    """
     return TWO_CORES.at(mbps) if KNOWN_MBPS[0] <= mbps <= KNOWN_MBPS[1] else None
 
 
 def _alone_s(profile: Profile) -> float:
-    """Returns the seconds of a step of one job, whose exchanges hide behind its own computation where they can."""
+    """Returns the seconds of a step of one job, whose exchanges hide behind its own computation
+    where they can.
+    """
     return predict([profile], vote_s=0.0, steps=4).s_per_step
 
 
@@ -184,20 +204,32 @@ def _lines(estimate: Estimate) -> Iterator[str]:
     cost, gains = estimate.cost, estimate.gains
     where = f" of {cost.where}" if cost.where else ""
     ranks = f"{cost.whole.ranks} rank{'s' * (cost.whole.ranks > 1)}"
-    how = f"{cost.steps} steps timed on copies, nothing else next to them" if cost.steps else "as its profile says"
+    how = (
+        f"{cost.steps} steps timed on copies, nothing else next to them"
+        if cost.steps
+        else "as its profile says"
+    )
     yield f"`{cost.whole.name}`{where} on {ranks}: {how}"
-    yield f"  c = {seconds(cost.compute_s)} of computation, m = {seconds(cost.exchange_s)} of exchange{_wire(cost)}"
+    yield (
+        f"  c = {seconds(cost.compute_s)} of computation, m = {seconds(cost.exchange_s)} of "
+        f"exchange{_wire(cost)}"
+    )
     yield _row("equal jobs next to each other", [str(p.jobs) for p in gains])
     yield _row("times as fast, at most", [f"{p.most:.2f}" for p in gains], "(c + m) / max(c, m)")
     expected = ["-" if p.expected is None else f"{p.expected:.2f}" for p in gains]
     yield _row("times as fast, expected", expected, _how_expected(cost))
-    narrow = [f"{p.most_narrow if p.expected_narrow is None else p.expected_narrow:.2f}" for p in gains]
+    narrow = [
+        f"{p.most_narrow if p.expected_narrow is None else p.expected_narrow:.2f}" for p in gains
+    ]
     kind = "at most" if gains[0].expected_narrow is None else "expected"
     yield _row(f"{kind}, exchange in 16 bits", narrow, "against full exchanges one after the other")
     fitting = "limit not known"
     if cost.limit_bytes is not None:
         fitting_jobs = estimate.fitting_jobs or 0
-        fitting = f"{min(fitting_jobs, 100)}{'+' * (fitting_jobs > 100)} fit into {human_bytes(cost.limit_bytes)}"
+        fitting = (
+            f"{min(fitting_jobs, 100)}{'+' * (fitting_jobs > 100)} fit into "
+            f"{human_bytes(cost.limit_bytes)}"
+        )
     yield _row("arrays on a rank", [human_bytes(p.memory_bytes) for p in gains], fitting)
     if estimate.cut_alone is None:
         yield "  one job with a cut: its exchanges were not cut further"
@@ -205,7 +237,10 @@ def _lines(estimate: Estimate) -> Iterator[str]:
         gain = f"at most {estimate.cut_alone:.2f} times as fast as uncut"
         pieces = "four" if cost.steps or cost.cut is None else len(cost.cut.graph.collectives)
         yield f'  one job cut in {pieces}: {gain}; `cut="auto"` finds the best number'
-    yield '  "At most" is a bound: data loading, votes and dispatch come on top, and batches kept ahead need memory.'
+    yield (
+        '  "At most" is a bound: data loading, votes and dispatch come on top, and batches kept '
+        "ahead need memory."
+    )
 
 
 def _row(label: str, cells: Sequence[str], note: str = "") -> str:
@@ -214,7 +249,10 @@ def _row(label: str, cells: Sequence[str], note: str = "") -> str:
 
 def _wire(cost: StepCost) -> str:
     if cost.link_mbps is not None:
-        return f": {human_bytes(cost.wire_bytes)} on a link of {cost.link_mbps:g} Mbit/s that was asked for"
+        return (
+            f": {human_bytes(cost.wire_bytes)} on a link of {cost.link_mbps:g} Mbit/s that was "
+            "asked for"
+        )
     rate = "" if cost.mbps is None else f" at {cost.mbps:.0f} Mbit/s"
     return f": {human_bytes(cost.wire_bytes)} to each rank{rate}" if cost.whole.ranks > 1 else ""
 
@@ -233,7 +271,10 @@ def _recommendation(estimate: Estimate) -> str:
     cost, k = estimate.cost, estimate.jobs
     asked, step_s = estimate.of(k), cost.compute_s + cost.exchange_s
     if not cost.exchange_s:
-        return "One rank exchanges nothing: m = 0. Launch the ranks that will train, or ask for a link (`link_mbps`)."
+        return (
+            "One rank exchanges nothing: m = 0. Launch the ranks that will train, or ask for a "
+            "link (`link_mbps`)."
+        )
     if asked.fits is False:
         fitting = estimate.fitting_jobs or 0
         if fitting < 1:
@@ -243,7 +284,10 @@ def _recommendation(estimate: Estimate) -> str:
     if k == 1:
         return f"Run {_one(estimate)}."
     if step_s < TOO_SHORT_S:
-        return f"Enlarge the batch first: votes and dispatch are a noticeable part of a step of {seconds(step_s)}."
+        return (
+            "Enlarge the batch first: votes and dispatch are a noticeable part of a step of "
+            f"{seconds(step_s)}."
+        )
     return _advice_on_speed(estimate, asked)
 
 
@@ -261,9 +305,15 @@ def _advice_on_speed(estimate: Estimate, asked: Gain) -> str:
     if gain < _WORTH and cost.exchange_s < cost.compute_s:
         share = cost.exchange_s / (cost.compute_s + cost.exchange_s)
         return f"No: exchanges take only {share:.0%} of a step, {k} jobs run {faster}."
-    narrow, narrow_gain = "", asked.most_narrow if asked.expected_narrow is None else asked.expected_narrow
+    narrow, narrow_gain = (
+        "",
+        asked.most_narrow if asked.expected_narrow is None else asked.expected_narrow,
+    )
     if narrow_gain > _WORTH * gain:
         narrow = f"; with exchange in 16 bits {about} {narrow_gain:.2f}"
     if gain < _WORTH:
         return f"No: the network is the limit, {k} jobs run {faster}{narrow}."
-    return f"{'Try' if asked.expected is None else 'Yes, run'} {k} jobs next to each other: {faster}{narrow}."
+    return (
+        f"{'Try' if asked.expected is None else 'Yes, run'} {k} jobs next to each other: "
+        f"{faster}{narrow}."
+    )

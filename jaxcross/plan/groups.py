@@ -1,4 +1,6 @@
-"""Groups of jobs that share devices, in such a way that whose computation and exchange fill each other's gaps."""
+"""Groups of jobs that share devices, in such a way that whose computation and exchange fill each
+other's gaps.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ EXACT = 8
 _ROUNDS = 300
 _PATIENCE = 30  # rounds in which no pair was divided better
 _GAIN = 1e-3  # a job that shortens a group's round by a smaller share of its own step runs alone
-_OVER_FULL = 1e6  # seconds for each byte beyond the limit, relative to it: any fitting grouping is better
+_OVER_FULL = (
+    1e6  # seconds for each byte beyond the limit, relative to it: any fitting grouping is better
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,8 @@ class Load:
         memory: Its memory on a rank.
 
     Raises:
-        ValueError: A number is negative or not finite, there are no ranks, or `steps` is not positive.
+        ValueError: A number is negative or not finite, there are no ranks, or `steps` is not
+            positive.
     """
 
     name: str
@@ -48,9 +53,14 @@ class Load:
 
     def __post_init__(self) -> None:
         numbers = (self.compute_s, self.exchange_s, self.steps)
-        if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.ranks < 1 or not self.steps:
+        if (
+            not all(math.isfinite(number) and number >= 0 for number in numbers)
+            or self.ranks < 1
+            or not self.steps
+        ):
             raise ValueError(
-                f"the numbers of job `{self.name}` must be finite and not negative, `ranks` and `steps` positive"
+                f"the numbers of job `{self.name}` must be finite and not negative, `ranks` and "
+                "`steps` positive"
             )
 
 
@@ -62,7 +72,8 @@ class Grouping:
         groups: Names of the jobs of each group.
         rank_s: Rank-seconds of a round of all groups: each group's bound times its ranks.
         alone_rank_s: The same with every job alone.
-        pooled_rank_s: The same if all jobs of equally many ranks were one group without a limit: no grouping is better.
+        pooled_rank_s: The same if all jobs of equally many ranks were one group without a limit: no
+            grouping is better.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -74,9 +85,10 @@ class Grouping:
 def group(loads: Sequence[Load], *, most: int = 4, memory_bytes: int | None = None) -> Grouping:
     """Groups jobs so that their rounds take few rank-seconds. Decides from its arguments alone.
 
-    A group's round takes max(sum c, sum m, max(c + m)), the bound that reports use. Up to 8 jobs of equally many ranks
-    every grouping is compared. More are sorted by their share of exchange and folded, so that those that compute meet
-    those that exchange, and pairs of groups are then divided again until that no longer helps.
+    A group's round takes max(sum c, sum m, max(c + m)), the bound that reports use. Up to 8 jobs of
+    equally many ranks every grouping is compared. More are sorted by their share of exchange and
+    folded, so that those that compute meet those that exchange, and pairs of groups are then
+    divided again until that no longer helps.
 
     Args:
         loads: The jobs; names must differ.
@@ -93,8 +105,8 @@ def group(loads: Sequence[Load], *, most: int = 4, memory_bytes: int | None = No
     for load in loads:
         if memory_bytes is not None and (alone := needed_bytes([load.memory])) > memory_bytes:
             raise ValueError(
-                f"job `{load.name}` needs {alone} bytes alone, and a rank has {memory_bytes}: give it more "
-                "ranks, a smaller batch or a device with more memory"
+                f"job `{load.name}` needs {alone} bytes alone, and a rank has {memory_bytes}: give "
+                "it more ranks, a smaller batch or a device with more memory"
             )
     of_ranks: dict[int, list[Load]] = defaultdict(list)
     for load in loads:
@@ -112,19 +124,25 @@ def group(loads: Sequence[Load], *, most: int = 4, memory_bytes: int | None = No
 
 
 class _Table:
-    """The jobs' numbers as arrays; the last entry is an empty place. Costs are of rows of job numbers."""
+    """The jobs' numbers as arrays; the last entry is an empty place. Costs are of rows of job
+    numbers.
+    """
 
     def __init__(self, loads: Sequence[Load], memory_bytes: int | None) -> None:
         self.jobs = len(loads)
         self.compute = np.array([load.compute_s * load.steps for load in loads] + [0.0])
         self.exchange = np.array([load.exchange_s * load.steps for load in loads] + [0.0])
-        self._memory = np.array([astuple(memory) for memory in (*(load.memory for load in loads), JobMemory())]).T
+        self._memory = np.array(
+            [astuple(memory) for memory in (*(load.memory for load in loads), JobMemory())]
+        ).T
         self._limit = memory_bytes
 
     def seconds(self, rows: npt.NDArray[np.intp]) -> Numbers:
         """Returns the bound of each group, which is a row of the last axis."""
         compute, exchange = self.compute[rows], self.exchange[rows]
-        return np.maximum((compute + exchange).max(-1), np.maximum(compute.sum(-1), exchange.sum(-1)))
+        return np.maximum(
+            (compute + exchange).max(-1), np.maximum(compute.sum(-1), exchange.sum(-1))
+        )
 
     def excess(self, rows: npt.NDArray[np.intp]) -> Numbers:
         """Returns the share of the memory by which each group is over-full."""
@@ -144,14 +162,20 @@ def _divide(table: _Table, most: int) -> list[tuple[int, ...]]:
     while True:
         rows = _improve(table, _folded(table, count, most))
         if not table.excess(rows).any():
-            return [part for row in rows for part in _without_gain(table, [i for i in row.tolist() if i < table.jobs])]
+            return [
+                part
+                for row in rows
+                for part in _without_gain(table, [i for i in row.tolist() if i < table.jobs])
+            ]
         if count == table.jobs:  # alone each job fits
             return [(i,) for i in range(table.jobs)]
         count = min(table.jobs, count + max(1, count // 20))
 
 
 def _best(table: _Table, most: int) -> list[tuple[int, ...]]:
-    """Compares all groupings: the best one of each set of jobs is its best first group and the best one of the rest."""
+    """Compares all groupings: the best one of each set of jobs is its best first group and the best
+    one of the rest.
+    """
     best: dict[int, tuple[float, list[tuple[int, ...]]]] = {0: (0.0, [])}
     for left in range(1, 2**table.jobs):
         jobs = [i for i in range(table.jobs) if left >> i & 1]
@@ -163,12 +187,16 @@ def _best(table: _Table, most: int) -> list[tuple[int, ...]]:
                 options.append((float(table.costs(np.array(members))) + rest_s, [members, *rest]))
         # Equal seconds: the grouping with more groups, which has fewer jobs next to each other.
         shortest = min(cost for cost, _ in options)
-        best[left] = max((o for o in options if o[0] <= shortest * (1 + 1e-9)), key=lambda option: len(option[1]))
+        best[left] = max(
+            (o for o in options if o[0] <= shortest * (1 + 1e-9)), key=lambda option: len(option[1])
+        )
     return best[2**table.jobs - 1][1]
 
 
 def _folded(table: _Table, count: int, most: int) -> npt.NDArray[np.intp]:
-    """Returns groups of jobs that lie at equal distances from both ends of the order by share of exchange."""
+    """Returns groups of jobs that lie at equal distances from both ends of the order by share of
+    exchange.
+    """
     whole = np.maximum(table.compute + table.exchange, 1e-300)[:-1]
     order = np.argsort(table.exchange[:-1] / whole, kind="stable")
     places = np.full(count * most, table.jobs)

@@ -52,7 +52,11 @@ def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
         data = tomllib.loads(read_text(path, MAX_FILE_BYTES))
         _check_keys(data, _TOP, "the file")
         rows = data.get("job")
-        if not isinstance(rows, list) or not 0 < len(rows) <= MAX_JOBS or not all(isinstance(r, dict) for r in rows):
+        if (
+            not isinstance(rows, list)
+            or not 0 < len(rows) <= MAX_JOBS
+            or not all(isinstance(r, dict) for r in rows)
+        ):
             raise ValueError(f"it has no jobs: each is a table `[[job]]`, 1 to {MAX_JOBS} of them")
         script = data.get("script", "")
         if not isinstance(script, str):
@@ -75,7 +79,9 @@ def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
             if ranks != profile.ranks:
                 elsewhere.append(f"`{name}` ({ranks} instead of {profile.ranks})")
             found.append(replace(profile, ranks=ranks))
-    return JobsFile(profiles=tuple(found), steps=steps, script=script, notes=tuple(_notes(elsewhere)))
+    return JobsFile(
+        profiles=tuple(found), steps=steps, script=script, notes=tuple(_notes(elsewhere))
+    )
 
 
 def _notes(elsewhere: list[str]) -> list[str]:
@@ -83,7 +89,12 @@ def _notes(elsewhere: list[str]) -> list[str]:
     if not elsewhere:
         return []
     shown = ", ".join(list(dict.fromkeys(elsewhere))[:3]) + " ..." * (len(set(elsewhere)) > 3)
-    return [f"Planned for other numbers of ranks than measured, their exchanges taken to last as long: {shown}."]
+    return [
+        (
+            "Planned for other numbers of ranks than measured, their exchanges taken to last as "
+            f"long: {shown}."
+        )
+    ]
 
 
 def _named(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -92,17 +103,28 @@ def _named(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for number, row in enumerate(rows, start=1):
         name = row.get("name")
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-            raise ValueError(f"`name` of job {number} must be 1 to {MAX_NAME} printable characters, got {name!r:.60}")
+            raise ValueError(
+                f"`name` of job {number} must be 1 to {MAX_NAME} printable characters, got "
+                f"{name!r:.60}"
+            )
         if name in named:
             raise ValueError(f"two jobs have the name `{name}`")
         _check_keys(row, _JOB, f"job `{name}`")
         files = row.get("profile")
         files = [files] if isinstance(files, str) else files
-        if not isinstance(files, list) or not files or not all(isinstance(file, str) and file for file in files):
-            raise ValueError(f"`profile` of job `{name}` must be a file, or a list of files for several cuts")
+        if (
+            not isinstance(files, list)
+            or not files
+            or not all(isinstance(file, str) and file for file in files)
+        ):
+            raise ValueError(
+                f"`profile` of job `{name}` must be a file, or a list of files for several cuts"
+            )
         ranks = row.get("ranks", 1)
         if type(ranks) is not int or not 1 <= ranks <= 10_000_000:
-            raise ValueError(f"`ranks` of job `{name}` must be a whole number of at least 1, got {ranks!r:.60}")
+            raise ValueError(
+                f"`ranks` of job `{name}` must be a whole number of at least 1, got {ranks!r:.60}"
+            )
         named[name] = {**row, "profile": files}
     return named
 
@@ -114,7 +136,9 @@ def _steps(named: Mapping[str, Mapping[str, Any]]) -> dict[str, float] | None:
             raise ValueError(f"`steps` of job `{name}` must be a number above 0, got {count!r:.60}")
     if steps and len(steps) < len(named):
         missing = next(name for name in named if name not in steps)
-        raise ValueError(f"job `{missing}` has no `steps`, others have: give them to all jobs or to none")
+        raise ValueError(
+            f"job `{missing}` has no `steps`, others have: give them to all jobs or to none"
+        )
     return {name: float(count) for name, count in steps.items()} or None
 
 
@@ -124,12 +148,14 @@ def _profile(place: Path, name: str) -> Profile:
     except OSError as error:
         reason = clause(error.strerror or str(error))
         raise ValueError(
-            f"the profile `{place}` of job `{name}` cannot be read: {reason}. Write it by `jaxcross plan --profile-of"
-            f" REPORT {name} {place}`."
+            f"the profile `{place}` of job `{name}` cannot be read: {reason}. Write it by "
+            f"`jaxcross plan --profile-of REPORT {name} {place}`."
         ) from error
 
 
 def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
     unknown = sorted(table.keys() - known)
     if unknown:
-        raise ValueError(f"{where} has the unknown key `{unknown[0]:.60}`; known are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{where} has the unknown key `{unknown[0]:.60}`; known are {', '.join(sorted(known))}"
+        )

@@ -32,34 +32,38 @@ def of(
     floor: float | None = None,
     vote_s: float = VOTE_S,
 ) -> Plan:
-    """Plans which jobs share ranks, in how many pieces and at which shares, so that no job of a group starves.
+    """Plans which jobs share ranks, in how many pieces and at which shares, so that no job of a
+    group starves.
 
-    Grouping takes well below a second for 1,000 jobs. Pieces and shares come on top, some tenths of a second for each
-    group whose profiles differ from those of the others (for 1,000 jobs of 8 kinds 3 s in all, for 1,000 unlike ones
-    80 s), and more the more unlike the lengths of its steps are: tens of seconds for steps of 1.5 ms next to one of
-    0.6 s. Decides from its arguments alone: needs no ranks, no device,
-    and does not communicate.
+    Grouping takes well below a second for 1,000 jobs. Pieces and shares come on top, some tenths of
+    a second for each group whose profiles differ from those of the others (for 1,000 jobs of 8
+    kinds 3 s in all, for 1,000 unlike ones 80 s), and more the more unlike the lengths of its steps
+    are: tens of seconds for steps of 1.5 ms next to one of 0.6 s. Decides from its arguments alone:
+    needs no ranks, no device, and does not communicate.
 
     Args:
-        profiles: What each job's step takes alone. Several with one name are of the same job, cut into other numbers
-            of pieces; where a job has only that of its whole step, its pieces are estimated.
+        profiles: What each job's step takes alone. Several with one name are of the same job, cut
+            into other numbers of pieces; where a job has only that of its whole step, its pieces
+            are estimated.
         memory: Device memory of a rank, in bytes or as `"80GB"`; no limit if None.
         most: The most jobs of a group.
-        steps: The steps that each job has to make; if None, all jobs are taken to run for equally long alone.
-        contention: How much computations and exchanges slow each other down: on the machine, at the rates that the
-            profiles name, or whatever the rate. Not at all if None, and the plan says so.
+        steps: The steps that each job has to make; if None, all jobs are taken to run for equally
+            long alone.
+        contention: How much computations and exchanges slow each other down: on the machine, at the
+            rates that the profiles name, or whatever the rate. Not at all if None, and the plan
+            says so.
         floor: The least speed of each job, as a share of its own alone; 1 / k for k jobs if None.
         vote_s: Seconds of a vote.
 
     Returns:
-        The plan. Jobs that no group can have without one of them falling below the floor run alone, and the plan says
-        why.
+        The plan. Jobs that no group can have without one of them falling below the floor run alone,
+        and the plan says why.
 
     Raises:
         TypeError: `memory` is neither a number nor a text.
-        ValueError: There are no jobs, a job has two profiles of one cut or of several numbers of ranks, a job does not
-            fit into the memory alone, its step takes no time, `steps` does not name each job, or a number is out of
-            range.
+        ValueError: There are no jobs, a job has two profiles of one cut or of several numbers of
+            ranks, a job does not fit into the memory alone, its step takes no time, `steps` does
+            not name each job, or a number is out of range.
 
     Example:
         >>> profiles = [Profile.whole(name, compute_s=0.1, exchange_s=0.1, nbytes=10**7) for name in "ab"]
@@ -75,31 +79,40 @@ def of(
     found: list[PlannedGroup] = []
     known: dict[Any, tuple[Rates, PlannedGroup | None]] = {}
     for names in group(loads, most=most, memory_bytes=limit).groups:
-        found += _planned({name: jobs[name] for name in names}, limit, contention, floor, vote_s, known)
+        found += _planned(
+            {name: jobs[name] for name in names}, limit, contention, floor, vote_s, known
+        )
     found.sort(key=lambda planned: -len(planned.jobs))
-    return Plan(groups=tuple(found), memory_bytes=limit, notes=tuple(_notes(jobs, limit, contention)))
+    return Plan(
+        groups=tuple(found), memory_bytes=limit, notes=tuple(_notes(jobs, limit, contention))
+    )
 
 
 def by_job(profiles: Iterable[Profile]) -> dict[str, Cuts]:
     """Returns the cuts of each job.
 
     Raises:
-        ValueError: There are no jobs, or a job has two profiles of one cut, or of several numbers of ranks.
+        ValueError: There are no jobs, or a job has two profiles of one cut, or of several numbers
+            of ranks.
     """
     several: dict[str, dict[int, Profile]] = defaultdict(dict)
     for profile in profiles:
         cuts, pieces = several[profile.name], max(len(profile.graph.collectives), 1)
         if pieces in cuts:
             raise ValueError(
-                f"two profiles of `{profile.name}` are of a step in {pieces} piece{'s' * (pieces > 1)}: give one of"
-                " each cut, and each job a name of its own"
+                f"two profiles of `{profile.name}` are of a step in {pieces} "
+                f"piece{'s' * (pieces > 1)}: give one of each cut, and each job a name of its own"
             )
         cuts[pieces] = profile
         if len({each.ranks for each in cuts.values()}) > 1:
-            raise ValueError(f"the profiles of `{profile.name}` were measured on different numbers of ranks")
+            raise ValueError(
+                f"the profiles of `{profile.name}` were measured on different numbers of ranks"
+            )
     if not several:
         raise ValueError("a plan needs the profile of at least one job")
-    return {name: cuts_of(*cuts.values()) if len(cuts) == 1 else cuts for name, cuts in several.items()}
+    return {
+        name: cuts_of(*cuts.values()) if len(cuts) == 1 else cuts for name, cuts in several.items()
+    }
 
 
 def predict_group(
@@ -118,8 +131,8 @@ def predict_group(
         vote_s: Likewise.
 
     Raises:
-        ValueError: A job has no profile in the pieces that are planned or on the ranks, or its step is too short next
-            to those of the others for a prediction.
+        ValueError: A job has no profile in the pieces that are planned or on the ranks, or its step
+            is too short next to those of the others for a prediction.
     """
     jobs = by_job(profiles)
     missing = [job.name for job in planned.jobs if job.pieces not in jobs.get(job.name, ())]
@@ -129,8 +142,9 @@ def predict_group(
     for job, cut in zip(planned.jobs, cuts, strict=True):
         if cut.ranks != planned.ranks:
             raise ValueError(
-                f"the group of `{job.name}` is planned for {planned.ranks} ranks, and the profile was measured on"
-                f" {cut.ranks}: plan with this profile, or give that of a run on {planned.ranks}"
+                f"the group of `{job.name}` is planned for {planned.ranks} ranks, and the profile "
+                f"was measured on {cut.ranks}: plan with this profile, or give that of a run on "
+                f"{planned.ranks}"
             )
     return predict(
         cuts,
@@ -150,8 +164,9 @@ def _steps_of(jobs: Sequence[PlannedJob]) -> list[int]:
     longest, shortest = (choose(jobs, key=lambda job: job.step_s) for choose in (max, min))
     if not ROUNDS * sum(longest.step_s / job.step_s for job in jobs) <= MOST_STEPS:
         raise ValueError(
-            f"a step of `{longest.name}` takes {longest.step_s:.3g} s, one of `{shortest.name}` {shortest.step_s:.3g}"
-            f" s: too unlike for a prediction, which would have more than {MOST_STEPS} steps"
+            f"a step of `{longest.name}` takes {longest.step_s:.3g} s, one of `{shortest.name}` "
+            f"{shortest.step_s:.3g} s: too unlike for a prediction, which would have more than "
+            f"{MOST_STEPS} steps"
         )
     return [max(2, math.ceil(ROUNDS * longest.step_s / job.step_s)) for job in jobs]
 
@@ -166,7 +181,9 @@ def _bytes(memory: int | str) -> int:
 def _loads(jobs: Mapping[str, Cuts], steps: Mapping[str, float] | None) -> list[Load]:
     if steps is not None and steps.keys() != jobs.keys():
         (name, *_) = sorted(steps.keys() ^ jobs.keys())
-        raise ValueError(f"`steps` must name each job and no other: `{name}` is in one of both only")
+        raise ValueError(
+            f"`steps` must name each job and no other: `{name}` is in one of both only"
+        )
     loads = []
     for name, cuts in jobs.items():
         whole = cuts[min(cuts)]
@@ -194,7 +211,9 @@ def _planned(
     vote_s: float,
     known: dict[Any, tuple[Rates, PlannedGroup | None]],
 ) -> list[PlannedGroup]:
-    """Plans the jobs of a group: together, or without those that would starve, which then run alone."""
+    """Plans the jobs of a group: together, or without those that would starve, which then run
+    alone.
+    """
     apart: list[tuple[str, str]] = []
     left = dict(jobs)
     found: list[PlannedGroup] = []
@@ -203,7 +222,13 @@ def _planned(
         # Groups of like jobs, as in a sweep, are decided once: names do not matter.
         key = (there, *map(_without_name, left.values()))
         if key not in known:
-            chosen = choose_rates(list(left.values()), contention=there, floor=floor, memory_bytes=limit, vote_s=vote_s)
+            chosen = choose_rates(
+                list(left.values()),
+                contention=there,
+                floor=floor,
+                memory_bytes=limit,
+                vote_s=vote_s,
+            )
             made = None if chosen.refusal else _group_of(left, chosen, there, vote_s, "")
             known[key] = chosen, made
         rates, like = known[key]
@@ -213,18 +238,26 @@ def _planned(
             reason = f"with {others}, {rates.refusal}"
             if rates.speeds:
                 speed = min(rates.speeds)
-                reason = f"next to {others}, `{slowest}` would run at {speed:.2f} of its speed, below {rates.floor:.2f}"
+                reason = (
+                    f"next to {others}, `{slowest}` would run at {speed:.2f} of its speed, below "
+                    f"{rates.floor:.2f}"
+                )
             apart.append((slowest, reason))
             del left[slowest]
         elif len(left) > 1 and rates.progress < _WORTH:
-            reason = f"{others} and `{slowest}` would make only {rates.progress:.2f} times as many steps together"
+            reason = (
+                f"{others} and `{slowest}` would make only {rates.progress:.2f} times as many "
+                "steps together"
+            )
             apart += [(name, reason) for name in left]
             left = {}
         elif len(left) == 1 and apart:  # the others could not run with it either
             apart += [(name, apart[-1][1]) for name in left]
             left = {}
         elif like is not None:
-            jobs_here = tuple(replace(job, name=name) for job, name in zip(like.jobs, left, strict=True))
+            jobs_here = tuple(
+                replace(job, name=name) for job, name in zip(like.jobs, left, strict=True)
+            )
             found.append(replace(like, jobs=jobs_here))
             left = {}
     for name, reason in apart:
@@ -235,14 +268,18 @@ def _planned(
 
 
 def _first_to_go(names: Sequence[str], rates: Rates) -> str:
-    """Returns the slowest job; where no speeds are known, that whose step is the most unlike the others'."""
+    """Returns the slowest job; where no speeds are known, that whose step is the most unlike the
+    others'.
+    """
     middle = math.fsum(map(math.log, rates.alone_s)) / len(names)
     order = rates.speeds or [-abs(math.log(own) - middle) for own in rates.alone_s]
     return names[order.index(min(order))]
 
 
 def _without_name(cuts: Cuts) -> tuple[Any, ...]:
-    """Returns all that a plan takes from a job's profiles; estimated pieces follow from the whole step."""
+    """Returns all that a plan takes from a job's profiles; estimated pieces follow from the whole
+    step.
+    """
     profiles = [cuts[1]] if tuple(cuts) == PIECES else cuts.values()
     return tuple((p.ranks, p.graph, p.seconds, p.host_s, p.memory) for p in profiles)
 
@@ -268,7 +305,9 @@ def _group_of(
         )
     )
     steps = _steps_of(planned)
-    rounds = predict(cut, policy=rates.policy, contention=contention, steps=steps, vote_s=vote_s).rounds
+    rounds = predict(
+        cut, policy=rates.policy, contention=contention, steps=steps, vote_s=vote_s
+    ).rounds
     memory = [profile.memory for profile in cut]
     return PlannedGroup(
         jobs=planned,
@@ -277,12 +316,16 @@ def _group_of(
         period_s=rounds.period_s,
         bound_s=rounds.bound_s,
         lost_s=dict(rounds.lost_s),
-        memory_bytes=None if None in memory else needed_bytes([each for each in memory if each is not None]),
+        memory_bytes=None
+        if None in memory
+        else needed_bytes([each for each in memory if each is not None]),
         why=why,
     )
 
 
-def _there(contention: Contention | MachineContention | None, profiles: Sequence[Profile]) -> Contention | None:
+def _there(
+    contention: Contention | MachineContention | None, profiles: Sequence[Profile]
+) -> Contention | None:
     """Returns the contention at the mean rate of the links that the profiles name."""
     if not isinstance(contention, MachineContention):
         return contention
@@ -295,12 +338,20 @@ def _notes(
 ) -> Iterable[str]:
     profiles = [cuts[min(cuts)] for cuts in jobs.values()]
     if contention is None:
-        yield "Computations and exchanges are taken not to slow each other down: on CPUs, give the contention."
-    elif isinstance(contention, MachineContention) and any(not profile.mbit_per_s for profile in profiles):
         yield (
-            "A group in which no profile names the rate of the link is planned without contention: give it, as"
-            " `mbit_per_s` of the profile or by `--link-mbps`."
+            "Computations and exchanges are taken not to slow each other down: on CPUs, give the "
+            "contention."
+        )
+    elif isinstance(contention, MachineContention) and any(
+        not profile.mbit_per_s for profile in profiles
+    ):
+        yield (
+            "A group in which no profile names the rate of the link is planned without contention: "
+            "give it, as `mbit_per_s` of the profile or by `--link-mbps`."
         )
     unknown = [profile.name for profile in profiles if profile.memory is None]
     if limit is not None and unknown:
-        yield f"The memory of {len(unknown)} jobs is not known, and counted as nothing: `{unknown[0]}` is one."
+        yield (
+            f"The memory of {len(unknown)} jobs is not known, and counted as nothing: "
+            f"`{unknown[0]}` is one."
+        )

@@ -1,4 +1,6 @@
-"""Memory of jobs that share a device: how many bytes they need together, and how many a rank may use."""
+"""Memory of jobs that share a device: how many bytes they need together, and how many a rank may
+use.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ _NO_LIMIT = 2**60  # the first version of control groups has a huge number in pl
 
 
 PROCESS_BYTES = 32_000_000
-"""Bytes that a rank on CPUs is taken to need next to its arrays, for MPI, threads and matrix products: 23 to 36 MB were
-measured where the largest matrix has 67 MB, about 7 MB where it has 17 MB (`benchmarks/memory.py --booked`)."""
+"""Bytes that a rank on CPUs is taken to need next to its arrays, for MPI, threads and matrix
+products: 23 to 36 MB were measured where the largest matrix has 67 MB, about 7 MB where it has 17
+MB (`benchmarks/memory.py --booked`).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +36,8 @@ class JobMemory:
 
     Attributes:
         peak_bytes: Bytes at the fullest moment of a step, arguments included.
-        boundary_bytes: The most bytes that stay in use between two segments, while another job's segment may run.
+        boundary_bytes: The most bytes that stay in use between two segments, while another job's
+            segment may run.
         exchange_temporary_bytes: The most bytes of temporaries of one of its exchange segments.
 
     Raises:
@@ -45,16 +50,27 @@ class JobMemory:
 
     def __post_init__(self) -> None:
         if not all(type(number) is int and 0 <= number < _MOST for number in astuple(self)):
-            raise ValueError(f"the bytes of a job are whole numbers, not negative, got {self}"[:200])
+            raise ValueError(
+                f"the bytes of a job are whole numbers, not negative, got {self}"[:200]
+            )
 
     @classmethod
     def largest(cls, several: Sequence[JobMemory]) -> Self:
-        """Returns the largest number of each field, as of a job that runs several programs in turn."""
-        return cls(**{field.name: max(getattr(each, field.name) for each in several) for field in fields(cls)})
+        """Returns the largest number of each field, as of a job that runs several programs in
+        turn.
+        """
+        return cls(
+            **{
+                field.name: max(getattr(each, field.name) for each in several)
+                for field in fields(cls)
+            }
+        )
 
     def with_resting(self, nbytes: int) -> JobMemory:
         """Returns the memory of a job that keeps so many bytes more all the time."""
-        return replace(self, peak_bytes=self.peak_bytes + nbytes, boundary_bytes=self.boundary_bytes + nbytes)
+        return replace(
+            self, peak_bytes=self.peak_bytes + nbytes, boundary_bytes=self.boundary_bytes + nbytes
+        )
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
@@ -64,7 +80,9 @@ class JobMemory:
             ValueError: It is something else.
         """
         if not isinstance(data, dict) or data.keys() != {field.name for field in fields(cls)}:
-            raise ValueError(f"the memory of a job has {', '.join(field.name for field in fields(cls))}")
+            raise ValueError(
+                f"the memory of a job has {', '.join(field.name for field in fields(cls))}"
+            )
         return cls(**data)
 
 
@@ -78,30 +96,37 @@ def needed_bytes(jobs: Sequence[JobMemory]) -> int:
 def needed_by_groups(memory: npt.NDArray[Any]) -> Any:
     """Returns the bytes that each of several groups of jobs needs on a rank.
 
-    The device computes one segment at a time: one job is at its fullest while each other one holds what it keeps
-    between two segments. The exchange lane is next to that, with the temporaries of one exchange.
+    The device computes one segment at a time: one job is at its fullest while each other one holds
+    what it keeps between two segments. The exchange lane is next to that, with the temporaries of
+    one exchange.
 
     Args:
-        memory: The fields of `JobMemory` along the first axis, the jobs of a group along the last one, those in between
-            as wanted; zeros stand for no job.
+        memory: The fields of `JobMemory` along the first axis, the jobs of a group along the last
+            one, those in between as wanted; zeros stand for no job.
     """
     peak, boundary, temporary = memory
     return (peak - boundary).max(-1) + boundary.sum(-1) + temporary.max(-1)
 
 
 def as_bytes(size: int | str) -> int:
-    """Returns the number of bytes that a text such as `80GB` or `512 MiB` says, or the number itself.
+    """Returns the number of bytes that a text such as `80GB` or `512 MiB` says, or the number
+    itself.
 
     Raises:
         TypeError: It is neither a text nor a whole number.
         ValueError: The text is something else, or it is not above 0.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f'must be a whole number of bytes, or a text such as "80GB", got {size!r:.60}')
+        raise TypeError(
+            f'must be a whole number of bytes, or a text such as "80GB", got {size!r:.60}'
+        )
     if isinstance(size, str):
         found = _SIZE.fullmatch(size)
         if found is None:
-            raise ValueError(f'must be a number of bytes with a unit, such as "80GB" or "512 MiB", got {size!r:.60}')
+            raise ValueError(
+                'must be a number of bytes with a unit, such as "80GB" or "512 MiB", got '
+                f"{size!r:.60}"
+            )
         unit = found[2].lower()
         size = round(float(found[1]) * {**_UNITS, **_BINARY_UNITS}[unit])
     if size <= 0:
@@ -110,9 +135,11 @@ def as_bytes(size: int | str) -> int:
 
 
 def device_limit_bytes(device: Any, ranks: int) -> int | None:
-    """Returns the bytes of arrays that a rank may hold; None if that is not known. Does not communicate.
+    """Returns the bytes of arrays that a rank may hold; None if that is not known. Does not
+    communicate.
 
-    The device's own limit; on CPUs this rank's share of the machine's memory, or of a control group's.
+    The device's own limit; on CPUs this rank's share of the machine's memory, or of a control
+    group's.
 
     Args:
         device: The rank's JAX device.
@@ -129,7 +156,8 @@ def device_limit_bytes(device: Any, ranks: int) -> int | None:
 
 
 def group_limits(groups: str, root: Path) -> list[int]:
-    """Returns the limits of a process's control groups and of those around them, of either version of control groups.
+    """Returns the limits of a process's control groups and of those around them, of either version
+    of control groups.
 
     Args:
         groups: Content of `/proc/self/cgroup`.
@@ -140,9 +168,12 @@ def group_limits(groups: str, root: Path) -> list[int]:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        top, name = (
+            (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        )
         folder = top / path.lstrip("/")
-        # In a container the path may be one of the host, which is not mounted: the root stands for it.
+        # In a container the path may be one of the host, which is not mounted: the root stands for
+        # it.
         for place in (folder, *folder.parents):
             if place.is_relative_to(top):
                 with suppress(OSError, ValueError):  # no such file, or one without a limit: "max"

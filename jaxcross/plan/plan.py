@@ -1,4 +1,6 @@
-"""`Plan`: which jobs run together, in how many pieces and at which shares, and how fast each of them will be."""
+"""`Plan`: which jobs run together, in how many pieces and at which shares, and how fast each of
+them will be.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,15 @@ class PlannedJob:
 
     Attributes:
         name: The job.
-        pieces: The number of pieces into which its step is cut: `cut=` of `crossover`; 1 is a whole step.
+        pieces: The number of pieces into which its step is cut: `cut=` of `crossover`; 1 is a whole
+            step.
         share: Its share under `Weighted`; 1 where turns go round.
         alone_s: Seconds of its step alone, in the cut that is fastest alone.
         step_s: Predicted seconds of its step in its group.
         compute_s: Seconds of the device in a step, as they were measured alone.
         exchange_s: Seconds of the link in a step, likewise.
-        estimated: Whether its pieces are an estimate from the whole step: no profile of this cut was given.
+        estimated: Whether its pieces are an estimate from the whole step: no profile of this cut
+            was given.
 
     Raises:
         ValueError: The name is empty or too long, or a number is out of range.
@@ -56,10 +60,14 @@ class PlannedJob:
 
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= MAX_NAME or not self.name.isprintable():
-            raise ValueError(f"the name of a job has 1 to {MAX_NAME} printable characters, got {self.name!r:.60}")
+            raise ValueError(
+                f"the name of a job has 1 to {MAX_NAME} printable characters, got {self.name!r:.60}"
+            )
         positive = (self.pieces, self.share, self.alone_s, self.step_s)
         if not all(0 < number < math.inf for number in positive):
-            raise ValueError(f"`pieces`, `share` and the seconds of a step of `{self.name}` must be positive")
+            raise ValueError(
+                f"`pieces`, `share` and the seconds of a step of `{self.name}` must be positive"
+            )
         if not all(0 <= number < math.inf for number in (self.compute_s, self.exchange_s)):
             raise ValueError(f"the seconds of `{self.name}` must be finite and not negative")
 
@@ -98,19 +106,37 @@ class PlannedGroup:
 
     def __post_init__(self) -> None:
         if not self.jobs or self.ranks < 1 or self.turns not in _TURNS:
-            raise ValueError(f"a group has jobs, at least 1 rank, and turns of {' or '.join(_TURNS)}")
-        numbers = (self.period_s or 0, self.bound_s or 0, self.memory_bytes or 0, *self.lost_s.values())
-        if not all(0 <= number < math.inf for number in numbers) or not self.lost_s.keys() <= LOST_TIME.keys():
-            raise ValueError(f"the times and bytes of the group of `{self.jobs[0].name}` are out of range")
+            raise ValueError(
+                f"a group has jobs, at least 1 rank, and turns of {' or '.join(_TURNS)}"
+            )
+        numbers = (
+            self.period_s or 0,
+            self.bound_s or 0,
+            self.memory_bytes or 0,
+            *self.lost_s.values(),
+        )
+        if (
+            not all(0 <= number < math.inf for number in numbers)
+            or not self.lost_s.keys() <= LOST_TIME.keys()
+        ):
+            raise ValueError(
+                f"the times and bytes of the group of `{self.jobs[0].name}` are out of range"
+            )
 
     @property
     def policy(self) -> Policy:
         """The policy for a `Runner` that adds the jobs in this order."""
-        return RoundRobin() if self.turns == "round-robin" else Weighted(tuple(job.share for job in self.jobs))
+        return (
+            RoundRobin()
+            if self.turns == "round-robin"
+            else Weighted(tuple(job.share for job in self.jobs))
+        )
 
     @property
     def progress(self) -> float:
-        """Steps of all jobs, in the time in which one of them makes one step alone: 1 is one job after the other."""
+        """Steps of all jobs, in the time in which one of them makes one step alone: 1 is one job
+        after the other.
+        """
         return math.fsum(job.speed for job in self.jobs)
 
 
@@ -149,7 +175,11 @@ class Plan:
     @property
     def progress(self) -> float:
         """Steps made on these ranks, over those of one job at a time there; means over ranks."""
-        return math.fsum(group.ranks * group.progress for group in self.groups) / self.ranks if self.groups else 1.0
+        return (
+            math.fsum(group.ranks * group.progress for group in self.groups) / self.ranks
+            if self.groups
+            else 1.0
+        )
 
     def group_of(self, job: str) -> PlannedGroup:
         """Returns the group that a job is in.
@@ -174,7 +204,8 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a plan from JSON, or from TOML with the same keys if the file's name ends in `.toml`.
+        """Reads a plan from JSON, or from TOML with the same keys if the file's name ends in
+        `.toml`.
 
         Raises:
             ValueError: The file holds something else, or is larger than a plan can be.
@@ -182,7 +213,9 @@ class Plan:
         """
         path = Path(path)
         data = tomllib.loads if path.suffix == ".toml" else json.loads
-        return bounded.load(path, "a plan of jaxcross", lambda text: cls.from_data(data(text)), most=MAX_FILE_BYTES)
+        return bounded.load(
+            path, "a plan of jaxcross", lambda text: cls.from_data(data(text)), most=MAX_FILE_BYTES
+        )
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
@@ -208,8 +241,8 @@ class Plan:
     def __repr__(self) -> str:
         jobs = sum(len(group.jobs) for group in self.groups)
         return (
-            f"<Plan of {plural(jobs, 'job')} in {plural(len(self.groups), 'group')} on {plural(self.ranks, 'rank')};"
-            " print() shows the table>"
+            f"<Plan of {plural(jobs, 'job')} in {plural(len(self.groups), 'group')} on "
+            f"{plural(self.ranks, 'rank')}; print() shows the table>"
         )
 
     def __str__(self) -> str:

@@ -34,10 +34,12 @@ class Profile:
 
     Attributes:
         name: The job.
-        graph: Kinds and dependences of the step's segments, and the bytes that each hands to the wire.
-        seconds: Seconds of each segment: of the device for a computation, of the link for an exchange, without waiting
-            for other ranks.
-        host_s: Seconds from a step's return to the next call, in which the job's thread is at work: input, logging.
+        graph: Kinds and dependences of the step's segments, and the bytes that each hands to the
+            wire.
+        seconds: Seconds of each segment: of the device for a computation, of the link for an
+            exchange, without waiting for other ranks.
+        host_s: Seconds from a step's return to the next call, in which the job's thread is at work:
+            input, logging.
         ranks: The ranks that it was measured on.
         link: The link between them, in words.
         mbit_per_s: The rate of that link; None if unknown.
@@ -60,7 +62,9 @@ class Profile:
 
     def __post_init__(self) -> None:
         if len(self.seconds) != len(self.graph.kinds):
-            raise ValueError(f"`{self.name}` has {len(self.graph.kinds)} segments and {len(self.seconds)} times")
+            raise ValueError(
+                f"`{self.name}` has {len(self.graph.kinds)} segments and {len(self.seconds)} times"
+            )
         if not self.seconds:
             raise ValueError(f"`{self.name}` has no segments")
         numbers = [*self.seconds, self.host_s, self.mbit_per_s or 0]
@@ -68,8 +72,11 @@ class Profile:
             raise ValueError(f"the numbers of `{self.name}` must be finite and not negative")
 
     @classmethod
-    def whole(cls, name: str, *, compute_s: float, exchange_s: float, nbytes: int = 0, ranks: int = 1) -> Self:
-        """Returns the profile of an uncut step: its computation, then one exchange, then an update that takes no time.
+    def whole(
+        cls, name: str, *, compute_s: float, exchange_s: float, nbytes: int = 0, ranks: int = 1
+    ) -> Self:
+        """Returns the profile of an uncut step: its computation, then one exchange, then an update
+        that takes no time.
 
         Raises:
             ValueError: A time is negative or not finite.
@@ -84,9 +91,11 @@ class Profile:
 
     @classmethod
     def of(cls, report: RunData, name: str, *, mbit_per_s: float | None = None) -> Self:
-        """Returns the profile of a job that ran alone, or in turn with others: means over its steps without the first.
+        """Returns the profile of a job that ran alone, or in turn with others: means over its steps
+        without the first.
 
-        The compute seconds are those of the slowest rank, the exchange seconds those after the last rank had arrived.
+        The compute seconds are those of the slowest rank, the exchange seconds those after the last
+        rank had arrived.
 
         Args:
             report: The report of the run; a `Report`, also one that was loaded.
@@ -94,14 +103,20 @@ class Profile:
             mbit_per_s: The rate of the link, where it is known.
 
         Raises:
-            ValueError: There is no such job, it ran next to others, it made fewer than three steps, or its steps ran
-                several programs.
+            ValueError: There is no such job, it ran next to others, it made fewer than three steps,
+                or its steps ran several programs.
         """
         facts = next((job for job in report.jobs if job.name == name), None)
         if facts is None:
-            raise ValueError(f"the report has no job `{name}`; it has {', '.join(job.name for job in report.jobs)}")
+            raise ValueError(
+                f"the report has no job `{name}`; it has "
+                f"{', '.join(job.name for job in report.jobs)}"
+            )
         if len(report.jobs) > 1 and not report.rounds.in_turn:
-            raise ValueError(f"`{name}` ran next to other jobs: a profile is of a job alone. Run it alone, or in turn.")
+            raise ValueError(
+                f"`{name}` ran next to other jobs: a profile is of a job alone. Run it alone, or "
+                "in turn."
+            )
         if facts.program is None:
             raise ValueError(f"the report has no program of `{name}`")
         graph = StepGraph.from_data(facts.program.get("graph"))
@@ -122,15 +137,17 @@ class Profile:
 
     def __repr__(self) -> str:
         return (
-            f"<Profile of `{self.name}` on {plural(self.ranks, 'rank')}: {seconds(self.compute_s)} of computation and"
-            f" {seconds(self.exchange_s)} of exchange in {plural(len(self.seconds), 'segment')}>"
+            f"<Profile of `{self.name}` on {plural(self.ranks, 'rank')}: {seconds(self.compute_s)} "
+            f"of computation and {seconds(self.exchange_s)} of exchange in "
+            f"{plural(len(self.seconds), 'segment')}>"
         )
 
     def cut_evenly(self, pieces: int) -> Self:
-        """Returns an estimate of the same step with its backward pass cut into pieces of equal length.
+        """Returns an estimate of the same step with its backward pass cut into pieces of equal
+        length.
 
-        Forward and backward pass are taken to be a third and two thirds of the computation before the exchange, which
-        is divided equally. A profile of the cut step itself is better.
+        Forward and backward pass are taken to be a third and two thirds of the computation before
+        the exchange, which is divided equally. A profile of the cut step itself is better.
 
         Raises:
             ValueError: `pieces` is below 1, or the step is cut already.
@@ -141,11 +158,14 @@ class Profile:
             return self
         if len(self.graph.collectives) != 1:
             raise ValueError(
-                f"`{self.name}` has {len(self.graph.collectives)} exchanges: only a step with one is cut evenly"
+                f"`{self.name}` has {len(self.graph.collectives)} exchanges: only a step with one "
+                "is cut evenly"
             )
         (exchange,) = self.graph.collectives
         kinds, nbytes = self.graph.kinds, self.graph.nbytes or (0,) * len(self.graph.kinds)
-        before = math.fsum(s for s, kind in zip(self.seconds[:exchange], kinds, strict=False) if kind == "compute")
+        before = math.fsum(
+            s for s, kind in zip(self.seconds[:exchange], kinds, strict=False) if kind == "compute"
+        )
         after = self.compute_s - before
         backward = before * 2 / 3 / pieces
         seconds = [before / 3 + backward, *(backward for _ in range(pieces - 1))]
@@ -159,7 +179,9 @@ class Profile:
             nbytes=(*(n for _ in range(pieces) for n in (0, nbytes[exchange] // pieces)), 0),
         )
         part = self.seconds[exchange] / pieces
-        return replace(self, graph=graph, seconds=(*(s for own in seconds for s in (own, part)), after))
+        return replace(
+            self, graph=graph, seconds=(*(s for own in seconds for s in (own, part)), after)
+        )
 
     @property
     def compute_s(self) -> float:
@@ -172,7 +194,9 @@ class Profile:
         return self._sum("collective")
 
     def _sum(self, kind: str) -> float:
-        return math.fsum(s for s, own in zip(self.seconds, self.graph.kinds, strict=True) if own == kind)
+        return math.fsum(
+            s for s, own in zip(self.seconds, self.graph.kinds, strict=True) if own == kind
+        )
 
     def to_json(self, path: str | Path) -> Path:
         """Writes the profile; `load` reads it back without loss."""
@@ -204,7 +228,9 @@ class Profile:
             OSError: The file cannot be read.
         """
         what = "a profile of jaxcross"
-        return bounded.load(Path(path), what, lambda text: cls.from_data(json.loads(text)), most=MAX_FILE_BYTES)
+        return bounded.load(
+            Path(path), what, lambda text: cls.from_data(json.loads(text)), most=MAX_FILE_BYTES
+        )
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
@@ -216,7 +242,9 @@ class Profile:
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ValueError(f"this version reads profiles of format {FORMAT}")
         seconds = _of_type(data, "seconds", list)
-        if not all(type(number) in (int, float) and abs(number) < MAX_INTEGER for number in seconds):
+        if not all(
+            type(number) in (int, float) and abs(number) < MAX_INTEGER for number in seconds
+        ):
             raise ValueError("`seconds` holds the seconds of each segment")
         return cls(
             name=_of_type(data, "name", str),
@@ -231,8 +259,11 @@ class Profile:
         )
 
 
-def segment_times(spans: Iterable[Span], name: str, graph: StepGraph) -> tuple[tuple[float, ...], float]:
-    """Returns the mean seconds of each segment of a job, and the median ones from a step's return to the next call.
+def segment_times(
+    spans: Iterable[Span], name: str, graph: StepGraph
+) -> tuple[tuple[float, ...], float]:
+    """Returns the mean seconds of each segment of a job, and the median ones from a step's return
+    to the next call.
 
     Args:
         spans: The spans of a run.
@@ -253,19 +284,28 @@ def segment_times(spans: Iterable[Span], name: str, graph: StepGraph) -> tuple[t
     for (rank, _), found in whole.items():
         on_rank[rank].append(found)
     if min((len(found) for found in on_rank.values()), default=0) < MIN_STEPS:
-        raise ValueError(f"the run of `{name}` has fewer than {MIN_STEPS} whole steps: a profile needs more")
+        raise ValueError(
+            f"the run of `{name}` has fewer than {MIN_STEPS} whole steps: a profile needs more"
+        )
     seconds = []
     for index, kind in enumerate(graph.kinds):
         of_ranks = []
         for found in on_rank.values():
-            of_steps = [step[index] for step in found[1:]]  # the first step compiles and touches each page
+            of_steps = [
+                step[index] for step in found[1:]
+            ]  # the first step compiles and touches each page
             if kind == "compute":
                 of_ranks.append(fmean(span.end_ns - span.start_ns for span in of_steps))
             else:
-                of_ranks.append(fmean(arrived[span.job, span.number, span.segment] for span in of_steps))
+                of_ranks.append(
+                    fmean(arrived[span.job, span.number, span.segment] for span in of_steps)
+                )
         seconds.append(max(of_ranks) / 1e9)
     gaps = [
-        max(0, min(span.ready_ns for span in after.values()) - max(map(_returned_ns, before.values())))
+        max(
+            0,
+            min(span.ready_ns for span in after.values()) - max(map(_returned_ns, before.values())),
+        )
         for found in on_rank.values()
         for before, after in pairwise(found[1:])
     ]
@@ -273,7 +313,9 @@ def segment_times(spans: Iterable[Span], name: str, graph: StepGraph) -> tuple[t
 
 
 def _returned_ns(span: Span) -> int:
-    """Returns the time at which the job's thread has this segment behind it: a computation once it is dispatched."""
+    """Returns the time at which the job's thread has this segment behind it: a computation once it
+    is dispatched.
+    """
     return span.ready_ns if span.kind == "compute" else span.end_ns
 
 

@@ -1,9 +1,11 @@
-"""Into how many pieces the jobs of a group are cut, and at which shares they run, so that none of them starves.
+"""Into how many pieces the jobs of a group are cut, and at which shares they run, so that none of
+them starves.
 
-The exchange lane follows an order that all ranks agree on before they know what is ready. A job that computes for long
-and exchanges little would hold the lane up, if it got turns by the bytes that it has sent. So the speeds come first,
-from a linear program; shares and pieces that give each job the turns for its speed follow from them; and the twin,
-which takes turns as a real run does, says which speeds come out.
+The exchange lane follows an order that all ranks agree on before they know what is ready. A job
+that computes for long and exchanges little would hold the lane up, if it got turns by the bytes
+that it has sent. So the speeds come first, from a linear program; shares and pieces that give each
+job the turns for its speed follow from them; and the twin, which takes turns as a real run does,
+says which speeds come out.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ PIECES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 COARSE, LONG = 5, 15
 """Steps that a job at the floor makes in a twin of the search, and in the one that decides."""
 MOST_STEPS = 20_000
-"""Steps of all jobs in the twin that decides; jobs that are too unlike for that do not share ranks."""
-_LOSS = 1.2  # speeds that the linear program must allow, over the floor: what the order costs, at first
+"""Steps of all jobs in the twin that decides; jobs that are too unlike for that do not share
+ranks.
+"""
+_LOSS = (
+    1.2  # speeds that the linear program must allow, over the floor: what the order costs, at first
+)
 _MARGIN = 1.02  # the same over what the twin says of the order's cost
 _ENOUGH = 0.9  # of the linear program's progress: the search ends there
 _GOOD = 0.8  # likewise: no finer cut is looked at
@@ -43,7 +49,8 @@ class Rates:
     Attributes:
         pieces: The pieces of each job's step; 1 is a whole step.
         policy: `RoundRobin()`, or `Weighted` with a share for each job.
-        speeds: The predicted speed of each job, as a share of its own alone; empty if none was predicted.
+        speeds: The predicted speed of each job, as a share of its own alone; empty if none was
+            predicted.
         alone_s: Seconds of each job's step alone, in the cut that is fastest alone.
         floor: The speed that each job was to keep.
         refusal: Why the jobs should not run together; empty if they may.
@@ -58,7 +65,9 @@ class Rates:
 
     @property
     def progress(self) -> float:
-        """Steps that all jobs together make, in the time in which one of them makes one step alone."""
+        """Steps that all jobs together make, in the time in which one of them makes one step
+        alone.
+        """
         return math.fsum(self.speeds)
 
     @property
@@ -70,7 +79,11 @@ class Rates:
 def cuts_of(profile: Profile) -> Cuts:
     """Returns a job's profile and, where its step has one exchange, estimates of it in pieces."""
     exchanges = len(profile.graph.collectives)
-    return {n: profile.cut_evenly(n) for n in PIECES} if exchanges == 1 else {max(exchanges, 1): profile}
+    return (
+        {n: profile.cut_evenly(n) for n in PIECES}
+        if exchanges == 1
+        else {max(exchanges, 1): profile}
+    )
 
 
 def choose_rates(
@@ -81,10 +94,11 @@ def choose_rates(
     memory_bytes: int | None = None,
     vote_s: float = VOTE_S,
 ) -> Rates:
-    """Chooses pieces and shares by the twin: much progress, at which no job is slower than the floor.
+    """Chooses pieces and shares by the twin: much progress, at which no job is slower than the
+    floor.
 
-    Coarse cuts come first; the search ends one cut after the first that keeps the floor, which a longer twin confirms.
-    Decides from its arguments alone.
+    Coarse cuts come first; the search ends one cut after the first that keeps the floor, which a
+    longer twin confirms. Decides from its arguments alone.
 
     Args:
         jobs: The profiles of each job, for one or several cuts; names must differ.
@@ -100,7 +114,9 @@ def choose_rates(
         raise ValueError("rates are chosen for at least one job, each with a profile")
     if memory_bytes is not None:  # a finer cut may need more
         jobs = [_fitting(cuts, memory_bytes) for cuts in jobs]
-    group = _Group.of(jobs, contention, 1 / len(jobs) if floor is None else floor, memory_bytes, vote_s)
+    group = _Group.of(
+        jobs, contention, 1 / len(jobs) if floor is None else floor, memory_bytes, vote_s
+    )
     if len(jobs) == 1:
         return Rates(
             pieces=(fastest_alone(jobs[0], contention, vote_s)[1],),
@@ -136,7 +152,9 @@ def choose_rates(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Jobs to run together. `uses` are the seconds of the device and of the link that each needs at full speed."""
+    """Jobs to run together. `uses` are the seconds of the device and of the link that each needs at
+    full speed.
+    """
 
     jobs: tuple[Cuts, ...]
     contention: Contention | None
@@ -149,7 +167,12 @@ class _Group:
 
     @classmethod
     def of(
-        cls, jobs: Sequence[Cuts], contention: Contention | None, floor: float, memory_bytes: int | None, vote_s: float
+        cls,
+        jobs: Sequence[Cuts],
+        contention: Contention | None,
+        floor: float,
+        memory_bytes: int | None,
+        vote_s: float,
     ) -> _Group:
         alone_s = tuple(fastest_alone(cuts, contention, vote_s)[0] for cuts in jobs)
         coarsest = [cuts[min(cuts)] for cuts in jobs]
@@ -161,8 +184,12 @@ class _Group:
             vote_s=vote_s,
             alone_s=alone_s,
             uses=(
-                tuple(profile.compute_s / own for profile, own in zip(coarsest, alone_s, strict=True)),
-                tuple(profile.exchange_s / own for profile, own in zip(coarsest, alone_s, strict=True)),
+                tuple(
+                    profile.compute_s / own for profile, own in zip(coarsest, alone_s, strict=True)
+                ),
+                tuple(
+                    profile.exchange_s / own for profile, own in zip(coarsest, alone_s, strict=True)
+                ),
             ),
             nbytes=tuple(sum(profile.graph.nbytes) for profile in coarsest),
         )
@@ -179,7 +206,8 @@ class _Group:
         if math.fsum(until_s / own for own in self.alone_s) <= MOST_STEPS:
             return ""
         return (
-            f"the longest step takes {long_s / short_s:.0f} times as long as the shortest: too unlike for a prediction"
+            f"the longest step takes {long_s / short_s:.0f} times as long as the shortest: too "
+            "unlike for a prediction"
         )
 
     def tried(self, pieces: tuple[int, ...], policy: Policy, steps: int) -> Rates:
@@ -192,7 +220,9 @@ class _Group:
             vote_s=self.vote_s,
         )
         speeds = tuple(own * rate for own, rate in zip(self.alone_s, rates, strict=True))
-        return Rates(pieces=pieces, policy=policy, speeds=speeds, alone_s=self.alone_s, floor=self.floor)
+        return Rates(
+            pieces=pieces, policy=policy, speeds=speeds, alone_s=self.alone_s, floor=self.floor
+        )
 
     def search(self, pieces: tuple[int, ...]) -> Iterator[Rates]:
         """Yields ways to run the jobs cut like that, until one makes enough progress."""
@@ -213,27 +243,35 @@ class _Group:
             yield self.tried(self.by_turns(pieces, self.targets(wanted)), RoundRobin(), COARSE)
 
     def balanced(self, option: Rates) -> Rates:
-        """Moves shares from the jobs that are faster than the mean to the slower ones: the last resort."""
+        """Moves shares from the jobs that are faster than the mean to the slower ones: the last
+        resort.
+        """
         found = option
         if not all(self.nbytes) or min(option.speeds) <= 0:
             return found
         shares = self.weighted(option.speeds).shares
         for _ in range(_TURNS):
             mean = found.progress / len(shares)
-            shares = tuple(share * mean / speed for share, speed in zip(shares, found.speeds, strict=True))
+            shares = tuple(
+                share * mean / speed for share, speed in zip(shares, found.speeds, strict=True)
+            )
             found = self.tried(option.pieces, Weighted(shares), LONG)
             if found.is_fair or min(found.speeds) <= 0:
                 break
         return found
 
     def targets(self, wanted: Sequence[float]) -> list[float]:
-        """Returns the speeds with the most progress at which no job is slower than wanted, or than a part of that.
+        """Returns the speeds with the most progress at which no job is slower than wanted, or than
+        a part of that.
 
         No lane can be used for longer than all of the time: a linear program.
         """
         from scipy.optimize import linprog
 
-        loads = [math.fsum(use * low for use, low in zip(lane, wanted, strict=True)) for lane in self.uses]
+        loads = [
+            math.fsum(use * low for use, low in zip(lane, wanted, strict=True))
+            for lane in self.uses
+        ]
         part = min(1.0, 0.999 / max(loads), 1 / max(wanted))
         bounds = [(low * part, 1.0) for low in wanted]
         found = linprog([-1.0] * len(wanted), A_ub=self.uses, b_ub=[1.0, 1.0], bounds=bounds)
@@ -246,7 +284,9 @@ class _Group:
         return Weighted(tuple(float(f"{share / min(shares):.4g}") for share in shares))
 
     def by_turns(self, pieces: Sequence[int], targets: Sequence[float]) -> tuple[int, ...]:
-        """Returns the numbers of pieces at which jobs go at these speeds, when each piece is a turn."""
+        """Returns the numbers of pieces at which jobs go at these speeds, when each piece is a
+        turn.
+        """
         turns = [own / target for own, target in zip(self.alone_s, targets, strict=True)]
         wanted = [max(pieces) * each / max(turns) for each in turns]
         return tuple(
@@ -262,8 +302,8 @@ class _Group:
         slowest = min(range(len(self.jobs)), key=nearest.speeds.__getitem__)
         name = self.jobs[slowest][nearest.pieces[slowest]].name
         reason = (
-            f"`{name}` would run at {nearest.speeds[slowest]:.3f} of its speed alone, below the floor of "
-            f"{self.floor:.3f}, in the fairest way that was found"
+            f"`{name}` would run at {nearest.speeds[slowest]:.3f} of its speed alone, below the "
+            f"floor of {self.floor:.3f}, in the fairest way that was found"
         )
         return replace(nearest, refusal=reason)
 
@@ -281,21 +321,31 @@ class _Group:
 
 def _fitting(cuts: Cuts, memory_bytes: int) -> Cuts:
     """Returns the cuts that fit alone; all if none does, which the caller will see."""
-    fitting = {n: p for n, p in cuts.items() if needed_bytes([p.memory or JobMemory()]) <= memory_bytes}
+    fitting = {
+        n: p for n, p in cuts.items() if needed_bytes([p.memory or JobMemory()]) <= memory_bytes
+    }
     return fitting or cuts
 
 
 def fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> tuple[float, int]:
-    """Returns the seconds of a step alone and its pieces, in the fastest of a few cuts from coarse to fine."""
+    """Returns the seconds of a step alone and its pieces, in the fastest of a few cuts from coarse
+    to fine.
+    """
     order = sorted(cuts)
     found = []
-    for pieces in dict.fromkeys([order[0], order[len(order) // 4], order[len(order) // 2], order[-1]]):
+    for pieces in dict.fromkeys(
+        [order[0], order[len(order) // 4], order[len(order) // 2], order[-1]]
+    ):
         profile = cuts[pieces]
         whole_s = profile.compute_s + profile.exchange_s + profile.host_s
         if not whole_s > 0:
-            raise ValueError(f"a step of `{profile.name}` takes no time: a plan needs what it costs")
+            raise ValueError(
+                f"a step of `{profile.name}` takes no time: a plan needs what it costs"
+            )
         until_s = 4.5 * (whole_s + 2 * vote_s) * (contention.compute if contention else 1.0)
-        (rate,) = step_rates([profile], policy=RoundRobin(), until_s=until_s, contention=contention, vote_s=vote_s)
+        (rate,) = step_rates(
+            [profile], policy=RoundRobin(), until_s=until_s, contention=contention, vote_s=vote_s
+        )
         found.append((1 / rate, pieces))
     # A coarser cut that is nearly as fast costs fewer messages and less memory.
     fastest_s = min(found)[0]
@@ -303,7 +353,9 @@ def fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> t
 
 
 def _cuts(jobs: Sequence[Cuts], alone_s: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    """Yields numbers of pieces: whole steps, then pieces ever shorter next to the step of the job with the shortest."""
+    """Yields numbers of pieces: whole steps, then pieces ever shorter next to the step of the job
+    with the shortest.
+    """
     found = [tuple(min(cuts) for cuts in jobs)]
     for parts in (1, 2, 4, 8):
         longest_s = min(alone_s) / parts

@@ -19,7 +19,8 @@ class StepCost:
         steps: Steps that were timed; 0 if the profiles were given.
         wire_bytes: Bytes that a rank receives in a step.
         narrow_wire_bytes: The same if what travels in 32 or 64 bits travels in 16.
-        link_mbps: Rate of the link that was asked for, in Mbit/s; None if exchanges take what was measured.
+        link_mbps: Rate of the link that was asked for, in Mbit/s; None if exchanges take what was
+            measured.
         limit_bytes: Bytes that a rank may use; None if that is not known.
         shares_processor: Whether the processor that computes also drives the network.
     """
@@ -47,7 +48,11 @@ class StepCost:
     @property
     def narrow_exchange_s(self) -> float:
         """Seconds that its exchanges take in 16 bits, if they shrink as their bytes do."""
-        return self.exchange_s * self.narrow_wire_bytes / self.wire_bytes if self.wire_bytes else self.exchange_s
+        return (
+            self.exchange_s * self.narrow_wire_bytes / self.wire_bytes
+            if self.wire_bytes
+            else self.exchange_s
+        )
 
     @property
     def mbps(self) -> float | None:
@@ -56,6 +61,9 @@ class StepCost:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all fields as numbers, texts, lists and dictionaries, with c, m and the rate."""
-        costs = {"whole": self.whole.as_data(), "cut": None if self.cut is None else self.cut.as_data()}
+        costs = {
+            "whole": self.whole.as_data(),
+            "cut": None if self.cut is None else self.cut.as_data(),
+        }
         derived = {"compute_s": self.compute_s, "exchange_s": self.exchange_s, "mbps": self.mbps}
         return {**asdict(self), **costs, **derived}

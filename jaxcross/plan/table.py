@@ -18,7 +18,8 @@ MOST_GROUPS = 50
 def render(plan: Any) -> Group:
     """Title, one row a job with its group's facts on the first, and what to know about the numbers.
 
-    Group and job come first: a table that is too wide becomes several, each of which begins with them.
+    Group and job come first: a table that is too wide becomes several, each of which begins with
+    them.
     """
     table = Table()
     table.add_column("group")
@@ -40,7 +41,13 @@ def _rows(number: int, group: Any) -> list[list[Text]]:
     rows = []
     for job in group.jobs:
         pieces = "whole" if job.pieces == 1 else f"{'~' * job.estimated}{job.pieces}"
-        turns = f"share {job.share:.2f}" if group.turns == "weighted" else "in turn" if several else "alone"
+        turns = (
+            f"share {job.share:.2f}"
+            if group.turns == "weighted"
+            else "in turn"
+            if several
+            else "alone"
+        )
         times = [seconds(job.alone_s), seconds(job.step_s)]
         row = [str(number), job.name, *facts, turns, pieces, f"{job.speed:.2f}", gain, *times]
         rows.append([Text(cell) for cell in row])
@@ -50,21 +57,40 @@ def _rows(number: int, group: Any) -> list[list[Text]]:
 
 def _title(plan: Any) -> str:
     jobs = sum(len(group.jobs) for group in plan.groups)
-    limit = "" if plan.memory_bytes is None else f", {human_bytes(plan.memory_bytes)} of memory on each"
-    return f"{_count(jobs, 'job')} in {_count(len(plan.groups), 'group')} on {_count(plan.ranks, 'rank')}{limit}"
+    limit = (
+        "" if plan.memory_bytes is None else f", {human_bytes(plan.memory_bytes)} of memory on each"
+    )
+    return (
+        f"{_count(jobs, 'job')} in {_count(len(plan.groups), 'group')} on "
+        f"{_count(plan.ranks, 'rank')}{limit}"
+    )
 
 
 def _footnotes(plan: Any) -> list[str]:
     lines = [
-        f"On the same ranks the groups make {plan.progress:.2f} times as many steps as one job after the other.",
-        "Step alone, here: time of a step alone, and as predicted in the group. Speed: that alone over that here.",
-        "Gain: the group's steps over those of its jobs one after the other. Memory: of a rank, at its fullest.",
+        (
+            f"On the same ranks the groups make {plan.progress:.2f} times as many steps as one job "
+            "after the other."
+        ),
+        (
+            "Step alone, here: time of a step alone, and as predicted in the group. Speed: that "
+            "alone over that here."
+        ),
+        (
+            "Gain: the group's steps over those of its jobs one after the other. Memory: of a "
+            "rank, at its fullest."
+        ),
     ]
     if any(job.estimated for group in plan.groups for job in group.jobs):
-        lines.append("~: pieces estimated from the whole step; a profile of the cut step makes the prediction better.")
+        lines.append(
+            "~: pieces estimated from the whole step; a profile of the cut step makes the "
+            "prediction better."
+        )
     if len(plan.groups) > MOST_GROUPS:
         lines.append(f"And {len(plan.groups) - MOST_GROUPS} more groups, which the file has.")
-    lines += [f"Group {n}: {group.why}." for n, group in enumerate(plan.groups[:MOST_GROUPS]) if group.why]
+    lines += [
+        f"Group {n}: {group.why}." for n, group in enumerate(plan.groups[:MOST_GROUPS]) if group.why
+    ]
     return [*lines, *plan.notes]
 
 

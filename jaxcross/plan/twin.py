@@ -1,4 +1,6 @@
-"""The twin of a run: the real interleaver on a virtual clock, fed with profiles, broken down like a real run."""
+"""The twin of a run: the real interleaver on a virtual clock, fed with profiles, broken down like a
+real run.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from jaxcross.report.time_breakdown import break_down
 from jaxcross.report.units import plural, seconds
 
 VOTE_S = 0.0005
-"""Seconds of a vote on a local network: latency, not bandwidth. It matters below some 20 ms a step."""
+"""Seconds of a vote on a local network: latency, not bandwidth. It matters below some 20 ms a
+step.
+"""
 MAX_STEPS = 100_000
 """Steps of all jobs together that a twin makes at most."""
 
@@ -110,18 +114,21 @@ def predict(
     depth: int = DEPTH,
     vote_s: float = VOTE_S,
 ) -> Prediction:
-    """Predicts a run of these jobs together. Uses no device and no ranks; all ranks are taken to be equally fast.
+    """Predicts a run of these jobs together. Uses no device and no ranks; all ranks are taken to be
+    equally fast.
 
     Args:
         profiles: The jobs, in the order in which a runner would have them; names must differ.
         policy: As in `Runner`; `RoundRobin()` if None.
         contention: How much lanes slow each other down; not at all if None.
-        steps: Steps of each job, or of the slowest: the others make as many as fit into the same time alone.
+        steps: Steps of each job, or of the slowest: the others make as many as fit into the same
+            time alone.
         depth: As in `Runner`.
         vote_s: Seconds of a vote.
 
     Raises:
-        ValueError: There are no jobs, two have one name, `steps` is below 2, or the policy has not a share for each.
+        ValueError: There are no jobs, two have one name, `steps` is below 2, or the policy has not
+            a share for each.
     """
     made = _checked(profiles, policy, steps)
     policy = policy if policy is not None else RoundRobin()
@@ -130,7 +137,10 @@ def predict(
     simulation = _simulation(profiles, scripts, policy, depth, contention, vote_s)
     result = simulation.run(events=1_000 * MAX_STEPS)[0]
     spans = tuple(replace(span, job=profiles[int(span.job)].name) for span in result.spans)
-    summaries = [JobSummary(name=profile.name, steps=count) for profile, count in zip(profiles, made, strict=True)]
+    summaries = [
+        JobSummary(name=profile.name, steps=count)
+        for profile, count in zip(profiles, made, strict=True)
+    ]
     wall_ns = max((span.end_ns for span in spans), default=0)
     rounds = break_down(spans, summaries, {0: wall_ns}, in_turn=isinstance(policy, Sequential))
     return Prediction(
@@ -155,9 +165,11 @@ def step_rates(
     depth: int = DEPTH,
     vote_s: float = VOTE_S,
 ) -> tuple[float, ...]:
-    """Predicts the steps a second of each job while all of them go on; 0 for a job that makes none in steady state.
+    """Predicts the steps a second of each job while all of them go on; 0 for a job that makes none
+    in steady state.
 
-    Cheaper than `predict`, and the right measure for unlike jobs: none of them ends before the others.
+    Cheaper than `predict`, and the right measure for unlike jobs: none of them ends before the
+    others.
 
     Args:
         profiles: As in `predict`.
@@ -193,7 +205,9 @@ def step_rates(
 
 
 def _progress(ends: Sequence[float], at_s: float) -> float:
-    """Returns the steps since the end of the first one, with the part of the step that is under way."""
+    """Returns the steps since the end of the first one, with the part of the step that is under
+    way.
+    """
     index = min(bisect_right(ends, at_s), len(ends) - 1) - 1
     begin, end = ends[index], ends[index + 1]
     return index + (at_s - begin) / (end - begin)
@@ -231,21 +245,29 @@ def _script(profile: Profile, steps: int | None) -> Script:
 def _check_jobs(profiles: Sequence[Profile], policy: Policy | None) -> None:
     if not profiles:
         raise ValueError("a prediction needs the profile of at least one job")
-    twice = [name for name, count in Counter(profile.name for profile in profiles).items() if count > 1]
+    twice = [
+        name for name, count in Counter(profile.name for profile in profiles).items() if count > 1
+    ]
     if twice:
         raise ValueError(f"two jobs have the name `{twice[0]}`")
     if isinstance(policy, Weighted) and len(policy.shares) != len(profiles):
-        raise ValueError(f"`Weighted` has {len(policy.shares)} shares, there are {len(profiles)} jobs")
+        raise ValueError(
+            f"`Weighted` has {len(policy.shares)} shares, there are {len(profiles)} jobs"
+        )
 
 
-def _checked(profiles: Sequence[Profile], policy: Policy | None, steps: int | Sequence[int]) -> tuple[int, ...]:
+def _checked(
+    profiles: Sequence[Profile], policy: Policy | None, steps: int | Sequence[int]
+) -> tuple[int, ...]:
     """Returns the number of steps of each job."""
     _check_jobs(profiles, policy)
     made = tuple(steps) if isinstance(steps, Sequence) else tuple(_equally_long(profiles, steps))
     if len(made) != len(profiles) or min(made) < 2:
         raise ValueError(f"each of the {len(profiles)} jobs makes at least 2 steps, got {steps}")
     if sum(made) > MAX_STEPS:
-        raise ValueError(f"the jobs are too unlike: {sum(made)} steps of all together, at most {MAX_STEPS}")
+        raise ValueError(
+            f"the jobs are too unlike: {sum(made)} steps of all together, at most {MAX_STEPS}"
+        )
     return made
 
 

@@ -1,4 +1,6 @@
-"""Arguments that share a buffer, such as `{"params": p, "ema": p}`: XLA refuses to take one buffer twice."""
+"""Arguments that share a buffer, such as `{"params": p, "ema": p}`: XLA refuses to take one buffer
+twice.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,26 @@ from jaxcross._pytree import buffer_of
 
 
 def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool) -> None:
-    """Replaces donated arrays that occur more than once in `leaves` by copies, so that each buffer is donated once.
+    """Replaces donated arrays that occur more than once in `leaves` by copies, so that each buffer
+    is donated once.
 
     If an argument that is not donated shares the buffer, every donated one is copied.
 
     Args:
         leaves: Flat arguments; changed in place.
         donated: Positions in `leaves` of those that the step may overwrite.
-        new_types: Whether to compare buffers, which different arrays may share (`jax.device_put`). It takes 0.2 us an
-            array, so it is for the first call with these types; else the objects are compared.
+        new_types: Whether to compare buffers, which different arrays may share (`jax.device_put`).
+            It takes 0.2 us an array, so it is for the first call with these types; else the objects
+            are compared.
     """
     if not donated or not (new_types or len(set(map(id, leaves))) < len(leaves)):
         return
     key: Callable[[Any], Hashable] = buffer_of if new_types else id
-    seen = {key(x) for place, x in enumerate(leaves) if place not in donated and isinstance(x, jax.Array)}
+    seen = {
+        key(x)
+        for place, x in enumerate(leaves)
+        if place not in donated and isinstance(x, jax.Array)
+    }
     for place in sorted(donated):
         leaf = leaves[place]
         if not isinstance(leaf, jax.Array):
@@ -39,6 +47,9 @@ def find_shared(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
     """Returns the names of the first two arrays that share a buffer; None if none do."""
     seen: dict[Hashable, str] = {}
     for name, array in arrays.items():
-        if isinstance(array, jax.Array) and (first := seen.setdefault(buffer_of(array), name)) != name:
+        if (
+            isinstance(array, jax.Array)
+            and (first := seen.setdefault(buffer_of(array), name)) != name
+        ):
             return first, name
     return None

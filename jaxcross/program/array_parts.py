@@ -1,4 +1,6 @@
-"""Describes the part of an array that an equation reads or writes, and the constant by which it multiplies."""
+"""Describes the part of an array that an equation reads or writes, and the constant by which it
+multiplies.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from jaxcross import _jax_compat as compat
 _THROUGH = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 
 
-def ways_through(eqn: compat.Equation, makers: Mapping[Any, Any], result: int) -> Sequence[str | None]:
+def ways_through(
+    eqn: compat.Equation, makers: Mapping[Any, Any], result: int
+) -> Sequence[str | None]:
     """Describes how each operand of a layout or element-wise equation reaches one of its results.
 
     Args:
@@ -20,13 +24,17 @@ def ways_through(eqn: compat.Equation, makers: Mapping[Any, Any], result: int) -
         result: The number of the result.
 
     Returns:
-        For each operand the part or the factor as text, empty if all of it does so unchanged, or None if it does not.
+        For each operand the part or the factor as text, empty if all of it does so unchanged, or
+        None if it does not.
     """
     name, params = eqn.primitive.name, eqn.params
     ways: list[str | None] = [""] * len(eqn.invars)
     if name == "slice":
         ways[0] = _slice(
-            params["start_indices"], params["limit_indices"], params["strides"], compat.array_type(eqn.invars[0]).shape
+            params["start_indices"],
+            params["limit_indices"],
+            params["strides"],
+            compat.array_type(eqn.invars[0]).shape,
         )
     elif name == "split":
         ways[0] = f"{params['axis']} {result} of {params['sizes']}"
@@ -54,7 +62,9 @@ def picks(eqn: compat.Equation) -> bool:
 
 
 def ways_by_index(eqn: compat.Equation, makers: Mapping[Any, Any]) -> Sequence[str | None] | None:
-    """Does the same for an equation that `picks`; returns None where the index is not written in the code."""
+    """Does the same for an equation that `picks`; returns None where the index is not written in
+    the code.
+    """
     at = _constant(eqn.invars[1], makers)
     if at is None:
         return None
@@ -62,10 +72,21 @@ def ways_by_index(eqn: compat.Equation, makers: Mapping[Any, Any]) -> Sequence[s
     return [part, None] if eqn.primitive.name == "gather" else ["", None, part]
 
 
-def _slice(starts: Sequence[int], limits: Sequence[int], strides: Sequence[int] | None, shape: Sequence[int]) -> str:
-    """Describes the dimensions that a slice cuts. The others do not matter: a batch may be short there."""
+def _slice(
+    starts: Sequence[int],
+    limits: Sequence[int],
+    strides: Sequence[int] | None,
+    shape: Sequence[int],
+) -> str:
+    """Describes the dimensions that a slice cuts. The others do not matter: a batch may be short
+    there.
+    """
     steps = strides or [1] * len(shape)
-    cut = [x for x in zip(range(len(shape)), starts, limits, steps, shape, strict=True) if x[1:4] != (0, x[4], 1)]
+    cut = [
+        x
+        for x in zip(range(len(shape)), starts, limits, steps, shape, strict=True)
+        if x[1:4] != (0, x[4], 1)
+    ]
     return str(cut) if cut else ""
 
 

@@ -18,17 +18,22 @@ from jaxcross.program.jaxpr_utils import drop_unread
 from jaxcross.program.nonfinite import masked_by
 from jaxcross.program.trace import Traced
 
-_BUCKETED = frozenset({"psum", "pmax", "pmin"})  # elementwise over ranks, so operands may share a buffer
+_BUCKETED = frozenset(
+    {"psum", "pmax", "pmin"}
+)  # elementwise over ranks, so operands may share a buffer
 
 
-def assemble(graph: Graph, placement: Placement, bucket_bytes: int, *, pack_on_device: bool = False) -> Program:
+def assemble(
+    graph: Graph, placement: Placement, bucket_bytes: int, *, pack_on_device: bool = False
+) -> Program:
     """Builds the program, unverified.
 
     Args:
         graph: The equations of the traced step.
         placement: The segment of each equation.
         bucket_bytes: Smaller exchanges share flat buffers up to this size.
-        pack_on_device: Whether compute segments fill and empty these buffers, instead of the collective ones.
+        pack_on_device: Whether compute segments fill and empty these buffers, instead of the
+            collective ones.
     """
     traced = graph.traced
     inner, _ = compat.open_jaxpr(traced.jaxpr)
@@ -40,14 +45,17 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int, *, pack_on_d
     if pack_on_device:
         carried = {2 * g + 1 for g, group in enumerate(placement.groups) if group.carried}
         _pack_on_device(bodies, shared, owner, traced.decisions, carried)
-    # What a position still has to compute follows from what the later ones read, so all bodies come first.
+    # What a position still has to compute follows from what the later ones read, so all bodies come
+    # first.
     reads = _prune(bodies, owner, results)
     last_read = {v: at for at, variables_read in enumerate(reads) for v in variables_read}
     values: list[Aval] = []
 
     def new_value(atom: Any) -> int:
         weak = bool(getattr(atom.aval, "weak_type", False))
-        values.append(Aval(shape=tuple(atom.aval.shape), dtype=str(atom.aval.dtype), weak_type=weak))
+        values.append(
+            Aval(shape=tuple(atom.aval.shape), dtype=str(atom.aval.dtype), weak_type=weak)
+        )
         return len(values) - 1
 
     ids = {v: new_value(v) for v in inner.invars}
@@ -55,21 +63,32 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int, *, pack_on_d
     literal_ids: list[int] = []
     for at, body in enumerate(bodies):
         # No equation makes a result that is a literal: the tail returns it.
-        literals = [a for a in inner.outvars if isinstance(a, compat.Literal)] if at == len(bodies) - 1 else []
+        literals = (
+            [a for a in inner.outvars if isinstance(a, compat.Literal)]
+            if at == len(bodies) - 1
+            else []
+        )
         if not body and not literals:
             continue
         made = [v for e in body for v in e.outvars if not isinstance(v, compat.DropVar)]
-        # A recomputed value is for this segment alone; the segment that owns the equation hands it on.
-        outs = [v for v in dict.fromkeys(made) if owner.get(v) == at and (last_read.get(v, -1) > at or v in results)]
+        # A recomputed value is for this segment alone; the segment that owns the equation hands it
+        # on.
+        outs = [
+            v
+            for v in dict.fromkeys(made)
+            if owner.get(v) == at and (last_read.get(v, -1) > at or v in results)
+        ]
         ids.update({v: new_value(v) for v in outs})
         literal_ids += [new_value(a) for a in literals]
         collective, read = at % 2 == 1, reads[at]
         if not collective:
-            # XLA writes the n-th result of a shape into the n-th donated input of it. In the step's own order, as in
-            # `jax.jit`, a state's arrays stay where they are if the segment may overwrite them all.
+            # XLA writes the n-th result of a shape into the n-th donated input of it. In the step's
+            # own order, as in `jax.jit`, a state's arrays stay where they are if the segment may
+            # overwrite them all.
             read, outs = sorted(read, key=place_of_input), sorted(outs, key=place_of_result)
         masked = masked_by(graph, placement.groups[at // 2], body, outs) if collective else []
-        # Results for checks follow the segment's own; `Execution` splits them off again in this order.
+        # Results for checks follow the segment's own; `Execution` splits them off again in this
+        # order.
         counts = [v for v in made if v in traced.decisions]
         jaxpr = compat.make_jaxpr_of(read, [*outs, *literals, *masked, *counts], body, traced.jaxpr)
         segments.append(
@@ -104,7 +123,9 @@ def _program(
         axes=tuple(traced.axes.items()),
         values=tuple(values),
         inputs=tuple(ids[v] for v in inner.invars),
-        outputs=tuple(next(remaining) if isinstance(a, compat.Literal) else ids[a] for a in inner.outvars),
+        outputs=tuple(
+            next(remaining) if isinstance(a, compat.Literal) else ids[a] for a in inner.outvars
+        ),
         segments=tuple(segments),
         constants=len(traced.consts),
         donated=frozenset(arguments[p] for p in traced.donated),
@@ -135,19 +156,26 @@ def _pack_on_device(
     checked: Collection[Any],
     carried: Collection[int],
 ) -> None:
-    """Moves equations that fill and empty shared buffers into the compute bodies around each collective one.
+    """Moves equations that fill and empty shared buffers into the compute bodies around each
+    collective one.
 
-    Between an accelerator and the host then travels one array a buffer. Each costs a tenth of a millisecond, whatever
-    its size (`benchmarks/results/gpu_transfers.json`). Nothing moves where no compute body is, where an exchange of the
-    same segment depends on it, or where it makes one of `checked`, which collective segments return. What fills the
-    buffers of `carried` positions stays: these exchanges wait for no computation.
+    Between an accelerator and the host then travels one array a buffer. Each costs a tenth of a
+    millisecond, whatever its size (`benchmarks/results/gpu_transfers.json`). Nothing moves where no
+    compute body is, where an exchange of the same segment depends on it, or where it makes one of
+    `checked`, which collective segments return. What fills the buffers of `carried` positions
+    stays: these exchanges wait for no computation.
     """
     for at in range(1, len(bodies), 2):
         body, made = bodies[at], {v for eqn in bodies[at] for v in eqn.outvars}
         first, rest = [], []
         for eqn in body:
             ready = made.isdisjoint(variables(eqn.invars))
-            if bodies[at - 1] and at not in carried and ready and shared.filled.issuperset(eqn.outvars):
+            if (
+                bodies[at - 1]
+                and at not in carried
+                and ready
+                and shared.filled.issuperset(eqn.outvars)
+            ):
                 first.append(eqn)
                 made.difference_update(eqn.outvars)
             else:
@@ -161,12 +189,20 @@ def _pack_on_device(
             else:
                 kept.append(eqn)
                 read.update(variables(eqn.invars))
-        bodies[at - 1], bodies[at], bodies[at + 1] = bodies[at - 1] + first, kept[::-1], last[::-1] + bodies[at + 1]
+        bodies[at - 1], bodies[at], bodies[at + 1] = (
+            bodies[at - 1] + first,
+            kept[::-1],
+            last[::-1] + bodies[at + 1],
+        )
         for place, eqns in ((at - 1, first), (at, bodies[at]), (at + 1, last)):
-            owner.update({v: place for eqn in eqns for v in eqn.outvars if place != at or v not in owner})
+            owner.update(
+                {v: place for eqn in eqns for v in eqn.outvars if place != at or v not in owner}
+            )
 
 
-def _bodies(graph: Graph, placement: Placement, bucket_bytes: int, shared: _SharedBuffers) -> list[list[Any]]:
+def _bodies(
+    graph: Graph, placement: Placement, bucket_bytes: int, shared: _SharedBuffers
+) -> list[list[Any]]:
     """Returns the equations of each position, the tail last. Notes the shared buffers."""
     placed, bodies = by_place(placement.position), []
     for at in range(2 * len(placement.groups) + 1):
@@ -178,17 +214,22 @@ def _bodies(graph: Graph, placement: Placement, bucket_bytes: int, shared: _Shar
     return bodies
 
 
-def _prune(bodies: list[list[Any]], owner: Mapping[Any, int], results: Collection[Any]) -> list[list[Any]]:
+def _prune(
+    bodies: list[list[Any]], owner: Mapping[Any, int], results: Collection[Any]
+) -> list[list[Any]]:
     """Drops compute equations that no later position needs; returns what each position then reads.
 
-    Backwards, because what a position must hand on follows from what the later ones read. A collective body keeps all
-    its equations: an exchange must be made even if this rank has no use for its result.
+    Backwards, because what a position must hand on follows from what the later ones read. A
+    collective body keeps all its equations: an exchange must be made even if this rank has no use
+    for its result.
     """
     reads: list[list[Any]] = [[] for _ in bodies]
     wanted = set(results)
     for at in reversed(range(len(bodies))):
         if at % 2 == 0:
-            handed_on = [v for e in bodies[at] for v in e.outvars if v in wanted and owner.get(v) == at]
+            handed_on = [
+                v for e in bodies[at] for v in e.outvars if v in wanted and owner.get(v) == at
+            ]
             bodies[at] = drop_unread(bodies[at], handed_on)
         reads[at] = _reads(bodies[at])
         wanted.update(reads[at])
@@ -216,8 +257,8 @@ def _places(ordered: Sequence[Any]) -> Callable[[Any], int]:
 def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> tuple[Exchange, ...]:
     """Returns the exchanges of a segment.
 
-    An exchange of a shared buffer names the buffer's contents, so that ranks compare them, and not the sum of their
-    sizes alone.
+    An exchange of a shared buffer names the buffer's contents, so that ranks compare them, and not
+    the sum of their sizes alone.
     """
     found: list[Exchange] = []
     for eqn in body:
@@ -227,8 +268,12 @@ def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> t
     return tuple(found)
 
 
-def _collective_body(graph: Graph, group: Group, bucket_bytes: int, shared: _SharedBuffers) -> list[Any]:
-    """Returns the equations of a collective segment: level by level, small exchanges of one kind in shared buffers."""
+def _collective_body(
+    graph: Graph, group: Group, bucket_bytes: int, shared: _SharedBuffers
+) -> list[Any]:
+    """Returns the equations of a collective segment: level by level, small exchanges of one kind in
+    shared buffers.
+    """
     if group.as_written:
         return [graph.eqns[i] for i in sorted((*group.exchanges, *group.between))]
     body: list[Any] = []
@@ -241,26 +286,34 @@ def _collective_body(graph: Graph, group: Group, bucket_bytes: int, shared: _Sha
     return body + [graph.eqns[i] for i in between]  # exchanges of a later segment read these
 
 
-def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int, shared: _SharedBuffers) -> list[Any]:
-    """Returns the exchanges of one level; small ones of one kind go through flat buffers (cut rule 3)."""
+def _bucketed(
+    graph: Graph, level: Sequence[int], bucket_bytes: int, shared: _SharedBuffers
+) -> list[Any]:
+    """Returns the exchanges of one level; small ones of one kind go through flat buffers (cut rule
+    3).
+    """
     buckets: dict[tuple[Any, ...], list[list[int]]] = {}
     filled: dict[tuple[Any, ...], int] = {}  # bytes of each kind's latest bucket
     out: list[tuple[int, list[Any]]] = []
     for i in level:
         eqn, found = graph.eqns[i], graph.wires[i]
         small = (
-            len(found) == len(eqn.invars) == 1 and eqn.primitive.name in _BUCKETED and found[0].nbytes < bucket_bytes
+            len(found) == len(eqn.invars) == 1
+            and eqn.primitive.name in _BUCKETED
+            and found[0].nbytes < bucket_bytes
         )
         small = small and not isinstance(eqn.invars[0], compat.Literal)
         # Over axes of one rank nothing travels, and copies into a buffer would be the only cost.
         small = small and any(graph.traced.axes[a] > 1 for a in found[0].axes)
-        # A reduction that also names array dimensions (`vmap` inside the step) has none left in a flat buffer.
+        # A reduction that also names array dimensions (`vmap` inside the step) has none left in a
+        # flat buffer.
         small = small and "positions" not in dict(found[0].params)
         if not small:
             out.append((i, [eqn]))
             continue
         x = found[0]
-        # Exchanges of one kind share buffers. Exchanged shapes are equal on all ranks, and so the buckets are, too.
+        # Exchanges of one kind share buffers. Exchanged shapes are equal on all ranks, and so the
+        # buckets are, too.
         kind = (x.op, x.axes, x.dtype, x.params)
         if kind not in filled or filled[kind] + x.nbytes > bucket_bytes:
             buckets.setdefault(kind, []).append([])
@@ -271,23 +324,30 @@ def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int, shared: _Sh
     for several in buckets.values():
         for members in several:
             eqns = [graph.eqns[i] for i in members]
-            out.append((max(members), eqns if len(eqns) == 1 else _share_buffer(eqns, graph, shared)))
+            out.append(
+                (max(members), eqns if len(eqns) == 1 else _share_buffer(eqns, graph, shared))
+            )
     return [eqn for _, eqns in sorted(out, key=lambda item: item[0]) for eqn in eqns]
 
 
 def _share_buffer(eqns: Sequence[Any], graph: Graph, buffer: _SharedBuffers) -> list[Any]:
-    """Returns equations that concatenate the operands, exchange the buffer once and split it again."""
+    """Returns equations that concatenate the operands, exchange the buffer once and split it
+    again.
+    """
     primitive, params = eqns[0].primitive, eqns[0].params
 
     def shared(*arrays: Any) -> list[Any]:
         out = primitive.bind(buffers.packed(arrays), **params)
-        return buffers.unpacked(out[0] if primitive.multiple_results else out, [x.shape for x in arrays])
+        return buffers.unpacked(
+            out[0] if primitive.multiple_results else out, [x.shape for x in arrays]
+        )
 
     args = [jax.ShapeDtypeStruct(e.invars[0].aval.shape, e.invars[0].aval.dtype) for e in eqns]
     closed = jax.make_jaxpr(shared, axis_env=list(graph.traced.axes.items()))(*args)
     inner, _ = compat.open_jaxpr(closed)
     env = dict(zip(inner.invars, (e.invars[0] for e in eqns), strict=True))
-    # Operands and results keep their variables, by which the other equations know them; the rest gets fresh ones.
+    # Operands and results keep their variables, by which the other equations know them; the rest
+    # gets fresh ones.
     env.update(zip(inner.outvars, (e.outvars[0] for e in eqns), strict=True))
     out = []
     new = buffer.filled
@@ -296,10 +356,14 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph, buffer: _SharedBuffers) -> 
             env.setdefault(v, compat.new_var(v.aval))
         invars = [a if isinstance(a, compat.Literal) else env[a] for a in eqn.invars]
         outvars = [env[v] for v in eqn.outvars]
-        out.append(eqn.replace(invars=invars, outvars=outvars, source_info=eqns[0].source_info))  # the user's line
+        out.append(
+            eqn.replace(invars=invars, outvars=outvars, source_info=eqns[0].source_info)
+        )  # the user's line
         if eqn.primitive is primitive:
             sizes = ",".join(str(x.size) for x in args)
-            buffer.parts[invars[0]] = f"{len(args)} {hashlib.sha256(sizes.encode()).hexdigest()[:8]}"
+            buffer.parts[invars[0]] = (
+                f"{len(args)} {hashlib.sha256(sizes.encode()).hexdigest()[:8]}"
+            )
             new = buffer.emptied
         else:
             new.update(outvars)

@@ -9,7 +9,9 @@ import jax
 from jax import lax
 
 OPERANDS = 64
-"""The longest concatenation: XLA's CPU backend takes time quadratic in the number of operands (1.4 s for 1,500)."""
+"""The longest concatenation: XLA's CPU backend takes time quadratic in the number of operands (1.4
+s for 1,500).
+"""
 
 
 def packed(values: Sequence[jax.Array]) -> jax.Array:

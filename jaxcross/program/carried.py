@@ -1,7 +1,9 @@
-"""Finds the exchanges of what the step before has left: they need no computation of this step, and travel during it.
+"""Finds the exchanges of what the step before has left: they need no computation of this step, and
+travel during it.
 
-A strategy that applies a mean one step late keeps the operand in its state. The exchange then depends on the step's
-inputs alone. It is *carried* if some costly work of the step does not wait for it (cut rule 8).
+A strategy that applies a mean one step late keeps the operand in its state. The exchange then
+depends on the step's inputs alone. It is *carried* if some costly work of the step does not wait
+for it (cut rule 8).
 """
 
 from __future__ import annotations
@@ -13,13 +15,20 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.graph import Graph, nbytes, variables
 from jaxcross.program.op_cost import ARITHMETIC, HOST_OPS, MOST_TOUCHED, is_costly
 
-# Their operands may be larger than their results, and have other sizes on other ranks: those of its batch.
+# Their operands may be larger than their results, and have other sizes on other ranks: those of its
+# batch.
 _SHRINKING = frozenset({"argmax", "dynamic_slice", "slice", "split"})
 
 
 def carried_exchanges(graph: Graph) -> tuple[int, ...]:
-    """Returns the carried exchanges among those that need no other exchange. The same on every rank."""
-    first = [i for i in graph.wires if graph.level[i] == 0 and i not in graph.opaque and i not in graph.ordered]
+    """Returns the carried exchanges among those that need no other exchange. The same on every
+    rank.
+    """
+    first = [
+        i
+        for i in graph.wires
+        if graph.level[i] == 0 and i not in graph.opaque and i not in graph.ordered
+    ]
     given = {i: graph.ancestors([i], {}) for i in first if _from_inputs(graph, i)}
     costly = [i for i in range(len(graph.eqns)) if _is_work(graph, i)]
     found = _with_other_work(graph, list(given), costly)
@@ -33,17 +42,24 @@ def carried_exchanges(graph: Graph) -> tuple[int, ...]:
 
 
 def host_ops_before(graph: Graph, exchanges: Sequence[int]) -> frozenset[int]:
-    """Returns the operations between the step's inputs and carried exchanges. They run on the host, next to them."""
+    """Returns the operations between the step's inputs and carried exchanges. They run on the host,
+    next to them.
+    """
     return frozenset(graph.ancestors(exchanges, {}))
 
 
-def may_repeat(graph: Graph, ops: Collection[int], exchanges: Sequence[int], inside: Collection[int]) -> bool:
-    """Whether the host may run these operations for these exchanges, while other readers have them computed elsewhere.
+def may_repeat(
+    graph: Graph, ops: Collection[int], exchanges: Sequence[int], inside: Collection[int]
+) -> bool:
+    """Whether the host may run these operations for these exchanges, while other readers have them
+    computed elsewhere.
 
-    Arithmetic may be contracted with its reader, into other bits: it has no readers but those in `inside`.
+    Arithmetic may be contracted with its reader, into other bits: it has no readers but those in
+    `inside`.
     """
     names = {graph.eqns[i].primitive.name for i in ops}
-    # Ranks must decide alike, so no array may count that is larger than what follows from the exchanges' shapes.
+    # Ranks must decide alike, so no array may count that is larger than what follows from the
+    # exchanges' shapes.
     if (
         not names <= HOST_OPS
         or not names.isdisjoint(_SHRINKING)
@@ -54,14 +70,20 @@ def may_repeat(graph: Graph, ops: Collection[int], exchanges: Sequence[int], ins
     if sum(nbytes(v) for i in ops for v in graph.eqns[i].outvars) > MOST_TOUCHED * moved:
         return False
     arithmetic = [i for i in ops if graph.eqns[i].primitive.name in ARITHMETIC]
-    return all(r in inside for i in arithmetic for v in graph.eqns[i].outvars for r in graph.readers.get(v, ()))
+    return all(
+        r in inside
+        for i in arithmetic
+        for v in graph.eqns[i].outvars
+        for r in graph.readers.get(v, ())
+    )
 
 
 def work_before_commit(graph: Graph) -> set[int]:
-    """Returns the costly equations that no exchange delays, all that they need, and what ends it in no more bytes.
+    """Returns the costly equations that no exchange delays, all that they need, and what ends it in
+    no more bytes.
 
-    A gradient's last operations are cheap: a transpose, the sum over a batch. Behind the commit they would read what
-    the costly ones have left from memory, in another order than it lies there.
+    A gradient's last operations are cheap: a transpose, the sum over a batch. Behind the commit
+    they would read what the costly ones have left from memory, in another order than it lies there.
     """
     costly = [i for i in range(len(graph.eqns)) if graph.level[i] == 0 and _is_work(graph, i)]
     inside = {*costly, *graph.ancestors(costly, {})}
@@ -77,35 +99,53 @@ def work_before_commit(graph: Graph) -> set[int]:
 
 
 def _may_end_work(graph: Graph, i: int) -> bool:
-    return graph.level[i] == 0 and i not in graph.wires and i not in graph.opaque and not graph.eqns[i].effects
+    return (
+        graph.level[i] == 0
+        and i not in graph.wires
+        and i not in graph.opaque
+        and not graph.eqns[i].effects
+    )
 
 
 def _keeps_bytes(graph: Graph, i: int, inside: Collection[int], returned: Collection[Any]) -> bool:
-    """Whether an equation reads results of this work alone, and makes no more bytes than it is the last to read."""
+    """Whether an equation reads results of this work alone, and makes no more bytes than it is the
+    last to read.
+    """
     eqn = graph.eqns[i]
     operands = variables(eqn.invars)
     if not operands or any(graph.maker.get(v) not in inside for v in operands):
         return False
     made = sum(map(nbytes, eqn.outvars))
     freed = sum(
-        nbytes(v) for v in operands if v not in returned and all(r in inside or r == i for r in graph.readers[v])
+        nbytes(v)
+        for v in operands
+        if v not in returned and all(r in inside or r == i for r in graph.readers[v])
     )
-    return made <= freed or 8 * made <= sum(map(nbytes, operands))  # a sum is small whatever else reads its operand
+    return made <= freed or 8 * made <= sum(
+        map(nbytes, operands)
+    )  # a sum is small whatever else reads its operand
 
 
 def _from_inputs(graph: Graph, exchange: int) -> bool:
     return all(
-        graph.eqns[i].primitive.name in HOST_OPS and not graph.eqns[i].effects for i in graph.ancestors([exchange], {})
+        graph.eqns[i].primitive.name in HOST_OPS and not graph.eqns[i].effects
+        for i in graph.ancestors([exchange], {})
     )
 
 
 def _is_work(graph: Graph, i: int) -> bool:
     eqn = graph.eqns[i]
-    return i not in graph.wires and is_costly(eqn) and all(map(compat.is_named_axis_effect, eqn.effects))
+    return (
+        i not in graph.wires
+        and is_costly(eqn)
+        and all(map(compat.is_named_axis_effect, eqn.effects))
+    )
 
 
 def _with_other_work(graph: Graph, exchanges: Sequence[int], costly: Collection[int]) -> list[int]:
-    """Returns the exchanges that some costly equation does not wait for, by sets of exchanges as bits."""
+    """Returns the exchanges that some costly equation does not wait for, by sets of exchanges as
+    bits.
+    """
     bit = {i: 1 << n for n, i in enumerate(exchanges)}
     waits: list[int] = []
     for i in range(len(graph.eqns)):

@@ -26,7 +26,8 @@ from jaxcross.program.lowered import Lowered, Traceable, struct_of
 
 V = TypeVar("V")
 
-MAX_IDLE_EXECUTABLES = 64  # executables that no job uses any more, kept for a later job that is equal to a finished one
+# executables that no job uses any more, kept for a later job that is equal to a finished one
+MAX_IDLE_EXECUTABLES = 64
 
 
 @final
@@ -43,7 +44,9 @@ class SingleFlightCache(Generic[V]):
         self._values: MutableMapping[Hashable, V] = {} if values is None else values
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Returns the value for `key`. The first caller makes it; others that ask for the same key wait."""
+        """Returns the value for `key`. The first caller makes it; others that ask for the same key
+        wait.
+        """
         with self._lock:
             found = self._values.get(key)
             if found is not None:
@@ -51,7 +54,8 @@ class SingleFlightCache(Generic[V]):
             # `make` may take minutes, so it runs under a lock of its key alone.
             turn = self._making.setdefault(key, threading.Lock())
         with turn:
-            # The caller that held `turn` before may have made it; if its `make` has failed, this caller tries again.
+            # The caller that held `turn` before may have made it; if its `make` has failed, this
+            # caller tries again.
             with self._lock:
                 found = self._values.get(key)
             if found is None:
@@ -68,21 +72,25 @@ class SingleFlightCache(Generic[V]):
 
 @final
 class ExecutableCache:
-    """Executables by what they compute, so that equal jobs compile once. Safe to use from several threads.
+    """Executables by what they compute, so that equal jobs compile once. Safe to use from several
+    threads.
 
-    It keeps those that something else holds, and the latest `MAX_IDLE_EXECUTABLES`: a process may run any number of
-    jobs, one after another, without filling its memory.
+    It keeps those that something else holds, and the latest `MAX_IDLE_EXECUTABLES`: a process may
+    run any number of jobs, one after another, without filling its memory.
     """
 
     def __init__(self) -> None:
-        # Weak, so that an executable goes with the last job that uses it, except for the latest ones.
+        # Weak, so that an executable goes with the last job that uses it, except for the latest
+        # ones.
         self._executables = SingleFlightCache[Any](WeakValueDictionary())
         self._latest: OrderedDict[Hashable, object] = OrderedDict()
         self._lock = threading.Lock()
         self.compiled = 0
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns the executable for `key`. The first caller makes it; others that ask for the same key wait."""
+        """Returns the executable for `key`. The first caller makes it; others that ask for the same
+        key wait.
+        """
 
         def counted() -> Any:
             made = make()
@@ -111,13 +119,15 @@ def compile_segments(
     host: Any,
     notify: Callable[[Segment], None] | None,
 ) -> tuple[Runnable, ...]:
-    """Compiles every segment, or takes its executable from the cache. The arguments are those of `stages.compile`."""
+    """Compiles every segment, or takes its executable from the cache. The arguments are those of
+    `stages.compile`.
+    """
     traced = program.traced
     wire, coords = traced.wire, dict(traced.wire.coords(traced.axes))
     given = [*map(_sharding, traced.consts), *map(_sharding, inputs)]
     shardings: dict[int, Sharding | None] = dict(zip(program.inputs, given, strict=True))
-    # All communicators are created before anything is compiled: creating one waits for the other ranks, which a rank
-    # whose compiler has failed would never reach.
+    # All communicators are created before anything is compiled: creating one waits for the other
+    # ranks, which a rank whose compiler has failed would never reach.
     lowered = {s.index: _lowered(program, s, wire, coords) for s in program.collectives}
     returned = frozenset(program.outputs)
     exchanged = _only_exchanged(program)
@@ -129,8 +139,8 @@ def compile_segments(
         sources = tuple(shardings[v] for v in segment.inputs)
         pinned = _pinned_results(segment, sources, exchanged, host)
         donated = _aliasable(program, segment, may_donate - lent, pinned)
-        # Everything that decides what XLA makes of a segment, and nothing else: names of values and of the step may
-        # differ between jobs that share an executable.
+        # Everything that decides what XLA makes of a segment, and nothing else: names of values and
+        # of the step may differ between jobs that share an executable.
         key = (
             segment_key(segment),
             _avals(program, segment.inputs),
@@ -146,18 +156,29 @@ def compile_segments(
         )
         releases = tuple(v for v in segment.inputs if v not in returned)
         if segment.kind == "compute":
-            call = cache.get(key, _compute_maker(program, segment, sources, donated, coords, pinned))
-            # XLA chooses the shardings of a segment's results, and the next segment is compiled for what it chose.
+            call = cache.get(
+                key, _compute_maker(program, segment, sources, donated, coords, pinned)
+            )
+            # XLA chooses the shardings of a segment's results, and the next segment is compiled for
+            # what it chose.
             chosen = any(s is not None for s in sources)
-            results = list(call.output_shardings)[: len(segment.outputs)] if chosen else [None] * len(segment.outputs)
-            results = [result if to is None else on_device(to) for result, to in zip(results, pinned, strict=True)]
+            results = (
+                list(call.output_shardings)[: len(segment.outputs)]
+                if chosen
+                else [None] * len(segment.outputs)
+            )
+            results = [
+                result if to is None else on_device(to)
+                for result, to in zip(results, pinned, strict=True)
+            ]
             memory = functools.cache(call.memory_analysis)
             runnables.append(Runnable(segment=segment, releases=releases, call=call, memory=memory))
         else:
             call = cache.get(key, _collective_maker(program, segment, lowered[segment.index], host))
             results = _return_shardings(program, segment, shardings, host)
             moves = any(s is not None for s in results)
-            # A result that is moved to another device is a copy. Results beyond the segment's outputs are never moved.
+            # A result that is moved to another device is a copy. Results beyond the segment's
+            # outputs are never moved.
             stays = [to is None or host in to.device_set for to in results]
             places = [n for n in lowered[segment.index].lent if n >= len(stays) or stays[n]]
             lent_here = tuple(segment.outputs[n] for n in places if n < len(stays))
@@ -181,10 +202,11 @@ def compile_segments(
 
 
 def collectives_to_await(program: Program) -> tuple[tuple[tuple[int, ...], ...], bool]:
-    """Returns the collective segments that each segment waits for, and whether any computation can hide an exchange.
+    """Returns the collective segments that each segment waits for, and whether any computation can
+    hide an exchange.
 
-    A segment waits for those that it depends on, or that the commit puts before it, unless an earlier compute segment
-    has waited for them: compute segments run in the order of the list.
+    A segment waits for those that it depends on, or that the commit puts before it, unless an
+    earlier compute segment has waited for them: compute segments run in the order of the list.
     """
     collectives = [s.index for s in program.collectives]
     waited_for = in_flight = 0  # sets of segments, as bits
@@ -200,7 +222,9 @@ def collectives_to_await(program: Program) -> tuple[tuple[tuple[int, ...], ...],
 
 
 def bind_axis_index(jaxpr: compat.Jaxpr, coords: Mapping[str, int]) -> compat.Jaxpr:
-    """Replaces `axis_index` by this rank's coordinates in an open jaxpr and the jaxprs inside it."""
+    """Replaces `axis_index` by this rank's coordinates in an open jaxpr and the jaxprs inside
+    it.
+    """
     env: dict[Any, Any] = {}
     eqns = []
     for eqn in jaxpr.eqns:
@@ -237,34 +261,50 @@ def _compute_maker(
         function = jaxpr_as_fun(compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords)))
 
         def compute(*args: Any) -> list[Any]:
-            # The last result is never donated: the segment's end can be awaited by it, whatever becomes of the rest.
+            # The last result is never donated: the segment's end can be awaited by it, whatever
+            # becomes of the rest.
             return [*function(*args), jnp.zeros((), jnp.uint32)]
 
         compute.__name__ = f"{program.name}_{segment.index}"
         structs = _structs(segment, places)
         if all(place is None for place in pinned):
-            return jax.jit(compute, donate_argnums=donate, keep_unused=True).lower(*structs).compile()
-        # The accelerator writes what is only exchanged into the host's pinned memory while it still computes the rest.
-        jitted = jax.jit(compute, donate_argnums=donate, keep_unused=True, out_shardings=[*pinned, None])
+            return (
+                jax.jit(compute, donate_argnums=donate, keep_unused=True).lower(*structs).compile()
+            )
+        # The accelerator writes what is only exchanged into the host's pinned memory while it still
+        # computes the rest.
+        jitted = jax.jit(
+            compute, donate_argnums=donate, keep_unused=True, out_shardings=[*pinned, None]
+        )
         return jitted.lower(*structs).compile()
 
     return make
 
 
 def _lowered(program: Program, segment: Segment, wire: Wire, coords: Mapping[str, int]) -> Lowered:
-    return wire.lower(compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords)), dict(program.axes))
+    return wire.lower(
+        compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords)), dict(program.axes)
+    )
 
 
-def _collective_maker(program: Program, segment: Segment, lowered: Lowered, host: Any) -> Callable[[], Any]:
+def _collective_maker(
+    program: Program, segment: Segment, lowered: Lowered, host: Any
+) -> Callable[[], Any]:
     def make() -> object:
-        # Over one rank most exchanges only return their operand. Even an empty executable costs a dispatch and copies.
-        if program.is_single_rank(segment) and (order := _forwarded(program, segment, lowered)) is not None:
+        # Over one rank most exchanges only return their operand. Even an empty executable costs a
+        # dispatch and copies.
+        if (
+            program.is_single_rank(segment)
+            and (order := _forwarded(program, segment, lowered)) is not None
+        ):
             return _Forward(order)
         # Committed to the host's CPU device, so that it never occupies the accelerator.
         anywhere = host.client.platform == jax.default_backend() and host == jax.local_devices()[0]
         place = None if anywhere else SingleDeviceSharding(host)
         structs = _structs(segment, [place] * len(segment.inputs))
-        return lowered.compile(structs, name=f"{program.name}_{segment.index}", host=host, place=place)
+        return lowered.compile(
+            structs, name=f"{program.name}_{segment.index}", host=host, place=place
+        )
 
     return make
 
@@ -283,9 +323,11 @@ class _Forward:
 
 
 def _forwarded(program: Program, segment: Segment, lowered: Lowered) -> tuple[int, ...] | None:
-    """Returns the argument that each result is, or None if the segment computes or the arguments have other readers.
+    """Returns the argument that each result is, or None if the segment computes or the arguments
+    have other readers.
 
-    A result may be donated later. That must never take an array from the user or from another segment.
+    A result may be donated later. That must never take an array from the user or from another
+    segment.
     """
     if not (isinstance(lowered, Traceable) and _owned(program, segment)):
         return None
@@ -304,7 +346,10 @@ def _owned(program: Program, segment: Segment) -> bool:
 
 
 def _structs(segment: Segment, places: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [struct_of(var.aval, place) for var, place in zip(segment.jaxpr.jaxpr.invars, places, strict=True)]
+    return [
+        struct_of(var.aval, place)
+        for var, place in zip(segment.jaxpr.jaxpr.invars, places, strict=True)
+    ]
 
 
 def _avals(program: Program, ids: Sequence[int]) -> tuple[Any, ...]:
@@ -316,8 +361,9 @@ def _aliasable(
 ) -> tuple[int, ...]:
     """Returns the positions of inputs that may be overwritten and that match an output.
 
-    XLA warns of donated buffers that it cannot use, so each must find an output of its shape and type. JAX gives a
-    buffer to the first such output, in whatever memory that is: none is donated whose kind has one in pinned memory.
+    XLA warns of donated buffers that it cannot use, so each must find an output of its shape and
+    type. JAX gives a buffer to the first such output, in whatever memory that is: none is donated
+    whose kind has one in pinned memory.
     """
     kinds = [(program.values[v].shape, program.values[v].dtype) for v in segment.outputs]
     elsewhere = {kind for kind, to in zip(kinds, pinned, strict=True) if to is not None}
@@ -342,16 +388,26 @@ def _sharding(value: object) -> Sharding | None:
 
 
 def _only_exchanged(program: Program) -> frozenset[int]:
-    """Returns the results of compute segments that only collective ones read, and that can go to pinned memory."""
+    """Returns the results of compute segments that only collective ones read, and that can go to
+    pinned memory.
+    """
     collectives, readers = {s.index for s in program.collectives}, program.order.readers
-    made = {v for s in program.segments if s.kind == "compute" for v in s.outputs} - {*program.outputs}
-    return frozenset(v for v in made if collectives.issuperset(readers.get(v, ())) and can_be_pinned(program.values[v]))
+    made = {v for s in program.segments if s.kind == "compute" for v in s.outputs} - {
+        *program.outputs
+    }
+    return frozenset(
+        v
+        for v in made
+        if collectives.issuperset(readers.get(v, ())) and can_be_pinned(program.values[v])
+    )
 
 
 def _pinned_results(
     segment: Segment, sources: Sequence[Sharding | None], exchanged: frozenset[int], host: Any
 ) -> tuple[Sharding | None, ...]:
-    """Returns the pinned memory into which a compute segment writes each result that only exchanges read."""
+    """Returns the pinned memory into which a compute segment writes each result that only exchanges
+    read.
+    """
     if segment.kind != "compute" or exchanged.isdisjoint(segment.outputs):
         return (None,) * len(segment.outputs)
     memory = pinned_memory([s for s in sources if s is not None], host)
@@ -359,22 +415,37 @@ def _pinned_results(
 
 
 def _through(
-    program: Program, segment: Segment, sources: Sequence[Sharding | None], made: frozenset[int], host: Any
+    program: Program,
+    segment: Segment,
+    sources: Sequence[Sharding | None],
+    made: frozenset[int],
+    host: Any,
 ) -> tuple[Sharding | None, ...]:
-    """Returns the pinned memory through which each operand goes to the host, None for those that go directly."""
+    """Returns the pinned memory through which each operand goes to the host, None for those that go
+    directly.
+    """
     memory = pinned_memory([s for s in sources if s is not None], host)
-    return tuple(memory if can_be_pinned(program.values[v]) and v not in made else None for v in segment.inputs)
+    return tuple(
+        memory if can_be_pinned(program.values[v]) and v not in made else None
+        for v in segment.inputs
+    )
 
 
-def _return_shardings(program: Program, segment: Segment, sharding: Mapping[int, Any], host: Any) -> list[Any]:
-    """Returns the sharding of each result of a collective segment: its operand's of that shape, else replicated."""
-    # An exchange computes on the host's one device. Its results go back to where the operand of their shape came from:
-    # the next segment is compiled for that.
+def _return_shardings(
+    program: Program, segment: Segment, sharding: Mapping[int, Any], host: Any
+) -> list[Any]:
+    """Returns the sharding of each result of a collective segment: its operand's of that shape,
+    else replicated.
+    """
+    # An exchange computes on the host's one device. Its results go back to where the operand of
+    # their shape came from: the next segment is compiled for that.
     sources = [(program.values[v], sharding[v]) for v in segment.inputs]
     placed = [s for _, s in sources if s is not None]
     if not placed:
         accelerator = jax.local_devices()[0]
-        return [None if accelerator == host else SingleDeviceSharding(accelerator)] * len(segment.outputs)
+        return [None if accelerator == host else SingleDeviceSharding(accelerator)] * len(
+            segment.outputs
+        )
     meshes = [s.mesh for s in placed if isinstance(s, NamedSharding)]
     fallback = NamedSharding(meshes[0], PartitionSpec()) if meshes else placed[0]
     # Reversed, so that the first operand of a shape decides.

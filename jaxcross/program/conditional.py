@@ -1,4 +1,6 @@
-"""Conditionals that exchange: their predicate where the host can know it, and their split where it cannot."""
+"""Conditionals that exchange: their predicate where the host can know it, and their split where it
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from jaxcross.program.emitter import Emitter
 from jaxcross.program.jaxpr_utils import drop_unread, ends_on_zeros
 
 Choose = Callable[["Predicate"], int | None]
-"""Chooses the branch of a `cond` from the equations of its predicate; None where the host cannot know."""
+"""Chooses the branch of a `cond` from the equations of its predicate; None where the host cannot
+know.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,9 @@ class Predicate:
 
 
 def predicate_of(flat: Emitter, index: compat.Atom, branches: int) -> Predicate | None:
-    """Returns the backward slice of `index`; None unless it reads only scalar integers and booleans of the input."""
+    """Returns the backward slice of `index`; None unless it reads only scalar integers and booleans
+    of the input.
+    """
     makers, positions = flat.makers(), flat.positions
     needed: set[int] = set()
     leaves: set[Any] = set()
@@ -45,14 +51,18 @@ def predicate_of(flat: Emitter, index: compat.Atom, branches: int) -> Predicate 
         if isinstance(atom, compat.Literal):
             continue
         kind = compat.array_type(atom)
-        if kind.shape != () or not any(jnp.issubdtype(kind.dtype, t) for t in (jnp.integer, jnp.bool_)):
+        if kind.shape != () or not any(
+            jnp.issubdtype(kind.dtype, t) for t in (jnp.integer, jnp.bool_)
+        ):
             return None
         position = makers.get(atom)
         if position is not None:
             eqn = flat.eqns[position]
             if flat.exchanges(eqn) or any(not compat.is_named_axis_effect(e) for e in eqn.effects):
                 return None
-            if eqn.primitive.name == "axis_index" or any(_depends_on_rank(j) for j in compat.sub_jaxprs(eqn)):
+            if eqn.primitive.name == "axis_index" or any(
+                _depends_on_rank(j) for j in compat.sub_jaxprs(eqn)
+            ):
                 return None
             if position not in needed:
                 needed.add(position)
@@ -73,13 +83,19 @@ def _depends_on_rank(jaxpr: compat.Jaxpr) -> bool:
 
 
 def split(
-    flat: Emitter, eqn: compat.Equation, index: compat.Atom, operands: list[Any], branches: list[Any]
+    flat: Emitter,
+    eqn: compat.Equation,
+    index: compat.Atom,
+    operands: list[Any],
+    branches: list[Any],
 ) -> list[Any]:
-    """Splits `cond(p, pre; X; post | other)` into `cond(p, pre | zeros)`, X, `cond(p, post | other)`, repeatedly.
+    """Splits `cond(p, pre; X; post | other)` into `cond(p, pre | zeros)`, X, `cond(p, post |
+    other)`, repeatedly.
 
-    X are all exchanges that need no other exchange of the branch. They are always made, with zeros where the branch is
-    not taken, so that ranks cannot disagree about taking part. Only the branch taken contributes to the result. Next to
-    X, ranks count how many of them take the branch. Follows cut rule 5.
+    X are all exchanges that need no other exchange of the branch. They are always made, with zeros
+    where the branch is not taken, so that ranks cannot disagree about taking part. Only the branch
+    taken contributes to the result. Next to X, ranks count how many of them take the branch.
+    Follows cut rule 5.
 
     Args:
         flat: Takes the equations.
@@ -94,9 +110,12 @@ def split(
     consts = [v for v in flat.consts if v in read]
     shared = [*operands, *consts]
     work = [([*invars, *consts], eqns, outs) for invars, eqns, outs in branches]
-    # Each round moves one level of exchanges of one branch in front of the conditional, until none is left inside.
+    # Each round moves one level of exchanges of one branch in front of the conditional, until none
+    # is left inside.
     while True:
-        which = next((i for i, (_, eqns, _) in enumerate(work) if any(map(flat.exchanges, eqns))), None)
+        which = next(
+            (i for i, (_, eqns, _) in enumerate(work) if any(map(flat.exchanges, eqns))), None
+        )
         if which is None:
             return _emit(flat, eqn, index, shared, [_close(flat, *branch) for branch in work])
         invars, eqns, outs = work[which]
@@ -106,11 +125,14 @@ def split(
         sent = [a for e in exchanges for a in e.invars if not isinstance(a, compat.Literal)]
         later = {a for e in post for a in e.invars if not isinstance(a, compat.Literal)}
         later |= {a for a in outs if not isinstance(a, compat.Literal)}
-        # The first conditional hands over the operands of the exchanges, and values that the rest of the branch reads.
+        # The first conditional hands over the operands of the exchanges, and values that the rest
+        # of the branch reads.
         residuals = [v for v in dict.fromkeys(v for e in pre for v in e.outvars) if v in later]
         handed = [*sent, *residuals]
         first = [
-            _close(flat, invars, pre, handed) if i == which else _close(flat, ivs, [], handed, zeros=True)
+            _close(flat, invars, pre, handed)
+            if i == which
+            else _close(flat, ivs, [], handed, zeros=True)
             for i, (ivs, _, _) in enumerate(work)
         ]
         values = _emit(flat, eqn, index, shared, first)
@@ -127,20 +149,27 @@ def split(
             args = [a if isinstance(a, compat.Literal) else next(packed) for a in exchange.invars]
             flat.eqns.append(exchange.replace(invars=args, outvars=new))
         flat.present.update(a for a, v in zip(values, sent, strict=False) if v in flat.present)
-        # The rest of this branch reads the residuals and what was received; the other branches ignore them.
+        # The rest of this branch reads the residuals and what was received; the other branches
+        # ignore them.
         extra = [*values[len(sent) :], *received]
         local = [*residuals, *made]
         shared = [*shared, *extra]
         work = [
-            ([*ivs, *local], post, res) if i == which else ([*ivs, *(compat.new_var(v.aval) for v in local)], body, res)
+            ([*ivs, *local], post, res)
+            if i == which
+            else ([*ivs, *(compat.new_var(v.aval) for v in local)], body, res)
             for i, (ivs, body, res) in enumerate(work)
         ]
 
 
-def _partition(flat: Emitter, eqns: Sequence[compat.Equation]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Splits the equations of a branch into those before, the exchanges that need no other exchange, and those after.
+def _partition(
+    flat: Emitter, eqns: Sequence[compat.Equation]
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits the equations of a branch into those before, the exchanges that need no other
+    exchange, and those after.
 
-    Before are the equations written before the first exchange, and those that one of these exchanges needs.
+    Before are the equations written before the first exchange, and those that one of these
+    exchanges needs.
     """
     first = next(i for i, e in enumerate(eqns) if flat.exchanges(e))
     behind: set[Any] = set()  # results of an exchange, or of an equation after one
@@ -148,7 +177,10 @@ def _partition(flat: Emitter, eqns: Sequence[compat.Equation]) -> tuple[list[Any
     # Callbacks keep their order: once one is after the exchanges, all later ones are.
     acted = False
     for i, eqn in enumerate(eqns[first:], first):
-        exchange, lasting = flat.exchanges(eqn), any(not compat.is_named_axis_effect(e) for e in eqn.effects)
+        exchange, lasting = (
+            flat.exchanges(eqn),
+            any(not compat.is_named_axis_effect(e) for e in eqn.effects),
+        )
         after = any(a in behind for a in eqn.invars if not isinstance(a, compat.Literal))
         after = after or (lasting and (acted or not exchange))
         if exchange and not after:
@@ -176,30 +208,42 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
         CutError: It is in a loop that might not end, or that does more than exchange.
     """
     if not ends_on_zeros(exchange, flat.present):
-        # It runs on zeros where its branch is not taken, and nothing says that the loop would ever end on them.
+        # It runs on zeros where its branch is not taken, and nothing says that the loop would ever
+        # end on them.
         raise CutError(
-            f"a `while` loop next to an exchange inside `cond` cannot be cut at {compat.source_of(exchange)}: the"
-            " host cannot know the predicate, and the loop might not end where its branch is not taken. Use"
-            " `lax.scan`, or a predicate made of counters alone."
+            "a `while` loop next to an exchange inside `cond` cannot be cut at "
+            f"{compat.source_of(exchange)}: the host cannot know the predicate, and the loop might "
+            "not end where its branch is not taken. Use `lax.scan`, or a predicate made of "
+            "counters alone."
         )
-    if exchange.primitive.name != "while" and _acts(flat, exchange):  # a `while` makes no iteration on zeros
+    if exchange.primitive.name != "while" and _acts(
+        flat, exchange
+    ):  # a `while` makes no iteration on zeros
         raise CutError(
-            f"an exchange and a callback inside one loop inside `cond` cannot be cut at"
-            f" {compat.source_of(exchange)}: the loop runs on zeros where its branch is not taken, and would"
-            " call back. Move the callback out of the loop, or use a predicate made of counters alone."
+            "an exchange and a callback inside one loop inside `cond` cannot be cut at "
+            f"{compat.source_of(exchange)}: the loop runs on zeros where its branch is not taken, "
+            "and would call back. Move the callback out of the loop, or use a predicate made of "
+            "counters alone."
         )
 
 
 def _acts(flat: Emitter, eqn: compat.Equation) -> bool:
     """Whether an equation does more than compute and exchange: it calls back."""
-    if flat.wire.recognise(eqn, flat.axes) is not None or all(map(compat.is_named_axis_effect, eqn.effects)):
+    if flat.wire.recognise(eqn, flat.axes) is not None or all(
+        map(compat.is_named_axis_effect, eqn.effects)
+    ):
         return False
     inside = [e for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns]
     return not inside or any(_acts(flat, e) for e in inside)
 
 
 def _close(
-    flat: Emitter, invars: list[Any], eqns: list[compat.Equation], outs: list[Any], *, zeros: bool = False
+    flat: Emitter,
+    invars: list[Any],
+    eqns: list[compat.Equation],
+    outs: list[Any],
+    *,
+    zeros: bool = False,
 ) -> compat.Jaxpr:
     """Returns a closed branch; with `zeros`, one that returns zeros shaped like `outs`."""
     if zeros:
@@ -211,10 +255,16 @@ def _close(
 
 
 def _emit(
-    flat: Emitter, eqn: compat.Equation, index: compat.Atom, operands: list[Any], branches: list[Any]
+    flat: Emitter,
+    eqn: compat.Equation,
+    index: compat.Atom,
+    operands: list[Any],
+    branches: list[Any],
 ) -> list[Any]:
     outs = [compat.new_var(a.aval) for a in compat.open_jaxpr(branches[0])[0].outvars]
     params = dict(eqn.params, branches=tuple(branches))
     effects = set().union(*(compat.open_jaxpr(b)[0].effects for b in branches))
-    flat.eqns.append(eqn.replace(invars=[index, *operands], outvars=outs, params=params, effects=effects))
+    flat.eqns.append(
+        eqn.replace(invars=[index, *operands], outvars=outs, params=params, effects=effects)
+    )
     return list(outs)

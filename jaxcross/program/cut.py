@@ -1,8 +1,8 @@
 """A flat jaxpr -> a program: which equation runs in which segment.
 
-Segments alternate: compute 0, collective 0, compute 1, collective 1, ..., tail. An equation's *position* is an index
-into that sequence: even positions compute, odd positions exchange, the last one is the tail. The rules are numbered
-as in docs/explanation/cutting.md.
+Segments alternate: compute 0, collective 0, compute 1, collective 1, ..., tail. An equation's
+*position* is an index into that sequence: even positions compute, odd positions exchange, the last
+one is the tail. The rules are numbered as in docs/explanation/cutting.md.
 """
 
 from __future__ import annotations
@@ -13,15 +13,30 @@ from typing import Any, Literal
 
 from jaxcross import _jax_compat as compat
 from jaxcross._arguments import is_whole
-from jaxcross.program.carried import carried_exchanges, host_ops_before, may_repeat, work_before_commit
+from jaxcross.program.carried import (
+    carried_exchanges,
+    host_ops_before,
+    may_repeat,
+    work_before_commit,
+)
 from jaxcross.program.graph import Graph, Group, Placement, nbytes, variables
 from jaxcross.program.host_work import HostWork
-from jaxcross.program.op_cost import HOST_OPS, MOST_TOUCHED, exchanged_arrays, recompute, sized_by_exchanges
+from jaxcross.program.op_cost import (
+    HOST_OPS,
+    MOST_TOUCHED,
+    exchanged_arrays,
+    recompute,
+    sized_by_exchanges,
+)
 from jaxcross.program.unit import calls_mpi4jax, unit_of, with_host_ops
 
 Cut = Literal["whole", "auto"] | int
-BUCKET_BYTES = 1 << 20  # below, an exchange's latency costs more than copying its operand into a shared buffer
-AUTO_BYTES = 25_000_000  # bytes of gradients per segment under cut="auto"; four segments for ResNet-50
+BUCKET_BYTES = (
+    1 << 20
+)  # below, an exchange's latency costs more than copying its operand into a shared buffer
+AUTO_BYTES = (
+    25_000_000  # bytes of gradients per segment under cut="auto"; four segments for ResNet-50
+)
 
 
 def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
@@ -32,7 +47,8 @@ def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
         cut: See `stages.cut`.
         accelerator: Whether compute segments run elsewhere than on the host.
     """
-    # Calls of mpi4jax may differ by rank, so ranks could not agree on an order of parts of them: they stay together.
+    # Calls of mpi4jax may differ by rank, so ranks could not agree on an order of parts of them:
+    # they stay together.
     unit = calls_mpi4jax(graph)
     n_segments = 1 if unit else _n_segments(cut, graph)
     host_work = HostWork(graph) if accelerator and not unit else None
@@ -41,13 +57,18 @@ def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
         depth = _depths(graph)
         groups = [part for group in groups for part in _split(graph, group, n_segments, depth)]
     if host_work is not None:
-        groups = [replace(group, before=group.before | host_work.repeated(group.between)) for group in groups]
+        groups = [
+            replace(group, before=group.before | host_work.repeated(group.between))
+            for group in groups
+        ]
     position = _positions(graph, groups)
-    # On a CPU all segments run on the same cores, and a compute segment apart from the unit gains nothing.
+    # On a CPU all segments run on the same cores, and a compute segment apart from the unit gains
+    # nothing.
     if unit and not accelerator:
         groups[0] = with_host_ops(graph, groups[0], position)
         position.update(dict.fromkeys(groups[0].between, 1))
-    # Uncut, only operations that give the same bits anywhere: arithmetic may be contracted with its new reader.
+    # Uncut, only operations that give the same bits anywhere: arithmetic may be contracted with its
+    # new reader.
     recomputed = recompute(graph, position, exact=n_segments == 1)
     return Placement(groups=groups, position=position, recomputed=recomputed)
 
@@ -61,7 +82,9 @@ def checked_cut(value: Any) -> Cut:
     if isinstance(value, str) and value in ("whole", "auto"):
         return value
     if not is_whole(value) or value < 1:
-        raise ValueError(f'cut must be "whole", "auto" or a positive number of exchange segments, not {value!r}')
+        raise ValueError(
+            f'cut must be "whole", "auto" or a positive number of exchange segments, not {value!r}'
+        )
     return int(value)
 
 
@@ -73,8 +96,8 @@ def checked_bytes(value: Any) -> int:
     """
     if not is_whole(value) or value < 0:
         raise ValueError(
-            f"`bucket_bytes` is `{value!r}`: it counts bytes and must be a whole number from 0 on; at 0 no exchanges"
-            " share buffers."
+            f"`bucket_bytes` is `{value!r}`: it counts bytes and must be a whole number from 0 on; "
+            "at 0 no exchanges share buffers."
         )
     return int(value)
 
@@ -91,14 +114,17 @@ def _n_segments(cut: Cut, graph: Graph) -> int:
 def _levels(graph: Graph) -> list[Group]:
     """Groups exchanges that do not depend on one another, in the order in which they can be made.
 
-    Each loop is a group of its own, because it holds exchanges and computation that cannot be separated. Carried
-    exchanges come first: they wait for nothing, and others of their level may wait for the whole backward pass.
+    Each loop is a group of its own, because it holds exchanges and computation that cannot be
+    separated. Carried exchanges come first: they wait for nothing, and others of their level may
+    wait for the whole backward pass.
     """
     carried = carried_exchanges(graph)
     by_level: dict[int, list[int]] = {}
     for i in graph.wires:
         by_level.setdefault(graph.level[i], []).append(i)
-    groups = [Group((carried,), carried=True, before=host_ops_before(graph, carried))] if carried else []
+    groups = (
+        [Group((carried,), carried=True, before=host_ops_before(graph, carried))] if carried else []
+    )
     for _, members in sorted(by_level.items()):
         plain = tuple(i for i in members if i not in graph.opaque and i not in carried)
         groups += [Group((plain,))] if plain else []
@@ -106,8 +132,12 @@ def _levels(graph: Graph) -> list[Group]:
     return groups
 
 
-def _merge_over_host_ops(graph: Graph, groups: list[Group], host_work: HostWork | None) -> list[Group]:
-    """Joins neighbouring groups where the work between them costs least on the host (cut rule 4)."""
+def _merge_over_host_ops(
+    graph: Graph, groups: list[Group], host_work: HostWork | None
+) -> list[Group]:
+    """Joins neighbouring groups where the work between them costs least on the host (cut rule
+    4).
+    """
     merged: list[_Merged] = []
     for group in groups:
         if not merged or not merged[-1].adds(graph, group, host_work):
@@ -121,7 +151,17 @@ class _Merged:
     Its fields grow with each group, so that joining many groups takes linear time.
     """
 
-    __slots__ = ("before", "between", "carried", "inside", "known", "least", "levels", "loop", "moved")
+    __slots__ = (
+        "before",
+        "between",
+        "carried",
+        "inside",
+        "known",
+        "least",
+        "levels",
+        "loop",
+        "moved",
+    )
 
     def __init__(self, graph: Graph, group: Group) -> None:
         self.levels = list(group.levels)
@@ -135,7 +175,9 @@ class _Merged:
         self.moved = _exchanged_bytes(graph, group)
 
     def adds(self, graph: Graph, group: Group, host_work: HostWork | None) -> bool:
-        """Adds the next group if the work between them costs least on the host; returns whether it did."""
+        """Adds the next group if the work between them costs least on the host; returns whether it
+        did.
+        """
         if self.loop or any(i in graph.opaque for i in group.exchanges):
             return False
         if self.carried and not self._stays_carried(graph, group):
@@ -143,7 +185,8 @@ class _Merged:
         between = graph.ancestors(group.exchanges, self.inside, above=self.least)
         if any(i in graph.wires for i in between):
             return False
-        # Updated before the decision: if the group is not added, no other will be, and `self` is not asked again.
+        # Updated before the decision: if the group is not added, no other will be, and `self` is
+        # not asked again.
         self.known |= exchanged_arrays(graph, group.exchanges)
         self.moved += _exchanged_bytes(graph, group)
         cheap = _is_cheap(graph, between, self.known, self.moved)
@@ -160,15 +203,25 @@ class _Merged:
 
     def group(self) -> Group:
         """Returns the groups that were joined, as one."""
-        return Group(tuple(self.levels), frozenset(self.between), carried=self.carried, before=frozenset(self.before))
+        return Group(
+            tuple(self.levels),
+            frozenset(self.between),
+            carried=self.carried,
+            before=frozenset(self.before),
+        )
 
     def _stays_carried(self, graph: Graph, group: Group) -> bool:
-        """Whether the next group needs nothing but these exchanges and the step's inputs; notes what it needs of those.
+        """Whether the next group needs nothing but these exchanges and the step's inputs; notes
+        what it needs of those.
 
         Any other group may wait for computation, which carried exchanges do not.
         """
-        needed = {i for i in graph.ancestors(group.exchanges, self.inside) if graph.level[i] == 0} - self.before
-        allowed = may_repeat(graph, needed, group.exchanges, {*self.inside, *self.before, *needed, *group.exchanges})
+        needed = {
+            i for i in graph.ancestors(group.exchanges, self.inside) if graph.level[i] == 0
+        } - self.before
+        allowed = may_repeat(
+            graph, needed, group.exchanges, {*self.inside, *self.before, *needed, *group.exchanges}
+        )
         self.before |= needed if allowed else set()
         return allowed
 
@@ -176,7 +229,8 @@ class _Merged:
 def _is_cheap(graph: Graph, between: Collection[int], known: set[Any], moved: int) -> bool:
     """Whether equations only pass over memory, and make few bytes for each that the exchanges move.
 
-    Ranks must decide alike, so only shapes that follow from the exchanges, `known` and those added to it, may count.
+    Ranks must decide alike, so only shapes that follow from the exchanges, `known` and those added
+    to it, may count.
     """
     if any(graph.eqns[i].primitive.name not in HOST_OPS for i in between):
         return False
@@ -189,10 +243,11 @@ def _exchanged_bytes(graph: Graph, group: Group) -> int:
 
 
 def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) -> list[Group]:
-    """Splits a group's exchanges by readiness into about `n_segments` groups of equal bytes (cut rule 2).
+    """Splits a group's exchanges by readiness into about `n_segments` groups of equal bytes (cut
+    rule 2).
 
-    Exchanges of later levels go with the last one that they depend on. Within a group all are in the order in which
-    they are written, which is the same on ranks whose shapes differ.
+    Exchanges of later levels go with the last one that they depend on. Within a group all are in
+    the order in which they are written, which is the same on ranks whose shapes differ.
     """
     first = group.levels[0]
     if len(first) == 1 or group.carried:
@@ -205,10 +260,12 @@ def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) ->
     total, done = sum(weight.values()), 0
     piece: dict[int, int] = {}
     for i in _by_readiness(graph, first, depth):
-        # An exchange belongs where its middle byte falls, so that no part is much larger than another.
+        # An exchange belongs where its middle byte falls, so that no part is much larger than
+        # another.
         piece[i] = min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)
         done += weight[i]
-    # The rest follows its makers. Calls that must stay in order never move to an earlier part than the call before.
+    # The rest follows its makers. Calls that must stay in order never move to an earlier part than
+    # the call before.
     earliest = latest = min(piece.values())
     for i in sorted((*group.exchanges, *group.between)):
         if i not in piece:
@@ -228,7 +285,9 @@ def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) ->
 
 
 def _depths(graph: Graph) -> list[int]:
-    """Returns the length of the longest chain of equations up to each result; cheap host operations do not count."""
+    """Returns the length of the longest chain of equations up to each result; cheap host operations
+    do not count.
+    """
     depth: list[int] = []
     for i, eqn in enumerate(graph.eqns):
         costly = eqn.primitive.name not in HOST_OPS
@@ -239,7 +298,8 @@ def _depths(graph: Graph) -> list[int]:
 def _by_readiness(graph: Graph, exchanges: Sequence[int], depth: Sequence[int]) -> list[int]:
     """Sorts exchanges in the order in which their operands are computed.
 
-    Their order in the step says less: what is done to each gradient may be written after the whole backward pass.
+    Their order in the step says less: what is done to each gradient may be written after the whole
+    backward pass.
     """
     when: dict[int, int] = {}
     latest = 0
@@ -253,9 +313,9 @@ def _by_readiness(graph: Graph, exchanges: Sequence[int], depth: Sequence[int]) 
 def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
     """Returns the position of every equation.
 
-    An exchange is at the odd position of its group. An equation that an exchange needs is at the first even position
-    where some exchange needs it, so that the exchange can begin as early as possible; work next to carried exchanges,
-    and what that needs, may be earlier.
+    An exchange is at the odd position of its group. An equation that an exchange needs is at the
+    first even position where some exchange needs it, so that the exchange can begin as early as
+    possible; work next to carried exchanges, and what that needs, may be earlier.
     """
     position: dict[int, int] = {}
     for g, group in enumerate(groups):
@@ -264,41 +324,52 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
         position.update(dict.fromkeys(needed, 2 * g))
         position.update(dict.fromkeys(inside, 2 * g + 1))
     if any(group.carried for group in groups):
-        # Behind the last exchange the work would wait for it: there the step's state may be overwritten. What a later
-        # exchange needs of the work is not left to that one's position, where it would wait for the carried ones.
+        # Behind the last exchange the work would wait for it: there the step's state may be
+        # overwritten. What a later exchange needs of the work is not left to that one's position,
+        # where it would wait for the carried ones.
         last = max(g for g, group in enumerate(groups) if graph.level[group.exchanges[0]] == 0)
-        # This work needs no exchange, so all of it is at even positions, and no maker is behind its reader.
-        position |= {i: min(position.get(i, 2 * last), 2 * last) for i in sorted(work_before_commit(graph))}
-    # Next to carried exchanges only what this work leaves is held: sums of an optimizer's own products are no reason to
-    # make its next state before the commit, where the old one is still alive.
+        # This work needs no exchange, so all of it is at even positions, and no maker is behind its
+        # reader.
+        position |= {
+            i: min(position.get(i, 2 * last), 2 * last) for i in sorted(work_before_commit(graph))
+        }
+    # Next to carried exchanges only what this work leaves is held: sums of an optimizer's own
+    # products are no reason to make its next state before the commit, where the old one is still
+    # alive.
     holders = position.keys() if any(group.carried for group in groups) else range(len(graph.eqns))
     _place_rest(graph, position, tail=2 * len(groups), holders=frozenset(holders))
     return position
 
 
 def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: frozenset[int]) -> None:
-    """Places equations that no exchange needs (metrics, statistics, the optimizer) where they keep fewest bytes alive.
+    """Places equations that no exchange needs (metrics, statistics, the optimizer) where they keep
+    fewest bytes alive.
 
-    No exchange may come to wait for one that it does not depend on, unless readers at two positions leave no choice.
+    No exchange may come to wait for one that it does not depend on, unless readers at two positions
+    leave no choice.
     """
     rest = [i for i in range(len(graph.eqns)) if i not in position]
     awaited, behind = _awaited(graph, position, tail)
     earliest: dict[int, int] = {}
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
     late = {inner.invars[len(graph.traced.consts) + p] for p in graph.traced.commit_flag_inputs}
-    # Forwards: the earliest position of each equation. It is after its makers, where the segment waits anyway for all
-    # exchanges that the equation needs.
+    # Forwards: the earliest position of each equation. It is after its makers, where the segment
+    # waits anyway for all exchanges that the equation needs.
     for i in rest:
         for p in graph.makers(i):
             awaited[i] |= awaited[p]
-        if late and not late.isdisjoint(variables(graph.eqns[i].invars)):  # known after the last exchange only
+        if late and not late.isdisjoint(
+            variables(graph.eqns[i].invars)
+        ):  # known after the last exchange only
             earliest[i] = tail
             continue
         after = [(earliest[p] if p in earliest else position[p]) for p in graph.makers(i)]
-        first = max((a + a % 2 for a in after), default=0)  # what an exchange makes is read one place later
+        first = max(
+            (a + a % 2 for a in after), default=0
+        )  # what an exchange makes is read one place later
         earliest[i] = next(at for at in range(first, tail + 1, 2) if not awaited[i] & ~behind[at])
-    # Backwards, so that all readers have positions: early if the results are smaller than the operands that this
-    # equation is the last to read, else late.
+    # Backwards, so that all readers have positions: early if the results are smaller than the
+    # operands that this equation is the last to read, else late.
     for i in reversed(rest):
         eqn = graph.eqns[i]
         readers = [position[r] for v in eqn.outvars for r in graph.readers.get(v, ())]
@@ -309,22 +380,27 @@ def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: froz
             nbytes(v)
             for v in variables(eqn.invars)
             if graph.maker.get(v) in holders
-            and all(position.get(r, earliest.get(r, 0)) < latest for r in graph.readers[v] if r != i)
+            and all(
+                position.get(r, earliest.get(r, 0)) < latest for r in graph.readers[v] if r != i
+            )
         )
         position[i] = earliest[i] if made < held else latest
         common = -1  # exchanges that all its readers wait for anyway, as bits
         for at in readers:
             common &= behind[at]
-        if behind[position[i]] & ~common:  # a reader would wait for more: take the last position where none does
+        if (
+            behind[position[i]] & ~common
+        ):  # a reader would wait for more: take the last position where none does
             choices = (at for at in range(latest, earliest[i] - 1, -2) if not behind[at] & ~common)
             position[i] = next(choices, latest)
 
 
 def _awaited(graph: Graph, position: dict[int, int], tail: int) -> tuple[list[int], list[int]]:
-    """Returns the exchanging positions that each equation's result and each position wait for, as bits.
+    """Returns the exchanging positions that each equation's result and each position wait for, as
+    bits.
 
-    Equations without a position get 0. The tail waits for all. An empty compute position may wait for all that the
-    exchanges after it wait for.
+    Equations without a position get 0. The tail waits for all. An empty compute position may wait
+    for all that the exchanges after it wait for.
     """
     behind = [0] * tail + [-1]
     for i in sorted(position, key=lambda i: position[i]):

@@ -1,7 +1,9 @@
-"""Counts, next to an exchange, how many ranks took each branch of a conditional, or left an inner loop early.
+"""Counts, next to an exchange, how many ranks took each branch of a conditional, or left an inner
+loop early.
 
-A rank that does not take a branch exchanges zeros there, and a rank that leaves a loop early exchanges a value that is
-not the loop's result. Either would go unnoticed, as the exchange succeeds. By the counts every rank fails the step.
+A rank that does not take a branch exchanges zeros there, and a rank that leaves a loop early
+exchanges a value that is not the loop's result. Either would go unnoticed, as the exchange
+succeeds. By the counts every rank fails the step.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Decision:
 
     Attributes:
         axes: The axes that it exchanges over.
-        takers: The branches that exchange. There is a count for each, and last one for all other branches together.
+        takers: The branches that exchange. There is a count for each, and last one for all other
+            branches together.
         source: The user's line.
     """
 
@@ -46,17 +49,19 @@ class Decision:
         if len(taken) < 2:
             return None
         return (
-            f"ranks decided the conditional at {self.source} differently. Of those that exchange in it over"
-            f" {', '.join(f'`{a}`' for a in self.axes)}, {', and '.join(taken)}. They would average zeros of those that"
-            " take no part, and drift apart. Decide by what all of them share, as `lax.pmax(flag, axis)`."
-            " `optax.apply_if_finite`, and `optax.MultiSteps` with a function that skips, look at a rank's own"
-            " gradients: put the exchange in front of them, not inside."
+            f"ranks decided the conditional at {self.source} differently. Of those that exchange "
+            f"in it over {', '.join(f'`{a}`' for a in self.axes)}, {', and '.join(taken)}. They "
+            "would average zeros of those that take no part, and drift apart. Decide by what all "
+            "of them share, as `lax.pmax(flag, axis)`. `optax.apply_if_finite`, and "
+            "`optax.MultiSteps` with a function that skips, look at a rank's own gradients: put "
+            "the exchange in front of them, not inside."
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyExit:
-    """A loop that a rank may finish before others, with inner loops on whose results an exchange depends.
+    """A loop that a rank may finish before others, with inner loops on whose results an exchange
+    depends.
 
     Attributes:
         source: The user's line.
@@ -67,22 +72,30 @@ class EarlyExit:
     inner: tuple[str, ...]
 
     def mismatch(self, counts: Sequence[float]) -> str | None:
-        """Returns an error text if a rank left an inner loop early; `counts` holds how many ranks did."""
+        """Returns an error text if a rank left an inner loop early; `counts` holds how many ranks
+        did.
+        """
         if not counts[0]:
             return None
         return (
-            f"ranks make different numbers of iterations of the loop at {self.source}, and {counts[0]:.0f} that"
-            f" {'is' if counts[0] == 1 else 'are'} through with it did not come to the end of an inner one, at"
-            f" {' or '.join(self.inner)}, on the values that the outer one ended with: not within as many iterations as"
-            " are tried where no other rank makes them. What it made would be exchanged, and would be no number that"
-            " `vmap` gives. Bound the inner loop's iterations, or let it end at once on the outer one's last values."
+            f"ranks make different numbers of iterations of the loop at {self.source}, and "
+            f"{counts[0]:.0f} that {'is' if counts[0] == 1 else 'are'} through with it did not "
+            f"come to the end of an inner one, at {' or '.join(self.inner)}, on the values that "
+            "the outer one ended with: not within as many iterations as are tried where no other "
+            "rank makes them. What it made would be exchanged, and would be no number that `vmap` "
+            "gives. Bound the inner loop's iterations, or let it end at once on the outer one's "
+            "last values."
         )
 
 
-def count(flat: Emitter, eqn: compat.Equation, index: Any, branches: Sequence[Sequence[Any]]) -> dict[Group, Any]:
-    """Emits, for each group of ranks that exchange in a conditional, a sum that counts the ranks per branch.
+def count(
+    flat: Emitter, eqn: compat.Equation, index: Any, branches: Sequence[Sequence[Any]]
+) -> dict[Group, Any]:
+    """Emits, for each group of ranks that exchange in a conditional, a sum that counts the ranks
+    per branch.
 
-    The sum takes eight bytes where one of two branches exchanges. It shares the buffer of other small sums.
+    The sum takes eight bytes where one of two branches exchanges. It shares the buffer of other
+    small sums.
     """
     found: dict[Group, list[int]] = {}
     counts: dict[Group, Any] = {}
@@ -91,7 +104,9 @@ def count(flat: Emitter, eqn: compat.Equation, index: Any, branches: Sequence[Se
             found.setdefault(group, []).append(n)
     for (axes, groups), takers in found.items():
 
-        def counted(i: Any, axes: Any = axes, groups: Any = groups, takers: Any = tuple(takers)) -> Any:
+        def counted(
+            i: Any, axes: Any = axes, groups: Any = groups, takers: Any = tuple(takers)
+        ) -> Any:
             ways = [lax.eq(i, jnp.asarray(n, i.dtype)) for n in takers]
             if len(ways) < len(branches):
                 other = ways[0]
@@ -99,13 +114,18 @@ def count(flat: Emitter, eqn: compat.Equation, index: Any, branches: Sequence[Se
                     other = lax.bitwise_or(other, way)
                 ways.append(lax.bitwise_not(other))
             # Floats, so that they can share a message with gradients.
-            one_hot = lax.concatenate([lax.reshape(lax.convert_element_type(w, jnp.float32), (1,)) for w in ways], 0)
-            # Behind a barrier the count is not a host op, so it is not computed in the collective segment. There, from
-            # the zeros that a failed rank puts in, it would count that rank for a branch.
+            one_hot = lax.concatenate(
+                [lax.reshape(lax.convert_element_type(w, jnp.float32), (1,)) for w in ways], 0
+            )
+            # Behind a barrier the count is not a host op, so it is not computed in the collective
+            # segment. There, from the zeros that a failed rank puts in, it would count that rank
+            # for a branch.
             return lax.psum(lax.optimization_barrier(one_hot), axes, axis_index_groups=groups)
 
         var = _emit(flat, eqn, counted, index)
-        flat.decisions[var] = Decision(axes=axes, takers=tuple(takers), source=compat.source_of(eqn))
+        flat.decisions[var] = Decision(
+            axes=axes, takers=tuple(takers), source=compat.source_of(eqn)
+        )
         counts[axes, groups] = var
     return counts
 
@@ -141,14 +161,20 @@ def count_early_exits(
 
 def _emit(flat: Emitter, eqn: compat.Equation, function: Callable[..., Any], value: Any) -> Any:
     aval = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
-    (var,) = flat.emit_for(eqn, jax.make_jaxpr(function, axis_env=list(flat.axes.items()))(aval), [value])
+    (var,) = flat.emit_for(
+        eqn, jax.make_jaxpr(function, axis_env=list(flat.axes.items()))(aval), [value]
+    )
     return var
 
 
 def groups_of(flat: Emitter, eqn: compat.Equation) -> Iterator[Group]:
     """Yields the group of each exchange in an equation that goes over several ranks."""
     if (found := flat.wire.recognise(eqn, flat.axes)) is not None:
-        yield from ((x.axes, dict(x.params).get("groups")) for x in found if any(flat.axes[a] > 1 for a in x.axes))
+        yield from (
+            (x.axes, dict(x.params).get("groups"))
+            for x in found
+            if any(flat.axes[a] > 1 for a in x.axes)
+        )
         return
     for jaxpr in compat.sub_jaxprs(eqn):
         for inner in compat.open_jaxpr(jaxpr)[0].eqns:

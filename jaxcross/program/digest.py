@@ -17,14 +17,16 @@ from jaxcross.program.ir import Program, Segment
 
 _PRINTED = (str, bytes, bool, int, float, complex, type(None), np.dtype)
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-# They hold functions for derivatives that have been taken already: rules, and what to save for them. What they compute
-# is in their jaxprs.
+# They hold functions for derivatives that have been taken already: rules, and what to save for
+# them. What they compute is in their jaxprs.
 _DERIVED = frozenset({"custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Same:
-    """Equal for one and the same object only, which it keeps, so that no other one gets its place in memory."""
+    """Equal for one and the same object only, which it keeps, so that no other one gets its place
+    in memory.
+    """
 
     value: Any
 
@@ -46,34 +48,53 @@ def segment_key(segment: Segment) -> tuple[Any, ...]:
 
 
 def program_digest(program: Program) -> str:
-    """Hashes structure, shapes, literals and equations on this rank: equal digests share executables."""
-    return hashlib.sha256("\n".join([program.text(), *map(segment_digest, program.segments)]).encode()).hexdigest()
+    """Hashes structure, shapes, literals and equations on this rank: equal digests share
+    executables.
+    """
+    return hashlib.sha256(
+        "\n".join([program.text(), *map(segment_digest, program.segments)]).encode()
+    ).hexdigest()
 
 
 def segment_digest(segment: Segment) -> str:
-    """Returns `segment_key` as a hash. If the segment calls back into Python, it is valid in this process alone."""
+    """Returns `segment_key` as a hash. If the segment calls back into Python, it is valid in this
+    process alone.
+    """
     digest = hashlib.sha256()
     for part in segment_key(segment):
-        if isinstance(part, bytes | _Same):  # of anything else the text tells as much as can be hashed
+        if isinstance(
+            part, bytes | _Same
+        ):  # of anything else the text tells as much as can be hashed
             digest.update(part if isinstance(part, bytes) else f"{id(part.value)} ".encode())
     return digest.hexdigest()
 
 
 def _unprinted(value: object) -> Iterator[Any]:
-    """Yields, hashable, what the text of a jaxpr or parameter leaves out: constants, contexts, callbacks' functions."""
+    """Yields, hashable, what the text of a jaxpr or parameter leaves out: constants, contexts,
+    callbacks' functions.
+    """
     if isinstance(value, _PRINTED):
         return
     if compat.is_jaxpr(value):
         inner, consts = compat.open_jaxpr(value)
         yield from map(_content, consts)
-        # Contexts decide how an equation is lowered (of `threefry_partitionable` which bits are drawn).
+        # Contexts decide how an equation is lowered (of `threefry_partitionable` which bits are
+        # drawn).
         yield hashlib.sha256("\n".join(repr(eqn.ctx) for eqn in inner.eqns).encode()).digest()
         for eqn in inner.eqns:
-            yield from (_content(a.val) for a in eqn.invars if isinstance(a, compat.Literal) and np.ndim(a.val))
-            known = compat.sub_jaxprs(eqn) if eqn.primitive.name in _DERIVED else eqn.params.values()
+            yield from (
+                _content(a.val)
+                for a in eqn.invars
+                if isinstance(a, compat.Literal) and np.ndim(a.val)
+            )
+            known = (
+                compat.sub_jaxprs(eqn) if eqn.primitive.name in _DERIVED else eqn.params.values()
+            )
             for param in known:
                 yield from _unprinted(param)
-    elif (name := compat.generator_name(value)) is not None:  # a tuple of functions, printed as a tag of a few letters
+    elif (
+        name := compat.generator_name(value)
+    ) is not None:  # a tuple of functions, printed as a tag of a few letters
         yield name.encode()
     elif isinstance(value, tuple | list | set | frozenset):
         for item in value:
@@ -88,8 +109,8 @@ def _unprinted(value: object) -> Iterator[Any]:
         else:
             yield value if _hashable(value) else _Same(value)
     else:
-        # A callable may look, and even be, equal to another one that does something else. A method is a new object
-        # at each access, and equal if object and function are the same.
+        # A callable may look, and even be, equal to another one that does something else. A method
+        # is a new object at each access, and equal if object and function are the same.
         by_value = _hashable(value) and (isinstance(value, MethodType) or not callable(value))
         yield value if by_value else _Same(value)
 

@@ -1,4 +1,6 @@
-"""The equations of a flat jaxpr while it is being made: what every pass that flattens a step emits into."""
+"""The equations of a flat jaxpr while it is being made: what every pass that flattens a step emits
+into.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,13 @@ class Emitter(ABC):
         like: A jaxpr that lends its debug information.
         consts: Arrays that the step closed over, by their variable.
         eqns: The equations emitted so far.
-        decisions: What ranks decide by their own values, by the variable that counts which rank decided how.
-        counters: The result of an exchange -> the variables that count the decisions it was made under.
+        decisions: What ranks decide by their own values, by the variable that counts which rank
+            decided how.
+        counters: The result of an exchange -> the variables that count the decisions it was made
+            under.
         present: Variables that are 0 on a rank that takes no part, else 1.
-        until: What the number of a loop's iterations follows from, as a hash, by the loop's first result.
+        until: What the number of a loop's iterations follows from, as a hash, by the loop's first
+            result.
         always_vote: Whether ranks vote in every `while`, because it may run on zeros.
         positions: The place of each variable in `invars`.
     """
@@ -68,9 +73,14 @@ class Emitter(ABC):
         return self.inline(closed, list(self.invars))
 
     def inline(
-        self, jaxpr: Jaxpr, args: Sequence[Atom], emit: Callable[[Equation, list[Atom]], Sequence[Atom]] | None = None
+        self,
+        jaxpr: Jaxpr,
+        args: Sequence[Atom],
+        emit: Callable[[Equation, list[Atom]], Sequence[Atom]] | None = None,
     ) -> list[Atom]:
-        """Emits a jaxpr's equations over `args`, by `self.emit` unless told otherwise; returns its results as atoms."""
+        """Emits a jaxpr's equations over `args`, by `self.emit` unless told otherwise; returns its
+        results as atoms.
+        """
         emit = self.emit if emit is None else emit
         inner, consts = compat.open_jaxpr(jaxpr)
         env: dict[Var, Atom] = {}
@@ -103,7 +113,10 @@ class Emitter(ABC):
 
     def emit_function(self, function: Callable[..., list[jax.Array]], *args: Any) -> list[Atom]:
         """Traces `function` for arguments of these types and emits its equations."""
-        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in args]
+        types = [
+            jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type)
+            for a in args
+        ]
         return self.inline(jax.make_jaxpr(function)(*types), args)
 
     def makers(self) -> Mapping[Var, int]:
@@ -114,15 +127,20 @@ class Emitter(ABC):
         return self._makers
 
     def presence(self) -> Atom:
-        """Returns a variable that is 0 where this rank's part in an exchange is made of zeros, else 1."""
+        """Returns a variable that is 0 where this rank's part in an exchange is made of zeros, else
+        1.
+        """
         if self._presence is None:
-            # Behind a barrier: made by a compute segment, it is an operand of the exchange, not a constant in it.
+            # Behind a barrier: made by a compute segment, it is an operand of the exchange, not a
+            # constant in it.
             (self._presence,) = self.emit_function(lambda: [lax.optimization_barrier(jnp.int32(1))])
             self.present.add(self._presence)
         return self._presence
 
     def known(self, atoms: Sequence[Atom]) -> list[Known]:
-        """Returns which atoms are equal on all ranks, as far as the equations emitted so far show it."""
+        """Returns which atoms are equal on all ranks, as far as the equations emitted so far show
+        it.
+        """
         equality = Equality(self.axes, self.wire)
         for eqn in self.eqns[self._n_known :]:
             about = equality.results(eqn, [equality.read(self._known, a) for a in eqn.invars])
@@ -131,29 +149,39 @@ class Emitter(ABC):
         return [equality.read(self._known, a) for a in atoms]
 
     def read(self, outs: Sequence[Atom]) -> list[Equation]:
-        """Returns the equations that `outs` come from, and those that count the decisions made for them."""
+        """Returns the equations that `outs` come from, and those that count the decisions made for
+        them.
+        """
         made = {v for e in drop_unread(self.eqns, outs) for v in e.outvars}
         live = {v for x in made & self.counters.keys() for v in self.counters[x]}
         self.decisions = {v: d for v, d in self.decisions.items() if v in live}
         return drop_unread(self.eqns, [*outs, *self.decisions])
 
     def rename(self, before: Sequence[Var], after: Sequence[Var]) -> None:
-        """Moves what is known about variables to their new names, when a branch's exchanges move in front of it."""
+        """Moves what is known about variables to their new names, when a branch's exchanges move in
+        front of it.
+        """
         names = dict(zip(before, after, strict=True))
         for v in names.keys() & self.counters.keys():
             self.counters[names[v]] = self.counters.pop(v)
         if names.keys() & self.decisions.keys():  # of conditionals in the branch
             self.decisions = {names.get(v, v): d for v, d in self.decisions.items()}
-            self.counters = {x: {names.get(v, v) for v in counting} for x, counting in self.counters.items()}
+            self.counters = {
+                x: {names.get(v, v) for v in counting} for x, counting in self.counters.items()
+            }
         for v in names.keys() & self.until.keys():
             self.until[names[v]] = self.until.pop(v)
 
     def exchanges(self, eqn: Equation) -> bool:
         """Whether an equation exchanges, or holds a jaxpr that does."""
-        return self.wire.recognise(eqn, self.axes) is not None or any(map(self.has_exchange, compat.sub_jaxprs(eqn)))
+        return self.wire.recognise(eqn, self.axes) is not None or any(
+            map(self.has_exchange, compat.sub_jaxprs(eqn))
+        )
 
     def has_exchange(self, jaxpr: Jaxpr) -> bool:
-        """Whether a jaxpr exchanges. Looks at each once: nested ones would be walked once for each level."""
+        """Whether a jaxpr exchanges. Looks at each once: nested ones would be walked once for each
+        level.
+        """
         key = id(jaxpr)
         if key not in self._holds:
             # The jaxpr is kept, so that its id stays its own.

@@ -1,8 +1,9 @@
 """Proves values of a step equal on all ranks, from the equations that make them.
 
-A literal is equal, and so is the result of a reduction or a gather, along the axes that it goes over. A step's inputs,
-its constants and `axis_index` are not. Results computed from equal values are equal. The proof decides where ranks may
-make different numbers of iterations of a loop that exchanges.
+A literal is equal, and so is the result of a reduction or a gather, along the axes that it goes
+over. A step's inputs, its constants and `axis_index` are not. Results computed from equal values
+are equal. The proof decides where ranks may make different numbers of iterations of a loop that
+exchanges.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross.program.ir import Exchange, Wire
 
-_EQUALISING = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast"})  # give every rank the same result
-_RANK_LOCAL = frozenset({"pure_callback", "ffi_call", "rng_uniform", "infeed"})  # may give each rank another result
+_EQUALISING = frozenset(
+    {"psum", "pmax", "pmin", "all_gather", "pbroadcast"}
+)  # give every rank the same result
+_RANK_LOCAL = frozenset(
+    {"pure_callback", "ffi_call", "rng_uniform", "infeed"}
+)  # may give each rank another result
 _PLAIN = (bool, int, float, str, np.dtype)
 
 
@@ -29,15 +34,18 @@ class Known:
 
     Attributes:
         axes: The axes along which all ranks hold the same value.
-        basis: The literals and equations that the value is made of, as text. The proof assumes that all ranks traced
-            the same ones; a Python number in the code may differ by rank, so ranks compare them.
+        basis: The literals and equations that the value is made of, as text. The proof assumes that
+            all ranks traced the same ones; a Python number in the code may differ by rank, so ranks
+            compare them.
     """
 
     axes: frozenset[str]
     basis: frozenset[str] = frozenset()
 
     def meet(self, *others: Known) -> Known:
-        """Returns what is known about a value made of several: the meet of a lattice with `UNKNOWN` at the bottom."""
+        """Returns what is known about a value made of several: the meet of a lattice with `UNKNOWN`
+        at the bottom.
+        """
         axes = self.axes.intersection(*(o.axes for o in others))
         return Known(axes, self.basis.union(*(o.basis for o in others))) if axes else UNKNOWN
 
@@ -47,12 +55,14 @@ UNKNOWN = Known(frozenset())
 
 @dataclass(slots=True)
 class Equality:
-    """A forward walk over equations that records whether ranks may diverge at a loop or conditional that exchanges.
+    """A forward walk over equations that records whether ranks may diverge at a loop or conditional
+    that exchanges.
 
     Attributes:
         sizes: Ranks along each axis.
         wire: Recognises exchanges.
-        diverges: Whether a value that is not proved equal decides how often a loop or conditional exchanges.
+        diverges: Whether a value that is not proved equal decides how often a loop or conditional
+            exchanges.
         basis: The basis of the values that decide it everywhere else.
     """
 
@@ -62,11 +72,15 @@ class Equality:
     basis: set[str] = field(default_factory=set)
 
     def exchange_axes(self, eqn: compat.Equation) -> frozenset[str]:
-        """Returns the axes of several ranks that an equation exchanges over. mpi4jax's own calls name none."""
+        """Returns the axes of several ranks that an equation exchanges over. mpi4jax's own calls
+        name none.
+        """
         return frozenset(a for x in self.exchanges(eqn) for a in x.axes if self.sizes[a] > 1)
 
     def decided_together(self, eqn: compat.Equation, decided: Known) -> bool:
-        """Whether the deciding value is equal on all ranks that exchange in an equation, or on all if none do."""
+        """Whether the deciding value is equal on all ranks that exchange in an equation, or on all
+        if none do.
+        """
         return (self.exchange_axes(eqn) or frozenset(self.sizes)) <= decided.axes
 
     def exchanges(self, eqn: compat.Equation) -> list[Exchange]:
@@ -77,19 +91,29 @@ class Equality:
         return [x for e in inner for x in self.exchanges(e)]
 
     def walk(self, jaxpr: compat.Jaxpr, known: Sequence[Known]) -> list[Known]:
-        """Returns what is known about a jaxpr's results, given what is known about its arguments."""
+        """Returns what is known about a jaxpr's results, given what is known about its
+        arguments.
+        """
         inner, consts = compat.open_jaxpr(jaxpr)
         env = dict.fromkeys(inner.constvars[: len(consts)], UNKNOWN)
         env.update(zip([*inner.constvars[len(consts) :], *inner.invars], known, strict=True))
         for eqn in inner.eqns:
-            env.update(zip(eqn.outvars, self.results(eqn, [self.read(env, a) for a in eqn.invars]), strict=True))
+            env.update(
+                zip(
+                    eqn.outvars,
+                    self.results(eqn, [self.read(env, a) for a in eqn.invars]),
+                    strict=True,
+                )
+            )
         return [self.read(env, a) for a in inner.outvars]
 
     def read(self, env: Mapping[Any, Known], atom: compat.Atom) -> Known:
         """Returns what is known about an atom: nothing about a variable that is not in `env`."""
         if not isinstance(atom, compat.Literal):
             return env.get(atom, UNKNOWN)
-        return Known(frozenset(self.sizes), frozenset({f"{atom.aval} {np.asarray(atom.val).tolist()}"}))
+        return Known(
+            frozenset(self.sizes), frozenset({f"{atom.aval} {np.asarray(atom.val).tolist()}"})
+        )
 
     def results(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
         """Returns what is known about an equation's results."""
@@ -99,7 +123,9 @@ class Equality:
         if name == "axis_index":
             axis = eqn.params["axis_name"]
             own = {axis} if isinstance(axis, str) else set(axis)
-            return [Known(frozenset(self.sizes) - own, frozenset({f"axis_index {sorted(own)}"})).meet()]
+            return [
+                Known(frozenset(self.sizes) - own, frozenset({f"axis_index {sorted(own)}"})).meet()
+            ]
         if name == "while":
             return self._while(eqn, known)
         if name == "scan":
@@ -109,35 +135,57 @@ class Equality:
         inside = list(compat.sub_jaxprs(eqn))
         if name in INLINED and inside:
             return self.walk(inside[0], known)
-        if inside or name in _RANK_LOCAL or any(not compat.is_named_axis_effect(e) for e in eqn.effects):
+        if (
+            inside
+            or name in _RANK_LOCAL
+            or any(not compat.is_named_axis_effect(e) for e in eqn.effects)
+        ):
             return [UNKNOWN] * len(eqn.outvars)
-        return [Known(frozenset(self.sizes), frozenset({_text(eqn)})).meet(*known)] * len(eqn.outvars)
+        return [Known(frozenset(self.sizes), frozenset({_text(eqn)})).meet(*known)] * len(
+            eqn.outvars
+        )
 
-    def while_carry(self, eqn: compat.Equation, known: Sequence[Known]) -> tuple[list[Known], Known]:
-        """Returns what is known about a `while` loop's carry in every iteration, and about its predicate."""
+    def while_carry(
+        self, eqn: compat.Equation, known: Sequence[Known]
+    ) -> tuple[list[Known], Known]:
+        """Returns what is known about a `while` loop's carry in every iteration, and about its
+        predicate.
+        """
         n, m = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         carry = list(known[m:])
         inner, _ = compat.open_jaxpr(eqn.params["body_jaxpr"])
         constant = [a is b for a, b in zip(inner.invars[m - n :], inner.outvars, strict=True)]
-        # A trial of its own: early rounds assume more equality than holds, and must not leave records here.
+        # A trial of its own: early rounds assume more equality than holds, and must not leave
+        # records here.
         trial = Equality(self.sizes, self.wire)
-        # To the greatest fixed point, from the assumption that the carry stays as equal as it begins. Each round can
-        # only take axes away, so the loop ends.
+        # To the greatest fixed point, from the assumption that the carry stays as equal as it
+        # begins. Each round can only take axes away, so the loop ends.
         while True:
             (more,) = trial.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
             outs = trial.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
-            # Ranks that make different numbers of iterations end with different values of all that changes. A loop that
-            # some ranks leave early (`lockstep.FROZEN`) leaves nothing known.
+            # Ranks that make different numbers of iterations end with different values of all that
+            # changes. A loop that some ranks leave early (`lockstep.FROZEN`) leaves nothing known.
             changed = more if self.decided_together(eqn, more) else UNKNOWN
-            after = [c if same else c.meet(o, changed) for c, o, same in zip(carry, outs, constant, strict=True)]
+            after = [
+                c if same else c.meet(o, changed)
+                for c, o, same in zip(carry, outs, constant, strict=True)
+            ]
             if after == carry:
                 return carry, more
             carry = after
 
-    def scan_carry(self, eqn: compat.Equation, known: Sequence[Known]) -> tuple[list[Known], list[Known]]:
-        """Returns what is known about a `scan` loop's carry in every iteration, and about what it stacks."""
+    def scan_carry(
+        self, eqn: compat.Equation, known: Sequence[Known]
+    ) -> tuple[list[Known], list[Known]]:
+        """Returns what is known about a `scan` loop's carry in every iteration, and about what it
+        stacks.
+        """
         n_consts, n_carry = compat.scan_counts(eqn)
-        consts, carry, xs = known[:n_consts], list(known[n_consts:][:n_carry]), known[n_consts + n_carry :]
+        consts, carry, xs = (
+            known[:n_consts],
+            list(known[n_consts:][:n_carry]),
+            known[n_consts + n_carry :],
+        )
         trial = Equality(self.sizes, self.wire)
         while True:
             outs = trial.walk(eqn.params["jaxpr"], [*consts, *carry, *xs])
@@ -176,16 +224,21 @@ class Equality:
         else:
             self.diverges = True
 
-    def _exchanged(self, eqn: compat.Equation, found: Sequence[Exchange], known: Sequence[Known]) -> list[Known]:
+    def _exchanged(
+        self, eqn: compat.Equation, found: Sequence[Exchange], known: Sequence[Known]
+    ) -> list[Known]:
         if len(found) != len(eqn.outvars) or not all(x.axes for x in found):
             return [UNKNOWN] * len(eqn.outvars)  # mpi4jax's own calls
         results = []
         for x, before in zip(found, known, strict=True):
             others = before.axes - set(x.axes)
             equal = x.op in _EQUALISING and "groups" not in dict(x.params)
-            # Along its own axes a reduction is equal whatever its operand is: the basis matters along the others alone.
+            # Along its own axes a reduction is equal whatever its operand is: the basis matters
+            # along the others alone.
             axes = others | set(x.axes) if equal else others
-            results.append(Known(axes, before.basis if others else frozenset()) if axes else UNKNOWN)
+            results.append(
+                Known(axes, before.basis if others else frozenset()) if axes else UNKNOWN
+            )
         return results
 
 
@@ -195,7 +248,9 @@ def fingerprint(basis: set[str]) -> str:
 
 
 def _text(eqn: compat.Equation) -> str:
-    """Returns an equation as text: its name and those parameters that are numbers or names, without its operands."""
+    """Returns an equation as text: its name and those parameters that are numbers or names, without
+    its operands.
+    """
 
     def plain(value: Any) -> bool:
         return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(plain, value)))

@@ -1,6 +1,8 @@
-"""One step in flight: compiled segments, the values that are alive, and how to run the next segment.
+"""One step in flight: compiled segments, the values that are alive, and how to run the next
+segment.
 
-Knows neither MPI nor threads: `Execution` offers what a driver needs (dispatch, wait, zero-fill) and decides nothing.
+Knows neither MPI nor threads: `Execution` offers what a driver needs (dispatch, wait, zero-fill)
+and decides nothing.
 """
 
 from __future__ import annotations
@@ -32,18 +34,23 @@ class Runnable:
     """A compiled segment.
 
     Attributes:
-        call: The executable. For a compute segment it has one result more than the segment: a scalar that is never
-            donated, so that the end of the segment can be awaited whatever became of the other results. For a
-            collective segment it may have more, for `nonfinite` and `branch_mismatch`.
+        call: The executable. For a compute segment it has one result more than the segment: a
+            scalar that is never donated, so that the end of the segment can be awaited whatever
+            became of the other results. For a collective segment it may have more, for `nonfinite`
+            and `branch_mismatch`.
         device: The device of a collective segment; None for compute.
         releases: Inputs that the step does not return; each is dropped with its last reader.
-        memory: Returns XLA's figures of the executable, None if it has none. It asks XLA once, which takes tens of
-            milliseconds for a segment of ResNet-50.
-        is_single_rank: Whether its exchanges have no peers, so that it can be run like a compute segment.
-        through: The pinned memory, if any, through which each operand goes to `device`; None if all are there.
-        shardings: The shardings in which the next segments expect the outputs; None leaves them as they are.
+        memory: Returns XLA's figures of the executable, None if it has none. It asks XLA once,
+            which takes tens of milliseconds for a segment of ResNet-50.
+        is_single_rank: Whether its exchanges have no peers, so that it can be run like a compute
+            segment.
+        through: The pinned memory, if any, through which each operand goes to `device`; None if all
+            are there.
+        shardings: The shardings in which the next segments expect the outputs; None leaves them as
+            they are.
         lent: Outputs that may be in the wire's memory.
-        lent_nbytes: Bytes of all its results that may be there, including those beyond the segment's outputs.
+        lent_nbytes: Bytes of all its results that may be there, including those beyond the
+            segment's outputs.
     """
 
     segment: Segment
@@ -66,23 +73,29 @@ def live_bytes(
     The arguments are those of `Compiled`.
     """
     alive = {v: program.values[v].nbytes for v in program.inputs}
-    # The wire keeps its receive buffers allocated between steps, even while nothing refers to them. It needs two sets,
-    # because a step can receive while something still refers to the results of the previous step.
+    # The wire keeps its receive buffers allocated between steps, even while nothing refers to them.
+    # It needs two sets, because a step can receive while something still refers to the results of
+    # the previous step.
     kept = 2 * sum(runnable.lent_nbytes for runnable in runnables)
     peak = boundary = sum(alive.values())
     for runnable in runnables:
         segment, stats = runnable.segment, runnable.memory()
         outputs = {v: program.values[v].nbytes for v in segment.outputs}
         made = sum(outputs.values()) + segment.extra_nbytes - runnable.lent_nbytes
-        # A segment's inputs are still alive while it runs; results that reuse a donated input add nothing.
-        extra = made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+        # A segment's inputs are still alive while it runs; results that reuse a donated input add
+        # nothing.
+        extra = (
+            made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+        )
         peak = max(peak, sum(alive.values()) + extra)
         for v in segment.last_uses:
             if v not in program.inputs or v in program.donated:
                 alive.pop(v, None)
         alive.update({v: nbytes for v, nbytes in outputs.items() if v not in runnable.lent})
         boundary = max(boundary, sum(alive.values()))
-    copies = (program.values[program.outputs[place]].nbytes for place, moved in passthroughs if not moved)
+    copies = (
+        program.values[program.outputs[place]].nbytes for place, moved in passthroughs if not moved
+    )
     after = sum(alive.values()) + sum(copies)
     return kept + max(peak, after), kept + max(boundary, after)
 
@@ -92,15 +105,17 @@ class Compiled:
     """A program whose segments are executables. Immutable; shared by all steps of all equal jobs.
 
     Attributes:
-        passthroughs: Positions of the results that are not a segment's own output, and whether each may be moved.
+        passthroughs: Positions of the results that are not a segment's own output, and whether each
+            may be moved.
         shared: The number of readers of each value that more than one segment reads.
-        awaited: For each segment, the collective segments that must have run before it, by dependence or by the commit,
-            and that no earlier compute segment has waited for.
+        awaited: For each segment, the collective segments that must have run before it, by
+            dependence or by the commit, and that no earlier compute segment has waited for.
         carried: The collective segments that may begin before any computation; see `Order.carried`.
         overlaps: Whether some segment can compute while another one exchanges with other ranks.
         constants: What the step closed over, where compute segments read it.
         on_host: Copies of constants that collective segments read, by value.
-        live_bytes: Returns `peak_live_bytes` and `boundary_live_bytes`. Worked out once: each run of a job asks.
+        live_bytes: Returns `peak_live_bytes` and `boundary_live_bytes`. Worked out once: each run
+            of a job asks.
     """
 
     program: Program
@@ -123,7 +138,9 @@ class Compiled:
         return Execution(self, inputs)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Returns XLA's figures in bytes: most `temporaries` of a segment, all `outputs`, the step's `arguments`."""
+        """Returns XLA's figures in bytes: most `temporaries` of a segment, all `outputs`, the
+        step's `arguments`.
+        """
         stats = [a for r in self.runnables if (a := r.memory()) is not None]
         return {
             "temporaries": max((s.temp_size_in_bytes for s in stats), default=0),
@@ -132,25 +149,27 @@ class Compiled:
         }
 
     def peak_live_bytes(self) -> int:
-        """Returns the most bytes alive at once in one step: inputs, values between segments, and XLA's temporaries.
+        """Returns the most bytes alive at once in one step: inputs, values between segments, and
+        XLA's temporaries.
 
-        Follows the values from segment to segment and XLA's buffer assignment of each executable. Donated buffers count
-        once.
+        Follows the values from segment to segment and XLA's buffer assignment of each executable.
+        Donated buffers count once.
         """
         return self.live_bytes()[0]
 
     def boundary_live_bytes(self) -> int:
-        """Returns the most bytes that are alive between two segments, or before or after a step: what a job keeps while
-        another one's segment runs.
+        """Returns the most bytes that are alive between two segments, or before or after a step:
+        what a job keeps while another one's segment runs.
         """
         return self.live_bytes()[1]
 
     def lasting_inputs(self, inputs: Sequence[Any]) -> list[tuple[jax.Array, int]]:
-        """Returns the arrays that a call only reads and its successors are given again, with their bytes, such as the
-        frozen weights under an adapter.
+        """Returns the arrays that a call only reads and its successors are given again, with their
+        bytes, such as the frozen weights under an adapter.
 
-        They are the constants and the arguments that aren't donated, except those whose shape and type is that of a
-        result which overwrites no donated argument: the result may take the argument's place in the next step.
+        They are the constants and the arguments that aren't donated, except those whose shape and
+        type is that of a result which overwrites no donated argument: the result may take the
+        argument's place in the next step.
 
         Args:
             inputs: As for `execution`.
@@ -168,32 +187,42 @@ class Compiled:
     def exchange_temporary_bytes(self) -> int:
         """Returns the most bytes of XLA's temporaries in one collective segment."""
         collectives = (r.memory() for r in self.runnables if r.segment.kind == "collective")
-        return max((stats.temp_size_in_bytes for stats in collectives if stats is not None), default=0)
+        return max(
+            (stats.temp_size_in_bytes for stats in collectives if stats is not None), default=0
+        )
 
 
 @final
 class Execution:
     """A step in flight: the values that are alive, and the means to run the next segment.
 
-    Segments may be run from different threads and in any order, each after the segments that it depends on.
+    Segments may be run from different threads and in any order, each after the segments that it
+    depends on.
     """
 
     __slots__ = ("_alone", "_arrived", "_compiled", "_counts", "_env", "_fences", "_left", "_zeros")
 
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
-        self._env: dict[int, Any] = dict(zip(compiled.program.inputs, (*compiled.constants, *inputs), strict=True))
+        self._env: dict[int, Any] = dict(
+            zip(compiled.program.inputs, (*compiled.constants, *inputs), strict=True)
+        )
         self._fences: dict[int, Any] = {}  # segment -> arrays that are ready when it has ended
-        # One token for each reader of a value that has several. Segments do not run in the order of the list, and two
-        # lanes may release a value at once: `list.pop` is atomic, a decrement would not be.
+        # One token for each reader of a value that has several. Segments do not run in the order of
+        # the list, and two lanes may release a value at once: `list.pop` is atomic, a decrement
+        # would not be.
         self._left = {v: [None] * n for v, n in compiled.shared.items()}
-        self._arrived: dict[int, Any] | None = None  # results of collective segments, for `nonfinite`
+        self._arrived: dict[int, Any] | None = (
+            None  # results of collective segments, for `nonfinite`
+        )
         self._counts: dict[int, Any] = {}  # ranks that took each branch, for `branch_mismatch`
         self._zeros: dict[int, list[Any]] = {}  # operands of a collective segment after a failure
         self._alone: dict[int, Any] = {}  # in place of a unit that calls mpi4jax, after a failure
 
     def run(self, index: int) -> None:
-        """Dispatches a segment from this thread. A compute segment returns at once, a collective one may wait."""
+        """Dispatches a segment from this thread. A compute segment returns at once, a collective
+        one may wait.
+        """
         compiled, env = self._compiled, self._env
         runnable = compiled.runnables[index]
         segment = runnable.segment
@@ -203,23 +232,29 @@ class Execution:
         else:
             args = [env[v] for v in segment.inputs] if zeros is None else zeros
             if runnable.device is not None and zeros is None and compiled.on_host:
-                args = [compiled.on_host.get(v, x) for v, x in zip(segment.inputs, args, strict=True)]
+                args = [
+                    compiled.on_host.get(v, x) for v, x in zip(segment.inputs, args, strict=True)
+                ]
             if runnable.through is not None:
                 args = to_host(args, runnable.device, runnable.through)
             try:
                 outs = runnable.call(*args)
-            except compat.InternalFloatingPointError as error:  # internal to JAX, and says nothing of the step
+            except (
+                compat.InternalFloatingPointError
+            ) as error:  # internal to JAX, and says nothing of the step
                 raise FloatingPointError(_invalid_value(compiled.program, segment, error)) from None
             except jax.errors.JaxRuntimeError as error:
                 if "donate" in str(error) and (words := self._shared_words(segment)):
                     raise ValueError(words) from None
                 raise
         if runnable.device is None:
-            # The scalar that is never donated: the other results may be given to the next segment before this one ends.
+            # The scalar that is never donated: the other results may be given to the next segment
+            # before this one ends.
             self._fences[index] = outs[-1]
         elif self._arrived is not None:
             self._arrived[index] = outs
-        # Results beyond the segment's own are for checks; the counts of decisions are the last of them.
+        # Results beyond the segment's own are for checks; the counts of decisions are the last of
+        # them.
         if segment.decisions:
             self._counts[index] = outs[-len(segment.decisions) :]
         outs = outs[: len(segment.outputs)]
@@ -243,8 +278,9 @@ class Execution:
         given = dict(zip(program.inputs[program.constants :], program.traced.paths[0], strict=True))
         shared = find_shared({given[v]: self._env[v] for v in segment.inputs if v in given})
         return shared and (
-            f"`{shared[0]}` and `{shared[1]}` of `{program.name}` share one buffer, which the step would overwrite"
-            " twice, as both are donated. Copy one of them before the call, by `jnp.copy`."
+            f"`{shared[0]}` and `{shared[1]}` of `{program.name}` share one buffer, which the step "
+            "would overwrite twice, as both are donated. Copy one of them before the call, by "
+            "`jnp.copy`."
         )
 
     def wait_inputs(self, index: int) -> None:
@@ -257,14 +293,16 @@ class Execution:
         jax.block_until_ready(self._fences.pop(index))
 
     def forget(self, index: int) -> None:
-        """Drops the results that were kept to wait for a segment that was run: nothing will wait for it."""
+        """Drops the results that were kept to wait for a segment that was run: nothing will wait
+        for it.
+        """
         self._fences.pop(index, None)
 
     def zero_inputs(self, index: int) -> None:
         """Makes a collective segment read zeros: the commit rule after a failure on this rank.
 
-        The zeros are kept apart from the step's values, because another thread may still write results of failed
-        segments there.
+        The zeros are kept apart from the step's values, because another thread may still write
+        results of failed segments there.
 
         Raises:
             ExchangeError: The number of its exchanges may depend on the values that it reads.
@@ -275,30 +313,37 @@ class Execution:
         what = _decided_by_data(segment.jaxpr, program.traced, present)
         if what is not None and not self._compiled.runnables[index].is_single_rank:
             raise ExchangeError(
-                f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank has failed before it:"
-                " it cannot know how often the others will exchange."
+                f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank "
+                "has failed before it: it cannot know how often the others will exchange."
             )
-        # A unit computes between its calls, maybe in loops that zeros never end: its calls alone are made.
+        # A unit computes between its calls, maybe in loops that zeros never end: its calls alone
+        # are made.
         if program.is_unit:
             with jax.default_device(device), jax.enable_x64(True):
                 self._alone[index] = zero_calls(segment, program.traced)
             return
-        # By JAX, because NumPy cannot make random keys; in 64 bits where the step has them, because this thread is not
-        # in the step's contexts.
+        # By JAX, because NumPy cannot make random keys; in 64 bits where the step has them, because
+        # this thread is not in the step's contexts.
         with jax.default_device(device), jax.enable_x64(True):
-            zeros = [jax.lax.full(var.aval.shape, 0, var.aval.dtype) for var in segment.jaxpr.jaxpr.invars]
+            zeros = [
+                jax.lax.full(var.aval.shape, 0, var.aval.dtype)
+                for var in segment.jaxpr.jaxpr.invars
+            ]
         self._zeros[index] = jax.device_put(zeros, device)
 
     def watch(self) -> Execution:
-        """Keeps the results of each collective segment for `nonfinite` from now on; returns itself."""
+        """Keeps the results of each collective segment for `nonfinite` from now on; returns
+        itself.
+        """
         self._arrived = {}
         return self
 
     def nonfinite(self, index: int) -> str | None:
-        """Describes the first exchange whose results are not all finite in a collective segment that has run.
+        """Describes the first exchange whose results are not all finite in a collective segment
+        that has run.
 
-        May be called once for each segment, before a segment that may overwrite the results is run. Waits for the
-        results.
+        May be called once for each segment, before a segment that may overwrite the results is run.
+        Waits for the results.
         """
         if self._arrived is None:
             return None
@@ -306,7 +351,8 @@ class Execution:
         return nonfinite(program, program.segments[index], self._arrived.pop(index))
 
     def branch_mismatch(self, index: int) -> str | None:
-        """Describes what ranks decided differently in a collective segment that has run, None if they agree.
+        """Describes what ranks decided differently in a collective segment that has run, None if
+        they agree.
 
         The result is the same on every rank that exchanged in it. Waits for the results.
         """
@@ -322,7 +368,9 @@ class Execution:
         return bool(self._compiled.program.commit_flag_inputs)
 
     def skip(self) -> None:
-        """Makes the step return the state that it got. To be called before a segment after the commit is run."""
+        """Makes the step return the state that it got. To be called before a segment after the
+        commit is run.
+        """
         # The step selects its old state where the flag is false; see `step.skip_nonfinite`.
         for v in self._compiled.program.commit_flag_inputs:
             self._env[v] = np.zeros((), bool)
@@ -330,7 +378,8 @@ class Execution:
     def outputs(self) -> PyTree:
         """Returns the step's results as a tree, once every segment was run. Does not wait for them.
 
-        As from `jax.jit`, no result shares memory with an argument, unless that was donated: the rest is copied.
+        As from `jax.jit`, no result shares memory with an argument, unless that was donated: the
+        rest is copied.
         """
         compiled = self._compiled
         results = [self._env[v] for v in compiled.program.outputs]
@@ -341,12 +390,15 @@ class Execution:
 
 
 def _invalid_value(program: Program, segment: Segment, error: Exception) -> str:
-    """Returns the error text for a value that `jax_debug_nans` or `jax_debug_infs` finds; JAX's error has none."""
+    """Returns the error text for a value that `jax_debug_nans` or `jax_debug_infs` finds; JAX's
+    error has none.
+    """
     kind = error.args[-1] if error.args else "nan"
     what = "+".join(dict.fromkeys(x.op for x in segment.exchanges)) or "computation"
     return (
-        f"segment {segment.index} of `{program.name}` ({what}) made an invalid value ({kind}) on this rank. To find the"
-        " operation, call the undecorated step under `jax.vmap(..., axis_name=...)` with the same setting."
+        f"segment {segment.index} of `{program.name}` ({what}) made an invalid value ({kind}) on "
+        "this rank. To find the operation, call the undecorated step under `jax.vmap(..., "
+        "axis_name=...)` with the same setting."
     )
 
 

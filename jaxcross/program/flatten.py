@@ -1,9 +1,12 @@
-"""Turns a traced jaxpr into a flat one, in which every exchange is an equation of its own at top level.
+"""Turns a traced jaxpr into a flat one, in which every exchange is an equation of its own at top
+level.
 
-- `jit`, remat, custom derivatives and a `shard_map` over ranks are inlined if they hold an exchange.
-- A `cond` is decided by the host if its predicate follows from counters, else split around its exchanges.
-- A short `scan` is unrolled. Other loops keep their exchanges inside; ranks vote on the end of those that they may end
-  after different numbers of iterations.
+- `jit`, remat, custom derivatives and a `shard_map` over ranks are inlined if they hold an
+  exchange.
+- A `cond` is decided by the host if its predicate follows from counters, else split around its
+  exchanges.
+- A short `scan` is unrolled. Other loops keep their exchanges inside; ranks vote on the end of
+  those that they may end after different numbers of iterations.
 - Equations that call mpi4jax are kept as they are.
 - Equations whose results are not read are dropped.
 """
@@ -32,8 +35,12 @@ from jaxcross.program.rank_lists import is_call
 from jaxcross.program.wire_types import convert_wire_types
 
 UNROLLED = 64
-"""The longest `scan`, in iterations, that is unrolled for its exchanges; nested ones count as their product."""
-_NO_OPS = frozenset({"pvary", "pcast"})  # varying-axes bookkeeping of `shard_map`; a rank holds its own shard anyway
+"""The longest `scan`, in iterations, that is unrolled for its exchanges; nested ones count as their
+product.
+"""
+_NO_OPS = frozenset(
+    {"pvary", "pcast"}
+)  # varying-axes bookkeeping of `shard_map`; a rank holds its own shard anyway
 
 
 def _recomputes(eqn: compat.Equation) -> bool:
@@ -48,15 +55,18 @@ class Flattener(Emitter):
 
     choose: Choose = field(kw_only=True)
     unroll_limit: int = UNROLLED  # iterations into which a `scan` may be unrolled here
-    _rows: dict[Atom, Sequence[Atom]] = field(default_factory=dict)  # of arrays that a loop has stacked or unstacked
+    _rows: dict[Atom, Sequence[Atom]] = field(
+        default_factory=dict
+    )  # of arrays that a loop has stacked or unstacked
 
     def emit(self, eqn: compat.Equation, args: list[Any]) -> Sequence[Any]:
         """Emits one equation over `args`, flattened; returns its results."""
         name = eqn.primitive.name
         if any(isinstance(a.aval, AbstractRef) for a in (*args, *eqn.outvars)):
             raise CutError(
-                f"`{name}` on a mutable array cannot be cut at {compat.source_of(eqn)}: the segments of a step pass on"
-                " values. Use `jax.new_ref` inside a `jax.jit` without exchanges, or inside a loop."
+                f"`{name}` on a mutable array cannot be cut at {compat.source_of(eqn)}: the "
+                "segments of a step pass on values. Use `jax.new_ref` inside a `jax.jit` without "
+                "exchanges, or inside a loop."
             )
         if name in _NO_OPS:
             return args
@@ -70,7 +80,9 @@ class Flattener(Emitter):
             if inlined:
                 return self.inline(inlined[0], self._held_back(args) if _recomputes(eqn) else args)
         whole = any(holds_exchange(j, self.axes, self.wire, only=is_call) for j in inside)
-        if name == "cond" and any(holds_exchange(j, self.axes, self.wire, only=_is_named) for j in inside):
+        if name == "cond" and any(
+            holds_exchange(j, self.axes, self.wire, only=_is_named) for j in inside
+        ):
             return self._cond(eqn, args, whole=whole)
         if (
             inside
@@ -82,14 +94,15 @@ class Flattener(Emitter):
             return self._unroll(eqn, inside[0], args)
         if inside and not whole and name not in ("scan", "while"):
             raise CutError(
-                f"an exchange inside `{name}` cannot be cut at {compat.source_of(eqn)}: jaxcross inlines jit, remat,"
-                " custom derivatives and linear solvers, splits cond, unrolls short scans and keeps other loops whole."
-                " Move the exchange out of it."
+                f"an exchange inside `{name}` cannot be cut at {compat.source_of(eqn)}: jaxcross "
+                "inlines jit, remat, custom derivatives and linear solvers, splits cond, unrolls "
+                "short scans and keeps other loops whole. Move the exchange out of it."
             )
         return lockstep.emit(self, eqn, args) if inside else self.keep(eqn, args)
 
     def _held_back(self, args: list[Any]) -> list[Any]:
-        """Returns `args` behind one barrier, so that `checkpoint` recomputes no sooner than the gradients need it.
+        """Returns `args` behind one barrier, so that `checkpoint` recomputes no sooner than the
+        gradients need it.
 
         Under `jit` the equation of `checkpoint` itself is that barrier; inlining has removed it.
         """
@@ -100,17 +113,27 @@ class Flattener(Emitter):
         return [a if isinstance(a, compat.Literal) else held.get(a, a) for a in args]
 
     def _is_straight(self, jaxpr: compat.Jaxpr) -> bool:
-        """Whether no condition decides what a jaxpr exchanges. A split `cond` in an unrolled loop would send more."""
+        """Whether no condition decides what a jaxpr exchanges. A split `cond` in an unrolled loop
+        would send more.
+        """
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
             inside = [j for j in compat.sub_jaxprs(eqn) if self.has_exchange(j)]
-            if inside and not (eqn.primitive.name in (*INLINED, "scan") and all(map(self._is_straight, inside))):
+            if inside and not (
+                eqn.primitive.name in (*INLINED, "scan") and all(map(self._is_straight, inside))
+            ):
                 return False
         return True
 
     def _unroll(self, eqn: compat.Equation, body: compat.Jaxpr, args: list[Any]) -> list[Any]:
-        """Emits the iterations of a `scan` one after another. Each is cut, and equal segments share executables."""
+        """Emits the iterations of a `scan` one after another. Each is cut, and equal segments share
+        executables.
+        """
         (n_consts, n_carry), length = compat.scan_counts(eqn), eqn.params["length"]
-        consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+        consts, carry, xs = (
+            args[:n_consts],
+            args[n_consts : n_consts + n_carry],
+            args[n_consts + n_carry :],
+        )
         rows = [self._unstack(x, length) for x in xs]
         ys: list[list[Any]] = [[]] * length
         limit = self.unroll_limit
@@ -122,7 +145,9 @@ class Flattener(Emitter):
         return [*carry, *map(self._stack, zip(*ys, strict=True))]
 
     def _unstack(self, whole: Atom, length: int) -> Sequence[Atom]:
-        """Returns the rows of an array, all from one equation: slices would make the iterations' segments differ."""
+        """Returns the rows of an array, all from one equation: slices would make the iterations'
+        segments differ.
+        """
         if isinstance(whole, compat.Literal):
             return self.emit_function(lambda x: _rows_of(x, length), whole)
         if whole not in self._rows:
@@ -130,22 +155,31 @@ class Flattener(Emitter):
         return self._rows[whole]
 
     def _stack(self, rows: Sequence[Atom]) -> Atom:
-        """Stacks rows to an array, and remembers them for a later loop over it, such as that of the gradient."""
-        (whole,) = self.emit_function(lambda *r: [jax.lax.concatenate([jnp.expand_dims(x, 0) for x in r], 0)], *rows)
+        """Stacks rows to an array, and remembers them for a later loop over it, such as that of the
+        gradient.
+        """
+        (whole,) = self.emit_function(
+            lambda *r: [jax.lax.concatenate([jnp.expand_dims(x, 0) for x in r], 0)], *rows
+        )
         self._rows[whole] = rows
         return whole
 
-    def _check_shard_map(self, eqn: compat.Equation, body: compat.Jaxpr, args: Sequence[Any]) -> None:
+    def _check_shard_map(
+        self, eqn: compat.Equation, body: compat.Jaxpr, args: Sequence[Any]
+    ) -> None:
         for given, wanted in zip(args, compat.open_jaxpr(body)[0].invars, strict=True):
             if given.aval.shape != wanted.aval.shape:
                 raise CutError(
-                    f"a `shard_map` at {compat.source_of(eqn)} splits an argument of shape {given.aval.shape} into"
-                    f" {wanted.aval.shape}, but under jaxcross a step gets its rank's own shards. Make the whole step"
-                    " one `shard_map`, with nothing before or after it."
+                    f"a `shard_map` at {compat.source_of(eqn)} splits an argument of shape "
+                    f"{given.aval.shape} into {wanted.aval.shape}, but under jaxcross a step gets "
+                    "its rank's own shards. Make the whole step one `shard_map`, with nothing "
+                    "before or after it."
                 )
 
     def _cond(self, eqn: compat.Equation, args: list[Any], *, whole: bool) -> Sequence[Any]:
-        """Emits the branch that the host chooses; if it cannot, the split `cond`, or all of it if it calls mpi4jax."""
+        """Emits the branch that the host chooses; if it cannot, the split `cond`, or all of it if
+        it calls mpi4jax.
+        """
         index, *operands = args
         branches = list(eqn.params["branches"])
         if isinstance(index, compat.Literal):
@@ -165,7 +199,13 @@ class Flattener(Emitter):
         inner, _ = compat.open_jaxpr(branch)
         invars = [compat.new_var(v.aval) for v in inner.invars]
         walker = Flattener(
-            self.axes, self.wire, invars, self.like, choose=lambda _: None, always_vote=True, unroll_limit=0
+            self.axes,
+            self.wire,
+            invars,
+            self.like,
+            choose=lambda _: None,
+            always_vote=True,
+            unroll_limit=0,
         )
         walker._holds = self._holds
         outs = walker.run(branch)

@@ -1,4 +1,6 @@
-"""The equations of a traced step as a graph: who makes and who reads each variable, and what goes on the wire."""
+"""The equations of a traced step as a graph: who makes and who reads each variable, and what goes
+on the wire.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from jaxcross.program.trace import Traced
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The exchanges of one collective segment, and the host operations that stay between them (cut rule 4).
+    """The exchanges of one collective segment, and the host operations that stay between them (cut
+    rule 4).
 
-    A unit that calls mpi4jax may hold any equations, all in the order in which they are written (`as_written`). A group
-    of carried exchanges (`carried`) has host operations of its own between the step's inputs and the exchanges, in
-    `before`; whatever else reads their results has them computed again.
+    A unit that calls mpi4jax may hold any equations, all in the order in which they are written
+    (`as_written`). A group of carried exchanges (`carried`) has host operations of its own between
+    the step's inputs and the exchanges, in `before`; whatever else reads their results has them
+    computed again.
     """
 
     levels: tuple[tuple[int, ...], ...]
@@ -41,8 +45,8 @@ class Placement:
 
     Attributes:
         groups: The exchanges of each collective segment.
-        position: Equation -> its segment: `2 * g` computes before group `g`, `2 * g + 1` is that group, the last is the
-            tail.
+        position: Equation -> its segment: `2 * g` computes before group `g`, `2 * g + 1` is that
+            group, the last is the tail.
         recomputed: Position -> equations of earlier positions that it runs a second time.
     """
 
@@ -53,17 +57,18 @@ class Placement:
 
 @dataclass(slots=True)
 class Graph:
-    """The equations of a traced step, with the maker and the readers of each variable by equation index.
+    """The equations of a traced step, with the maker and the readers of each variable by equation
+    index.
 
     Attributes:
         wires: Equation -> its exchanges.
         opaque: Equations among them that hold their exchanges inside: loops.
-        ordered: Equations among them that must stay in the order they are written in, whatever depends on what:
-            mpi4jax's own calls, which a peer may answer one by one.
-        followers: Equation -> equations that must not come before it although they read none of its results: ordered
-            callbacks.
-        level: Equation -> the number of exchanges that are made one after another before it. It is as low as
-            dependences allow, except for exchanges that enlarge their operand.
+        ordered: Equations among them that must stay in the order they are written in, whatever
+            depends on what: mpi4jax's own calls, which a peer may answer one by one.
+        followers: Equation -> equations that must not come before it although they read none of its
+            results: ordered callbacks.
+        level: Equation -> the number of exchanges that are made one after another before it. It is
+            as low as dependences allow, except for exchanges that enlarge their operand.
     """
 
     traced: Traced
@@ -81,7 +86,9 @@ class Graph:
         inner, _ = compat.open_jaxpr(self.traced.jaxpr)
         self.eqns = inner.eqns
         self.maker = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
-        self._makers = [[self.maker[v] for v in variables(e.invars) if v in self.maker] for e in self.eqns]
+        self._makers = [
+            [self.maker[v] for v in variables(e.invars) if v in self.maker] for e in self.eqns
+        ]
         self.followers = {}
         self.readers = {}
         for i, eqn in enumerate(self.eqns):
@@ -97,13 +104,17 @@ class Graph:
         self.opaque = frozenset(opaque)
         self._chain_ordered()
         self.ordered = frozenset(
-            i for i in self.wires if any(not compat.is_named_axis_effect(e) for e in self.eqns[i].effects)
+            i
+            for i in self.wires
+            if any(not compat.is_named_axis_effect(e) for e in self.eqns[i].effects)
         )
         self.level = self._levels({})
         self.level = self._levels(self._late())
 
     def _chain_ordered(self) -> None:
-        """Adds dependences that keep callbacks of `ordered=True` in the order in which they are written."""
+        """Adds dependences that keep callbacks of `ordered=True` in the order in which they are
+        written.
+        """
         last: dict[Any, int] = {}
         for i, eqn in enumerate(self.eqns):
             for effect in eqn.effects if i not in self.wires else ():
@@ -129,17 +140,22 @@ class Graph:
         return found
 
     def _late(self) -> dict[int, int]:
-        """Returns the last level at which each exchange that enlarges its operand delays no other exchange.
+        """Returns the last level at which each exchange that enlarges its operand delays no other
+        exchange.
 
-        A gather of weights depends on nothing. At their first level, the gathers of all layers would hold their results
-        before the first product needs one.
+        A gather of weights depends on nothing. At their first level, the gathers of all layers
+        would hold their results before the first product needs one.
         """
         late: dict[int, int] = {}
-        next_wire: dict[int, int] = {}  # equation -> the lowest level of an exchange that depends on it
+        next_wire: dict[
+            int, int
+        ] = {}  # equation -> the lowest level of an exchange that depends on it
         for i in reversed(range(len(self.eqns))):
             after = [r for v in self.eqns[i].outvars for r in self.readers.get(v, ())]
             levels = [
-                self.level[r] if r in self.wires else next_wire[r] for r in after if r in self.wires or r in next_wire
+                self.level[r] if r in self.wires else next_wire[r]
+                for r in after
+                if r in self.wires or r in next_wire
             ]
             if not levels:
                 continue
@@ -149,14 +165,18 @@ class Graph:
         return late
 
     def _enlarges(self, i: int) -> bool:
-        return sum(map(nbytes, self.eqns[i].outvars)) > sum(map(nbytes, variables(self.eqns[i].invars)))
+        return sum(map(nbytes, self.eqns[i].outvars)) > sum(
+            map(nbytes, variables(self.eqns[i].invars))
+        )
 
     def makers(self, i: int) -> list[int]:
         """Returns the equations whose results equation `i` reads, or that must come before it."""
         return self._makers[i]
 
     def ancestors(self, of: Sequence[int], stop: Mapping[int, Any], above: int = -1) -> set[int]:
-        """Returns the equations of levels `above` one that `of` depend on; does not look past those in `stop`."""
+        """Returns the equations of levels `above` one that `of` depend on; does not look past those
+        in `stop`.
+        """
         seen: set[int] = set()
         stack = [p for i in of for p in self.makers(i)]
         while stack:
@@ -176,7 +196,9 @@ def by_place(place: Mapping[int, int]) -> dict[int, list[int]]:
 
 
 def exchanges_of(eqn: compat.Equation, traced: Traced) -> tuple[Exchange, ...]:
-    """Returns the exchanges of one flat equation; those of a loop name the loop in their parameters."""
+    """Returns the exchanges of one flat equation; those of a loop name the loop in their
+    parameters.
+    """
     found = traced.wire.recognise(eqn, traced.axes)
     if found is not None:
         return found

@@ -1,4 +1,6 @@
-"""Arrays between the accelerator, where compute segments run, and the host's CPU device, where collective ones do."""
+"""Arrays between the accelerator, where compute segments run, and the host's CPU device, where
+collective ones do.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,26 @@ def on_accelerator() -> bool:
 
 
 def pinned_memory(places: Collection[Sharding], host: Any) -> Sharding | None:
-    """Returns the host's pinned memory that belongs to the one accelerator of a program; None where there is none.
+    """Returns the host's pinned memory that belongs to the one accelerator of a program; None where
+    there is none.
 
-    An accelerator's copy engine reaches only pinned memory of the host, which the CPU device then reads in place. On an
-    H100 that is 41 GB/s, a copy to the CPU device's own memory 2 (`benchmarks/results/gpu_transfers.json`).
+    An accelerator's copy engine reaches only pinned memory of the host, which the CPU device then
+    reads in place. On an H100 that is 41 GB/s, a copy to the CPU device's own memory 2
+    (`benchmarks/results/gpu_transfers.json`).
 
     Args:
         places: Where the arguments of a segment are; empty where JAX may place them.
         host: The CPU device.
     """
-    devices = {device for place in places for device in place.device_set} or {jax.local_devices()[0]}
+    devices = {device for place in places for device in place.device_set} or {
+        jax.local_devices()[0]
+    }
     (device, *others) = devices
-    if others or device == host or not any(memory.kind == _PINNED for memory in device.addressable_memories()):
+    if (
+        others
+        or device == host
+        or not any(memory.kind == _PINNED for memory in device.addressable_memories())
+    ):
         return None
     mesh = next((place.mesh for place in places if isinstance(place, NamedSharding)), None)
     if mesh is not None:
@@ -50,7 +60,8 @@ def can_be_pinned(aval: Aval) -> bool:
 
 
 def to_host(values: Sequence[Any], host: Any, through: Sequence[Sharding | None]) -> list[Any]:
-    """Returns one replica of each value on the host's CPU device. What is there already is not copied.
+    """Returns one replica of each value on the host's CPU device. What is there already is not
+    copied.
 
     Args:
         values: Arrays of any devices.
@@ -72,13 +83,16 @@ def to_host(values: Sequence[Any], host: Any, through: Sequence[Sharding | None]
 
 
 def from_host(values: Sequence[Any], shardings: Sequence[Sharding | None]) -> list[Any]:
-    """Returns values with the shardings that the next segments expect; None leaves a value where it is.
+    """Returns values with the shardings that the next segments expect; None leaves a value where it
+    is.
 
     Does not wait for the copies.
     """
     moved = list(values)
     # To a device where a sharding says no more than that: JAX took twice as long for the sharding.
-    places = [next(iter(s.device_set)) if isinstance(s, SingleDeviceSharding) else s for s in shardings]
+    places = [
+        next(iter(s.device_set)) if isinstance(s, SingleDeviceSharding) else s for s in shardings
+    ]
     _put(moved, [n for n, place in enumerate(places) if place is not None], places)
     return moved
 

@@ -1,14 +1,18 @@
-"""Decides which work between two exchanges stays on an accelerator's host, by what it costs there (cut rule 4).
+"""Decides which work between two exchanges stays on an accelerator's host, by what it costs there
+(cut rule 4).
 
-On the accelerator it would wait for two hand-overs and for what other jobs have queued there. On the host it takes time
-of the exchange lane, so it must not take longer than the exchanges themselves. Both costs follow from shapes:
+On the accelerator it would wait for two hand-overs and for what other jobs have queued there. On
+the host it takes time of the exchange lane, so it must not take longer than the exchanges
+themselves. Both costs follow from shapes:
 
-- A pass over memory costs its bytes. XLA fuses elementwise operations with what reads them, so that only reductions,
-  dot products, gathers and what leaves for an exchange cost anything. Matrix products go to the accelerator.
+- A pass over memory costs its bytes. XLA fuses elementwise operations with what reads them, so that
+  only reductions, dot products, gathers and what leaves for an exchange cost anything. Matrix
+  products go to the accelerator.
 - What the accelerator would have to hand over for this work alone costs its bytes, too.
 - Constants are free: the host has a copy of each that it reads, made once (`stages.compile`).
-- Exchanges pay for `MOST_TOUCHED` bytes for each byte that they move. A host is assumed to touch 6 GB/s, which no
-  result file holds: the work then ends before the exchanges do on networks of up to 6 Gbit/s.
+- Exchanges pay for `MOST_TOUCHED` bytes for each byte that they move. A host is assumed to touch 6
+  GB/s, which no result file holds: the work then ends before the exchanges do on networks of up to
+  6 Gbit/s.
 - `ROUND_TRIP_BYTES` are free: the hand-overs of one small array each way take longer.
 """
 
@@ -27,12 +31,28 @@ from jaxcross.program.graph import Graph, nbytes, variables
 from jaxcross.program.op_cost import ARITHMETIC, EXACT, FREE, HOST_OPS, MOST_TOUCHED, RESHAPED
 
 ROUND_TRIP_BYTES = 5_000_000
-"""What a host of 6 GB/s touches in 0.8 ms. In that an H100 hands over 1 MB and back (gpu_transfers.json)."""
+"""What a host of 6 GB/s touches in 0.8 ms. In that an H100 hands over 1 MB and back
+(gpu_transfers.json).
+"""
 _SHIFTS = frozenset({"shift_left", "shift_right_arithmetic", "shift_right_logical"})
-_PASSES = frozenset({
-    "argmax", "concatenate", "cumsum", "dot_general", "dynamic_slice", "dynamic_update_slice", "gather", "reduce_and",
-    "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "split", "stack",
-})  # fmt: skip
+_PASSES = frozenset(
+    {
+        "argmax",
+        "concatenate",
+        "cumsum",
+        "dot_general",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "gather",
+        "reduce_and",
+        "reduce_max",
+        "reduce_min",
+        "reduce_or",
+        "reduce_sum",
+        "split",
+        "stack",
+    }
+)
 _ALLOWED = HOST_OPS | _SHIFTS | _PASSES
 _FORWARDS = (RESHAPED | _PASSES) - {
     "stack"
@@ -72,7 +92,8 @@ class HostWork:
         known: set[Any],
         moved: int,
     ) -> bool:
-        """Whether work between two exchanges takes the host less than the way to the accelerator and back.
+        """Whether work between two exchanges takes the host less than the way to the accelerator
+        and back.
 
         The same on every rank: only shapes that follow from the exchanges count.
 
@@ -80,14 +101,19 @@ class HostWork:
             between: The equations.
             exchanges: Those for which they compute.
             inside: Equations whose results are on the host already.
-            known: Arrays whose shapes follow from the exchanges; those of the equations are added to it.
+            known: Arrays whose shapes follow from the exchanges; those of the equations are added
+                to it.
             moved: Bytes of the exchanges before and after.
         """
         eqns = [self._graph.eqns[i] for i in sorted(between)]
         ops = list(_opened(eqns))
-        if any(map(_has_effects, eqns)) or any(op.name not in _ALLOWED or _reuses(op) for op in ops):
+        if any(map(_has_effects, eqns)) or any(
+            op.name not in _ALLOWED or _reuses(op) for op in ops
+        ):
             return False
-        known |= {v for op in ops if op.name == "gather" for v in variables(op.gets[1:])} & self._constant
+        known |= {
+            v for op in ops if op.name == "gather" for v in variables(op.gets[1:])
+        } & self._constant
         if not _sized(ops, known, self._constant):
             return False
         made = {v for op in ops for v in op.makes}
@@ -99,7 +125,8 @@ class HostWork:
         return touched <= max(MOST_TOUCHED * moved, ROUND_TRIP_BYTES)
 
     def repeated(self, between: Collection[int]) -> frozenset[int]:
-        """Returns the operations on constants alone that this work reads: indices, masks, the rank's number.
+        """Returns the operations on constants alone that this work reads: indices, masks, the
+        rank's number.
 
         The host makes them, too, so that the accelerator need not hand them over in each step.
         """
@@ -107,22 +134,32 @@ class HostWork:
         stack = [p for i in between for p in self._graph.makers(i)]
         while stack:
             i = stack.pop()
-            if i not in found and i not in between and not self._constant.isdisjoint(self._graph.eqns[i].outvars):
+            if (
+                i not in found
+                and i not in between
+                and not self._constant.isdisjoint(self._graph.eqns[i].outvars)
+            ):
                 found.add(i)
                 stack.extend(self._graph.makers(i))
         return frozenset(found)
 
 
 def _made_of_constants(graph: Graph) -> set[Any]:
-    """Returns the constants of the step, and what operations make of them that give the same bits anywhere.
+    """Returns the constants of the step, and what operations make of them that give the same bits
+    anywhere.
 
-    A step could make a constant from the shape of its batch, which may differ between ranks. If it indexes with that
-    between two exchanges, ranks may decide differently, and find out before their first step.
+    A step could make a constant from the shape of its batch, which may differ between ranks. If it
+    indexes with that between two exchanges, ranks may decide differently, and find out before their
+    first step.
     """
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
     found = set(inner.invars[: len(graph.traced.consts)])
     for eqn in graph.eqns:
-        if found.issuperset(variables(eqn.invars)) and not _has_effects(eqn) and all(map(_exact, _opened([eqn]))):
+        if (
+            found.issuperset(variables(eqn.invars))
+            and not _has_effects(eqn)
+            and all(map(_exact, _opened([eqn])))
+        ):
             found.update(eqn.outvars)
     return found
 
@@ -133,7 +170,11 @@ def _has_effects(eqn: compat.Equation) -> bool:
 
 def _exact(op: _Op) -> bool:
     whole = all(jnp.issubdtype(v.aval.dtype, np.integer) or v.aval.dtype == bool for v in op.makes)
-    return op.name in EXACT or op.name == "axis_index" or (whole and op.name in ARITHMETIC | _SHIFTS | {"rem"})
+    return (
+        op.name in EXACT
+        or op.name == "axis_index"
+        or (whole and op.name in ARITHMETIC | _SHIFTS | {"rem"})
+    )
 
 
 def _opened(eqns: Sequence[Any]) -> Iterator[_Op]:
@@ -164,8 +205,13 @@ def _renamed(atom: Any, names: dict[Any, Any]) -> Any:
 
 
 def _sized(ops: Sequence[_Op], known: set[Any], constant: Collection[Any]) -> bool:
-    """Whether all shapes but those of constants follow from those in `known`, to which they are added."""
-    arrays = [([a for a in variables(op.gets) if a.aval.shape], [v for v in op.makes if v.aval.shape]) for op in ops]
+    """Whether all shapes but those of constants follow from those in `known`, to which they are
+    added.
+    """
+    arrays = [
+        ([a for a in variables(op.gets) if a.aval.shape], [v for v in op.makes if v.aval.shape])
+        for op in ops
+    ]
     before = -1
     while len(known) != before:
         before = len(known)
@@ -188,9 +234,13 @@ def _touched(op: _Op) -> int:
 
 
 def _reuses(op: _Op) -> bool:
-    """Whether an operation multiplies each element so often that its bytes do not tell its cost: a matrix product."""
+    """Whether an operation multiplies each element so often that its bytes do not tell its cost: a
+    matrix product.
+    """
     if op.name != "dot_general":
         return False
     (contracted, _), _ = op.params["dimension_numbers"]
     length = math.prod(op.gets[0].aval.shape[d] for d in contracted)
-    return length * sum(math.prod(v.aval.shape) for v in op.makes) > sum(math.prod(a.aval.shape) for a in op.gets)
+    return length * sum(math.prod(v.aval.shape) for v in op.makes) > sum(
+        math.prod(a.aval.shape) for a in op.gets
+    )

@@ -1,8 +1,9 @@
 """The IR: a program is a list of segments and the values that flow between them.
 
-It prints (`str(program)`), parses (`text.parse`), can be checked (`verify.verify`) and has two hashes:
-`digest.program_digest` tells whether two programs of one rank share executables, `exchange_signature` is what all ranks
-must agree on before the first step. This file is plain data and knows none of the passes.
+It prints (`str(program)`), parses (`text.parse`), can be checked (`verify.verify`) and has two
+hashes: `digest.program_digest` tells whether two programs of one rank share executables,
+`exchange_signature` is what all ranks must agree on before the first step. This file is plain data
+and knows none of the passes.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class Exchange:
     """An array that a named-axis collective moves between ranks.
 
     Attributes:
-        op: The field's name of the collective: `psum`, `pmax`, `all_gather`, `ppermute`, `mpi.allreduce` ...
+        op: The field's name of the collective: `psum`, `pmax`, `all_gather`, `ppermute`,
+            `mpi.allreduce` ...
         axes: The mesh axes it goes over, in the order the user wrote them.
         dtype: Element type of the operand, as NumPy spells it (`bfloat16` included).
         shape: Shape of the operand on one rank.
-        params: What else decides the message: permutation, groups, split and concat dimensions, reduction.
+        params: What else decides the message: permutation, groups, split and concat dimensions,
+            reduction.
         source: The user's line, `file.py:12 (function)`. Not part of any hash.
     """
 
@@ -54,16 +57,20 @@ class Exchange:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the operand on one rank (not the bytes on the wire; `jaxcross.wire` counts those)."""
+        """Bytes of the operand on one rank (not the bytes on the wire; `jaxcross.wire` counts
+        those).
+        """
         return self.count * itemsize(self.dtype)
 
     @property
     def times(self) -> int:
-        """Number of times that one step makes it: the product of the lengths of the loops around it.
+        """Number of times that one step makes it: the product of the lengths of the loops around
+        it.
 
         A `while` does not say how often it iterates, and counts as once.
         """
-        # A loop's parameter is text such as `scan 8`, because signatures are compared and parsed as text.
+        # A loop's parameter is text such as `scan 8`, because signatures are compared and parsed as
+        # text.
         lengths = [str(value).split()[-1] for name, value in self.params if name == "loop"]
         return math.prod(int(n) for n in lengths if n.isdigit())
 
@@ -90,7 +97,9 @@ class Aval:
 
 
 class RankDecision(Protocol):
-    """A decision that each rank makes by its own values. Ranks count, next to an exchange, how many decided how."""
+    """A decision that each rank makes by its own values. Ranks count, next to an exchange, how many
+    decided how.
+    """
 
     def mismatch(self, counts: Sequence[float]) -> str | None:
         """Returns an error text if ranks decided differently, None if they agree.
@@ -107,17 +116,19 @@ class Segment:
 
     Attributes:
         index: Its position in the program; segments are listed in an order in which they may run.
-        kind: `compute` runs on the accelerator, `collective` on the host CPU device with the exchanges.
+        kind: `compute` runs on the accelerator, `collective` on the host CPU device with the
+            exchanges.
         inputs: Value ids it reads.
         outputs: Value ids it defines.
-        last_uses: Values that no later segment of the list reads. They are dropped once all their readers have run, and
-            donated if no order of the segments could read them later.
+        last_uses: Values that no later segment of the list reads. They are dropped once all their
+            readers have run, and donated if no order of the segments could read them later.
         exchanges: What a collective segment puts on the wire, in order. Empty for compute.
         decisions: Decisions for which a collective segment counts the ranks that took each branch.
-        jaxpr: Its computation, closed, with `len(inputs)` invars and `len(outputs)` outvars; None in a parsed program.
-            A collective segment returns more: each exchanged value that leaves the segment only through an operation
-            that can hide a NaN (see `nonfinite.masked_by`), then one count for each decision. Its jaxpr holds the
-            named-axis collective equations themselves.
+        jaxpr: Its computation, closed, with `len(inputs)` invars and `len(outputs)` outvars; None
+            in a parsed program. A collective segment returns more: each exchanged value that leaves
+            the segment only through an operation that can hide a NaN (see `nonfinite.masked_by`),
+            then one count for each decision. Its jaxpr holds the named-axis collective equations
+            themselves.
     """
 
     index: int
@@ -146,11 +157,15 @@ class Wire(Protocol):
     """The means of exchange: recognises exchanges in a jaxpr, and executes them."""
 
     def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
-        """Returns one `Exchange` per operand if the equation moves data over one of `axes`, None if it does not."""
+        """Returns one `Exchange` per operand if the equation moves data over one of `axes`, None if
+        it does not.
+        """
         ...
 
     def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Lowered:
-        """Returns what can be compiled to compute the closed `jaxpr`, with its exchanges made over the wire."""
+        """Returns what can be compiled to compute the closed `jaxpr`, with its exchanges made over
+        the wire.
+        """
         ...
 
     def coords(self, axes: Mapping[str, int]) -> Mapping[str, int]:
@@ -169,11 +184,13 @@ class Program:
         inputs: Ids of the step's inputs: constants the step closed over, then its flat arguments.
         constants: How many of `inputs` are constants.
         outputs: Ids of the step's flat results.
-        donated: Inputs whose arrays the step may overwrite, after its last exchange at the earliest.
+        donated: Inputs whose arrays the step may overwrite, after its last exchange at the
+            earliest.
         segments: In an order in which they may run.
-        commit_flag_inputs: Inputs that no segment reads before the last exchange, so that their values may still change
-            until the commit.
-        calls: A hash of all ranks' calls of mpi4jax, once the ranks have agreed on them; empty without such calls.
+        commit_flag_inputs: Inputs that no segment reads before the last exchange, so that their
+            values may still change until the commit.
+        calls: A hash of all ranks' calls of mpi4jax, once the ranks have agreed on them; empty
+            without such calls.
         traced: The traced step that it was cut from; None in a parsed program.
         order: What must have run before each segment, and what each may overwrite.
     """
@@ -231,12 +248,17 @@ class Program:
             ops = "+".join(dict.fromkeys(x.op for x in segment.exchanges))
             what = f" {ops} [{human_bytes(segment.nbytes)}]" if segment.exchanges else ""
             what += ", carried" if segment.index in self.order.carried else ""
-            lines.append(f"{segment.index} {segment.kind}{what} <- {','.join(map(str, needs)) or 'inputs'}")
+            lines.append(
+                f"{segment.index} {segment.kind}{what} <- {','.join(map(str, needs)) or 'inputs'}"
+            )
         return lines
 
     def __repr__(self) -> str:
         compute, collective = len(self.segments) - len(self.collectives), len(self.collectives)
-        return f"<Program `{self.name}`: segments {compute} compute, {collective} collective; print() lists them>"
+        return (
+            f"<Program `{self.name}`: segments {compute} compute, {collective} collective; print() "
+            "lists them>"
+        )
 
     def __str__(self) -> str:
         """Formats the program with one line for each segment."""
@@ -254,7 +276,10 @@ class Program:
             f"outputs {_ranges(self.outputs)}",
         ]
         for s, line in zip(self.segments, self._lines(), strict=True):
-            lines.append(f"{line} | {_ranges(s.inputs)} -> {_ranges(s.outputs)} | dies {_ranges(s.last_uses)}")
+            lines.append(
+                f"{line} | {_ranges(s.inputs)} -> {_ranges(s.outputs)} | dies "
+                f"{_ranges(s.last_uses)}"
+            )
             lines += [f"    {x.line()}" for x in s.exchanges]
         lines += [f"value {i} {aval}" for i, aval in enumerate(self.values)]
         return "\n".join(lines)
@@ -262,13 +287,18 @@ class Program:
     def exchange_signature(self) -> str:
         """Returns the text that must be equal on all ranks before the first step.
 
-        It lists every exchange in order, and how many each segment makes, because the wire may pack those of one
-        segment into one message. It leaves out ranks, handles and computation, which may differ. Calls of mpi4jax
-        may differ by rank, too: in their place stands a hash of all ranks' lists.
+        It lists every exchange in order, and how many each segment makes, because the wire may pack
+        those of one segment into one message. It leaves out ranks, handles and computation, which
+        may differ. Calls of mpi4jax may differ by rank, too: in their place stands a hash of all
+        ranks' lists.
         """
         if self.is_unit:
-            return f"axes {self._axes_text()}\ncalls of mpi4jax {self.calls or 'that are not agreed yet'}"
-        # Two cuts may make the same exchanges in the same order and yet pack other ones into a message.
+            return (
+                f"axes {self._axes_text()}\ncalls of mpi4jax "
+                f"{self.calls or 'that are not agreed yet'}"
+            )
+        # Two cuts may make the same exchanges in the same order and yet pack other ones into a
+        # message.
         layout = ", ".join(str(len(s.exchanges)) for s in self.collectives)
         lines = [f"axes {self._axes_text()}", *(x.line() for x in self.exchanges)]
         return "\n".join([*lines, f"{LAYOUT}{layout}"] if layout else lines)
@@ -282,7 +312,9 @@ class Program:
 
 
 def hash_62(text: str) -> int:
-    """Hashes a text to 62 bits, which can be negated in int64: ranks compare hashes by one minimum of `(h, -h)`."""
+    """Hashes a text to 62 bits, which can be negated in int64: ranks compare hashes by one minimum
+    of `(h, -h)`.
+    """
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
 

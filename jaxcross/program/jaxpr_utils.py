@@ -1,4 +1,6 @@
-"""Answers simple questions about a jaxpr, rewrites its equations, and drops those whose results are not read."""
+"""Answers simple questions about a jaxpr, rewrites its equations, and drops those whose results are
+not read.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ def holds(jaxpr: compat.Jaxpr, concerns: Callable[[compat.Equation], bool]) -> b
 
 
 def holds_exchange(
-    jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire, *, only: Callable[[Exchange], bool] = lambda _: True
+    jaxpr: compat.Jaxpr,
+    axes: Mapping[str, int],
+    wire: Wire,
+    *,
+    only: Callable[[Exchange], bool] = lambda _: True,
 ) -> bool:
     """Whether a jaxpr, or one inside it, makes an exchange that `only` accepts."""
     return holds(jaxpr, lambda eqn: any(map(only, wire.recognise(eqn, axes) or ())))
@@ -38,7 +44,8 @@ def forward(
     *,
     constant: V,
 ) -> list[V]:
-    """Carries a property of values from the inputs of a jaxpr to its results, through functions that it calls.
+    """Carries a property of values from the inputs of a jaxpr to its results, through functions
+    that it calls.
 
     Args:
         jaxpr: Open or closed.
@@ -54,7 +61,9 @@ def forward(
 
     for eqn in inner.eqns:
         operands = [of(a) for a in eqn.invars]
-        called = next(compat.sub_jaxprs(eqn), None) if eqn.primitive.name in compat.INLINED else None
+        called = (
+            next(compat.sub_jaxprs(eqn), None) if eqn.primitive.name in compat.INLINED else None
+        )
         if called is not None and len(compat.open_jaxpr(called)[0].invars) == len(operands):
             results: Sequence[V] = forward(called, operands, rule, constant=constant)
         else:
@@ -75,11 +84,12 @@ def rewritten(
     Args:
         jaxpr: Returned as it is where `concerns` accepts nothing in it.
         concerns: Accepts the equations to change.
-        change: Returns the equation that replaces such a one. Equations inside the new one are changed, too.
+        change: Returns the equation that replaces such a one. Equations inside the new one are
+            changed, too.
         enters: Whether equations inside an equation are changed.
     """
-    # By identity, so that a jaxpr that several equations share stays shared. The key's jaxpr is kept alive, so that its
-    # id is not used again.
+    # By identity, so that a jaxpr that several equations share stays shared. The key's jaxpr is
+    # kept alive, so that its id is not used again.
     done: dict[int, tuple[compat.Jaxpr, compat.Jaxpr]] = {}
 
     def changed(eqn: compat.Equation) -> compat.Equation:
@@ -89,7 +99,10 @@ def rewritten(
 
     def replaced(inner: compat.Jaxpr) -> compat.Jaxpr:
         if id(inner) not in done:
-            done[id(inner)] = inner, compat.replace_eqns(inner, [changed(e) for e in inner.eqns], inner.outvars)
+            done[id(inner)] = (
+                inner,
+                compat.replace_eqns(inner, [changed(e) for e in inner.eqns], inner.outvars),
+            )
         return done[id(inner)][1]
 
     if not holds(jaxpr, concerns):
@@ -100,11 +113,17 @@ def rewritten(
 
 def is_shard_map(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
     """Whether an equation maps over shards along one of `axes`."""
-    return eqn.primitive.name == "shard_map" and any(a in axes for a in eqn.params["mesh"].axis_names)
+    return eqn.primitive.name == "shard_map" and any(
+        a in axes for a in eqn.params["mesh"].axis_names
+    )
 
 
-def drop_unread(eqns: Sequence[compat.Equation], outs: Sequence[compat.Atom]) -> list[compat.Equation]:
-    """Returns, in order, the equations on whose results `outs` depend, and those that have a real effect."""
+def drop_unread(
+    eqns: Sequence[compat.Equation], outs: Sequence[compat.Atom]
+) -> list[compat.Equation]:
+    """Returns, in order, the equations on whose results `outs` depend, and those that have a real
+    effect.
+    """
     live = {a for a in outs if not isinstance(a, compat.Literal)}
     kept: list[compat.Equation] = []
     for eqn in reversed(eqns):
@@ -116,13 +135,17 @@ def drop_unread(eqns: Sequence[compat.Equation], outs: Sequence[compat.Atom]) ->
 
 
 def ends_on_zeros(eqn: compat.Equation, present: Collection[compat.Atom]) -> bool:
-    """Whether an equation ends on a rank whose operands are all zero: each loop inside has a fixed length or a vote.
+    """Whether an equation ends on a rank whose operands are all zero: each loop inside has a fixed
+    length or a vote.
 
     Args:
-        eqn: Of a flat jaxpr. Its loops with a vote are those that `jaxcross.program.lockstep` has rewritten.
+        eqn: Of a flat jaxpr. Its loops with a vote are those that `jaxcross.program.lockstep` has
+            rewritten.
         present: Variables that are zero then and 1 elsewhere, an operand of each vote.
     """
-    here = [n for n, a in enumerate(eqn.invars) if not isinstance(a, compat.Literal) and a in present]
+    here = [
+        n for n, a in enumerate(eqn.invars) if not isinstance(a, compat.Literal) and a in present
+    ]
     if eqn.primitive.name == "while":
         return bool(here)
     for jaxpr in compat.sub_jaxprs(eqn):

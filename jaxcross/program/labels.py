@@ -1,32 +1,37 @@
-"""Labels identify each exchange of a step, so that ranks can check that they make the same ones in the same order.
+"""Labels identify each exchange of a step, so that ranks can check that they make the same ones in
+the same order.
 
-By the signature two exchanges may both be sums of three floats. Ranks that loop over names in different orders have
-equal signatures, and each would receive the values of the other exchange. A label is the same on all ranks that
-make the same exchange. It does not depend on the order of tracing, nor, but for the last kind below, on shapes, which
-may differ on one rank.
+By the signature two exchanges may both be sums of three floats. Ranks that loop over names in
+different orders have equal signatures, and each would receive the values of the other exchange. A
+label is the same on all ranks that make the same exchange. It does not depend on the order of
+tracing, nor, but for the last kind below, on shapes, which may differ on one rank.
 
 An exchange has up to four labels of its origin and use together. They are hashes of
 
-- the leaves of the step's arguments that its operand comes from and of the step's results that it reaches, through
-  layout and element-wise equations only;
-- these leaves and the other equations at which such paths end, each with the leaves around it: for exchanges between
-  products, for example, also where ranks add up the results in different orders;
+- the leaves of the step's arguments that its operand comes from and of the step's results that it
+  reaches, through layout and element-wise equations only;
+- these leaves and the other equations at which such paths end, each with the leaves around it: for
+  exchanges between products, for example, also where ranks add up the results in different orders;
 - all equations before and after it by name, which tells any two exchanges of one step apart;
-- the leaves and other equations, each with the part of the array (a slice, an index) and the constant factors on the
-  way: for exchanges of parts of one leaf. Left out where the parts that the results go to do not tell it from another
-  exchange: ranks may take the parts of a batch in any order if the results are added up.
+- the leaves and other equations, each with the part of the array (a slice, an index) and the
+  constant factors on the way: for exchanges of parts of one leaf. Left out where the parts that the
+  results go to do not tell it from another exchange: ranks may take the parts of a batch in any
+  order if the results are added up.
 
-A result may go to a place in a list or tuple, and what stands there follows from the order of tracing: where names are
-iterated in two orders, the first exchange is of "loss" for `result[0]` on one rank, and of "acc" for `result[0]` on the
-other. No label of origin and use together is then on both ranks. Hence an exchange has the same four labels for its
-origin alone, and four for its use alone. Those of the origin are left out where another exchange is for the same parts
-of the results, and those of the use where another one is of the same parts of the arguments: the two may be swapped.
+A result may go to a place in a list or tuple, and what stands there follows from the order of
+tracing: where names are iterated in two orders, the first exchange is of "loss" for `result[0]` on
+one rank, and of "acc" for `result[0]` on the other. No label of origin and use together is then on
+both ranks. Hence an exchange has the same four labels for its origin alone, and four for its use
+alone. Those of the origin are left out where another exchange is for the same parts of the results,
+and those of the use where another one is of the same parts of the arguments: the two may be
+swapped.
 
-A label that occurs twice on a rank identifies nothing and is left out. Ranks may take turns: one exchanges its value
-where the others exchange zeros, as in `[psum(x if n == rank else zeros) for n in range(ranks)]`. So zeros have no
-labels, nor do other values that add nothing, such as the least number in a `pmax`, and two ranks may have one label at
-two places if each exchanges such a value at the other's place. In a pipeline or on a ring, a rank sends what its
-neighbour needs next, so permutations have only the label of all equations before and after them, and mpi4jax's
+A label that occurs twice on a rank identifies nothing and is left out. Ranks may take turns: one
+exchanges its value where the others exchange zeros, as in `[psum(x if n == rank else zeros) for n
+in range(ranks)]`. So zeros have no labels, nor do other values that add nothing, such as the least
+number in a `pmax`, and two ranks may have one label at two places if each exchanges such a value at
+the other's place. In a pipeline or on a ring, a rank sends what its neighbour needs next, so
+permutations have only the label of all equations before and after them, and mpi4jax's
 point-to-point calls have none.
 """
 
@@ -64,10 +69,11 @@ class Labelled:
         exchange: How it travels, without the buffer that it may share.
         origin: Where it comes from.
         use: Where the result goes.
-        empty: Whether its operand is zeros, infinities, or the least or greatest number of its type, written as such:
-            what a rank exchanges that adds nothing.
-        labels: By leaves, by leaves and the equations around them, by all equations, by parts; 0 for one that it does
-            not have. First those of its origin and use, then those of its origin alone and of its use alone.
+        empty: Whether its operand is zeros, infinities, or the least or greatest number of its
+            type, written as such: what a rank exchanges that adds nothing.
+        labels: By leaves, by leaves and the equations around them, by all equations, by parts; 0
+            for one that it does not have. First those of its origin and use, then those of its
+            origin alone and of its use alone.
     """
 
     exchange: Exchange
@@ -93,7 +99,8 @@ def _labelled(traced: Traced) -> dict[int, list[Labelled]]:
         if exchanges := exchanges_of(eqn, traced):
             ends = zip(exchanges, _ends(traced, scope, i), strict=True)
             found[i] = [
-                Labelled(exchange=x, origin=a, use=b, empty=empty, labels=_labels(x, a, b)) for x, (a, b, empty) in ends
+                Labelled(exchange=x, origin=a, use=b, empty=empty, labels=_labels(x, a, b))
+                for x, (a, b, empty) in ends
             ]
     return found
 
@@ -105,7 +112,9 @@ def _labels(x: Exchange, origin: Mark, use: Mark) -> tuple[int, ...]:
     if x.op == "ppermute":
         return 0, 0, mixed(3, kind, origin.exact, use.exact), *(0,) * (_LABELS - 3)
     pairs = (origin, use), (origin, Mark()), (Mark(), use)
-    return tuple(label for n, pair in enumerate(pairs) for label in _hashes(_KINDS * n, kind, *pair))
+    return tuple(
+        label for n, pair in enumerate(pairs) for label in _hashes(_KINDS * n, kind, *pair)
+    )
 
 
 def _hashes(before: int, kind: int, origin: Mark, use: Mark) -> Iterator[int]:
@@ -117,7 +126,9 @@ def _hashes(before: int, kind: int, origin: Mark, use: Mark) -> Iterator[int]:
 
 
 def _ends(traced: Traced, scope: Scope, i: int) -> Iterator[tuple[Mark, Mark, bool]]:
-    """Yields the marks of each exchange of an equation, and whether its operand is empty, in `exchanges_of` order."""
+    """Yields the marks of each exchange of an equation, and whether its operand is empty, in
+    `exchanges_of` order.
+    """
     eqn = scope.eqns[i]
     found = traced.wire.recognise(eqn, traced.axes)
     if found is None:
@@ -138,7 +149,9 @@ def _is_empty(atom: compat.Atom, makers: Mapping[Any, Any]) -> bool:
         eqn = makers.get(atom)
         if eqn is None:
             return False
-        if eqn.primitive.name == "mul" and any(isinstance(a, compat.Literal) and a.val == 0 for a in eqn.invars):
+        if eqn.primitive.name == "mul" and any(
+            isinstance(a, compat.Literal) and a.val == 0 for a in eqn.invars
+        ):
             return True
         if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
             return False
@@ -147,7 +160,9 @@ def _is_empty(atom: compat.Atom, makers: Mapping[Any, Any]) -> bool:
 
 
 def _extremes(dtype: Any) -> tuple[Any, ...]:
-    """Returns the least and the greatest number of a type, which `pmax` and `pmin` ignore; none for others."""
+    """Returns the least and the greatest number of a type, which `pmax` and `pmin` ignore; none for
+    others.
+    """
     if jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer):
         of = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
         return of.min, of.max
@@ -160,7 +175,8 @@ class Member:
 
     Attributes:
         number: Of the exchange, counted from 1.
-        part: Its place in the buffer that it shares with others, counted from 1; 0 if it travels alone.
+        part: Its place in the buffer that it shares with others, counted from 1; 0 if it travels
+            alone.
         labelled: What it is.
     """
 
@@ -170,7 +186,8 @@ class Member:
 
 
 def order_of(program: Program) -> list[Member]:
-    """Returns the arrays that a program exchanges, in the order in which they travel. Does not wait or communicate.
+    """Returns the arrays that a program exchanges, in the order in which they travel. Does not wait
+    or communicate.
 
     Empty for a parsed program, whose equations are unknown.
     """
@@ -197,12 +214,15 @@ def _travelling(program: Program) -> Iterator[Labelled]:
             if id(eqn) in by_equation:
                 yield from known[by_equation[id(eqn)]]
             else:
-                # A shared buffer has an equation of its own. Its parts are found by their results, which keep names.
+                # A shared buffer has an equation of its own. Its parts are found by their results,
+                # which keep names.
                 yield from (known[by_result[v]][0] for v in eqn.outvars if v in by_result)
 
 
 def label_text(order: Sequence[Member]) -> str:
-    """Returns the labels that are unique on this rank, as text of a fixed length: 192 bytes for each array."""
+    """Returns the labels that are unique on this rank, as text of a fixed length: 192 bytes for
+    each array.
+    """
     members = [member.labelled for member in order]
     origins = Counter((x.exchange.line(), x.origin.placed) for x in members)
     uses = Counter((x.exchange.line(), x.use.placed) for x in members)
@@ -229,12 +249,12 @@ def find_swapped(
 
     Args:
         texts: `label_text` the order of each rank, in rank order. The orders have equal signatures.
-        peers: Place, rank -> the ranks with which that rank makes the exchange at that place. It matters only to them
-            that another place holds another exchange.
+        peers: Place, rank -> the ranks with which that rank makes the exchange at that place. It
+            matters only to them that another place holds another exchange.
 
     Returns:
-        Each rank with its place; None if no label has different places on two ranks that exchange with one another,
-        apart from ranks that take turns.
+        Each rank with its place; None if no label has different places on two ranks that exchange
+        with one another, apart from ranks that take turns.
     """
     alike: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
@@ -258,14 +278,21 @@ def find_swapped(
 
 
 def describe(traced: Traced, member: Member) -> str:
-    """Describes an exchange by its number, the leaves that it comes from and goes to, and the user's line."""
+    """Describes an exchange by its number, the leaves that it comes from and goes to, and the
+    user's line.
+    """
     x, (arguments, results) = member.labelled, traced.paths
     part = f"part {member.part} of " if member.part else ""
     origin = _listed(x.origin.leaves, traced.in_tree, arguments) or "a computed value"
     use = _listed(x.use.leaves, traced.out_tree, results) or "further computation"
-    return f"{part}exchange {member.number}: `{x.exchange.op}` of {origin} for {use}, at {x.exchange.source}"
+    return (
+        f"{part}exchange {member.number}: `{x.exchange.op}` of {origin} for {use}, at "
+        f"{x.exchange.source}"
+    )
 
 
 def _listed(leaves: Sequence[int], tree: TreeDef, paths: Sequence[str]) -> str:
-    names = [f"`{path}`" for leaf, path in zip(leaf_hashes(tree), paths, strict=True) if leaf in leaves]
+    names = [
+        f"`{path}`" for leaf, path in zip(leaf_hashes(tree), paths, strict=True) if leaf in leaves
+    ]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

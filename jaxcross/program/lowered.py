@@ -1,4 +1,6 @@
-"""Collective segments as a wire hands them back: `Wire.lower` returns a `Lowered`, which makes an executable."""
+"""Collective segments as a wire hands them back: `Wire.lower` returns a `Lowered`, which makes an
+executable.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,16 @@ class Lowered(Protocol):
 
     @property
     def lent(self) -> Sequence[int]:
-        """Positions of the results that may be in the wire's memory. XLA has to copy such an array to overwrite it."""
+        """Positions of the results that may be in the wire's memory. XLA has to copy such an array
+        to overwrite it.
+        """
         ...
 
-    def compile(self, structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None) -> Any:
-        """Returns a function of flat arrays that runs on the host and waits for the peers. Waits for XLA.
+    def compile(
+        self, structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None
+    ) -> Any:
+        """Returns a function of flat arrays that runs on the host and waits for the peers. Waits
+        for XLA.
 
         The function also has `memory_analysis`, as executables do.
 
@@ -35,9 +42,13 @@ class Lowered(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)  # `jax.jit` needs weak references, and crashes without
+@dataclass(
+    frozen=True, slots=True, weakref_slot=True
+)  # `jax.jit` needs weak references, and crashes without
 class Traceable:
-    """A jaxpr that is an ordinary function again: one executable computes it, exchanges included."""
+    """A jaxpr that is an ordinary function again: one executable computes it, exchanges
+    included.
+    """
 
     function: Callable[..., Sequence[Any]]
 
@@ -49,14 +60,18 @@ class Traceable:
     def __call__(self, *args: Any) -> list[Any]:
         return list(self.function(*args))
 
-    def compile(self, structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None) -> Any:
+    def compile(
+        self, structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None
+    ) -> Any:
         """Compiles it for the host; see `Lowered.compile`."""
         return compile_with_arguments(self, structs, name=name, host=host, place=place)
 
 
 def struct_of(aval: Any, place: Sharding | None = None) -> jax.ShapeDtypeStruct:
     """Returns an abstract value as the type of an argument, which may be committed to a place."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place, weak_type=getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=place, weak_type=getattr(aval, "weak_type", False)
+    )
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -87,9 +102,11 @@ def compile_with_arguments(
     place: Sharding | None,
     donate: Sequence[int] = (),
 ) -> Any:
-    """Compiles a function for the host; arrays that its trace closes over become arguments of the executable.
+    """Compiles a function for the host; arrays that its trace closes over become arguments of the
+    executable.
 
-    Otherwise XLA would write them into its code, and kernels that are the same would differ. Waits for XLA.
+    Otherwise XLA would write them into its code, and kernels that are the same would differ. Waits
+    for XLA.
 
     Args:
         function: Takes and returns flat arrays.
@@ -109,5 +126,9 @@ def compile_with_arguments(
     first = tuple(jax.device_put(list(consts), host))
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in first]
     donated = tuple(n + len(first) for n in donate)
-    executable = jax.jit(compiled, keep_unused=True, donate_argnums=donated).lower(*types, *structs).compile()
+    executable = (
+        jax.jit(compiled, keep_unused=True, donate_argnums=donated)
+        .lower(*types, *structs)
+        .compile()
+    )
     return Bound(executable, first) if first else executable

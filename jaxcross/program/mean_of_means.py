@@ -1,7 +1,9 @@
-"""Finds losses that each rank divides by a count of its own, and that are then averaged with equal weights.
+"""Finds losses that each rank divides by a count of its own, and that are then averaged with equal
+weights.
 
-With masks or padding, `sum(losses) / sum(mask)` is the mean over one rank's examples, and `pmean` of it, or of its
-gradient, is the mean of the ranks' means: a rank with few examples weighs as much as one with many.
+With masks or padding, `sum(losses) / sum(mask)` is the mean over one rank's examples, and `pmean`
+of it, or of its gradient, is the mean of the ranks' means: a rank with few examples weighs as much
+as one with many.
 """
 
 from __future__ import annotations
@@ -15,10 +17,30 @@ from jaxcross.program.jaxpr_utils import forward
 from jaxcross.program.trace import Traced
 
 # Equations that lead from a batch's mask, labels or lengths to a count.
-_COUNTING = frozenset({
-    "and", "broadcast_in_dim", "convert_element_type", "copy", "eq", "ge", "gt", "le", "lt", "max", "mul", "ne", "not",
-    "or", "reduce_sum", "reshape", "select_n", "slice", "squeeze", "transpose",
-})  # fmt: skip
+_COUNTING = frozenset(
+    {
+        "and",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "eq",
+        "ge",
+        "gt",
+        "le",
+        "lt",
+        "max",
+        "mul",
+        "ne",
+        "not",
+        "or",
+        "reduce_sum",
+        "reshape",
+        "select_n",
+        "slice",
+        "squeeze",
+        "transpose",
+    }
+)
 
 
 class _Value(NamedTuple):
@@ -42,7 +64,9 @@ _CONSTANT, _INPUT = _Value(plain=True, constant=True), _Value(plain=True)
 
 
 def means_of_means(traced: Traced) -> Iterator[str]:
-    """Yields the user's lines that divide a loss by a count, if the loss or its gradient is averaged by `pmean`."""
+    """Yields the user's lines that divide a loss by a count, if the loss or its gradient is
+    averaged by `pmean`.
+    """
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     averaged = {id(eqn) for eqn in _averaged(traced)}
     found: dict[str, None] = {}
@@ -60,7 +84,11 @@ def means_of_means(traced: Traced) -> Iterator[str]:
         if plain and name == "reduce_sum":
             counted |= not compat.array_type(eqn.outvars[0]).shape
         # A gradient is divided in the backward pass, which begins with the number 1.
-        if name == "div" and operands[1].counted and (operands[0].constant or not operands[0].plain):
+        if (
+            name == "div"
+            and operands[1].counted
+            and (operands[0].constant or not operands[0].plain)
+        ):
             if not compat.array_type(eqn.outvars[0]).shape:
                 divided |= {compat.source_of(eqn)}
         elif name == "mul" and any(o.counted for o in operands):
@@ -74,7 +102,9 @@ def means_of_means(traced: Traced) -> Iterator[str]:
 
 
 def _averaged(traced: Traced) -> Iterator[compat.Equation]:
-    """Yields the sums over ranks whose result is divided by the number of ranks, as that of `pmean`."""
+    """Yields the sums over ranks whose result is divided by the number of ranks, as that of
+    `pmean`.
+    """
     makers: dict[compat.Atom, tuple[compat.Equation, int]] = {}
     for eqn in compat.open_jaxpr(traced.jaxpr)[0].eqns:
         exchanges = traced.wire.recognise(eqn, traced.axes)
@@ -83,5 +113,9 @@ def _averaged(traced: Traced) -> Iterator[compat.Equation]:
             makers.update(dict.fromkeys(eqn.outvars, (eqn, ranks)))
         elif eqn.primitive.name == "div" and not isinstance(eqn.invars[0], compat.Literal):
             made, ranks = makers.get(eqn.invars[0], (None, 0))
-            if made is not None and isinstance(eqn.invars[1], compat.Literal) and eqn.invars[1].val == ranks:
+            if (
+                made is not None
+                and isinstance(eqn.invars[1], compat.Literal)
+                and eqn.invars[1].val == ranks
+            ):
                 yield made

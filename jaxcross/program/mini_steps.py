@@ -1,4 +1,6 @@
-"""Finds exchanges that `optax.MultiSteps` makes in every mini-step, although it uses only the last one's result."""
+"""Finds exchanges that `optax.MultiSteps` makes in every mini-step, although it uses only the last
+one's result.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Wire
 from jaxcross.program.jaxpr_utils import holds_exchange
 
-# `MultiSteps.update` calls `lax.cond(skip, _skip_update, _do_update, ...)`. The second branch holds the optimizer and
-# nothing else of the step, so an exchange in it is one that the optimizer makes.
+# `MultiSteps.update` calls `lax.cond(skip, _skip_update, _do_update, ...)`. The second branch holds
+# the optimizer and nothing else of the step, so an exchange in it is one that the optimizer makes.
 _UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*\(MultiSteps\.update\)$")
 _DO_UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*_do_update\)$")
 _LIBRARIES = re.compile(r"[/\\](optax|jaxcross[/\\]exchange)[/\\]")
@@ -19,26 +21,34 @@ _LIBRARIES = re.compile(r"[/\\](optax|jaxcross[/\\]exchange)[/\\]")
 def repeated_exchanges(
     jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire, outer: Sequence[compat.Equation] = ()
 ) -> Iterator[str]:
-    """Yields the user's line of each `optax.MultiSteps` in a jaxpr that exchanges in more than one mini-step.
+    """Yields the user's line of each `optax.MultiSteps` in a jaxpr that exchanges in more than one
+    mini-step.
 
     Args:
         jaxpr: Open or closed, not flat.
         axes: Axis name -> size.
         wire: Recognises exchanges.
-        outer: The equations that hold `jaxpr`, the outermost first: its own may not know the lines that called them.
+        outer: The equations that hold `jaxpr`, the outermost first: its own may not know the lines
+            that called them.
     """
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         inside, path = list(compat.sub_jaxprs(eqn)), (*outer, eqn)
-        if not (eqn.primitive.name == "cond" and any(map(_UPDATE.search, compat.stack_of(eqn)[:1]))):
+        if not (
+            eqn.primitive.name == "cond" and any(map(_UPDATE.search, compat.stack_of(eqn)[:1]))
+        ):
             for inner in inside:
                 yield from repeated_exchanges(inner, axes, wire, path)
-        elif any(holds_exchange(j, axes, wire) for j in inside) and not any(map(_is_one_step, inside)):
+        elif any(holds_exchange(j, axes, wire) for j in inside) and not any(
+            map(_is_one_step, inside)
+        ):
             stack = [line for e in reversed(path) for line in compat.stack_of(e)]
             yield next((line for line in stack if not _LIBRARIES.search(line)), stack[0])
 
 
 def _is_one_step(branch: compat.Jaxpr) -> bool:
-    """Whether a branch of `MultiSteps.update` ends its cycle in every mini-step: `mini_step == 0`, for k = 1."""
+    """Whether a branch of `MultiSteps.update` ends its cycle in every mini-step: `mini_step == 0`,
+    for k = 1.
+    """
     return any(
         eqn.primitive.name == "eq"
         and any(isinstance(a, compat.Literal) and a.val == 0 for a in eqn.invars)

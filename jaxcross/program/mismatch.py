@@ -1,4 +1,6 @@
-"""Error texts for ranks that are about to make different exchanges: two ranks, and the first difference."""
+"""Error texts for ranks that are about to make different exchanges: two ranks, and the first
+difference.
+"""
 
 from __future__ import annotations
 
@@ -25,43 +27,55 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
     other = next((rank for rank, text in enumerate(signatures) if text != signatures[0]), None)
     if other is None:
         raise ValueError("the signatures are equal")
-    first, second = ([line for line in signatures[r].splitlines() if not line.startswith(LAYOUT)] for r in (0, other))
+    first, second = (
+        [line for line in signatures[r].splitlines() if not line.startswith(LAYOUT)]
+        for r in (0, other)
+    )
     lines = zip_longest(first, second, fillvalue="(no further exchange)")
-    number, (mine, theirs) = next(((n, pair) for n, pair in enumerate(lines) if pair[0] != pair[1]), (0, ("", "")))
-    layouts = [next((x for x in signatures[r].splitlines() if x.startswith(LAYOUT)), LAYOUT) for r in (0, other)]
+    number, (mine, theirs) = next(
+        ((n, pair) for n, pair in enumerate(lines) if pair[0] != pair[1]), (0, ("", ""))
+    )
+    layouts = [
+        next((x for x in signatures[r].splitlines() if x.startswith(LAYOUT)), LAYOUT)
+        for r in (0, other)
+    ]
     divided = (
-        f" into segments differently, by number in each:\n    rank 0: {layouts[0].removeprefix(LAYOUT)}"
-        f"\n    rank {other}: {layouts[1].removeprefix(LAYOUT)}\nAll ranks must give `crossover` the same `cut` and"
-        " `bucket_bytes`, and must all have an accelerator or all have none."
+        " into segments differently, by number in each:\n    rank 0: "
+        f"{layouts[0].removeprefix(LAYOUT)}\n    rank {other}: "
+        f"{layouts[1].removeprefix(LAYOUT)}\nAll ranks must give `crossover` the same `cut` and "
+        "`bucket_bytes`, and must all have an accelerator or all have none."
     )
     if mine == theirs:
         return f"ranks 0 and {other} divide the exchanges of `{name}`{divided}"
     if _UNTIL.sub("", mine) == _UNTIL.sub("", theirs):
         return (
-            f"ranks 0 and {other} make different numbers of iterations of a loop in `{name}`, or decide a conditional"
-            f" in it differently: it depends only on numbers in the code, and these differ. Exchange {number} is"
-            f"\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
-            "Pass a rank's own number to the step as an argument: ranks then agree before each iteration."
+            f"ranks 0 and {other} make different numbers of iterations of a loop in `{name}`, or "
+            "decide a conditional in it differently: it depends only on numbers in the code, and "
+            f"these differ. Exchange {number} is\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
+            "Pass a rank's own number to the step as an argument: ranks then agree before each "
+            "iteration."
         )
     if _WIDTH.sub(r"\1", mine) == _WIDTH.sub(r"\1", theirs):
         return (
-            f"ranks 0 and {other} exchange elements of different widths in `{name}`: exchange {number} is"
-            f"\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
-            "JAX's 64-bit types (`jax_enable_x64`) are probably enabled on some ranks only. Enable them on all ranks or"
-            " none: look at the variable `JAX_ENABLE_X64` of each rank, and at `jax.config.update` and"
-            " `jax.enable_x64` in the script. Otherwise, look for an argument that has another type there."
+            f"ranks 0 and {other} exchange elements of different widths in `{name}`: exchange "
+            f"{number} is\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
+            "JAX's 64-bit types (`jax_enable_x64`) are probably enabled on some ranks only. Enable "
+            "them on all ranks or none: look at the variable `JAX_ENABLE_X64` of each rank, and at "
+            "`jax.config.update` and `jax.enable_x64` in the script. Otherwise, look for an "
+            "argument that has another type there."
         )
     return (
-        f"ranks 0 and {other} exchange different things in `{name}`: exchange {number} is"
-        f"\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
-        "All ranks must trace the same step with the same shapes; look for a branch on the rank, unequal batches, or"
-        " an exchange's arguments, such as `every`, that differ."
+        f"ranks 0 and {other} exchange different things in `{name}`: exchange {number} is\n    "
+        f"rank 0: {mine}\n    rank {other}: {theirs}\n"
+        "All ranks must trace the same step with the same shapes; look for a branch on the rank, "
+        "unequal batches, or an exchange's arguments, such as `every`, that differ."
         f"{'' if layouts[0] == layouts[1] else f' They divide their exchanges{divided}'}"
     )
 
 
 def branch_call_mismatch(name: str, calls: Sequence[str]) -> str:
-    """Returns the text of an `ExchangeError` for ranks that make the same exchanges, but in different steps.
+    """Returns the text of an `ExchangeError` for ranks that make the same exchanges, but in
+    different steps.
 
     Args:
         name: The step, or its job.
@@ -69,8 +83,9 @@ def branch_call_mismatch(name: str, calls: Sequence[str]) -> str:
     """
     where = ", ".join(f"rank {rank} in {call}" for rank, call in enumerate(calls))
     return (
-        f"`{name}` takes a branch with exchanges at different calls: {where}. Its predicate must be the same on every"
-        " rank: look at counters in the states that ranks started from, and at arguments such as `every`."
+        f"`{name}` takes a branch with exchanges at different calls: {where}. Its predicate must "
+        "be the same on every rank: look at counters in the states that ranks started from, and at "
+        "arguments such as `every`."
     )
 
 
@@ -83,24 +98,28 @@ def step_mismatch(name: str, steps: Sequence[str]) -> str:
     """
     where = ", ".join(f"rank {rank} {step}" for rank, step in enumerate(steps))
     return (
-        f"the ranks of {name} call different steps: {where}. Exchanges match by their order alone, so the steps"
-        " would mix their values. All ranks must call the same steps in the same order: decide which one comes next"
-        " by what is equal on all ranks, such as the number of steps, and not by a clock or by data of one rank."
+        f"the ranks of {name} call different steps: {where}. Exchanges match by their order alone, "
+        "so the steps would mix their values. All ranks must call the same steps in the same "
+        "order: decide which one comes next by what is equal on all ranks, such as the number of "
+        "steps, and not by a clock or by data of one rank."
     )
 
 
 def order_mismatch(name: str, ranks: tuple[int, int], exchanges: Sequence[str]) -> str:
-    """Returns the text of an `ExchangeError` for ranks that make equal-looking exchanges in different orders.
+    """Returns the text of an `ExchangeError` for ranks that make equal-looking exchanges in
+    different orders.
 
     Args:
         name: The step.
         ranks: Two ranks that differ.
-        exchanges: Descriptions of the exchanges at which these two differ, of each rank, in rank order.
+        exchanges: Descriptions of the exchanges at which these two differ, of each rank, in rank
+            order.
     """
     lines = "".join(f"\n    rank {rank}:\n        {exchanges[rank]}" for rank in ranks)
     return (
-        f"ranks {ranks[0]} and {ranks[1]} make the exchanges of `{name}` in different orders, which would mix their"
-        f" values:{lines}\nAll ranks must trace the exchanges in the same order. If a loop over names makes them, sort"
-        " the names: a set of strings has another order in each process, and a dict the order in which it was filled. A"
-        " rank that means another part of an array than the others selects it by an index that is an array."
+        f"ranks {ranks[0]} and {ranks[1]} make the exchanges of `{name}` in different orders, "
+        f"which would mix their values:{lines}\nAll ranks must trace the exchanges in the same "
+        "order. If a loop over names makes them, sort the names: a set of strings has another "
+        "order in each process, and a dict the order in which it was filled. A rank that means "
+        "another part of an array than the others selects it by an index that is an array."
     )

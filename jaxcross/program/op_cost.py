@@ -1,4 +1,6 @@
-"""Costs of operations: which may run on the host between two exchanges, and which values are cheaper to recompute."""
+"""Costs of operations: which may run on the host between two exchanges, and which values are
+cheaper to recompute.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +12,114 @@ from jaxcross._jax_compat import Var
 from jaxcross.program.graph import Graph, by_place, nbytes, variables
 
 # Give the same bits wherever they are compiled: they move, compare or convert, and compute nothing.
-EXACT = frozenset({
-    "abs", "and", "argmax", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "eq", "expand_dims", "ge",
-    "gt", "iota", "is_finite", "le", "lt", "max", "min", "ne", "neg", "not", "or", "pad", "reduce_precision", "rev",
-    "reshape", "select_n", "sign", "slice", "squeeze", "stop_gradient", "transpose", "xor",
-})  # fmt: skip
-# Elementwise arithmetic: fused with its reader, a multiplication may be contracted into its last bit.
-ARITHMETIC = frozenset({"add", "add_any", "div", "integer_pow", "mul", "rsqrt", "sqrt", "square", "sub"})
+EXACT = frozenset(
+    {
+        "abs",
+        "and",
+        "argmax",
+        "broadcast_in_dim",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "eq",
+        "expand_dims",
+        "ge",
+        "gt",
+        "iota",
+        "is_finite",
+        "le",
+        "lt",
+        "max",
+        "min",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "pad",
+        "reduce_precision",
+        "rev",
+        "reshape",
+        "select_n",
+        "sign",
+        "slice",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+        "xor",
+    }
+)
+# Elementwise arithmetic: fused with its reader, a multiplication may be contracted into its last
+# bit.
+ARITHMETIC = frozenset(
+    {"add", "add_any", "div", "integer_pow", "mul", "rsqrt", "sqrt", "square", "sub"}
+)
 # May stay between two exchanges, on the host, when few enough bytes are touched.
-HOST_OPS = frozenset({
-    *EXACT, *ARITHMETIC, "axis_index", "bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice",
-    "exp", "log", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "rem", "round", "split",
-})  # fmt: skip
+HOST_OPS = frozenset(
+    {
+        *EXACT,
+        *ARITHMETIC,
+        "axis_index",
+        "bitcast_convert_type",
+        "concatenate",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "exp",
+        "log",
+        "reduce_and",
+        "reduce_max",
+        "reduce_min",
+        "reduce_or",
+        "reduce_sum",
+        "rem",
+        "round",
+        "split",
+    }
+)
 MOST_TOUCHED = 8
-"""Bytes that host operations may touch for each byte exchanged; more would cost more than it hides."""
+"""Bytes that host operations may touch for each byte exchanged; more would cost more than it
+hides.
+"""
 # Work under which an exchange can hide. Other operations only pass over memory.
-_COSTLY = frozenset({
-    "cholesky", "conv_general_dilated", "custom_linear_solve", "dot_general", "eig", "eigh", "fft", "lu", "qr", "scan",
-    "sort", "svd", "triangular_solve", "while",
-})  # fmt: skip
+_COSTLY = frozenset(
+    {
+        "cholesky",
+        "conv_general_dilated",
+        "custom_linear_solve",
+        "dot_general",
+        "eig",
+        "eigh",
+        "fft",
+        "lu",
+        "qr",
+        "scan",
+        "sort",
+        "svd",
+        "triangular_solve",
+        "while",
+    }
+)
 FREE = frozenset({"broadcast_in_dim", "iota"})  # their shapes follow from none of their operands
-RESHAPED = frozenset({
-    "argmax", "bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice", "expand_dims", "pad",
-    "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "reshape", "slice", "split", "squeeze",
-    "transpose",
-})  # fmt: skip
+RESHAPED = frozenset(
+    {
+        "argmax",
+        "bitcast_convert_type",
+        "concatenate",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "expand_dims",
+        "pad",
+        "reduce_and",
+        "reduce_max",
+        "reduce_min",
+        "reduce_or",
+        "reduce_sum",
+        "reshape",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+    }
+)
 
 
 def is_costly(eqn: compat.Equation) -> bool:
@@ -54,14 +139,17 @@ def exchanged_arrays(graph: Graph, exchanges: Sequence[int]) -> set[Any]:
 
 
 def sized_by_exchanges(graph: Graph, between: Collection[int], known: set[Any]) -> bool:
-    """Whether the shapes in these equations follow from the exchanges' shapes, which are the same on every rank.
+    """Whether the shapes in these equations follow from the exchanges' shapes, which are the same
+    on every rank.
 
-    Other shapes may follow from this rank's batch. In an elementwise equation one known shape determines all others.
+    Other shapes may follow from this rank's batch. In an elementwise equation one known shape
+    determines all others.
 
     Args:
         graph: Of the step.
         between: The equations.
-        known: Arrays whose shapes follow from the exchanges; those of the equations are added to it.
+        known: Arrays whose shapes follow from the exchanges; those of the equations are added to
+            it.
     """
     eqns = [graph.eqns[i] for i in sorted(between)]
     before = -1
@@ -81,10 +169,12 @@ def _arrays(atoms: Sequence[Any]) -> set[Any]:
 
 
 def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[int, set[int]]:
-    """Chooses the equations that a compute position runs again instead of reading their results (cut rule 2).
+    """Chooses the equations that a compute position runs again instead of reading their results
+    (cut rule 2).
 
-    A value is recomputed if that keeps no byte alive that would not be alive anyway. Under `exact` only operations that
-    give the same bits wherever they run are recomputed, otherwise elementwise arithmetic as well.
+    A value is recomputed if that keeps no byte alive that would not be alive anyway. Under `exact`
+    only operations that give the same bits wherever they run are recomputed, otherwise elementwise
+    arithmetic as well.
 
     Returns:
         Position -> equations that it runs a second time.
@@ -93,7 +183,12 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
 
     def recomputable(i: int) -> bool:
         eqn = graph.eqns[i]
-        return eqn.primitive.name in allowed and not eqn.effects and len(eqn.outvars) == 1 and place[i] % 2 == 0
+        return (
+            eqn.primitive.name in allowed
+            and not eqn.effects
+            and len(eqn.outvars) == 1
+            and place[i] % 2 == 0
+        )
 
     copies: dict[int, set[int]] = {}
     for here, members in sorted(by_place(place).items()):
@@ -117,8 +212,12 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
     return copies
 
 
-def _chain(graph: Graph, var: Var, recomputable: Callable[[int], bool], kept: set[Any]) -> tuple[set[int], set[Any]]:
-    """Returns the recomputable equations that make `var`, and the kept or other values that they start from."""
+def _chain(
+    graph: Graph, var: Var, recomputable: Callable[[int], bool], kept: set[Any]
+) -> tuple[set[int], set[Any]]:
+    """Returns the recomputable equations that make `var`, and the kept or other values that they
+    start from.
+    """
     chain: set[int] = set()
     leaves: set[Any] = set()
     stack = [var]

@@ -1,4 +1,6 @@
-"""The order of a program's segments: which must have run before each, and what each may therefore overwrite."""
+"""The order of a program's segments: which must have run before each, and what each may therefore
+overwrite.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +29,25 @@ class Order:
     """The order of the segments of one program.
 
     Attributes:
-        after_commit: Segments that may run only once every rank is known to have made the step's last exchange: the
-            optimizer's. Once one has overwritten the state, the step can no longer return the old one.
+        after_commit: Segments that may run only once every rank is known to have made the step's
+            last exchange: the optimizer's. Once one has overwritten the state, the step can no
+            longer return the old one.
         readers: The segments that read each value.
-        needs: For each segment, the segments whose results it reads, or that read what it may overwrite. An update
-            overwrites the step's donated arguments. What reads those runs first, even if nothing else orders it. This
-            costs no time: one device runs both anyway.
-        after: For each segment, those that must have run before it, as bits: by `needs` or by the commit. Empty if the
-            segments cannot run in the order of the list (`verify` refuses such a program, and prints it).
-        donates: For each segment, the values that it may overwrite because nothing can read them once it runs. Segments
-            run in any order that their dependences allow. So it is not enough that a value's other readers come earlier
-            in the list: this segment must depend on them. Empty like `after`.
-        carried: First collective segments that need no segment but one another, while some computation does not
-            need them. They exchange what the step before has left, and can do so while this one computes. None comes
-            behind another exchange: the order of exchanges is the program's on each rank, also where ranks compute
-            different things. Those that exchange with no other rank do not count.
+        needs: For each segment, the segments whose results it reads, or that read what it may
+            overwrite. An update overwrites the step's donated arguments. What reads those runs
+            first, even if nothing else orders it. This costs no time: one device runs both anyway.
+        after: For each segment, those that must have run before it, as bits: by `needs` or by the
+            commit. Empty if the segments cannot run in the order of the list (`verify` refuses such
+            a program, and prints it).
+        donates: For each segment, the values that it may overwrite because nothing can read them
+            once it runs. Segments run in any order that their dependences allow. So it is not
+            enough that a value's other readers come earlier in the list: this segment must depend
+            on them. Empty like `after`.
+        carried: First collective segments that need no segment but one another, while some
+            computation does not need them. They exchange what the step before has left, and can do
+            so while this one computes. None comes behind another exchange: the order of exchanges
+            is the program's on each rank, also where ranks compute different things. Those that
+            exchange with no other rank do not count.
     """
 
     after_commit: frozenset[int]
@@ -53,7 +59,11 @@ class Order:
 
 
 def order_of(
-    segments: Sequence[Ordered], *, inputs: frozenset[int], donated: frozenset[int], without_peers: frozenset[int]
+    segments: Sequence[Ordered],
+    *,
+    inputs: frozenset[int],
+    donated: frozenset[int],
+    without_peers: frozenset[int],
 ) -> Order:
     """Works out the order of segments.
 
@@ -74,13 +84,18 @@ def order_of(
     needs = [{maker[v] for v in s.inputs if v in maker} for s in segments]
     after: list[int] = []
     donates: list[frozenset[int]] = []
-    runs_in_order = all(s.index == n and max(needs[n], default=-1) < n for n, s in enumerate(segments))
+    runs_in_order = all(
+        s.index == n and max(needs[n], default=-1) < n for n, s in enumerate(segments)
+    )
     for n, segment in enumerate(segments if runs_in_order else ()):
         late, before = n in after_commit, 0
-        # Transitive: a segment's set includes the sets of those that it depends on, which come earlier in the list.
+        # Transitive: a segment's set includes the sets of those that it depends on, which come
+        # earlier in the list.
         for m in needs[n] | collectives if late else needs[n]:
             before |= after[m] | 1 << m
-        for m in (m for v in donated.intersection(segment.last_uses) for m in readers.get(v, ()) if late):
+        for m in (
+            m for v in donated.intersection(segment.last_uses) for m in readers.get(v, ()) if late
+        ):
             if m < n and not before >> m & 1:
                 needs[n].add(m)
                 before |= after[m] | 1 << m
@@ -89,7 +104,8 @@ def order_of(
             frozenset(
                 v
                 for v in segment.last_uses
-                # The step's inputs survive until its last exchange. If one fails, the step returns what it got.
+                # The step's inputs survive until its last exchange. If one fails, the step returns
+                # what it got.
                 if segment.kind == "compute"
                 and (v not in inputs or (v in donated and n > last))
                 and all(reader == n or before >> reader & 1 for reader in readers.get(v, ()))
@@ -105,7 +121,9 @@ def order_of(
     )
 
 
-def _carried(after: Sequence[int], collectives: set[int], without_peers: frozenset[int]) -> frozenset[int]:
+def _carried(
+    after: Sequence[int], collectives: set[int], without_peers: frozenset[int]
+) -> frozenset[int]:
     computes = [n for n in range(len(after)) if n not in collectives]
     found: list[int] = []
     for n in sorted(collectives - without_peers) if after else ():

@@ -1,11 +1,13 @@
-"""Marks the values of a traced step by their origin and their use, independently of the order of tracing.
+"""Marks the values of a traced step by their origin and their use, independently of the order of
+tracing.
 
-Each variable gets two marks. One describes the equations that it is computed from, the other those that read it.
-Both follow from the graph of equations alone: not from the order in which independent equations are written. All but
-`placed` follow neither from shapes nor from the values of constants, which may differ on a rank whose batch is short.
+Each variable gets two marks. One describes the equations that it is computed from, the other those
+that read it. Both follow from the graph of equations alone: not from the order in which independent
+equations are written. All but `placed` follow neither from shapes nor from the values of constants,
+which may differ on a rank whose batch is short.
 
-Each equation is visited twice, at a cost that its operands and results bound, so the cost is linear in the number of
-equations; a function that is called several times counts each time.
+Each equation is visited twice, at a cost that its operands and results bound, so the cost is linear
+in the number of equations; a function that is called several times counts each time.
 """
 
 from __future__ import annotations
@@ -23,30 +25,78 @@ from jaxcross.program.array_parts import picks, ways_by_index, ways_through
 from jaxcross.program.op_cost import ARITHMETIC, EXACT
 from jaxcross.program.trace import Traced
 
-# Layout and element-wise equations: an element of their result comes from single elements of their operands.
+# Layout and element-wise equations: an element of their result comes from single elements of their
+# operands.
 _LAYOUT = frozenset(
-    ["bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice", "pcast", "pvary", "split"]
+    [
+        "bitcast_convert_type",
+        "concatenate",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "pcast",
+        "pvary",
+        "split",
+    ]
 )
-_FUNCTIONS = frozenset({
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "complex", "conj", "cos", "cosh",
-    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "imag", "lgamma", "log", "log1p", "logistic",
-    "nextafter", "pow", "real", "rem", "round", "sin", "sinh", "tan", "tanh",
-})  # fmt: skip
+_FUNCTIONS = frozenset(
+    {
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cbrt",
+        "ceil",
+        "complex",
+        "conj",
+        "cos",
+        "cosh",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "imag",
+        "lgamma",
+        "log",
+        "log1p",
+        "logistic",
+        "nextafter",
+        "pow",
+        "real",
+        "rem",
+        "round",
+        "sin",
+        "sinh",
+        "tan",
+        "tanh",
+    }
+)
 _ELEMENTWISE = (EXACT - {"argmax", "iota"}) | ARITHMETIC | _LAYOUT | _FUNCTIONS
 
-# A longer set is represented by its smallest members, so that a union costs the same however many leaves there are.
+# A longer set is represented by its smallest members, so that a union costs the same however many
+# leaves there are.
 _KEPT = 32
 _BITS = 2**64 - 1
 
 
 class Mark(NamedTuple):
-    """A value's surroundings in one direction, towards the inputs of the step or towards its results.
+    """A value's surroundings in one direction, towards the inputs of the step or towards its
+    results.
 
     Attributes:
-        leaves: The leaves reached through layout and element-wise equations only, each as a hash of its path.
-        others: The other equations at which such paths end, each as a hash of its name and of the marks around it.
-        exact: A hash of all equations in that direction, with their names and the order of their operands.
-        placed: Leaves and other equations, each with the parts of arrays and constant factors on the way.
+        leaves: The leaves reached through layout and element-wise equations only, each as a hash of
+            its path.
+        others: The other equations at which such paths end, each as a hash of its name and of the
+            marks around it.
+        exact: A hash of all equations in that direction, with their names and the order of their
+            operands.
+        placed: Leaves and other equations, each with the parts of arrays and constant factors on
+            the way.
     """
 
     leaves: tuple[int, ...] = ()
@@ -88,8 +138,8 @@ class Scope:
 def marked(traced: Traced) -> Scope:
     """Marks all variables of a traced step. Does not wait or communicate.
 
-    The same on every rank whose step computes the same, in whatever order it was traced and, but for `Mark.placed`, for
-    whatever shapes.
+    The same on every rank whose step computes the same, in whatever order it was traced and, but
+    for `Mark.placed`, for whatever shapes.
     """
     inputs = [_mark_of(leaf) for leaf in leaf_hashes(traced.in_tree)]
     scope = _origins(traced, traced.jaxpr, [*(_CONSTANT for _ in traced.consts), *inputs])
@@ -104,8 +154,8 @@ def _mark_of(leaf: int) -> Mark:
 def leaf_hashes(tree: TreeDef) -> list[int]:
     """Returns a hash of the path to each leaf.
 
-    An index in a sequence is hashed with the length of the sequence: in a sequence of another length it need not stand
-    for the same thing.
+    An index in a sequence is hashed with the length of the sequence: in a sequence of another
+    length it need not stand for the same thing.
     """
     return list(_leaf_hashes(tree, 0))
 
@@ -128,7 +178,9 @@ def hash_of_text(text: str) -> int:
 
 
 def mixed(*parts: object) -> int:
-    """Returns 64 bits of integers, in tuples or not. Python salts hashes of texts in each process, not of integers."""
+    """Returns 64 bits of integers, in tuples or not. Python salts hashes of texts in each process,
+    not of integers.
+    """
     return hash(parts) & _BITS
 
 
@@ -136,7 +188,9 @@ _CONSTANT = Mark(exact=hash_of_text("constant"))
 
 
 def _origins(traced: Traced, jaxpr: compat.Jaxpr, args: Sequence[Mark]) -> Scope:
-    """Returns the jaxpr with the marks of its variables towards the inputs, given those of its arguments."""
+    """Returns the jaxpr with the marks of its variables towards the inputs, given those of its
+    arguments.
+    """
     inner, consts = compat.open_jaxpr(jaxpr)
     scope = Scope([*inner.constvars[len(consts) :], *inner.invars], inner.eqns, inner.outvars)
     scope.origins.update(zip(scope.inputs, args, strict=False))
@@ -145,7 +199,9 @@ def _origins(traced: Traced, jaxpr: compat.Jaxpr, args: Sequence[Mark]) -> Scope
         inside = scope.inside[i] = []
         for sub, given, returns in _inside(eqn):
             inside.append((_origins(traced, sub, [operands[n] for n in given]), given, returns))
-        scope.origins.update(zip(eqn.outvars, _made(traced, eqn, operands, scope, inside), strict=True))
+        scope.origins.update(
+            zip(eqn.outvars, _made(traced, eqn, operands, scope, inside), strict=True)
+        )
         scope.makers.update((v, eqn) for v in eqn.outvars)
     return scope
 
@@ -153,8 +209,8 @@ def _origins(traced: Traced, jaxpr: compat.Jaxpr, args: Sequence[Mark]) -> Scope
 def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
     """Yields the jaxprs that an equation holds.
 
-    With each come the numbers of the operands that it gets, none if unknown, and whether its results are those of the
-    equation.
+    With each come the numbers of the operands that it gets, none if unknown, and whether its
+    results are those of the equation.
     """
     name, params = eqn.primitive.name, eqn.params
     for n, sub in enumerate(compat.sub_jaxprs(eqn)):
@@ -174,7 +230,11 @@ def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
 
 
 def _made(
-    traced: Traced, eqn: compat.Equation, operands: Sequence[Mark], scope: Scope, inside: Sequence[Any]
+    traced: Traced,
+    eqn: compat.Equation,
+    operands: Sequence[Mark],
+    scope: Scope,
+    inside: Sequence[Any],
 ) -> list[Mark]:
     """Returns the marks of an equation's results towards the inputs."""
     name, count = hash_of_text(eqn.primitive.name), range(len(eqn.outvars))
@@ -187,7 +247,11 @@ def _made(
         union, exact = _union(operands), mixed(name, *[o.exact for o in operands])
         ways = [ways_through(eqn, scope.makers, n) for n in count]
         return [
-            Mark(*union, mixed(exact, n), _along((o.placed, way) for o, way in zip(operands, ways[n], strict=True)))
+            Mark(
+                *union,
+                mixed(exact, n),
+                _along((o.placed, way) for o, way in zip(operands, ways[n], strict=True)),
+            )
             for n in count
         ]
     if _is_parallel(traced, eqn):
@@ -202,11 +266,18 @@ def _made(
 
 
 def _exchanged(name: int, mark: Mark) -> Mark:
-    return Mark((), (mixed(name, mark.leaves, mark.others),), mixed(name, mark.exact), (mixed(name, mark.placed),))
+    return Mark(
+        (),
+        (mixed(name, mark.leaves, mark.others),),
+        mixed(name, mark.exact),
+        (mixed(name, mark.placed),),
+    )
 
 
 def _end(around: int, exact: int) -> Mark:
-    """Returns the mark of a value at which the paths through layout and element-wise equations end."""
+    """Returns the mark of a value at which the paths through layout and element-wise equations
+    end.
+    """
     return Mark((), (around,), exact, (around,))
 
 
@@ -238,12 +309,18 @@ def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
         results = [scope.use(v) for v in eqn.outvars]
         for inner, _, returns in scope.inside[i]:
             _uses(traced, inner, results if returns else ())
-        for atom, mark in zip(eqn.invars, _read(traced, eqn, scope, results, scope.inside[i]), strict=True):
+        for atom, mark in zip(
+            eqn.invars, _read(traced, eqn, scope, results, scope.inside[i]), strict=True
+        ):
             add(atom, mark)
 
 
 def _read(
-    traced: Traced, eqn: compat.Equation, scope: Scope, results: Sequence[Mark], inside: Sequence[Any]
+    traced: Traced,
+    eqn: compat.Equation,
+    scope: Scope,
+    results: Sequence[Mark],
+    inside: Sequence[Any],
 ) -> list[Mark]:
     """Returns the marks that an equation adds to its operands towards the results."""
     name, operands = hash_of_text(eqn.primitive.name), [scope.origin(a) for a in eqn.invars]
@@ -259,7 +336,11 @@ def _read(
         union, exact = _union(results), mixed(name, *[m.exact for m in (*operands, *results)])
         ways = [ways_through(eqn, scope.makers, n) for n in range(len(results))]
         return [
-            Mark(*union, mixed(exact, n), _along((r.placed, way[n]) for r, way in zip(results, ways, strict=True)))
+            Mark(
+                *union,
+                mixed(exact, n),
+                _along((r.placed, way[n]) for r, way in zip(results, ways, strict=True)),
+            )
             for n in range(len(operands))
         ]
     if _is_parallel(traced, eqn):

@@ -1,7 +1,8 @@
 """Checks by simulation whether the ranks' lists of MPI calls fit together.
 
-Sends are buffered, receives block, and a collective blocks until all members of its communicator are at it. A receive
-that names its source is matched in one way only, so the outcome does not depend on which rank goes first. Pure.
+Sends are buffered, receives block, and a collective blocks until all members of its communicator
+are at it. A receive that names its source is matched in one way only, so the outcome does not
+depend on which rank goes first. Pure.
 """
 
 from __future__ import annotations
@@ -33,13 +34,22 @@ def encode(calls: Iterable[Exchange]) -> str:
 def decode(text: str) -> tuple[Exchange, ...]:
     """Reads `encode`'s text back."""
     return tuple(
-        Exchange(op=op, axes=tuple(axes), dtype=dtype, shape=tuple(shape), params=_tuples(params), source=source)
+        Exchange(
+            op=op,
+            axes=tuple(axes),
+            dtype=dtype,
+            shape=tuple(shape),
+            params=_tuples(params),
+            source=source,
+        )
         for op, axes, dtype, shape, params, source in json.loads(text)
     )
 
 
 def comparison_text(calls: Iterable[Exchange]) -> str:
-    """Returns a text that is the same for two equal lists of calls: everything but the user's lines."""
+    """Returns a text that is the same for two equal lists of calls: everything but the user's
+    lines.
+    """
     return "\n".join(x.line() for x in calls)
 
 
@@ -50,7 +60,9 @@ def partners(calls: Iterable[Exchange], rank: int) -> set[int]:
         params = dict(x.params)
         ranks = params["ranks"]
         named = [params[end] for end in ("source", "dest") if end in params]
-        found.update(ranks[n] for n in named if isinstance(n, int)) if named else found.update(ranks)
+        found.update(ranks[n] for n in named if isinstance(n, int)) if named else found.update(
+            ranks
+        )
     return found - {rank}
 
 
@@ -73,7 +85,11 @@ def all_senders_known(lists: Mapping[int, Sequence[Exchange]], rank: int) -> boo
 
 def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -> bool:
     """Whether another rank's list has a message that a receive of `rank` from any source takes."""
-    wanted = {(_comm(x), dict(x.params)["recv_tag"]) for x in calls if dict(x.params).get("source") == "any"}
+    wanted = {
+        (_comm(x), dict(x.params)["recv_tag"])
+        for x in calls
+        if dict(x.params).get("source") == "any"
+    }
     sent = [(_comm(x), dict(x.params)["send_tag"]) for x in others if _dest(x) == rank]
     return any((comm, tag) in wanted or (comm, "any") in wanted for comm, tag in sent)
 
@@ -81,7 +97,8 @@ def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -
 def can_simulate(lists: Mapping[int, Sequence[Exchange]]) -> bool:
     """Whether the outcome follows from the lists alone.
 
-    It does not with a receive from any source, a call in a loop or conditional, or two communicators that look alike.
+    It does not with a receive from any source, a call in a loop or conditional, or two
+    communicators that look alike.
     """
     return not any(
         "loop" in params or params.get("source") == "any" or "#" in params.get("comm", "")
@@ -91,11 +108,13 @@ def can_simulate(lists: Mapping[int, Sequence[Exchange]]) -> bool:
 
 
 def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
-    """Returns why the ranks' calls do not fit together, as the text of an `ExchangeError`; None if they do.
+    """Returns why the ranks' calls do not fit together, as the text of an `ExchangeError`; None if
+    they do.
 
     Args:
         name: The step.
-        lists: The calls of each rank, in the order in which they are made. Every rank that one of them names is there.
+        lists: The calls of each rank, in the order in which they are made. Every rank that one of
+            them names is there.
     """
     if not can_simulate(lists):
         return None
@@ -108,9 +127,9 @@ def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
         lines = "\n".join(f"    rank {r} {run.blocked_text(r)}" for r in run.blocked())
         return (
             f"the mpi4jax calls of `{name}` would wait for each other forever:\n{lines}\n"
-            "Make the calls in an order in which each one finds its partners: for example all ranks first exchange"
-            " along rows, then along columns; between two ranks one sends first and the other receives first, or both"
-            " call `sendrecv`."
+            "Make the calls in an order in which each one finds its partners: for example all "
+            "ranks first exchange along rows, then along columns; between two ranks one sends "
+            "first and the other receives first, or both call `sendrecv`."
         )
     return None
 
@@ -121,7 +140,9 @@ class _MisfitError(Exception):
 
 @dataclass(slots=True)
 class _Simulation:
-    """The calls of all ranks, run against each other: how far each rank is, and the messages under way."""
+    """The calls of all ranks, run against each other: how far each rank is, and the messages under
+    way.
+    """
 
     lists: Mapping[int, Sequence[Exchange]]
     at: dict[int, int] = field(init=False)
@@ -140,7 +161,9 @@ class _Simulation:
                 self._advance(rank)
         for (_, source, dest), messages in self.mail.items():
             if messages and not self.blocked():
-                raise _MisfitError(f"rank {source} {_text(messages[0])}, but rank {dest} does not receive it.")
+                raise _MisfitError(
+                    f"rank {source} {_text(messages[0])}, but rank {dest} does not receive it."
+                )
 
     def blocked(self) -> list[int]:
         """Returns the ranks that have calls left."""
@@ -193,9 +216,10 @@ class _Simulation:
             assert first is not None and other is not None
             if _shared(other, rank) != _shared(first, ranks[0]):
                 raise _MisfitError(
-                    f"in the same place\n    rank {ranks[0]} makes {_text(first)}\n    rank {rank} makes"
-                    f" {_text(other)}\nAll members of a communicator must make the same collective calls, with the"
-                    " same numbers of elements, types, operators and roots."
+                    f"in the same place\n    rank {ranks[0]} makes {_text(first)}\n    rank {rank} "
+                    f"makes {_text(other)}\nAll members of a communicator must make the same "
+                    "collective calls, with the same numbers of elements, types, operators and "
+                    "roots."
                 )
         for rank in ranks:
             self.at[rank] += 1
@@ -203,7 +227,9 @@ class _Simulation:
 
 
 def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
-    """Returns the properties of a collective call that all members of its communicator must have in common."""
+    """Returns the properties of a collective call that all members of its communicator must have in
+    common.
+    """
     if not is_call(call):
         return (call.line(),)
     params, kind = dict(call.params), call.op.removeprefix(PREFIX)
@@ -213,7 +239,13 @@ def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
     ranks = params["ranks"]
     if kind == "scatter" and ranks[params["root"]] == rank:
         count /= len(ranks)
-    return kind, call.dtype, count, params.get("reduction"), params.get("root") if kind in _ROOTED else None
+    return (
+        kind,
+        call.dtype,
+        count,
+        params.get("reduction"),
+        params.get("root") if kind in _ROOTED else None,
+    )
 
 
 def _check_message(rank: int, call: Exchange, source: int, message: Exchange) -> None:
@@ -230,12 +262,17 @@ def _member(call: Exchange, rank: int, end: str) -> int:
     params = dict(call.params)
     ranks, number = params["ranks"], params[end]
     if not 0 <= number < len(ranks):
-        raise _MisfitError(f"rank {rank} {_text(call)}, but that communicator has ranks 0 to {len(ranks) - 1} only.")
+        raise _MisfitError(
+            f"rank {rank} {_text(call)}, but that communicator has ranks 0 to {len(ranks) - 1} "
+            "only."
+        )
     return ranks[number]
 
 
 def _dest(call: Exchange, *, named: bool = False) -> int | bool | None:
-    """Returns the rank of the world that a call sends to; with `named` whether the call names a peer at all."""
+    """Returns the rank of the world that a call sends to; with `named` whether the call names a
+    peer at all.
+    """
     params = dict(call.params)
     if named:
         return "dest" in params or "source" in params
@@ -259,7 +296,11 @@ def _text(call: Exchange) -> str:
         if isinstance(number, int):
             rank = ranks[number] if 0 <= number < len(ranks) else number
             text += f" {word} rank {rank}"
-    for key, word in (("send_tag", "send tag"), ("recv_tag", "receive tag"), ("reduction", "operator")):
+    for key, word in (
+        ("send_tag", "send tag"),
+        ("recv_tag", "receive tag"),
+        ("reduction", "operator"),
+    ):
         if params.get(key, "any") != "any":
             text += f", {word} {params[key]}"
     if kind in _ROOTED:

@@ -1,4 +1,6 @@
-"""Finds sums over ranks that are added up, once per micro-batch, where the sum of what is added would do."""
+"""Finds sums over ranks that are added up, once per micro-batch, where the sum of what is added
+would do.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +46,19 @@ class _Value(NamedTuple):
 def repeated_sums(traced: Traced) -> list[RepeatedSum]:
     """Returns the lines that exchange a gradient more than once in a step, and add up the results.
 
-    A sum counts if none of its terms depends on another one, as the terms do where each micro-batch updates the
-    parameters, if no term is used on its own as well, as for the noise scale of the gradients, and if it has the shape
-    of an argument that the step returns, as gradients have. A line is returned if most of what the step sends is sent
-    there.
+    A sum counts if none of its terms depends on another one, as the terms do where each micro-batch
+    updates the parameters, if no term is used on its own as well, as for the noise scale of the
+    gradients, and if it has the shape of an argument that the step returns, as gradients have. A
+    line is returned if most of what the step sends is sent there.
     """
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     lines: list[str] = []
     sizes: list[int] = []
     needs: list[int] = []
     alone: set[int] = set()  # exchanges whose result is used otherwise than in a sum
-    sums: dict[str, dict[int, frozenset[int]]] = {}  # line -> (one of the exchanges -> all that are added to it)
+    sums: dict[
+        str, dict[int, frozenset[int]]
+    ] = {}  # line -> (one of the exchanges -> all that are added to it)
     state = {v.aval.shape for v in inner.outvars} & {a.shape for a in traced.in_avals}
 
     def rule(eqn: compat.Equation, operands: Sequence[_Value]) -> list[_Value]:
@@ -67,19 +71,29 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
                 lines.append(compat.source_of(eqn))
                 sizes.append(x.nbytes)
                 needs.append(operand.needs)
-                made.append(_Value(frozenset({number} if x.op == "psum" else ()), operand.needs | 1 << number))
+                made.append(
+                    _Value(
+                        frozenset({number} if x.op == "psum" else ()), operand.needs | 1 << number
+                    )
+                )
             return made
         terms = _terms(eqn, operands)
         if not terms:
             alone.update(*(o.terms for o in operands if len(o.terms) == 1))
-        if len(operands) == 2 and all(o.terms for o in operands) and compat.array_type(eqn.outvars[0]).shape in state:
+        if (
+            len(operands) == 2
+            and all(o.terms for o in operands)
+            and compat.array_type(eqn.outvars[0]).shape in state
+        ):
             bits = sum(1 << n for n in terms)
             if len({lines[n] for n in terms}) == 1 and not any(needs[n] & bits for n in terms):
                 mine = sums.setdefault(lines[min(terms)], {})
                 mine[min(terms)] = terms | mine.get(min(terms), frozenset())
         return [_Value(terms, needed)] * len(eqn.outvars)
 
-    results = forward(inner, [_Value()] * (len(traced.consts) + len(traced.in_avals)), rule, constant=_Value())
+    results = forward(
+        inner, [_Value()] * (len(traced.consts) + len(traced.in_avals)), rule, constant=_Value()
+    )
     alone.update(*(r.terms for r in results if len(r.terms) == 1))
     found = []
     for line, every in sums.items():
@@ -103,7 +117,12 @@ def _terms(eqn: compat.Equation, operands: Sequence[_Value]) -> frozenset[int]:
         return operands[0].terms if _is_literal(eqn.invars[1]) else frozenset()
     if name == "mul":
         return next(
-            (o.terms for o, a in zip(operands, reversed(eqn.invars), strict=True) if _is_literal(a)), frozenset()
+            (
+                o.terms
+                for o, a in zip(operands, reversed(eqn.invars), strict=True)
+                if _is_literal(a)
+            ),
+            frozenset(),
         )
     return frozenset()
 

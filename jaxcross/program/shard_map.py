@@ -1,8 +1,10 @@
-"""Traces a step that is a `jax.shard_map`, as written for the devices of one process, for one rank of many.
+"""Traces a step that is a `jax.shard_map`, as written for the devices of one process, for one rank
+of many.
 
-JAX expects global arrays there, but the step gets its rank's shards. So the specs are read from the step, and it is
-traced with the global types that they make of the shards' types. Flattening then takes out the body, which is what one
-rank computes; under `check_vma=True` it includes the exchanges that JAX inserts for gradients. Touches no device.
+JAX expects global arrays there, but the step gets its rank's shards. So the specs are read from the
+step, and it is traced with the global types that they make of the shards' types. Flattening then
+takes out the body, which is what one rank computes; under `check_vma=True` it includes the
+exchanges that JAX inserts for gradients. Touches no device.
 """
 
 from __future__ import annotations
@@ -20,24 +22,29 @@ from jaxcross._jax_compat.shard_map import begins_under_vmap, first_shard_map, w
 from jaxcross.errors import CutError
 
 Specs = Sequence[tuple[int | None, Any]]
-"""The number of an argument of the step and the spec that cuts it; None for an array that is not an argument."""
+"""The number of an argument of the step and the spec that cuts it; None for an array that is not an
+argument.
+"""
 _JITS = ("jit", "pjit")
 
 
 def trace_shards(
     step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int], name: str
 ) -> compat.Jaxpr | None:
-    """Returns the closed jaxpr of a flat step that is one `shard_map`, over types of the rank's shards; else None.
+    """Returns the closed jaxpr of a flat step that is one `shard_map`, over types of the rank's
+    shards; else None.
 
     Args:
-        step: Takes and returns flat arrays; jitted or not. Its mesh is abstract, of devices, or from the context.
+        step: Takes and returns flat arrays; jitted or not. Its mesh is abstract, of devices, or
+            from the context.
         avals: Types of the rank's own shards.
         axes: Of the ranks, outermost first.
         name: Of the step in messages.
 
     Raises:
-        CutError: The mesh is not that of `axes`, the step computes something outside its `shard_map`, or a spec cuts an
-            array that is not an argument of the step, or one argument in two ways.
+        CutError: The mesh is not that of `axes`, the step computes something outside its
+            `shard_map`, or a spec cuts an array that is not an argument of the step, or one
+            argument in two ways.
     """
     context = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
     for enter in (contextlib.nullcontext, lambda: jax.sharding.use_abstract_mesh(context)):
@@ -46,23 +53,29 @@ def trace_shards(
             if asked is not None and _over_ranks(asked[0], axes):
                 mesh, specs = asked
                 _check_mesh(mesh, axes, name)
-                closed = jax.make_jaxpr(step)(*_global_types(avals, _spec_of_each(specs, name), mesh))
+                closed = jax.make_jaxpr(step)(
+                    *_global_types(avals, _spec_of_each(specs, name), mesh)
+                )
                 check_nothing_else(closed, name)
                 return with_input_shapes(closed, [a.shape for a in avals])
     return None
 
 
-def check_no_vmap(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int], name: str) -> None:
-    """Makes sure that a flat step which `trace_shards` cannot trace is not a `jax.vmap` of a `shard_map`.
+def check_no_vmap(
+    step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int], name: str
+) -> None:
+    """Makes sure that a flat step which `trace_shards` cannot trace is not a `jax.vmap` of a
+    `shard_map`.
 
     Raises:
         CutError: It is.
     """
     if begins_under_vmap(step, _divisible(avals, axes)):
         raise CutError(
-            f"`{name}` is a `jax.vmap` of a `shard_map`, whose specs are those of one element of the `vmap`: how a"
-            " rank's arguments are cut cannot be told. Put the `vmap` inside, `jax.shard_map(jax.vmap(f), in_specs=...,"
-            " out_specs=...)`, with a `None` in each spec for the dimension that it maps, such as `P(None, 'data')`."
+            f"`{name}` is a `jax.vmap` of a `shard_map`, whose specs are those of one element of "
+            "the `vmap`: how a rank's arguments are cut cannot be told. Put the `vmap` inside, "
+            "`jax.shard_map(jax.vmap(f), in_specs=..., out_specs=...)`, with a `None` in each spec "
+            "for the dimension that it maps, such as `P(None, 'data')`."
         )
 
 
@@ -77,11 +90,15 @@ def is_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
 
 
 def _over_ranks(mesh: Any, axes: Mapping[str, int]) -> bool:
-    """Whether a mesh stands for the ranks, not for this rank's own devices along axes of their own."""
+    """Whether a mesh stands for the ranks, not for this rank's own devices along axes of their
+    own.
+    """
     return isinstance(mesh, jax.sharding.AbstractMesh) or any(a in axes for a in mesh.axis_names)
 
 
-def _ask(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int]) -> tuple[Any, Specs] | None:
+def _ask(
+    step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int]
+) -> tuple[Any, Specs] | None:
     try:
         return first_shard_map(step, _divisible(avals, axes))
     except Exception:  # a trace with the step's real arguments raises a better error
@@ -89,26 +106,31 @@ def _ask(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int]
 
 
 def _divisible(avals: Sequence[Any], axes: Mapping[str, int]) -> list[tuple[tuple[int, ...], Any]]:
-    """Returns lengths that any specs can cut, since they are multiples of all ranks, and the types of the elements."""
+    """Returns lengths that any specs can cut, since they are multiples of all ranks, and the types
+    of the elements.
+    """
     ranks = math.prod(axes.values())
     return [(tuple(n * ranks for n in a.shape), a.dtype) for a in avals]
 
 
 def _spec_of_each(specs: Specs, name: str) -> dict[int, Any]:
-    """Returns the spec of each argument. Arrays that are not arguments must lie whole on every rank."""
+    """Returns the spec of each argument. Arrays that are not arguments must lie whole on every
+    rank.
+    """
     found: dict[int, Any] = {}
     for n, spec in specs:
         if n is None:
             if any(axes is not None for axes in spec):
                 raise CutError(
-                    f"the `shard_map` of `{name}` cuts by {spec} an array that is not an argument of the step: a rank"
-                    " would cut its own copy of it again. Pass it to the step, each rank its shard, or give it the spec"
-                    " P()."
+                    f"the `shard_map` of `{name}` cuts by {spec} an array that is not an argument "
+                    "of the step: a rank would cut its own copy of it again. Pass it to the step, "
+                    "each rank its shard, or give it the spec P()."
                 )
         elif _plain(found.setdefault(n, spec)) != _plain(spec):
             raise CutError(
-                f"the `shard_map` of `{name}` takes one argument of the step twice, cut by {found[n]} and by {spec}: a"
-                " rank has one shard of it. Pass it to the step once for each."
+                f"the `shard_map` of `{name}` takes one argument of the step twice, cut by "
+                f"{found[n]} and by {spec}: a rank has one shard of it. Pass it to the step once "
+                "for each."
             )
     return found
 
@@ -121,13 +143,17 @@ def _plain(spec: Any) -> list[Any]:
     return entries
 
 
-def _global_types(avals: Sequence[Any], cut: Mapping[int, Any], mesh: Any) -> list[jax.ShapeDtypeStruct]:
+def _global_types(
+    avals: Sequence[Any], cut: Mapping[int, Any], mesh: Any
+) -> list[jax.ShapeDtypeStruct]:
     shapes = [list(a.shape) for a in avals]
     for n, spec in cut.items():
         for dim, named in enumerate(spec):
             for axis in named if isinstance(named, tuple) else (named,):
                 shapes[n][dim] *= 1 if axis is None else mesh.shape[axis]
-    shardings = [NamedSharding(mesh.abstract_mesh, cut.get(n, PartitionSpec())) for n in range(len(avals))]
+    shardings = [
+        NamedSharding(mesh.abstract_mesh, cut.get(n, PartitionSpec())) for n in range(len(avals))
+    ]
     return [
         jax.ShapeDtypeStruct(tuple(shape), a.dtype, weak_type=a.weak_type, sharding=sharding)
         for shape, a, sharding in zip(shapes, avals, shardings, strict=True)
@@ -137,8 +163,9 @@ def _global_types(avals: Sequence[Any], cut: Mapping[int, Any], mesh: Any) -> li
 def _check_mesh(mesh: Any, axes: Mapping[str, int], name: str) -> None:
     if list(mesh.shape.items()) != list(axes.items()):
         raise CutError(
-            f"`{name}` is a `shard_map` over {_axes_text(mesh.shape)}, but its axes over ranks are {_axes_text(axes)}."
-            " Give `crossover` the mesh's own axes, in their order, and start as many ranks."
+            f"`{name}` is a `shard_map` over {_axes_text(mesh.shape)}, but its axes over ranks are "
+            f"{_axes_text(axes)}. Give `crossover` the mesh's own axes, in their order, and start "
+            "as many ranks."
         )
 
 
@@ -152,17 +179,19 @@ def check_nothing_else(jaxpr: compat.Jaxpr, name: str) -> None:
         if eqn.primitive.name == "shard_map":
             if set(eqn.params["newly_manual_axes"]) != set(eqn.params["mesh"].axis_names):
                 raise CutError(
-                    f"the `shard_map` of `{name}` leaves axes to XLA's partitioner, which does not reach over ranks."
-                    " Leave out `axis_names`, and exchange along every axis by name."
+                    f"the `shard_map` of `{name}` leaves axes to XLA's partitioner, which does not "
+                    "reach over ranks. Leave out `axis_names`, and exchange along every axis by "
+                    "name."
                 )
         elif eqn.primitive.name in _JITS:
             for inner in compat.sub_jaxprs(eqn):
                 check_nothing_else(inner, name)
         else:
             raise CutError(
-                f"`{name}` computes `{eqn.primitive.name}` outside of its `shard_map`, at {compat.source_of(eqn)}:"
-                " there JAX means global arrays, and a rank has its own shards alone. Make the whole step one"
-                " `shard_map`, with nothing before or after it."
+                f"`{name}` computes `{eqn.primitive.name}` outside of its `shard_map`, at "
+                f"{compat.source_of(eqn)}: there JAX means global arrays, and a rank has its own "
+                "shards alone. Make the whole step one `shard_map`, with nothing before or after "
+                "it."
             )
 
 

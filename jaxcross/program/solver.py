@@ -1,7 +1,8 @@
-"""Replaces linear solvers whose operator exchanges by calls: `custom_linear_solve`, as in `cg`, `gmres`, `bicgstab`.
+"""Replaces linear solvers whose operator exchanges by calls: `custom_linear_solve`, as in `cg`,
+`gmres`, `bicgstab`.
 
-The equation holds the operator, its transpose and two solvers, for derivatives that JAX has taken by now. Only the
-solver runs.
+The equation holds the operator, its transpose and two solvers, for derivatives that JAX has taken
+by now. Only the solver runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ _NAME = "custom_linear_solve"
 
 
 def call_solvers(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
-    """Replaces linear solvers that exchange by plain calls in a jaxpr, closed or open, also inside loops."""
+    """Replaces linear solvers that exchange by plain calls in a jaxpr, closed or open, also inside
+    loops.
+    """
 
     def called(eqn: compat.Equation) -> compat.Equation:
         exchanges = any(holds_exchange(j, axes, wire) for j in compat.sub_jaxprs(eqn))

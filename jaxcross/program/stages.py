@@ -5,7 +5,8 @@
     compiled = stages.compile(program)       XLA executables
     compiled.execution(leaves)               one step in flight
 
-Each result is plain data that the next stage reads. Nothing here depends on MPI: the wire came with the traced step.
+Each result is plain data that the next stage reads. Nothing here depends on MPI: the wire came with
+the traced step.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ from jaxcross.program.verify import verify
 
 @final
 class Traced(trace.Traced):
-    """A step as one flat jaxpr, as `Step.trace` returns it: `trace.Traced` with the next stage as a method."""
+    """A step as one flat jaxpr, as `Step.trace` returns it: `trace.Traced` with the next stage as a
+    method.
+    """
 
     def cut(self, how: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
-        """Cuts this step into a verified program; `jaxcross.program.stages.cut` has arguments and errors."""
+        """Cuts this step into a verified program; `jaxcross.program.stages.cut` has arguments and
+        errors.
+        """
         return cut(self, how, bucket_bytes=bucket_bytes)
 
 
@@ -44,13 +49,15 @@ def as_stage(traced: trace.Traced) -> Traced:
 
 
 def cut(traced: trace.Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
-    """Cuts a traced step into a verified program. Does not wait or communicate; the result is the same on every rank.
+    """Cuts a traced step into a verified program. Does not wait or communicate; the result is the
+    same on every rank.
 
     Args:
         traced: A step whose `cond`s the host has decided (`Traced.undecided` is None).
-        cut: `"whole"`: before, exchanges, after. A number: also split the exchanges that do not depend on one another
-            into that many collective segments, in the order in which their operands become ready. `"auto"`: one
-            segment per 25 MB of gradients, 8 at most. Has no effect on a step that calls mpi4jax.
+        cut: `"whole"`: before, exchanges, after. A number: also split the exchanges that do not
+            depend on one another into that many collective segments, in the order in which their
+            operands become ready. `"auto"`: one segment per 25 MB of gradients, 8 at most. Has no
+            effect on a step that calls mpi4jax.
         bucket_bytes: Exchanges smaller than this share flat buffers up to this size.
 
     Raises:
@@ -59,8 +66,8 @@ def cut(traced: trace.Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_
     """
     if traced.undecided is not None:
         raise CutError(
-            f"the host decides a conditional at each step: cut one of its {traced.undecided.branches} branches, as in"
-            " `step.trace(...).decide(0).cut()`"
+            "the host decides a conditional at each step: cut one of its "
+            f"{traced.undecided.branches} branches, as in `step.trace(...).decide(0).cut()`"
         )
     n_segments, limit = checked_cut(cut), checked_bytes(bucket_bytes)
     graph = Graph(traced)
@@ -77,12 +84,13 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
     host_device: object = None,
     notify: Callable[[Segment], None] | None = None,
 ) -> Compiled:
-    """Compiles every segment. Waits for XLA; communicates only where the wire must create a communicator.
+    """Compiles every segment. Waits for XLA; communicates only where the wire must create a
+    communicator.
 
     Args:
         program: A verified program that was cut from a traced step.
-        inputs: The flat arguments, or anything with shape, dtype and, where it matters, sharding; the traced types if
-            None.
+        inputs: The flat arguments, or anything with shape, dtype and, where it matters, sharding;
+            the traced types if None.
         cache: Shared by all programs that may have equal segments; a fresh one if None.
         host_device: CPU device of collective segments; the first one if None.
         notify: Called with each segment before it is compiled.
@@ -91,7 +99,9 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
         ValueError: The program was parsed, so that its equations are unknown.
     """
     if program.traced is None:
-        raise ValueError(f"program `{program.name}` was read from text and has no equations to compile")
+        raise ValueError(
+            f"program `{program.name}` was read from text and has no equations to compile"
+        )
     host = host_device or jax.local_devices(backend="cpu")[0]
     runnables = compile_segments(
         program,
@@ -108,7 +118,9 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
         program=program,
         runnables=runnables,
         passthroughs=passthroughs,
-        shared={v: len(readers) for v, readers in program.order.readers.items() if len(readers) > 1},
+        shared={
+            v: len(readers) for v, readers in program.order.readers.items() if len(readers) > 1
+        },
         awaited=awaited,
         carried=carried,
         overlaps=overlaps or bool(carried),
@@ -120,10 +132,12 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
 
 
 def _passthroughs(program: Program) -> tuple[tuple[int, bool], ...]:
-    """Returns the positions of the results that are not a segment's own output, and whether each may be moved.
+    """Returns the positions of the results that are not a segment's own output, and whether each
+    may be moved.
 
-    They are constants, inputs that come back, and values that are an earlier result already. A donated input may be
-    moved, once. The others must be copied: the caller may donate every result that it gets.
+    They are constants, inputs that come back, and values that are an earlier result already. A
+    donated input may be moved, once. The others must be copied: the caller may donate every result
+    that it gets.
     """
     inputs, taken, found = frozenset(program.inputs), set(program.inputs) - program.donated, []
     # `taken` holds the values that belong to the user or to an earlier result already.
@@ -135,9 +149,11 @@ def _passthroughs(program: Program) -> tuple[tuple[int, bool], ...]:
 
 
 def _constants_on_host(program: Program, host: Any) -> dict[int, Any]:
-    """Returns copies on the host, made once, of those constants that collective segments read and that are elsewhere.
+    """Returns copies on the host, made once, of those constants that collective segments read and
+    that are elsewhere.
 
-    Compute segments may read a constant, too. Without a copy of its own it would go to the host in every step.
+    Compute segments may read a constant, too. Without a copy of its own it would go to the host in
+    every step.
     """
     read = {v for segment in program.collectives for v in segment.inputs}
     constants = zip(program.inputs[: program.constants], program.traced.own_consts(), strict=True)

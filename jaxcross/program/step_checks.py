@@ -1,4 +1,6 @@
-"""Checks that `crossover` is given a function, jitted or not, and nothing that takes ranks for local devices."""
+"""Checks that `crossover` is given a function, jitted or not, and nothing that takes ranks for
+local devices.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError
 
 _PMAP = (
-    "`jax.pmap` runs a function on devices of this process, where `crossover` runs it on ranks. Give `crossover` the"
-    " function itself, pmap's `axis_name` as `axes`, and arguments without the leading axis of devices; its"
-    " `donate_argnums` and `static_broadcasted_argnums` become `donate_argnums` and `static_argnums` of `crossover`."
+    "`jax.pmap` runs a function on devices of this process, where `crossover` runs it on ranks. "
+    "Give `crossover` the function itself, pmap's `axis_name` as `axes`, and arguments without the "
+    "leading axis of devices; its `donate_argnums` and `static_broadcasted_argnums` become "
+    "`donate_argnums` and `static_argnums` of `crossover`."
 )
 
 
@@ -31,10 +34,13 @@ def check_step(step: object, name: str) -> None:
     """
     if isinstance(step, jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced):
         raise TypeError(
-            f"`crossover` takes a function, not a `{type(step).__name__}`: it traces and compiles the function itself."
+            f"`crossover` takes a function, not a `{type(step).__name__}`: it traces and compiles "
+            "the function itself."
         )
     if isinstance(step, type) or not callable(step):
-        what = f"the class `{step.__name__}`" if isinstance(step, type) else f"`{type(step).__name__}`"
+        what = (
+            f"the class `{step.__name__}`" if isinstance(step, type) else f"`{type(step).__name__}`"
+        )
         raise TypeError(f"`crossover` takes a function, not {what}")
     if any(compat.runs_pmap(getattr(function, "__code__", None)) for function in _layers(step)):
         raise TypeError(f"`{name}` is a `jax.pmap`. {_PMAP}")
@@ -43,8 +49,9 @@ def check_step(step: object, name: str) -> None:
 def check_mesh_axes(jaxpr: compat.Jaxpr, args: PyTree, axes: Collection[str], name: str) -> None:
     """Makes sure that no sharding in a step names an axis that stands for ranks.
 
-    A local mesh may have any other axes. But a program for one global array, with a mesh axis in place of `psum`, would
-    run without an error: XLA exchanges between the devices of the mesh alone, so each rank would train by itself.
+    A local mesh may have any other axes. But a program for one global array, with a mesh axis in
+    place of `psum`, would run without an error: XLA exchanges between the devices of the mesh
+    alone, so each rank would train by itself.
 
     Args:
         jaxpr: The step; not a `shard_map` over ranks.
@@ -65,11 +72,18 @@ def _check_equations(jaxpr: compat.Jaxpr, axes: Collection[str], name: str) -> N
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         for sharding in compat.shardings_of(eqn):
             axis = _axis_in_spec(sharding, axes)
-            # A user's `reshard(grads, P())` means a sum over the mesh. JAX itself reshards constants.
-            if eqn.primitive.name in _LAYS_OUT and not all(isinstance(a, compat.Literal) for a in eqn.invars):
+            # A user's `reshard(grads, P())` means a sum over the mesh. JAX itself reshards
+            # constants.
+            if eqn.primitive.name in _LAYS_OUT and not all(
+                isinstance(a, compat.Literal) for a in eqn.invars
+            ):
                 axis = axis or next((a for a in sharding.mesh.axis_names if a in axes), None)
             if axis is not None:
-                _refuse_axis(name, axis, f"`{eqn.primitive.name}` at {compat.source_of(eqn)} lays out an array")
+                _refuse_axis(
+                    name,
+                    axis,
+                    f"`{eqn.primitive.name}` at {compat.source_of(eqn)} lays out an array",
+                )
         for inner in compat.sub_jaxprs(eqn):
             _check_equations(inner, axes, name)
 
@@ -81,16 +95,19 @@ def _axis_in_spec(sharding: object, axes: Collection[str]) -> str | None:
     """Returns the first of `axes` along which a sharding splits an array; None if there is none."""
     if not isinstance(sharding, NamedSharding):
         return None
-    named = (a for entry in sharding.spec for a in (entry if isinstance(entry, tuple) else (entry,)))
+    named = (
+        a for entry in sharding.spec for a in (entry if isinstance(entry, tuple) else (entry,))
+    )
     return next((a for a in named if a in axes), None)
 
 
 def _refuse_axis(name: str, axis: str, what: str) -> None:
     raise CutError(
-        f"{what} along `{axis}`, which is an axis over ranks in `{name}`: a mesh reaches the devices of this rank"
-        " only, so XLA would exchange nothing with other ranks, and each rank would train alone. Exchange over ranks by"
-        f' name, e.g. `grads = jax.lax.pmean(grads, "{axis}")`, or make the whole step a `jax.shard_map` over'
-        f" `{axis}`. If the mesh is meant for this rank's own devices, give its axis another name."
+        f"{what} along `{axis}`, which is an axis over ranks in `{name}`: a mesh reaches the "
+        "devices of this rank only, so XLA would exchange nothing with other ranks, and each rank "
+        "would train alone. Exchange over ranks by name, e.g. `grads = jax.lax.pmean(grads, "
+        f'"{axis}")`, or make the whole step a `jax.shard_map` over `{axis}`. If the mesh is meant '
+        "for this rank's own devices, give its axis another name."
     )
 
 
@@ -100,17 +117,23 @@ def explain_failed_trace(step: Callable[..., Any], error: Exception, name: str) 
     Raises:
         CutError: The step refers to a `jax.pmap`, or a `jax.jit` inside of it has static arguments.
     """
-    if any(compat.runs_pmap(getattr(each, "__code__", None)) for inner in _layers(step) for each in _named(inner)):
+    if any(
+        compat.runs_pmap(getattr(each, "__code__", None))
+        for inner in _layers(step)
+        for each in _named(inner)
+    ):
         raise CutError(f"`{name}` calls a `jax.pmap`. {_PMAP}") from error
     if "Non-hashable static arguments" in str(error):
         raise CutError(
-            f"`{name}` was called with an array where its `jax.jit` has a static argument: name the static ones by"
-            " `static_argnums` of `crossover` as well, or leave the `jit` away."
+            f"`{name}` was called with an array where its `jax.jit` has a static argument: name "
+            "the static ones by `static_argnums` of `crossover` as well, or leave the `jit` away."
         ) from error
 
 
 def copy_signature(function: Callable[..., Any], step: Callable[..., Any]) -> None:
-    """Makes JAX's errors about the traced function name `step` instead, with its line and its arguments."""
+    """Makes JAX's errors about the traced function name `step` instead, with its line and its
+    arguments.
+    """
     *_, inner = _layers(step)
     function.__wrapped__ = inner  # type: ignore[attr-defined]
     with suppress(TypeError, ValueError):  # a callable without a signature
@@ -119,7 +142,8 @@ def copy_signature(function: Callable[..., Any], step: Callable[..., Any]) -> No
 
 def _named(function: Callable[..., Any]) -> Iterator[Any]:
     """Yields the values of the globals and nonlocals that a function refers to."""
-    # JAX leaves its own frames out of the tracebacks of its errors, so a `pmap` cannot be found there.
+    # JAX leaves its own frames out of the tracebacks of its errors, so a `pmap` cannot be found
+    # there.
     code = getattr(function, "__code__", None)
     if code is not None:
         known = inspect.getclosurevars(function)
@@ -127,12 +151,16 @@ def _named(function: Callable[..., Any]) -> Iterator[Any]:
 
 
 def _layers(step: Any) -> Iterator[Callable[..., Any]]:
-    """Yields a callable and, one by one, the functions inside it: of partials, `jit`, other decorators, methods."""
+    """Yields a callable and, one by one, the functions inside it: of partials, `jit`, other
+    decorators, methods.
+    """
     seen: set[int] = set()
     while step is not None and id(step) not in seen:
         seen.add(id(step))
         yield step
-        inner = step.func if isinstance(step, functools.partial) else getattr(step, "__wrapped__", None)
+        inner = (
+            step.func if isinstance(step, functools.partial) else getattr(step, "__wrapped__", None)
+        )
         step = inner if inner is not None else getattr(step, "__func__", None)
 
 
@@ -141,28 +169,38 @@ def remedy_for(leaf: object, tree: PyTree) -> str:
     holder = _holder_of(leaf, tree)
     if holder is not None and (callable(leaf) or type(leaf).__module__ == "builtins"):
         return (
-            f"`{type(holder).__name__}` is a pytree that has it among its leaves. Make that field static"
-            " (`flax.struct.field(pytree_node=False)`, `eqx.field(static=True)`), or pass the arrays alone and close"
-            " over the rest: with Equinox, `params, static = eqx.partition(model, eqx.is_array)` outside the step, and"
-            " `model = eqx.combine(params, static)` in it."
+            f"`{type(holder).__name__}` is a pytree that has it among its leaves. Make that field "
+            "static (`flax.struct.field(pytree_node=False)`, `eqx.field(static=True)`), or pass "
+            "the arrays alone and close over the rest: with Equinox, `params, static = "
+            "eqx.partition(model, eqx.is_array)` outside the step, and `model = "
+            "eqx.combine(params, static)` in it."
         )
     if dataclasses.is_dataclass(leaf):
         return (
-            "A dataclass is a pytree only once it is registered: put `@jax.tree_util.register_dataclass` above"
-            f" `{type(leaf).__name__}`, or make it a `flax.struct.dataclass`."
+            "A dataclass is a pytree only once it is registered: put "
+            f"`@jax.tree_util.register_dataclass` above `{type(leaf).__name__}`, or make it a "
+            "`flax.struct.dataclass`."
         )
     return (
-        "Register the class as a pytree (flax.struct.dataclass), name a hashable argument by `static_argnums`, or close"
-        " over it."
+        "Register the class as a pytree (flax.struct.dataclass), name a hashable argument by "
+        "`static_argnums`, or close over it."
     )
 
 
 def _holder_of(leaf: object, tree: PyTree) -> object | None:
-    """Returns the innermost node around a leaf that is of a class of its own; None if only containers are around it."""
+    """Returns the innermost node around a leaf that is of a class of its own; None if only
+    containers are around it.
+    """
     nodes: list[object] = []
     jax.tree.leaves(tree, is_leaf=lambda node: bool(nodes.append(node)))
-    around = (node for node in reversed(nodes) if node is not leaf and type(node) not in (tuple, list, dict))
-    return next((node for node in around if any(each is leaf for each in jax.tree.leaves(node))), None)
+    around = (
+        node
+        for node in reversed(nodes)
+        if node is not leaf and type(node) not in (tuple, list, dict)
+    )
+    return next(
+        (node for node in around if any(each is leaf for each in jax.tree.leaves(node))), None
+    )
 
 
 def argument_path(path: tuple[Any, ...]) -> str:

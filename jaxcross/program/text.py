@@ -10,10 +10,12 @@ from jaxcross.program.ir import Aval, Exchange, Program, Segment, itemsize
 
 
 def parse(text: str) -> Program:
-    """Reads `Program.text()` back; equations are not part of it. `parse(p.text()).text() == p.text()`.
+    """Reads `Program.text()` back; equations are not part of it. `parse(p.text()).text() ==
+    p.text()`.
 
     Raises:
-        ValueError: A line is not understood; the message quotes it. No allocation is as large as a number in the text.
+        ValueError: A line is not understood; the message quotes it. No allocation is as large as a
+            number in the text.
     """
     name, found = "", set[str]()
     numbers: dict[str, tuple[int, ...]] = {}
@@ -45,7 +47,9 @@ def parse(text: str) -> Program:
                 found.add(key)
         except _NOT_UNDERSTOOD as error:
             shown = line if len(line) <= 200 else f"{line[:200]}..."
-            raise ValueError(f"line {number} of the program is not understood: `{shown}` ({error})") from error
+            raise ValueError(
+                f"line {number} of the program is not understood: `{shown}` ({error})"
+            ) from error
     missing = {"program", "axes", "inputs", "constants", "donated", "outputs"} - found
     if missing:
         raise ValueError(f"the program lacks the line(s) {', '.join(sorted(missing))}")
@@ -61,7 +65,8 @@ def parse(text: str) -> Program:
     )
 
 
-# Far more than any program has: a text's numbers and lines are checked before anything is made of their size.
+# Far more than any program has: a text's numbers and lines are checked before anything is made of
+# their size.
 _MOST_VALUES = 1_000_000
 _LONGEST_LINE = 1_000_000
 _NOT_UNDERSTOOD = (ValueError, LookupError, TypeError, SyntaxError, RecursionError, MemoryError)
@@ -91,13 +96,16 @@ def _parse_ranges(text: str) -> tuple[int, ...]:
         first, _, last = part.partition("-")
         span = range(int(first), int(last or first) + 1)
         if not span or len(out) + len(span) > _MOST_VALUES:
-            raise ValueError(f"`{part}` is not a range, or there are more than {_MOST_VALUES} numbers")
+            raise ValueError(
+                f"`{part}` is not a range, or there are more than {_MOST_VALUES} numbers"
+            )
         out += span
     return tuple(out)
 
 
 _AVAL = re.compile(r"(?P<dtype>[^\[*]+)(?P<weak>\*?)\[(?P<shape>[\d,]*)\]$")
-# A name in quotes can be read in no second way: else a line of many would be tried in all combinations.
+# A name in quotes can be read in no second way: else a line of many would be tried in all
+# combinations.
 _NAME = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,='"][^\s,=]*"""
 _AXIS = re.compile(f"({_NAME})=(\\d+)(?: |$)")
 _EXCHANGE = re.compile(
@@ -134,7 +142,9 @@ def _parse_exchange(text: str) -> Exchange:
     match = _EXCHANGE.match(text)
     if match is None:
         raise ValueError("no exchange like `psum batch float32[8]`")
-    params = tuple((name, ast.literal_eval(value)) for name, value in _PARAM.findall(match["params"]))
+    params = tuple(
+        (name, ast.literal_eval(value)) for name, value in _PARAM.findall(match["params"])
+    )
     if "".join(found[0] for found in _PARAM.finditer(match["params"])) != match["params"]:
         raise ValueError("no parameters like ` tiled=True`")
     shape = tuple(int(n) for n in match["shape"].split(",") if n.strip())

@@ -46,11 +46,15 @@ class Traced:
         in_avals: Abstract values of the flat arguments.
         donated: Positions of the flat arguments that the user donates.
         wire: Recognises and executes exchanges.
-        commit_flag_inputs: Positions of the flat arguments whose values are known only after the step's exchanges.
-        undecided: A `cond` around an exchange that the host decides at each step; None once all are decided.
-        decisions: The conditionals that only values decide, by the variable that counts who took which branch.
+        commit_flag_inputs: Positions of the flat arguments whose values are known only after the
+            step's exchanges.
+        undecided: A `cond` around an exchange that the host decides at each step; None once all are
+            decided.
+        decisions: The conditionals that only values decide, by the variable that counts who took
+            which branch.
         present: Variables that are 0 on a rank that contributes zeros to an exchange, else 1.
-        until: A hash of what decides a loop's number of exchanges where ranks do not vote on it, by its first result.
+        until: A hash of what decides a loop's number of exchanges where ranks do not vote on it, by
+            its first result.
         choices: The branches that the host has decided for, in order.
         unflattened: The jaxpr before flattening; `decide` makes the variants from it.
         paths: The tree paths of the flat arguments and of the flat results, for messages.
@@ -74,17 +78,22 @@ class Traced:
     choices: tuple[int, ...] = ()
     unflattened: Any = field(default=None, repr=False)
     paths: tuple[Sequence[str], Sequence[str]] = field(default=((), ()), repr=False)
-    _own: dict[int, tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)  # shared by all variants
+    _own: dict[int, tuple[Any, Any]] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # shared by all variants
     memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def decide(self, choice: int) -> Self:
-        """Returns the variant of the step in which the first undecided `cond` takes branch `choice`."""
+        """Returns the variant of the step in which the first undecided `cond` takes branch
+        `choice`.
+        """
         return _flatten(self, (*self.choices, choice))
 
     def own_consts(self) -> tuple[Any, ...]:
         """Returns copies of `consts`, made once for all cuts and variants. Waits for them.
 
-        JAX may have aliased a NumPy array, or may not have read it yet, and the user may write to that memory.
+        JAX may have aliased a NumPy array, or may not have read it yet, and the user may write to
+        that memory.
         """
         for x in self.consts:
             if id(x) not in self._own:
@@ -121,13 +130,13 @@ def trace(
         axes: Axis name -> size.
         wire: Recognises exchanges.
         donate_argnums: Positional arguments whose arrays the step may overwrite.
-        commit_flag_argnums: Positional arguments whose values are known only after the step's exchanges; no exchange
-            may read them.
+        commit_flag_argnums: Positional arguments whose values are known only after the step's
+            exchanges; no exchange may read them.
 
     Raises:
-        CutError: An argument leaf is not an array, an axis name is unknown, the step is the body of a `shard_map`
-            without the `shard_map` (`pcast`), an array is laid out along an axis over ranks, or an exchange is where it
-            cannot be cut.
+        CutError: An argument leaf is not an array, an axis name is unknown, the step is the body of
+            a `shard_map` without the `shard_map` (`pcast`), an array is laid out along an axis over
+            ranks, or an exchange is where it cannot be cut.
     """
     kwargs = dict(kwargs or {})
     leaves, in_tree = jax.tree.flatten((tuple(args), kwargs))
@@ -143,7 +152,9 @@ def trace(
         a, k = jax.tree.unflatten(in_tree, flat)
         results = step(*a, **k)
         out, tree = jax.tree.flatten(results)
-        paths = [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(results)]
+        paths = [
+            f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(results)
+        ]
         _check_results(step_name(step), paths, results)
         box.append((tree, paths))
         return out
@@ -194,8 +205,9 @@ def _trace_whole(
         if "unbound axis name" not in str(error):
             raise
         raise CutError(
-            f"`{name}` uses an axis that is not bound: {clause(str(error))}. The axes of this step are"
-            f" {', '.join(f'`{a}` of {n}' for a, n in axes.items())}; pass axes= to jaxcross.crossover, or rename it."
+            f"`{name}` uses an axis that is not bound: {clause(str(error))}. The axes of this step "
+            f"are {', '.join(f'`{a}` of {n}' for a, n in axes.items())}; pass axes= to "
+            "jaxcross.crossover, or rename it."
         ) from error
     except Exception as error:
         # A `shard_map` may refuse a rank's shards: it wants global arrays, and maybe a mesh.
@@ -204,10 +216,11 @@ def _trace_whole(
             return shards
         if is_cast_outside_of_shard_map(error):
             raise CutError(
-                f"`{name}` calls `jax.lax.pcast` at {compat.user_line_of(error)}, as the body of a"
-                " `jax.shard_map(check_vma=True)` may. There JAX inserts the exchanges of gradients. A bare function"
-                " has pmap's semantics, in which `psum` transposes to `psum`: its gradients would be other numbers."
-                " Make the whole step the `shard_map`: `jax.shard_map(step, in_specs=..., out_specs=...)`."
+                f"`{name}` calls `jax.lax.pcast` at {compat.user_line_of(error)}, as the body of a "
+                "`jax.shard_map(check_vma=True)` may. There JAX inserts the exchanges of "
+                "gradients. A bare function has pmap's semantics, in which `psum` transposes to "
+                "`psum`: its gradients would be other numbers. Make the whole step the "
+                "`shard_map`: `jax.shard_map(step, in_specs=..., out_specs=...)`."
             ) from error
         if "shard_map" in str(error):
             check_no_vmap(flat_step, avals, axes, name)
@@ -221,8 +234,9 @@ def _trace_whole(
     if shards is None:
         check_no_vmap(flat_step, avals, axes, name)
         raise CutError(
-            f"how the arguments of the `shard_map` of `{name}` are cut cannot be told: it has no `in_specs`, or takes"
-            " what the step computes before it. Pass it the step's own arguments, and for each a PartitionSpec."
+            f"how the arguments of the `shard_map` of `{name}` are cut cannot be told: it has no "
+            "`in_specs`, or takes what the step computes before it. Pass it the step's own "
+            "arguments, and for each a PartitionSpec."
         )
     return shards
 
@@ -239,15 +253,18 @@ def check_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
             if isinstance(leaf, np.ndarray | np.generic):
                 what = f"a NumPy array of type `{leaf.dtype}`, which JAX does not have"
             remedy = remedy_for(leaf, (args, kwargs))
-            raise CutError(f"argument `{argument_path(path)}` of `{step_name(step)}` holds {what}. {remedy}")
+            raise CutError(
+                f"argument `{argument_path(path)}` of `{step_name(step)}` holds {what}. {remedy}"
+            )
 
 
 def _check_results(name: str, paths: Sequence[str], results: Any) -> None:
     for path, leaf in zip(paths, jax.tree.leaves(results), strict=True):
         if not compat.is_array_type(leaf):
             raise CutError(
-                f"`{path}` of `{name}` is a `{type(leaf).__name__}`, but a step returns arrays, and pytrees of them."
-                f" Return it from where the step is called. Otherwise: {remedy_for(leaf, results)}"
+                f"`{path}` of `{name}` is a `{type(leaf).__name__}`, but a step returns arrays, "
+                "and pytrees of them. Return it from where the step is called. Otherwise: "
+                f"{remedy_for(leaf, results)}"
             )
 
 
@@ -282,6 +299,8 @@ def _flatten(base: T, choices: tuple[int, ...]) -> T:
 
 
 def step_name(step: Callable[..., Any]) -> str:
-    """Returns the name of a step for messages; of a `functools.partial` the name of the function inside."""
+    """Returns the name of a step for messages; of a `functools.partial` the name of the function
+    inside.
+    """
     inner = getattr(step, "func", step)
     return getattr(step, "__name__", getattr(inner, "__name__", type(step).__name__))

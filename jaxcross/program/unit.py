@@ -1,7 +1,8 @@
-"""Programs that call mpi4jax: everything from the first call to the last is one collective segment, the unit.
+"""Programs that call mpi4jax: everything from the first call to the last is one collective segment,
+the unit.
 
-The calls may differ by rank, so ranks cannot agree on an order of parts of them. In one segment they are made in the
-order in which they are written, as under `jit`.
+The calls may differ by rank, so ranks cannot agree on an order of parts of them. In one segment
+they are made in the order in which they are written, as under `jit`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def calls_mpi4jax(graph: Graph) -> bool:
 
 
 def unit_of(graph: Graph) -> Group:
-    """Returns all exchanges of a step, with the equations that compute from some of them for others."""
+    """Returns all exchanges of a step, with the equations that compute from some of them for
+    others.
+    """
     wires = sorted(graph.wires)
     needed = graph.ancestors(wires, {})
     after = set(wires)
@@ -39,7 +42,8 @@ def unit_of(graph: Graph) -> Group:
 
 
 def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
-    """Adds the equations before and after the unit to it, where they are cheap: one executable then, as under `jit`.
+    """Adds the equations before and after the unit to it, where they are cheap: one executable
+    then, as under `jit`.
 
     Callbacks stay outside: a rank that fails in one still makes its calls.
     """
@@ -53,10 +57,11 @@ def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
 
 
 def zero_calls(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:
-    """Compiles the stand-in for a unit on a rank that has failed: the same calls in the same order, with zeros.
+    """Compiles the stand-in for a unit on a rank that has failed: the same calls in the same order,
+    with zeros.
 
-    Nothing is computed between the calls, as a loop that ends by its values might not end on zeros. The function
-    returned waits for the peers and returns zeros in place of the segment's results.
+    Nothing is computed between the calls, as a loop that ends by its values might not end on zeros.
+    The function returned waits for the peers and returns zeros in place of the segment's results.
     """
 
     def calls() -> list[Any]:
@@ -65,7 +70,9 @@ def zero_calls(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:
 
     jaxpr = jax.make_jaxpr(calls, axis_env=list(traced.axes.items()))()
     host = jax.local_devices(backend="cpu")[0]
-    run = traced.wire.lower(jaxpr, dict(traced.axes)).compile([], name="calls", host=host, place=None)
+    run = traced.wire.lower(jaxpr, dict(traced.axes)).compile(
+        [], name="calls", host=host, place=None
+    )
     zeros = [jax.lax.full(v.aval.shape, 0, v.aval.dtype) for v in segment.jaxpr.jaxpr.outvars]
 
     def run_calls() -> list[Any]:

@@ -1,4 +1,6 @@
-"""Whether a program is well formed: values live from definition to last use, exchanges stand where they belong."""
+"""Whether a program is well formed: values live from definition to last use, exchanges stand where
+they belong.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def verify(program: Program) -> Program:
     for place, segment in enumerate(program.segments):
 
         def fail(cause: str, at: int = place) -> None:
-            raise InternalError(f"program `{program.name}` is not well formed: {cause}\n{_around(program, at)}")
+            raise InternalError(
+                f"program `{program.name}` is not well formed: {cause}\n{_around(program, at)}"
+            )
 
         if segment.index != place:
             fail(f"segment {segment.index} stands at place {place}")
@@ -47,15 +51,20 @@ def verify(program: Program) -> Program:
             fail("a collective segment holds no exchange")
         if segment.jaxpr is not None and len(segment.jaxpr.jaxpr.invars) != len(segment.inputs):
             fail("its jaxpr takes another number of arguments")
-        more = 0 if segment.jaxpr is None else len(segment.jaxpr.jaxpr.outvars) - len(segment.outputs)
+        more = (
+            0 if segment.jaxpr is None else len(segment.jaxpr.jaxpr.outvars) - len(segment.outputs)
+        )
         if more < 0 or (more and segment.kind == "compute"):
             fail("its jaxpr returns another number of results")
     for v in program.outputs:
         if v not in defined:
-            raise InternalError(f"program `{program.name}` is not well formed: result {v} is never defined")
+            raise InternalError(
+                f"program `{program.name}` is not well formed: result {v} is never defined"
+            )
     if unfreed := defined - dead - set(program.outputs) - set(program.inputs):
         raise InternalError(
-            f"program `{program.name}` is not well formed: values {sorted(unfreed)[:8]} are never freed"
+            f"program `{program.name}` is not well formed: values {sorted(unfreed)[:8]} are never "
+            "freed"
         )
     return program
 
@@ -67,5 +76,11 @@ def _holds_exchange(program: Program, segment: Segment) -> bool:
 
 
 def _around(program: Program, place: int) -> str:
-    lines = str(program).splitlines()[-len(program.segments) :]  # below the program, a line a segment
-    return "\n".join(f"{'-->' if i == place else '   '} {line}" for i, line in enumerate(lines) if abs(i - place) <= 2)
+    lines = str(program).splitlines()[
+        -len(program.segments) :
+    ]  # below the program, a line a segment
+    return "\n".join(
+        f"{'-->' if i == place else '   '} {line}"
+        for i, line in enumerate(lines)
+        if abs(i - place) <= 2
+    )

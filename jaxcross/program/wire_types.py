@@ -1,4 +1,6 @@
-"""Element types that MPI does not have: random keys travel as their words, integers of 2 and 4 bits as 8 bits."""
+"""Element types that MPI does not have: random keys travel as their words, integers of 2 and 4 bits
+as 8 bits.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ _SUMS = frozenset({"psum", "pmax", "pmin", "reduce_scatter"})
 
 
 def convert_wire_types(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
-    """Returns the jaxpr, closed or open, with such values exchanged in another type, also inside loops.
+    """Returns the jaxpr, closed or open, with such values exchanged in another type, also inside
+    loops.
 
     A `shard_map` is left alone: the flattener converts its body when it takes it out.
 
@@ -31,16 +34,21 @@ def convert_wire_types(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire)
         return _call(eqn, axes, exchanges[0].op) if exchanges and not is_call(exchanges[0]) else eqn
 
     return rewritten(
-        jaxpr, lambda eqn: any(map(_is_other, eqn.invars)), converted, enters=lambda eqn: not is_shard_map(eqn, axes)
+        jaxpr,
+        lambda eqn: any(map(_is_other, eqn.invars)),
+        converted,
+        enters=lambda eqn: not is_shard_map(eqn, axes),
     )
 
 
 def _call(eqn: compat.Equation, axes: Mapping[str, int], op: str) -> compat.Equation:
-    """Returns a call that converts the operands of an exchange, makes it, and converts the results back."""
+    """Returns a call that converts the operands of an exchange, makes it, and converts the results
+    back.
+    """
     if op in _SUMS and any(_is_key(compat.array_type(a).dtype) for a in eqn.invars):
         raise CutError(
-            f"`{op}` of random keys at {compat.source_of(eqn)}: keys cannot be added or compared. Let all ranks have"
-            " one rank's key by `jax.lax.all_gather(key, axis)[0]`."
+            f"`{op}` of random keys at {compat.source_of(eqn)}: keys cannot be added or compared. "
+            "Let all ranks have one rank's key by `jax.lax.all_gather(key, axis)[0]`."
         )
 
     def call(*values: jax.Array) -> list[jax.Array]:

@@ -3,17 +3,21 @@
 record           spans of a run on this rank, and the ranks' clocks aligned
 summary          numbers of a run as plain data: jobs, timing, breakdown
 rounds           the part of a run that is measured: whole rounds in steady state
-time_breakdown   what a run achieved against its bound, and where the rest went; `timeline`, `intervals`
+time_breakdown   what a run achieved against its bound, and where the rest went; `timeline`,
+                 `intervals`
 report           `Report`: a run on all its ranks, saved and loaded
 table            the table at the end; `units` formats its numbers
 compare          `Comparison` of two ways to run the same jobs
 gantt            the lanes as a picture; `tint` draws what is thinner than a pixel
 chrome           the run as a trace for Perfetto
-sweep            `SweepResult`: the trials of a sweep and its table; `sweep_trial` is one, `sweep_plot` the picture
+sweep            `SweepResult`: the trials of a sweep and its table; `sweep_trial` is one,
+                 `sweep_plot` the picture
 metric_files     what jobs log, as JSONL and CSV; `tensorboard` as its event files
-progress         how far a run's jobs are, as plain data and a file; `progress_text` makes lines and a table of it
+progress         how far a run's jobs are, as plain data and a file; `progress_text` makes lines and
+                 a table of it
 run_state        whether a run goes on and how it ended, from its folder of events
-event_files      the ranks' event files, read after the end; `post_mortem` finds the rank that ended first
+event_files      the ranks' event files, read after the end; `post_mortem` finds the rank that ended
+                 first
 """
 
 from jaxcross.report.compare import Comparison

@@ -1,7 +1,8 @@
 """A run as Chrome trace events (the JSON Object Format), which Perfetto reads too.
 
-One process a rank. In it one track a job (its steps, and in each its waiting and segments), the compute lanes and the
-exchange lanes. An arrow leads from the compute segment that made an exchange's operands to the exchange.
+One process a rank. In it one track a job (its steps, and in each its waiting and segments), the
+compute lanes and the exchange lanes. An arrow leads from the compute segment that made an
+exchange's operands to the exchange.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class _Slice(NamedTuple):
 
 
 LANE_TRACK = 1000
-"""Track numbers: jobs from 1, compute lanes from 1000, exchange lanes from 2000. Viewers sort by them."""
+"""Track numbers: jobs from 1, compute lanes from 1000, exchange lanes from 2000. Viewers sort by
+them.
+"""
 
 
 def trace_events(report: RunData) -> dict[str, Any]:
@@ -40,14 +43,25 @@ def trace_events(report: RunData) -> dict[str, Any]:
     lanes = sorted({(s.rank, lane, _lane_name(s)) for s in spans if (lane := _lane(s)) is not None})
     events: list[dict[str, Any]] = []
     for rank in sorted({*report.ranks, *(span.rank for span in spans)}):
-        events += [_meta("process_name", rank, name=f"rank {rank}"), _meta("process_sort_index", rank, sort_index=rank)]
+        events += [
+            _meta("process_name", rank, name=f"rank {rank}"),
+            _meta("process_sort_index", rank, sort_index=rank),
+        ]
         for job, track in tracks.items():
             events += _track(rank, track, f"job {job}")
         for _, lane, name in (lane for lane in lanes if lane[0] == rank):
             events += _track(rank, lane, name)
     last = {job.name: job.last_step for job in report.jobs}
-    for piece in _nested([*_steps(spans, tracks, last), *(_piece(span, tracks, origin) for span in spans)]):
-        events.append({**piece.event, "ts": _us(piece.start_ns, origin), "dur": (piece.end_ns - piece.start_ns) / 1e3})
+    for piece in _nested(
+        [*_steps(spans, tracks, last), *(_piece(span, tracks, origin) for span in spans)]
+    ):
+        events.append(
+            {
+                **piece.event,
+                "ts": _us(piece.start_ns, origin),
+                "dur": (piece.end_ns - piece.start_ns) / 1e3,
+            }
+        )
     events += _arrows(spans, origin)
     return {
         "traceEvents": events,
@@ -81,7 +95,10 @@ def _meta(name: str, pid: int, tid: int = 0, /, **args: Any) -> dict[str, Any]:
 
 
 def _track(pid: int, tid: int, name: str) -> list[dict[str, Any]]:
-    return [_meta("thread_name", pid, tid, name=name), _meta("thread_sort_index", pid, tid, sort_index=tid)]
+    return [
+        _meta("thread_name", pid, tid, name=name),
+        _meta("thread_sort_index", pid, tid, sort_index=tid),
+    ]
 
 
 def _name(span: Span) -> str:
@@ -100,15 +117,23 @@ def _piece(span: Span, tracks: dict[str, int], origin: int) -> _Slice:
     args["ready_us"] = _us(span.ready_ns, origin)
     if span.nbytes:
         args["bytes"] = span.nbytes
-    event = {"ph": "X", "name": name, "cat": span.kind, "pid": span.rank, "tid": track, "args": args}
+    event = {
+        "ph": "X",
+        "name": name,
+        "cat": span.kind,
+        "pid": span.rank,
+        "tid": track,
+        "args": args,
+    }
     return _Slice(span.start_ns, span.end_ns, event)
 
 
 def _steps(spans: tuple[Span, ...], tracks: dict[str, int], last: dict[str, int]) -> list[_Slice]:
     """A job's steps on its own track, from the first segment's begin to the last one's end.
 
-    The begin is moved to the end of the step before where the first compute segment started earlier (it needs no
-    agreement, so it may): steps follow one another. Behind a job's last step there may be a part of one that failed.
+    The begin is moved to the end of the step before where the first compute segment started earlier
+    (it needs no agreement, so it may): steps follow one another. Behind a job's last step there may
+    be a part of one that failed.
     """
     bounds: dict[tuple[int, str], dict[int, tuple[int, int]]] = defaultdict(dict)
     for s in spans:
@@ -121,15 +146,19 @@ def _steps(spans: tuple[Span, ...], tracks: dict[str, int], last: dict[str, int]
         for step, (start, end) in sorted(steps.items()):
             start = max(start, cursor)
             cursor = max(end, start)
-            name = f"step {step}" if step <= last.get(job, step) else f"step {step}, which does not count"
+            name = (
+                f"step {step}"
+                if step <= last.get(job, step)
+                else f"step {step}, which does not count"
+            )
             event = {"ph": "X", "name": name, "cat": "step", "pid": rank, "tid": tracks[job]}
             slices.append(_Slice(start, cursor, {**event, "args": {"job": job, "step": step}}))
     return slices
 
 
 def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
-    """Cuts slices so that two of one track are one within the other, or apart, as viewers demand: the wait for the next
-    batch may begin within a step and end after it.
+    """Cuts slices so that two of one track are one within the other, or apart, as viewers demand:
+    the wait for the next batch may begin within a step and end after it.
     """
     tracks: dict[tuple[int, int], list[_Slice]] = defaultdict(list)
     for piece in slices:
@@ -152,7 +181,9 @@ def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
 
 
 def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
-    """From the compute segment of the same step that ended last before the exchange's inputs were ready."""
+    """From the compute segment of the same step that ended last before the exchange's inputs were
+    ready.
+    """
     computes: dict[tuple[int, str, int], list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind == "compute" and span.end_ns > span.start_ns:
@@ -163,22 +194,28 @@ def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
         if maker is None:
             continue
         arrow = {"name": "operands", "cat": "flow", "id": number, "pid": span.rank}
-        # a flow binds to the slice that encloses its time stamp: inside the maker, not on its open right edge
+        # a flow binds to the slice that encloses its time stamp: inside the maker, not on its open
+        # right edge
         left = min(maker.start_ns + (maker.end_ns - maker.start_ns) * 9 // 10, span.start_ns)
         events.append({**arrow, "ph": "s", "tid": _lane(maker), "ts": _us(left, origin)})
-        events.append({**arrow, "ph": "f", "bp": "e", "tid": _lane(span), "ts": _us(span.start_ns, origin)})
+        events.append(
+            {**arrow, "ph": "f", "bp": "e", "tid": _lane(span), "ts": _us(span.start_ns, origin)}
+        )
     return events
 
 
 def _maker(exchange: Span, computes: list[Span]) -> Span | None:
-    """Returns the compute segment that made the exchange's operands, among those that had begun by then.
+    """Returns the compute segment that made the exchange's operands, among those that had begun by
+    then.
 
-    The thread that notes ends may be late with that segment's end; then it is the one that ends first.
+    The thread that notes ends may be late with that segment's end; then it is the one that ends
+    first.
     """
     before = [
         c
         for c in computes
-        if c.start_ns <= exchange.start_ns and (c.segment < exchange.segment or exchange.segment < 0)
+        if c.start_ns <= exchange.start_ns
+        and (c.segment < exchange.segment or exchange.segment < 0)
     ]
     ended = [c for c in before if c.end_ns <= min(exchange.ready_ns, exchange.start_ns)]
     if ended:

@@ -1,4 +1,6 @@
-"""Two ways to run the same jobs, compared: how many times faster the second is, or why no factor can be given."""
+"""Two ways to run the same jobs, compared: how many times faster the second is, or why no factor
+can be given.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from jaxcross.report.table import WIDTH, a_round, cells, printed, totals, unit
 from jaxcross.report.units import seconds, share
 
 FIFTH = 1.2
-"""By how much computation or exchange of the two ways may differ: beyond it something else than the order did."""
+"""By how much computation or exchange of the two ways may differ: beyond it something else than the
+order did.
+"""
 NEGLIGIBLE = 0.01
 """Differences below this share of a round's work decide nothing."""
 
@@ -37,8 +41,8 @@ class Comparison:
 
     @classmethod
     def of(cls, first: Sequence[RunData], second: Sequence[RunData]) -> Comparison:
-        """Compares the means of several runs of each way. Alternate them (first, second, first, second), so that a
-        machine which is busy for a while is so for both.
+        """Compares the means of several runs of each way. Alternate them (first, second, first,
+        second), so that a machine which is busy for a while is so for both.
 
         Raises:
             ValueError: There is no run of a way, or they do not all have the same jobs.
@@ -47,7 +51,10 @@ class Comparison:
             raise ValueError("a comparison needs at least one run of each way")
         jobs = {tuple(job.name for job in report.jobs) for report in (*first, *second)}
         if len(jobs) > 1:
-            raise ValueError(f"a comparison is of the same jobs, not of {' and of '.join(map(str, sorted(jobs)))}")
+            raise ValueError(
+                "a comparison is of the same jobs, not of "
+                f"{' and of '.join(map(str, sorted(jobs)))}"
+            )
         return cls(
             first=_pooled([report.rounds for report in first]),
             second=_pooled([report.rounds for report in second]),
@@ -63,8 +70,8 @@ class Comparison:
 
     @property
     def most(self) -> float | None:
-        """(c + m) over the bound of c and m as they are one after the other: no order gains more. None if the first
-        way is another one.
+        """(c + m) over the bound of c and m as they are one after the other: no order gains more.
+        None if the first way is another one.
         """
         bound = self.first.bound_s
         work = self.first.compute_s + self.first.exchange_s
@@ -89,21 +96,27 @@ class Comparison:
         ):
             if max(one, other) > FIFTH * min(one, other) and abs(one - other) > NEGLIGIBLE * work:
                 return (
-                    f"a round's {what} took {seconds(one)} ({self.names[0]}) and {seconds(other)} ({self.names[1]}), "
-                    "over a fifth apart: the machine was busy, or jobs slow each other down"
+                    f"a round's {what} took {seconds(one)} ({self.names[0]}) and {seconds(other)} "
+                    f"({self.names[1]}), over a fifth apart: the machine was busy, or jobs slow "
+                    "each other down"
                 )
         if self.most is not None and self.ratio is not None and self.ratio > self.most * (1 + 1e-9):
             return (
-                f"{self.ratio:.2f} times as fast is more than the {self.most:.2f} times that overlap can gain here: "
-                f"the rest is what {self.names[0]} lost between its steps, or a busy machine"
+                f"{self.ratio:.2f} times as fast is more than the {self.most:.2f} times that "
+                f"overlap can gain here: the rest is what {self.names[0]} lost between its steps, "
+                "or a busy machine"
             )
         return ""
 
     @property
     def _other_work(self) -> bool:
-        """Whether rounds of the two ways hold different amounts of work, as where jobs go at unequal rates in one."""
+        """Whether rounds of the two ways hold different amounts of work, as where jobs go at
+        unequal rates in one.
+        """
         pairs = zip(self.first.jobs, self.second.jobs, strict=True)
-        more = sum((a.compute_s + a.exchange_s) * (b.steps_per_round - a.steps_per_round) for a, b in pairs)
+        more = sum(
+            (a.compute_s + a.exchange_s) * (b.steps_per_round - a.steps_per_round) for a, b in pairs
+        )
         return abs(more) > NEGLIGIBLE * (self.first.compute_s + self.first.exchange_s)
 
     @property
@@ -113,8 +126,8 @@ class Comparison:
 
     @property
     def efficiency_alone(self) -> float | None:
-        """The bound of c and m as they are one after the other, over the measured round of the second way; None if its
-        rounds hold other work.
+        """The bound of c and m as they are one after the other, over the measured round of the
+        second way; None if its rounds hold other work.
         """
         if self._other_work or not self.first.bound_s or not self.second.period_s:
             return None
@@ -127,7 +140,9 @@ class Comparison:
             return f"No speed-up stated: {self.reason}"
         one, other = (
             f"{seconds(breakdown.s_per_step)}{text} ({name})"
-            for breakdown, text, name in zip((self.first, self.second), (" per job-step", ""), self.names, strict=True)
+            for breakdown, text, name in zip(
+                (self.first, self.second), (" per job-step", ""), self.names, strict=True
+            )
         )
         return f"{self.speedup:.2f}x: {one}, {other}"
 
@@ -139,11 +154,18 @@ class Comparison:
         rate = f"{unit(self.second.jobs)}/s"
         for name in ("steps", rate, "compute", "exchange", "hidden", "round", "bound", "speed-up"):
             table.add_column(name, justify="right")
-        factors = ("" if self.speedup is None else "1.00x", "-" if self.speedup is None else f"{self.speedup:.2f}x")
-        for name, breakdown, factor in zip(self.names, (self.first, self.second), factors, strict=True):
+        factors = (
+            "" if self.speedup is None else "1.00x",
+            "-" if self.speedup is None else f"{self.speedup:.2f}x",
+        )
+        for name, breakdown, factor in zip(
+            self.names, (self.first, self.second), factors, strict=True
+        ):
             for i, job in enumerate(breakdown.jobs):
                 steps, _, *rest = cells(breakdown, job)
-                table.add_row(Text(name) if i == 0 else "", Text(job.facts.name), steps, *rest, "", "", "")
+                table.add_row(
+                    Text(name) if i == 0 else "", Text(job.facts.name), steps, *rest, "", "", ""
+                )
             steps, _, *rest = totals(breakdown)
             row = [steps, *rest, seconds(breakdown.period_s), seconds(breakdown.bound_s), factor]
             table.add_row("", f"all {len(breakdown.jobs)}", *row, style="bold", end_section=True)
@@ -151,36 +173,52 @@ class Comparison:
 
     def _notes(self) -> list[str]:
         what = "as below" if self._other_work else a_round(self.first)
-        lines = [f"A round is {what}; bound: the shortest round that any order of this work allows."]
+        lines = [
+            f"A round is {what}; bound: the shortest round that any order of this work allows."
+        ]
         if self.first.in_turn:
-            lines.append(f"Rates of a row of {self.names[0]} are while that job ran, those of its last row over all.")
+            lines.append(
+                f"Rates of a row of {self.names[0]} are while that job ran, those of its last row "
+                "over all."
+            )
         if self.first.in_turn and self.efficiency_alone is not None:
             one, other = self.first, self.second
             lines += [
                 (
-                    f"A round's compute takes {seconds(one.compute_s)} alone, {seconds(other.compute_s)} next to "
-                    f"exchange; exchange {seconds(one.exchange_s)} alone, {seconds(other.exchange_s)} next to compute."
+                    f"A round's compute takes {seconds(one.compute_s)} alone, "
+                    f"{seconds(other.compute_s)} next to exchange; exchange "
+                    f"{seconds(one.exchange_s)} alone, {seconds(other.exchange_s)} next to compute."
                 ),
                 (
-                    f"Efficiency of {self.names[1]}: {share(other.efficiency)} of the bound of compute and exchange as "
-                    f"they were in it, {share(self.efficiency_alone)} of their bound alone, {seconds(one.bound_s)}."
+                    f"Efficiency of {self.names[1]}: {share(other.efficiency)} of the bound of "
+                    f"compute and exchange as they were in it, {share(self.efficiency_alone)} of "
+                    f"their bound alone, {seconds(one.bound_s)}."
                 ),
             ]
         return [*lines, self.headline]
 
 
 def _pooled(breakdowns: Sequence[TimeBreakdown]) -> TimeBreakdown:
-    """The mean of several runs, of those that have a round where some have one, and most jobs in it."""
+    """The mean of several runs, of those that have a round where some have one, and most jobs in
+    it.
+    """
     most = max(len(breakdown.crossed) for breakdown in breakdowns)
     breakdowns = [breakdown for breakdown in breakdowns if len(breakdown.crossed) == most]
 
     def mean(value: Callable[[TimeBreakdown], float | None]) -> float | None:
         return _mean(value(breakdown) for breakdown in breakdowns)
 
-    lost = {cause: _mean(a.lost_s[cause] for a in breakdowns) or 0.0 for cause in LOST_TIME if breakdowns[0].lost_s}
+    lost = {
+        cause: _mean(a.lost_s[cause] for a in breakdowns) or 0.0
+        for cause in LOST_TIME
+        if breakdowns[0].lost_s
+    }
     return replace(
         breakdowns[0],
-        jobs=tuple(_pooled_job(jobs) for jobs in zip(*(breakdown.jobs for breakdown in breakdowns), strict=True)),
+        jobs=tuple(
+            _pooled_job(jobs)
+            for jobs in zip(*(breakdown.jobs for breakdown in breakdowns), strict=True)
+        ),
         period_s=mean(lambda a: a.period_s),
         bound_s=mean(lambda a: a.bound_s),
         lost_s=lost,
@@ -194,10 +232,21 @@ def _pooled(breakdowns: Sequence[TimeBreakdown]) -> TimeBreakdown:
 
 
 def _pooled_job(jobs: Sequence[JobTiming]) -> JobTiming:
-    names = ("period_s", "compute_s", "exchange_s", "hidden_share", "bytes_per_step", "steps_per_round")
+    names = (
+        "period_s",
+        "compute_s",
+        "exchange_s",
+        "hidden_share",
+        "bytes_per_step",
+        "steps_per_round",
+    )
     steps = sum(job.facts.steps for job in jobs)
     facts = replace(jobs[-1].facts, steps=steps, first_step=jobs[0].facts.first_step)
-    return replace(jobs[-1], facts=facts, **{name: _mean(getattr(job, name) for job in jobs) or 0.0 for name in names})
+    return replace(
+        jobs[-1],
+        facts=facts,
+        **{name: _mean(getattr(job, name) for job in jobs) or 0.0 for name in names},
+    )
 
 
 def _mean(numbers: Iterable[float | None]) -> float | None:

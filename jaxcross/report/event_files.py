@@ -1,6 +1,7 @@
 """Reads the ranks' event files after the end: the operation in which each rank was.
 
-The files are data from strangers: every line is checked, sizes are bounded, a torn last line is normal.
+The files are data from strangers: every line is checked, sizes are bounded, a torn last line is
+normal.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class RankRecord:
         done: What it ended last for a job.
         done_of: What it ended last for each job that was not over.
         entered: Waits for other ranks that it had begun.
-        words: `left`, `failed`, `terminated`, `interrupted`, `told`, `reported`; "" if it ended without a word.
+        words: `left`, `failed`, `terminated`, `interrupted`, `told`, `reported`; "" if it ended
+            without a word.
         text: Its last words.
         standing: Where it was, in its last words.
         lost: The ranks that they report.
@@ -107,7 +109,9 @@ class RankRecord:
 
     @property
     def where(self) -> Begun | None:
-        """The operation in which the rank was: a wait for other ranks, or else the one that it began last."""
+        """The operation in which the rank was: a wait for other ranks, or else the one that it
+        began last.
+        """
         now = sorted(self.under_way.values(), key=lambda b: (b.number > 0, b.at_s))
         return now[-1] if now else None
 
@@ -118,36 +122,51 @@ class RankRecord:
             return self.standing  # the exception has ended what it was in
         where = self.where
         if where is None:
-            return "outside of any step" if self.done is None else f"outside of any step, after {self.done}"
+            return (
+                "outside of any step"
+                if self.done is None
+                else f"outside of any step, after {self.done}"
+            )
         if where.job:
             return f"in {where}"
-        other = max((b for b in self.under_way.values() if b.job), key=lambda b: b.at_s, default=None)
+        other = max(
+            (b for b in self.under_way.values() if b.job), key=lambda b: b.at_s, default=None
+        )
         if other is not None:
             return f"in {where}, next to {other}"
         return f"in {where}" if self.done is None else f"in {where}, after {self.done}"
 
     @property
     def places(self) -> str:
-        """All operations in which the rank was: a silent death does not tell which of its threads was at fault.
+        """All operations in which the rank was: a silent death does not tell which of its threads
+        was at fault.
 
         A job that was in no operation was in its own code, after the one that it ended last.
         """
         if self.words or self.where is None:
             return self.place
-        rest = sorted((b for b in self.under_way.values() if b is not self.where and b.job), key=lambda b: -b.at_s)
+        rest = sorted(
+            (b for b in self.under_way.values() if b is not self.where and b.job),
+            key=lambda b: -b.at_s,
+        )
         idle = self.done_of.keys() - {b.job for b in self.under_way.values()}
         own = sorted((self.done_of[job] for job in idle), key=lambda b: -b.at_s)
-        listed = [*map(str, rest), *(f"job {b.job!r} after step {b.step} ({b.what})" for b in own)][:_MOST_PLACES]
+        listed = [*map(str, rest), *(f"job {b.job!r} after step {b.step} ({b.what})" for b in own)][
+            :_MOST_PLACES
+        ]
         return f"in {self.where}{', next to ' if listed else ''}{' and '.join(listed)}"
 
 
 def read(
-    folder: str | os.PathLike[str], *, tail_bytes: int | None = None, skipped: dict[int, str] | None = None
+    folder: str | os.PathLike[str],
+    *,
+    tail_bytes: int | None = None,
+    skipped: dict[int, str] | None = None,
 ) -> list[RankRecord]:
     """Reads the records of the latest run in `folder`, by rank.
 
-    A file that does not begin as an event file does is skipped, unless all are like that: a rank that was killed at its
-    start, or whose disk was full, leaves an empty one.
+    A file that does not begin as an event file does is skipped, unless all are like that: a rank
+    that was killed at its start, or whose disk was full, leaves an empty one.
 
     Args:
         folder: The folder of events.
@@ -159,15 +178,20 @@ def read(
         OSError: The folder or all files cannot be read.
     """
     names = [
-        (int(m[1]), name) for name in sorted(os.listdir(folder)) if (m := re.fullmatch(r"rank-(\d{1,6})\.jsonl", name))
+        (int(m[1]), name)
+        for name in sorted(os.listdir(folder))
+        if (m := re.fullmatch(r"rank-(\d{1,6})\.jsonl", name))
     ]
     if not names:
         raise ValueError(
-            f"`{folder}` holds no event files (`rank-0.jsonl`, ...). Ranks write them where `JAXCROSS_EVENTS` names a "
-            "folder, or `Runner(events=...)`; `jaxcross launch` sets it."
+            f"`{folder}` holds no event files (`rank-0.jsonl`, ...). Ranks write them where "
+            "`JAXCROSS_EVENTS` names a folder, or `Runner(events=...)`; `jaxcross launch` sets it."
         )
     if len(names) > MOST_RANKS:
-        raise ValueError(f"`{folder}` holds {len(names)} event files, more than the {MOST_RANKS} ranks that are read.")
+        raise ValueError(
+            f"`{folder}` holds {len(names)} event files, more than the {MOST_RANKS} ranks that are "
+            "read."
+        )
     records: list[RankRecord] = []
     errors: dict[int, OSError | ValueError] = {}
     for rank, name in names:
@@ -180,7 +204,9 @@ def read(
     if skipped is not None:
         skipped.update({rank: str(error) for rank, error in errors.items()})
     latest = max(records, key=lambda record: record.last_s)
-    return sorted((r for r in records if r.run == latest.run and r.rank < latest.size), key=lambda r: r.rank)
+    return sorted(
+        (r for r in records if r.run == latest.run and r.rank < latest.size), key=lambda r: r.rank
+    )
 
 
 def _read_rank(path: Path, rank: int, tail_bytes: int | None) -> RankRecord:
@@ -198,7 +224,9 @@ def _read_rank(path: Path, rank: int, tail_bytes: int | None) -> RankRecord:
     return record
 
 
-def _read_file(path: Path, rank: int, before: RankRecord | None, tail_bytes: int | None = None) -> RankRecord:
+def _read_file(
+    path: Path, rank: int, before: RankRecord | None, tail_bytes: int | None = None
+) -> RankRecord:
     """Reads the end of one file; `before` is the record of the file that this one continues."""
     # Neither a link to elsewhere nor a pipe that would wait for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
@@ -206,7 +234,9 @@ def _read_file(path: Path, rank: int, before: RankRecord | None, tail_bytes: int
         if not stat.S_ISREG(facts.st_mode):
             raise ValueError(f"`{path}` is not a file.")
         if not facts.st_size:
-            raise ValueError(f"`{path}` is empty: its rank was killed at its start, or the disk was full.")
+            raise ValueError(
+                f"`{path}` is empty: its rank was killed at its start, or the disk was full."
+            )
         header = _parse(stream.readline(MOST_LINE_BYTES)) or {}
         if facts.st_size > most_bytes:
             stream.seek(-most_bytes, os.SEEK_END)
@@ -220,7 +250,8 @@ def _read_file(path: Path, rank: int, before: RankRecord | None, tail_bytes: int
         or not _is_int(start_ns)
     ):
         raise ValueError(
-            f"`{path}` does not begin as an event file of version {VERSION} does, or is of another version."
+            f"`{path}` does not begin as an event file of version {VERSION} does, or is of another "
+            "version."
         )
     record = before or RankRecord(
         rank=rank,
@@ -262,7 +293,9 @@ def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
     elif "checkpoint" in event:
         name = _text(event, "checkpoint")
         if _CHECKPOINT.fullmatch(name):
-            record.saved[_text(event, "job")] = SavedPart(name=name, any_ranks=event.get("any_ranks") is True)
+            record.saved[_text(event, "job")] = SavedPart(
+                name=name, any_ranks=event.get("any_ranks") is True
+            )
     elif "words" in event:
         record.words, record.text = _text(event, "words"), _text(event, "text")
         record.standing = _text(event, "standing")

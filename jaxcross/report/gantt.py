@@ -1,4 +1,6 @@
-"""The lanes over time as a picture: the work that ran at the same time, and in a comparison, the time it saved."""
+"""The lanes over time as a picture: the work that ran at the same time, and in a comparison, the
+time it saved.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ LINE_CHARACTERS = 160
 MARK_CHARACTERS = 7
 """What a mark in it takes of those."""
 EDGED = 8
-"""Pixels from which a bar is wide enough for an edge and a pattern: below, the edge would be all that is seen of it."""
+"""Pixels from which a bar is wide enough for an edge and a pattern: below, the edge would be all
+that is seen of it.
+"""
 MOST_BARS = 300
 """Of one lane: more cannot be told apart, and would take minutes to draw."""
 
@@ -45,8 +49,8 @@ def draw(
         report: The run.
         path: Where to write.
         compare: A run to draw above it, on one time axis.
-        window: Begin and end in seconds since the run began. If None, from where the jobs are in steady state, as far
-            as single pieces of work can be told apart.
+        window: Begin and end in seconds since the run began. If None, from where the jobs are in
+            steady state, as far as single pieces of work can be told apart.
         headline: What to write on top; what `report` gains over `compare` if None.
 
     Raises:
@@ -60,10 +64,13 @@ def draw(
     if window is not None and not window[0] < window[1]:
         raise ValueError(f"`window` must end after it begins, got {window}")
     runs = [run for run in (compare, report) if run is not None]
-    begins = [_run_begin(run) + round(window[0] * 1e9) if window else _steady_begin(run) for run in runs]
+    begins = [
+        _run_begin(run) + round(window[0] * 1e9) if window else _steady_begin(run) for run in runs
+    ]
     rows = [_rows(run) for run in runs]
     colours = {
-        name: COLOURS[i % len(COLOURS)] for i, name in enumerate(dict.fromkeys(j.name for r in runs for j in r.jobs))
+        name: COLOURS[i % len(COLOURS)]
+        for i, name in enumerate(dict.fromkeys(j.name for r in runs for j in r.jobs))
     }
     heights = [len(r) * 0.34 + 0.55 for r in rows]
     second = 0.22 if _is_long(colours) else 0.0  # for a second line of the legend
@@ -76,18 +83,42 @@ def draw(
     for axis, (run, lanes, begin) in zip(axes, every, strict=True):
         _panel(axis, run, lanes, colours, begin, shown_s)
     length_s = max(_length_s(run, begin) for run, _, begin in every)
-    cut = f" (the first {seconds(shown_s)} of {seconds(length_s)})" if shown_s < length_s and window is None else ""
+    cut = (
+        f" (the first {seconds(shown_s)} of {seconds(length_s)})"
+        if shown_s < length_s and window is None
+        else ""
+    )
     shift, since = (window[0], "the run began") if window else (0.0, f"{_since(runs)}{cut}")
     axes[-1].xaxis.set_major_formatter(lambda at, _: f"{at + shift:.6g}")
     axes[-1].set_xlabel(f"seconds since {since}", color=INK)
     axes[-1].set_xlim(0, shown_s * 1.005)
     figure.subplots_adjust(
-        left=0.105, right=0.985, top=1 - (1.0 + second) / total, bottom=0.55 / total, hspace=0.55 / min(heights)
+        left=0.105,
+        right=0.985,
+        top=1 - (1.0 + second) / total,
+        bottom=0.55 / total,
+        hspace=0.55 / min(heights),
     )
     headline = textwrap.fill(headline or _headline(report, compare), 92)
     size = 14 if len(headline) < 80 else 9.5  # a reason is longer than a number
-    figure.text(0.105, 1 - 0.12 / total, _as_written(headline), fontsize=size, weight="bold", color=INK, va="top")
-    figure.text(0.985, 1 - 0.15 / total, _as_written(report.link), fontsize=10, color=INK, va="top", ha="right")
+    figure.text(
+        0.105,
+        1 - 0.12 / total,
+        _as_written(headline),
+        fontsize=size,
+        weight="bold",
+        color=INK,
+        va="top",
+    )
+    figure.text(
+        0.985,
+        1 - 0.15 / total,
+        _as_written(report.link),
+        fontsize=10,
+        color=INK,
+        va="top",
+        ha="right",
+    )
     _legend(figure, colours, rows, 1 - 0.42 / total, second / total)
     figure.savefig(path)
     return path
@@ -128,7 +159,13 @@ def _rows(report: RunData) -> list[Row]:
         for lane in lanes:
             mine = [s for s in own if s.kind == "compute" and s.lane == lane]
             # waiting and compiling fill the gaps of the first compute lane
-            rows.append((rank, _lane_name("compute", lane, lanes), waits + mine if lane == lanes[0] else mine))
+            rows.append(
+                (
+                    rank,
+                    _lane_name("compute", lane, lanes),
+                    waits + mine if lane == lanes[0] else mine,
+                )
+            )
         lanes = sorted({s.lane for s in own if s.kind in ("collective", "vote")} or {0})
         for lane in lanes:
             mine = [s for s in own if s.kind in ("collective", "vote") and s.lane == lane]
@@ -145,17 +182,23 @@ def _run_begin(report: RunData) -> int:
 
 
 def _steady_begin(report: RunData) -> int:
-    """When the jobs of the round were in steady state, of jobs one after the other the first: compiling would fill the
-    picture.
+    """When the jobs of the round were in steady state, of jobs one after the other the first:
+    compiling would fill the picture.
 
     That is the latest end of a first step; of what has none, the begin of the first step.
     """
     rank = next(iter(report.ranks), 0)
     timeline = Timeline.of(rank, report.spans, {})
     crossed = {job.facts.name for job in report.rounds.crossed}
-    firsts = [ends[0][1] for job, ends in timeline.step_ends.items() if len(ends) > 1 and job in (crossed or {job})]
+    firsts = [
+        ends[0][1]
+        for job, ends in timeline.step_ends.items()
+        if len(ends) > 1 and job in (crossed or {job})
+    ]
     if firsts:
-        return min(firsts) if report.rounds.period_s is None or report.rounds.in_turn else max(firsts)
+        return (
+            min(firsts) if report.rounds.period_s is None or report.rounds.in_turn else max(firsts)
+        )
     work = [s.start_ns for s in report.spans if s.kind in ("compute", "collective")]
     return min(work, default=_run_begin(report))
 
@@ -186,7 +229,9 @@ def _shown_s(every: Sequence[tuple[RunData, list[Row], int]]) -> float:
     return max(min(lengths), 1e-9)
 
 
-def _panel(axis: Any, run: RunData, rows: list[Row], colours: dict[str, str], begin: int, shown_s: float) -> None:
+def _panel(
+    axis: Any, run: RunData, rows: list[Row], colours: dict[str, str], begin: int, shown_s: float
+) -> None:
     for y, (_, _, spans) in enumerate(rows):
         thin = Tint(shown_s)
         for kind in ("compile", "input", "compute", "collective", "vote"):
@@ -202,7 +247,10 @@ def _panel(axis: Any, run: RunData, rows: list[Row], colours: dict[str, str], be
                 wide = [bar for bar in bars if bar[1] >= EDGED * thin.pixel_s]
                 # votes wait in an idle lane: a thin line, so that they do not look like work
                 place = (y - 0.08, 0.16) if kind == "vote" else (y - 0.4, 0.8)
-                for some, look in ((wide, style), (narrow, {"facecolor": style["facecolor"], "edgecolor": "none"})):
+                for some, look in (
+                    (wide, style),
+                    (narrow, {"facecolor": style["facecolor"], "edgecolor": "none"}),
+                ):
                     if some:
                         axis.broken_barh(some, place, **look)
         thin.draw(axis, y)
@@ -248,7 +296,11 @@ def _pale(colour: str) -> str:
 
 def _middle_cut(name: str, longest: int) -> str:
     """A name with its begin and its end: a job's settings often stand last."""
-    return name if len(name) <= longest else f"{name[: longest // 2]}...{name[len(name) + 3 - (longest + 1) // 2 :]}"
+    return (
+        name
+        if len(name) <= longest
+        else f"{name[: longest // 2]}...{name[len(name) + 3 - (longest + 1) // 2 :]}"
+    )
 
 
 def _is_long(names: Iterable[str]) -> bool:
@@ -256,20 +308,29 @@ def _is_long(names: Iterable[str]) -> bool:
     return sum(len(name) + MARK_CHARACTERS for name in names) > LINE_CHARACTERS // 2
 
 
-def _legend(figure: Any, colours: dict[str, str], rows: list[list[Row]], top: float, second: float) -> None:
+def _legend(
+    figure: Any, colours: dict[str, str], rows: list[list[Row]], top: float, second: float
+) -> None:
     """Draws names and kinds of work; with `second`, kinds on a line so far below."""
     from matplotlib.patches import Patch
 
     kinds = {s.kind for panel in rows for _, _, spans in panel for s in spans}
     named = list(colours.items())[:MOST_NAMES]
     room = LINE_CHARACTERS // (len(named) + 1) - MARK_CHARACTERS
-    handles = [Patch(label=_as_written(_middle_cut(name, room)), facecolor=colour) for name, colour in named]
+    handles = [
+        Patch(label=_as_written(_middle_cut(name, room)), facecolor=colour)
+        for name, colour in named
+    ]
     if len(named) < len(colours):
         handles.append(Patch(label=f"and {len(colours) - len(named)} more", facecolor="none"))
     words = {"compute": "compute", "collective": "exchange", "compile": "compiling"}
     words |= {"input": "waiting for a batch", "vote": "vote"}
-    shown = [Patch(label=word, **_style(kind, FAINT)) for kind, word in words.items() if kind in kinds]
-    for line, at in ((handles, top), (shown, top - second)) if second else ((handles + shown, top),):
+    shown = [
+        Patch(label=word, **_style(kind, FAINT)) for kind, word in words.items() if kind in kinds
+    ]
+    for line, at in (
+        ((handles, top), (shown, top - second)) if second else ((handles + shown, top),)
+    ):
         figure.legend(
             handles=line,
             loc="upper left",

@@ -1,4 +1,6 @@
-"""The metrics of a run on disk: one JSONL and one CSV a job, written by rank 0, each step once whatever was killed."""
+"""The metrics of a run on disk: one JSONL and one CSV a job, written by rank 0, each step once
+whatever was killed.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,26 @@ Value = Any  # a number, a text, or a list of them
 class MetricFiles(Instrument):
     """Writes what jobs log, as it is read back.
 
-    A line of `JOB.jsonl` has `step`, `time` (seconds since 1970) and the metrics; keys of a metric inside another are
-    joined by slashes. `JOB.csv` has the same, less what is no number; a metric that the first line lacks gets its
-    column at the end. NaN and the infinities are texts in both. A folder belongs to one run, or to one run and those
-    that go on from its checkpoints.
+    A line of `JOB.jsonl` has `step`, `time` (seconds since 1970) and the metrics; keys of a metric
+    inside another are joined by slashes. `JOB.csv` has the same, less what is no number; a metric
+    that the first line lacks gets its column at the end. NaN and the infinities are texts in both.
+    A folder belongs to one run, or to one run and those that go on from its checkpoints.
 
     Args:
         folder: Where to write. Made where it is missing.
-        goes_on: The run's checkpoints, by whose path a later run is known to go on; None without any.
+        goes_on: The run's checkpoints, by whose path a later run is known to go on; None without
+            any.
     """
 
     def __init__(self, folder: str | Path, goes_on: Path | None = None) -> None:
         self._folder, self._goes_on = Path(folder).absolute(), goes_on
         self._jobs: dict[str, _JobFiles | None] = {}
-        self._early: dict[str, list[dict[str, Value]]] = {}  # what jobs logged before they restored a state
-        self._lock = threading.RLock()  # the runner closes files that a job's thread may still write
+        self._early: dict[
+            str, list[dict[str, Value]]
+        ] = {}  # what jobs logged before they restored a state
+        self._lock = (
+            threading.RLock()
+        )  # the runner closes files that a job's thread may still write
         self._closed = False
         self._claim: Any = None
 
@@ -55,38 +62,47 @@ class MetricFiles(Instrument):
         """Makes the folder this run's.
 
         Raises:
-            ValueError: It holds something else: files of the user's, or another run's metrics; or a run writes to it
-                now.
+            ValueError: It holds something else: files of the user's, or another run's metrics; or a
+                run writes to it now.
             OSError: It cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        marker, mine = self._folder / _MARKER, {"checkpoints": None if self._goes_on is None else str(self._goes_on)}
+        marker, mine = (
+            self._folder / _MARKER,
+            {"checkpoints": None if self._goes_on is None else str(self._goes_on)},
+        )
         found = [path for path in self._folder.iterdir() if path != marker]
-        if marker.exists() and (found or marker.stat().st_size):  # one that is empty is of a run killed just here
+        if marker.exists() and (
+            found or marker.stat().st_size
+        ):  # one that is empty is of a run killed just here
             if self._goes_on is None or _load(marker.read_text()) != mine:
                 raise ValueError(
-                    f"`{self._folder}` has the metrics of another run. Name another folder, or remove it; a run goes on"
-                    " there if it has the same folder of checkpoints."
+                    f"`{self._folder}` has the metrics of another run. Name another folder, or "
+                    "remove it; a run goes on there if it has the same folder of checkpoints."
                 )
         elif found:
-            raise ValueError(f"`{self._folder}` is to hold metrics, and holds other files. Name an empty folder.")
+            raise ValueError(
+                f"`{self._folder}` is to hold metrics, and holds other files. Name an empty folder."
+            )
         else:
             marker.write_text(json.dumps(mine) + "\n")
         self._claim = marker.open()
         if not lock(self._claim):
             self._claim.close()
             raise ValueError(
-                f"`{self._folder}` is in use: {holder(marker)} writes its metrics there. Wait until it has ended, or"
-                " name another folder."
+                f"`{self._folder}` is in use: {holder(marker)} writes its metrics there. Wait "
+                "until it has ended, or name another folder."
             )
 
     def begin(self, job: str, step: int, *, without: str = "") -> list[dict[str, Value]]:
-        """Lets a job's files end with the step that it restored. Puts earlier ones aside if it restored none.
+        """Lets a job's files end with the step that it restored. Puts earlier ones aside if it
+        restored none.
 
         Args:
             job: Its name.
             step: The step.
-            without: An evaluation that is made again, as no checkpoint covers it: its lines of that step go.
+            without: An evaluation that is made again, as no checkpoint covers it: its lines of that
+                step go.
 
         Returns:
             The lines of earlier runs that stay.
@@ -127,8 +143,17 @@ class MetricFiles(Instrument):
                 except OSError as error:
                     self._give_up(job, error)
 
-    def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:  # noqa: ARG002
-        """Closes the files of a job that is over, however it ended: a sweep may have more jobs than a process files."""
+    def note(
+        self,
+        *,
+        job: str,
+        kind: str,
+        step: int = -1,  # noqa: ARG002
+        value: float | str | None = None,  # noqa: ARG002
+    ) -> None:
+        """Closes the files of a job that is over, however it ended: a sweep may have more jobs than
+        a process files.
+        """
         if kind in ("done", "closed"):
             with self._lock:
                 self._close_job(job)
@@ -161,7 +186,10 @@ class _JobFiles:
     """One job's two files. A line that a kill has cut short is dropped at the next start."""
 
     def __init__(self, path: Path) -> None:
-        self._jsonl, self._csv = path.with_name(f"{path.name}.jsonl"), path.with_name(f"{path.name}.csv")
+        self._jsonl, self._csv = (
+            path.with_name(f"{path.name}.jsonl"),
+            path.with_name(f"{path.name}.csv"),
+        )
         self._columns: list[str] = []
         self._lacks_columns = False
         self._file: Any = None
@@ -172,7 +200,9 @@ class _JobFiles:
         if self._file is not None:
             self._file.close()
         if step == 0 and self._jsonl.exists():
-            aside = (self._jsonl.with_name(f"{self._jsonl.name}.old-{n}") for n in itertools.count(1))
+            aside = (
+                self._jsonl.with_name(f"{self._jsonl.name}.old-{n}") for n in itertools.count(1)
+            )
             self._jsonl.rename(next(path for path in aside if not path.exists()))
         lines = [line for line in self._lines() if line["step"] <= step]
         lines = [line for line in lines if line["step"] < step or not is_of(line, without)]
@@ -204,7 +234,9 @@ class _JobFiles:
     def _lines(self) -> Iterator[dict[str, Value]]:
         if self._jsonl.exists():
             with self._jsonl.open() as file:
-                yield from (line for line in map(_load, file) if line is not None and "step" in line)
+                yield from (
+                    line for line in map(_load, file) if line is not None and "step" in line
+                )
 
     def _write_table(self, lines: list[dict[str, Value]]) -> None:
         if self._table is not None:
@@ -226,11 +258,17 @@ def is_of(line: Mapping[str, Value], evaluation: str) -> bool:
 
 def _file_name(job: str) -> str:
     name = quote(job, safe=" ")
-    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
+    return (
+        name
+        if len(name) <= _LONGEST
+        else f"{name[:_LONGEST]}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
+    )
 
 
 def flat(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
-    """Yields names and values of a tree of metrics: `eval/accuracy` for a metric in a dictionary."""
+    """Yields names and values of a tree of metrics: `eval/accuracy` for a metric in a
+    dictionary.
+    """
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from flat(value, f"{path}/{key}" if path else str(key))
@@ -242,8 +280,14 @@ def flat(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
 
 
 def as_logged(line: Mapping[str, Value]) -> tuple[int, dict[str, Value]]:
-    """Returns the step of a line and what was logged then, names joined by slashes as in the file."""
-    values = {_OWN_NAMES.get(key, key): _number(value) for key, value in line.items() if key not in ("step", "time")}
+    """Returns the step of a line and what was logged then, names joined by slashes as in the
+    file.
+    """
+    values = {
+        _OWN_NAMES.get(key, key): _number(value)
+        for key, value in line.items()
+        if key not in ("step", "time")
+    }
     return line["step"], values
 
 

@@ -1,4 +1,6 @@
-"""Finds the rank that ended first, its last operation, and the others' operations at that time. Pure."""
+"""Finds the rank that ended first, its last operation, and the others' operations at that time.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,17 @@ from collections.abc import Iterable, Sequence
 from jaxcross.report.event_files import MOST_RANKS, RankRecord
 
 _BEAT_S = 2.0
-"""Signs of life come about once a second: a rank whose last one is so much later has ended later."""
+"""Signs of life come about once a second: a rank whose last one is so much later has ended
+later.
+"""
 
 _SILENTLY = "ended first, without a word (killed, crashed, or out of memory)"
 
 
 def verdict(records: Sequence[RankRecord]) -> str:
-    """Returns a paragraph on the rank that ended first, its last operation, and the others' at that time."""
+    """Returns a paragraph on the rank that ended first, its last operation, and the others' at that
+    time.
+    """
     if all(record.words == "left" for record in records) and len(records) == records[0].size:
         return "All ranks ended by themselves: their scripts came to their ends."
     first, why = _first(records)
@@ -23,14 +29,18 @@ def verdict(records: Sequence[RankRecord]) -> str:
     where = defaultdict(list)
     for record in first:
         where[record.places].append(record.rank)
-    at = "; ".join(f"{_ranks(ranks) + ' ' if len(where) > 1 else ''}{place}" for place, ranks in where.items())
+    at = "; ".join(
+        f"{_ranks(ranks) + ' ' if len(where) > 1 else ''}{place}" for place, ranks in where.items()
+    )
     others = _waiting(records, [record.rank for record in first])
     return f"{_ranks(r.rank for r in first).capitalize()} {why}, {at}. {others}".strip()
 
 
 def missing(records: Sequence[RankRecord]) -> list[int]:
     """Returns the ranks of the run that left no file."""
-    return sorted(set(range(min(records[0].size, MOST_RANKS))) - {record.rank for record in records})
+    return sorted(
+        set(range(min(records[0].size, MOST_RANKS))) - {record.rank for record in records}
+    )
 
 
 def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
@@ -45,11 +55,20 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
             lost = [by_rank[rank] for rank in record.lost if rank in by_rank]
             silent = all(not r.words for r in lost) and "is gone" in record.text
             why = _SILENTLY if silent else f"stopped first (rank {record.rank}: {record.text})"
-            return lost, why if lost else f"{_ranks(record.lost).capitalize()} {why}; its events cannot be read."
-    waiting = max((r.entered for r in without_words if r.where is not None and r.where.number), default=0)
+            return (
+                lost,
+                why
+                if lost
+                else f"{_ranks(record.lost).capitalize()} {why}; its events cannot be read.",
+            )
+    waiting = max(
+        (r.entered for r in without_words if r.where is not None and r.where.number), default=0
+    )
     left = [r for r in spoken if r.words == "left" and r.entered < waiting]
     if left:
-        return left, "left first (its script ended)" if len(left) == 1 else "left first (their scripts ended)"
+        return left, "left first (its script ended)" if len(
+            left
+        ) == 1 else "left first (their scripts ended)"
     if without_words and len(without_words) < len(records):
         return without_words, _SILENTLY
     for record in spoken:
@@ -64,9 +83,9 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     if early:
         return early, _SILENTLY
     return [], (
-        "All ranks ended without a word within two seconds, after the same number of exchanges, so their events do not "
-        "say which one was first. Does the launcher's own message? Many launchers end all ranks when one dies; "
-        "`jaxcross launch` lets the others speak."
+        "All ranks ended without a word within two seconds, after the same number of exchanges, so "
+        "their events do not say which one was first. Does the launcher's own message? Many "
+        "launchers end all ranks when one dies; `jaxcross launch` lets the others speak."
     )
 
 
@@ -75,7 +94,9 @@ def _waiting(records: Sequence[RankRecord], but: Iterable[int]) -> str:
     for record in records:
         where = record.where
         if record.rank not in but:
-            places[f"waited {record.place}" if where and where.number else f"stood {record.place}"].append(record.rank)
+            places[
+                f"waited {record.place}" if where and where.number else f"stood {record.place}"
+            ].append(record.rank)
     text = "; ".join(f"{_ranks(ranks)} {place}" for place, ranks in sorted(places.items()))
     return f"{text[0].upper()}{text[1:]}." if text else ""
 

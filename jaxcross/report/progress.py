@@ -1,4 +1,6 @@
-"""Progress of a run as plain data, and as the file in the folder of events that other processes read."""
+"""Progress of a run as plain data, and as the file in the folder of events that other processes
+read.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ class Pace:
         self._changes: deque[tuple[float, int]] = deque()
 
     def look(self, now_s: float, steps_made: int) -> float | None:
-        """Takes the number of steps made until now; returns the rate, None if two steps were not seen yet."""
+        """Takes the number of steps made until now; returns the rate, None if two steps were not
+        seen yet.
+        """
         changes = self._changes
         if steps_made > (changes[-1][1] if changes else 0):
             changes.append((now_s, steps_made))
@@ -115,7 +119,8 @@ class Pace:
             return None
         (first_s, first), (last_s, last) = changes[0], changes[-1]
         length_s = last_s - first_s
-        # A step that takes twice as long as they do counts as one that is not over: a stall lowers the rate.
+        # A step that takes twice as long as they do counts as one that is not over: a stall lowers
+        # the rate.
         overdue = (now_s - last_s) * (last - first) > 2 * length_s
         return (last - first) / (now_s - first_s if overdue else length_s)
 
@@ -127,7 +132,9 @@ class LatestMetric:
         self._seen, self._text = 0, ""
 
     def look(self, history: Sequence[tuple[int, object]], name: str) -> str:
-        """Takes all that the job has logged until now; returns the metric as text, "" if it was not logged yet."""
+        """Takes all that the job has logged until now; returns the metric as text, "" if it was not
+        logged yet.
+        """
         for _, values in reversed(history[self._seen :]):
             value = dict(flat(values)).get(name)
             if isinstance(value, int | float):
@@ -138,7 +145,9 @@ class LatestMetric:
 
 
 def metric_of(history: Sequence[tuple[int, object]]) -> str:
-    """Returns what a job logged last: its `loss`, also if an evaluation came after it, or else the first number."""
+    """Returns what a job logged last: its `loss`, also if an evaluation came after it, or else the
+    first number.
+    """
     texts = [metric_text(values) for _, values in reversed(history[-_LATEST:])]
     return next((text for text in texts if text.startswith("loss ")), texts[0] if texts else "")
 
@@ -189,7 +198,9 @@ def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
             jobs=tuple(_job(job) for job in found["jobs"][:_MOST_JOBS]),
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise ValueError(f"`{path}` is not the progress of a run, or is of another version of jaxcross.") from None
+        raise ValueError(
+            f"`{path}` is not the progress of a run, or is of another version of jaxcross."
+        ) from None
 
 
 def _job(fields: Mapping[str, Any]) -> JobProgress:

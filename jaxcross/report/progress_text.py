@@ -48,7 +48,12 @@ def state_text(job: JobProgress) -> str:
 def job_line(job: JobProgress) -> str:
     """Returns one line: the step, the rate, what was logged, what it waits for, the time left."""
     state = state_text(job)
-    if job.step and not job.status and job.doing_s < _LASTING_S and job.doing not in ("compiling", "paused"):
+    if (
+        job.step
+        and not job.status
+        and job.doing_s < _LASTING_S
+        and job.doing not in ("compiling", "paused")
+    ):
         state = ""  # a moment of a step like any other
     parts = [
         f"step {steps_text(job)}" if job.step or job.steps is not None else "",
@@ -80,7 +85,9 @@ def run_table(run: RunProgress, *, width: int, most_jobs: int, title: str) -> Gr
     shown, rest = _first_jobs(run.jobs, most_jobs)
     table = Table(box=None, pad_edge=False)
     rows = {head: [cell(job) for job in shown] for head, cell in _CELLS.items()}
-    needed = {head: max(_ROOM.get(head, len(head)), *map(len, cells)) for head, cells in rows.items()}
+    needed = {
+        head: max(_ROOM.get(head, len(head)), *map(len, cells)) for head, cells in rows.items()
+    }
     widths = _widths(needed, width)
     for head, columns in widths.items():
         justify: Literal["left", "right"] = "right" if head in _NUMBERS else "left"
@@ -142,8 +149,12 @@ def _widths(needed: Mapping[str, int], width: int) -> dict[str, int]:
     return widths
 
 
-def _first_jobs(jobs: Sequence[JobProgress], most: int) -> tuple[list[JobProgress], list[JobProgress]]:
-    """Returns the jobs to show, in their order, and the others. If not all can be shown, those that run come first."""
+def _first_jobs(
+    jobs: Sequence[JobProgress], most: int
+) -> tuple[list[JobProgress], list[JobProgress]]:
+    """Returns the jobs to show, in their order, and the others. If not all can be shown, those that
+    run come first.
+    """
     if len(jobs) <= most:
         return list(jobs), []
     order = sorted(range(len(jobs)), key=lambda n: (bool(jobs[n].status), not jobs[n].step, n))
@@ -152,7 +163,9 @@ def _first_jobs(jobs: Sequence[JobProgress], most: int) -> tuple[list[JobProgres
 
 
 def _rest_text(jobs: Sequence[JobProgress]) -> str:
-    counts = Counter(job.status or ("running" if job.step else "before the first step") for job in jobs)
+    counts = Counter(
+        job.status or ("running" if job.step else "before the first step") for job in jobs
+    )
     return f"{len(jobs)} more job{'s' * (len(jobs) > 1)}: " + ", ".join(
         f"{count} {state}" for state, count in counts.items()
     )

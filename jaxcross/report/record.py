@@ -15,14 +15,17 @@ SPAN_FIELDS = tuple(f.name for f in fields(Span))
 
 
 class Recorder(Instrument):
-    """An instrument that keeps the latest spans of this rank. Never waits; safe from several threads."""
+    """An instrument that keeps the latest spans of this rank. Never waits; safe from several
+    threads.
+    """
 
     def __init__(self, limit: int = 200_000) -> None:
         self._spans: deque[Span] = deque(maxlen=limit)
         self._seen = 0
 
     def span(self, span: Span) -> None:
-        # append is atomic; the count may lag by a few under contention, which only makes `dropped` a hint
+        # append is atomic; the count may lag by a few under contention, which only makes `dropped`
+        # a hint
         self._spans.append(span)
         self._seen += 1
 
@@ -42,18 +45,23 @@ def to_rows(spans: Iterable[Span]) -> list[list[Any]]:
     return [list(values(span)) for span in spans]
 
 
-def from_rows(rows: Iterable[Sequence[Any]], names: Sequence[str] = SPAN_FIELDS) -> tuple[Span, ...]:
-    """The inverse of `to_rows`; `names` are the columns of the file, which may be older than this version."""
+def from_rows(
+    rows: Iterable[Sequence[Any]], names: Sequence[str] = SPAN_FIELDS
+) -> tuple[Span, ...]:
+    """The inverse of `to_rows`; `names` are the columns of the file, which may be older than this
+    version.
+    """
     known = [(i, name) for i, name in enumerate(names) if name in SPAN_FIELDS]
     return tuple(Span(**{name: row[i] for i, name in known}) for row in rows)
 
 
 def clock_offsets(spans: Sequence[Span]) -> dict[int, int]:
-    """Nanoseconds to add to each rank's clock so that exchanges end at the same time as on the lowest rank.
+    """Nanoseconds to add to each rank's clock so that exchanges end at the same time as on the
+    lowest rank.
 
-    A blocking collective lets its ranks go within a network latency of one another; the median over all of a run's
-    exchanges forgets the few that did not. A rank without a common exchange keeps its own clock; messages of
-    parameter servers are not common.
+    A blocking collective lets its ranks go within a network latency of one another; the median over
+    all of a run's exchanges forgets the few that did not. A rank without a common exchange keeps
+    its own clock; messages of parameter servers are not common.
     """
     ranks = sorted({span.rank for span in spans})
     ends: dict[tuple[str, int, int], dict[int, int]] = defaultdict(dict)

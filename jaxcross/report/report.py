@@ -43,7 +43,8 @@ class Report:
         wall_ns: Begin and end of the run, by rank, on rank 0's clock.
         policy: Name of the policy.
         placement: The device on which segments ran.
-        link: The link between the ranks; an emulated link says so here, and therefore in every output.
+        link: The link between the ranks; an emulated link says so here, and therefore in every
+            output.
         dropped: Number of spans that were not kept because there were too many.
         fusion: Which jobs `jaxcross.fuse` has fused, or not, and why.
         rounds: The breakdown of the time (T, bound, losses), computed from the above.
@@ -61,7 +62,11 @@ class Report:
 
     def __post_init__(self) -> None:
         lengths = {rank: end - start for rank, (start, end) in self.wall_ns.items()}
-        object.__setattr__(self, "rounds", break_down(self.spans, self.jobs, lengths, in_turn=self.policy == IN_TURN))
+        object.__setattr__(
+            self,
+            "rounds",
+            break_down(self.spans, self.jobs, lengths, in_turn=self.policy == IN_TURN),
+        )
 
     @classmethod
     def build(
@@ -82,9 +87,10 @@ class Report:
     ) -> Report:
         """Joins the spans of all ranks.
 
-        With `control` it communicates and waits: all ranks must call it, on the thread that may use `control`. The
-        report is the same on every rank; facts other than spans, times and `left_over` are taken from rank 0. Of all
-        ranks together it keeps about a million spans, the latest.
+        With `control` it communicates and waits: all ranks must call it, on the thread that may use
+        `control`. The report is the same on every rank; facts other than spans, times and
+        `left_over` are taken from rank 0. Of all ranks together it keeps about a million spans, the
+        latest.
 
         Args:
             spans: This rank's spans, oldest first.
@@ -104,7 +110,10 @@ class Report:
             ValueError: There are several ranks and no `control`.
         """
         if size > 1 and control is None:
-            raise ValueError(f"a report of `{size}` ranks needs `control` to gather their spans: pass world.control.")
+            raise ValueError(
+                f"a report of `{size}` ranks needs `control` to gather their spans: pass "
+                "world.control."
+            )
         mine = tuple(spans)
         kept = mine[-max(1, _MAX_SPANS // size) :]
         part = {
@@ -124,7 +133,10 @@ class Report:
         return cls(
             spans=shifted(every, offsets),
             jobs=_joined([part["jobs"] for part in parts]),
-            wall_ns={p["rank"]: (p["start"] + offsets[p["rank"]], p["end"] + offsets[p["rank"]]) for p in parts},
+            wall_ns={
+                p["rank"]: (p["start"] + offsets[p["rank"]], p["end"] + offsets[p["rank"]])
+                for p in parts
+            },
             policy=policy,
             placement=placement,
             link=link,
@@ -136,19 +148,22 @@ class Report:
         return tuple(sorted(self.wall_ns))
 
     def speedup(self, over: Report) -> float | None:
-        """Returns how many times shorter a job-step is here than in the other run; None if one of them has no round.
+        """Returns how many times shorter a job-step is here than in the other run; None if one of
+        them has no round.
 
-        It does not check that the two can be compared: a machine that was busy during one of them changes the result.
-        `Comparison` checks that.
+        It does not check that the two can be compared: a machine that was busy during one of them
+        changes the result. `Comparison` checks that.
         """
         one, other = over.rounds.s_per_step, self.rounds.s_per_step
         return one / other if one is not None and other else None
 
     def against(self, predicted: Predicted[D_co]) -> D_co:
-        """Compares the run with what was predicted of it, and says where each part of a longer round came from.
+        """Compares the run with what was predicted of it, and says where each part of a longer
+        round came from.
 
         Args:
-            predicted: A prediction of the same jobs under the same policy, as from `jaxcross.plan.predict`.
+            predicted: A prediction of the same jobs under the same policy, as from
+                `jaxcross.plan.predict`.
 
         Returns:
             A `jaxcross.plan.Difference`; `print` shows its table.
@@ -248,9 +263,17 @@ class Report:
                 dropped=summary["dropped_spans"],
                 fusion=tuple(map(str, summary.get("fusion", ()))),
             )
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise ValueError(
-                f"`{path}` is not a report of jaxcross: {clause(str(error))}. Reports are written by to_json."
+                f"`{path}` is not a report of jaxcross: {clause(str(error))}. Reports are written "
+                "by to_json."
             ) from error
 
     def to_chrome_trace(self, path: str | Path) -> Path:
@@ -262,15 +285,20 @@ class Report:
         return path
 
     def to_gantt(
-        self, path: str | Path, compare: Report | None = None, *, window: tuple[float, float] | None = None
+        self,
+        path: str | Path,
+        compare: Report | None = None,
+        *,
+        window: tuple[float, float] | None = None,
     ) -> Path:
-        """Draws the lanes over time as PNG; with `compare`, that run above this one on one time axis.
+        """Draws the lanes over time as PNG; with `compare`, that run above this one on one time
+        axis.
 
         Args:
             path: Where to write.
             compare: Another run of the same jobs.
-            window: Begin and end in seconds since the run began. If None, from where the jobs are in steady state, as
-                far as single pieces of work can be told apart.
+            window: Begin and end in seconds since the run began. If None, from where the jobs are
+                in steady state, as far as single pieces of work can be told apart.
 
         Raises:
             ValueError: `window` does not end after it begins, or `compare` has other jobs.
@@ -286,11 +314,14 @@ class Report:
         return render(self)
 
     def __repr__(self) -> str:
-        outcomes = ", ".join(f"{count} {how}" for how, count in Counter(job.how for job in self.jobs).items())
+        outcomes = ", ".join(
+            f"{count} {how}" for how, count in Counter(job.how for job in self.jobs).items()
+        )
         steps = sum(job.steps for job in self.jobs)
         return (
-            f"<Report of {plural(len(self.jobs), 'job')}{outcomes and f' ({outcomes})'}: {plural(steps, 'step')} in"
-            f" {seconds(self.rounds.wall_s)} on {plural(len(self.wall_ns), 'rank')}; print() shows the table>"
+            f"<Report of {plural(len(self.jobs), 'job')}{outcomes and f' ({outcomes})'}: "
+            f"{plural(steps, 'step')} in {seconds(self.rounds.wall_s)} on "
+            f"{plural(len(self.wall_ns), 'rank')}; print() shows the table>"
         )
 
     def __str__(self) -> str:
@@ -314,14 +345,18 @@ def _joined(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[JobSummary, ...]
     for jobs in ranks:
         for job in jobs:
             left_over.setdefault(job["name"], []).extend(job["left_over"])
-    return tuple(JobSummary(**{**job, "left_over": tuple(left_over[job["name"]])}) for job in ranks[0])
+    return tuple(
+        JobSummary(**{**job, "left_over": tuple(left_over[job["name"]])}) for job in ranks[0]
+    )
 
 
 def _read_facts(job: dict[str, Any]) -> JobSummary:
     """The inverse of `asdict`, where numbers may be spelt."""
     numbers = {key: _number(job[key]) for key in ("examples_per_step", "final_loss") if key in job}
     metrics = {key: _number(v) for key, v in job.get("metrics", {}).items()}
-    return JobSummary(**{**job, **numbers, "metrics": metrics, "left_over": tuple(job.get("left_over", ()))})
+    return JobSummary(
+        **{**job, **numbers, "metrics": metrics, "left_over": tuple(job.get("left_over", ()))}
+    )
 
 
 def _number(value: float | str | None) -> float | None:

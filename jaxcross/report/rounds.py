@@ -1,4 +1,6 @@
-"""Finds the part of a run to measure: a stretch of one rank's time that holds whole rounds of all its jobs."""
+"""Finds the part of a run to measure: a stretch of one rank's time that holds whole rounds of all
+its jobs.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +34,29 @@ class Stretch:
 
     @classmethod
     def own(cls, timeline: Timeline, job: str) -> Self | None:
-        """A job's steady state: from the end of its first step to the end of its last; None below two steps."""
+        """A job's steady state: from the end of its first step to the end of its last; None below
+        two steps.
+        """
         ends = _ends(timeline, job)
-        return cls((ends[0], ends[-1]), {job: len(ends) - 1}) if ends and ends[0] < ends[-1] else None
+        return (
+            cls((ends[0], ends[-1]), {job: len(ends) - 1}) if ends and ends[0] < ends[-1] else None
+        )
 
     @classmethod
     def shared(cls, timeline: Timeline, jobs: Sequence[str]) -> Self | None:
-        """The longest whole rounds that jobs made next to each other, all past their first step and none at its end.
+        """The longest whole rounds that jobs made next to each other, all past their first step and
+        none at its end.
 
-        Between two ends of one job's steps at which every other job is equally far ahead of it, all made equally many
-        steps. Where jobs go at unequal rates there is hardly such a stretch, or a short one: then it is all whole steps
-        of the slowest. None if the jobs were never in steady state together for so long.
+        Between two ends of one job's steps at which every other job is equally far ahead of it, all
+        made equally many steps. Where jobs go at unequal rates there is hardly such a stretch, or a
+        short one: then it is all whole steps of the slowest. None if the jobs were never in steady
+        state together for so long.
         """
         every = {job: _ends(timeline, job) for job in jobs}
-        low, high = max(ends[0] for ends in every.values()), min(ends[-1] for ends in every.values())
+        low, high = (
+            max(ends[0] for ends in every.values()),
+            min(ends[-1] for ends in every.values()),
+        )
         inside = {job: [end for end in ends if low <= end <= high] for job, ends in every.items()}
         slowest = min(jobs, key=lambda job: len(inside[job]))
         begin, end, rounds = 0, 0, 0
@@ -65,19 +76,24 @@ class Stretch:
         if most < 1:
             return None
         begin, end = whole[0], whole[-1]
-        steps = {job: bisect_right(ends, end) - bisect_right(ends, begin) for job, ends in inside.items()}
+        steps = {
+            job: bisect_right(ends, end) - bisect_right(ends, begin) for job, ends in inside.items()
+        }
         return cls((begin, end), steps) if end > begin and all(steps.values()) else None
 
 
 def sets_together(timeline: Timeline, jobs: Sequence[str]) -> list[tuple[str, ...]]:
-    """Sets of at least two jobs that were in steady state at one moment, largest first, then the longest together. Of
-    each also those without its slowest jobs: next to one that makes no whole step the others may make many.
+    """Sets of at least two jobs that were in steady state at one moment, largest first, then the
+    longest together. Of each also those without its slowest jobs: next to one that makes no whole
+    step the others may make many.
     """
     reach = {job: own.window for job in jobs if (own := Stretch.own(timeline, job)) is not None}
     moments = sorted({at for window in reach.values() for at in window})
     lengths: Counter[tuple[str, ...]] = Counter()
     for low, high in pairwise(moments):
-        lengths[tuple(job for job, (begin, end) in reach.items() if begin <= low and high <= end)] += high - low
+        lengths[
+            tuple(job for job, (begin, end) in reach.items() if begin <= low and high <= end)
+        ] += high - low
     for members, length in tuple(lengths.items()):
         low, high = (
             max((reach[job][0] for job in members), default=0),
@@ -93,7 +109,9 @@ def sets_together(timeline: Timeline, jobs: Sequence[str]) -> list[tuple[str, ..
 
 def at_work_together(timeline_spans: Sequence[Interval]) -> int:
     """Nanoseconds in which at least two of these intervals overlap."""
-    moments = sorted((at, change) for start, end in timeline_spans for at, change in ((start, 1), (end, -1)))
+    moments = sorted(
+        (at, change) for start, end in timeline_spans for at, change in ((start, 1), (end, -1))
+    )
     together, there, before = 0, 0, 0
     for at, change in moments:
         together += at - before if there > 1 else 0
@@ -102,7 +120,9 @@ def at_work_together(timeline_spans: Sequence[Interval]) -> int:
 
 
 def _steps_ended(ends: list[int], begin: int, end: int) -> int:
-    """Nanoseconds of the steps that end after `begin` and until `end`; the first one may begin before."""
+    """Nanoseconds of the steps that end after `begin` and until `end`; the first one may begin
+    before.
+    """
     return ends[bisect_right(ends, end) - 1] - ends[bisect_right(ends, begin) - 1]
 
 

@@ -11,7 +11,9 @@ from jaxcross.report.event_files import Begun, RankRecord, read
 from jaxcross.report.progress import JobProgress, RunProgress, doing_text, read_progress
 
 TAIL_BYTES = 64 << 10
-"""The end of each rank's event file that is read, so that a look costs little however long the run is."""
+"""The end of each rank's event file that is read, so that a look costs little however long the run
+is.
+"""
 
 _GONE_S = 5.0
 _QUIET_S = 30.0
@@ -59,7 +61,8 @@ def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:
-    """Reads how far the latest run in `folder` is; None if no run has begun. Reads event files only where a job waits.
+    """Reads how far the latest run in `folder` is; None if no run has begun. Reads event files only
+    where a job waits.
 
     Raises:
         ValueError: A file is damaged, or of another version.
@@ -77,7 +80,12 @@ def _end(records: Sequence[RankRecord], run: RunProgress | None, now_s: float) -
     for record in sorted(failed, key=lambda record: (record.words != "failed", record.last_s)):
         subject = f"rank {record.rank} "
         says_it = record.text.startswith((f"{subject}failed", f"{subject}was "))
-        return True, record.text if says_it else f"{subject}{_ENDS.get(record.words, 'ended')}: {record.text}"
+        return (
+            True,
+            record.text
+            if says_it
+            else f"{subject}{_ENDS.get(record.words, 'ended')}: {record.text}",
+        )
     first = records[0]
     if first.words == "left":
         return True, ""
@@ -100,7 +108,9 @@ _ENDS = {
 
 
 def with_late_ranks(run: RunProgress, records: Sequence[RankRecord]) -> RunProgress:
-    """Returns the progress with the names of the ranks that rank 0 waits for, where their event files tell. Pure."""
+    """Returns the progress with the names of the ranks that rank 0 waits for, where their event
+    files tell. Pure.
+    """
     if run.over or not 1 < len(records) <= _MOST_RANKS or records[0].rank != 0:
         return run
     return replace(run, jobs=tuple(_with_late_ranks(job, records) for job in run.jobs))
@@ -109,7 +119,12 @@ def with_late_ranks(run: RunProgress, records: Sequence[RankRecord]) -> RunProgr
 def _with_late_ranks(job: JobProgress, records: Sequence[RankRecord]) -> JobProgress:
     own = [begun for begun in records[0].under_way.values() if begun.job == job.name]
     waits = [begun for begun in own if begun.what not in _ALONE and not begun.what.startswith(_OWN)]
-    if job.status or job.doing_s < _LATE_S or not waits or any(begun.what == "compile" for begun in own):
+    if (
+        job.status
+        or job.doing_s < _LATE_S
+        or not waits
+        or any(begun.what == "compile" for begun in own)
+    ):
         return job
     what = min(waits, key=lambda begun: begun.at_s).what
     late: dict[int, Begun | None] = {}
@@ -124,4 +139,6 @@ def _with_late_ranks(job: JobProgress, records: Sequence[RankRecord]) -> JobProg
     only = doing.pop() if len(doing) == 1 else None
     if only is None:
         return replace(job, doing=f"waiting for {names}")
-    return replace(job, doing=f"{names} {doing_text(only.removeprefix(_OWN), local=only.startswith(_OWN))}")
+    return replace(
+        job, doing=f"{names} {doing_text(only.removeprefix(_OWN), local=only.startswith(_OWN))}"
+    )

@@ -26,10 +26,11 @@ class SweepResult:
         metric: The metric by which trials are compared.
         mode: `max` or `min`.
         trials: All of them, by number.
-        best: The finished trial with the best last value; of equal ones the first. None if none finished, or all with
-            a value that is no number.
-        state: The best trial's final state, if it ended in this process. None if it ended before a restart: then
-            `jaxcross.load("FOLDER/checkpoints", result.best.name, state)` reads it, with a `state` of its structure.
+        best: The finished trial with the best last value; of equal ones the first. None if none
+            finished, or all with a value that is no number.
+        state: The best trial's final state, if it ended in this process. None if it ended before a
+            restart: then `jaxcross.load("FOLDER/checkpoints", result.best.name, state)` reads it,
+            with a `state` of its structure.
         reports: Reports of the runs, mostly one.
     """
 
@@ -46,10 +47,19 @@ class SweepResult:
         sign = -1 if self.mode == "max" else 1
 
         def key(trial: SweepTrial) -> tuple[float, ...]:
-            value = trial.value if trial.value is not None and trial.value == trial.value else float("inf") * sign
+            value = (
+                trial.value
+                if trial.value is not None and trial.value == trial.value
+                else float("inf") * sign
+            )
             if trial.status == "finished":
                 return 0, sign * value, trial.number
-            return ("pruned", "stopped", "failed").index(trial.status) + 1, -trial.step, sign * value, trial.number
+            return (
+                ("pruned", "stopped", "failed").index(trial.status) + 1,
+                -trial.step,
+                sign * value,
+                trial.number,
+            )
 
         return sorted(self.trials, key=key)
 
@@ -58,7 +68,10 @@ class SweepResult:
         return _table(self)
 
     def __repr__(self) -> str:
-        return f"<{_title(self)}. {shortened(headline(self).rstrip('.'), 200)}; print() shows the table>"
+        return (
+            f"<{_title(self)}. {shortened(headline(self).rstrip('.'), 200)}; print() shows the "
+            "table>"
+        )
 
     def __str__(self) -> str:
         from jaxcross.report.table import printed
@@ -74,7 +87,14 @@ class SweepResult:
         from jaxcross.report.sweep_plot import draw
 
         best = None if self.best is None else self.best.number
-        return draw(Path(path), self.ranked, best=best, metric=self.metric, mode=self.mode, answer=headline(self))
+        return draw(
+            Path(path),
+            self.ranked,
+            best=best,
+            metric=self.metric,
+            mode=self.mode,
+            answer=headline(self),
+        )
 
 
 def _table(result: SweepResult) -> Group:
@@ -94,11 +114,21 @@ def _table(result: SweepResult) -> Group:
     for trial in result.ranked:
         best = result.best is not None and trial.number == result.best.number
         cells = [_cell(trial.params[name]) if name in trial.params else "-" for name in names]
-        row = ["*" if best else "", str(trial.number), *cells, exact(trial.value), str(trial.step), trial.status]
+        row = [
+            "*" if best else "",
+            str(trial.number),
+            *cells,
+            exact(trial.value),
+            str(trial.step),
+            trial.status,
+        ]
         table.add_row(*map(Text, row), style="bold" if best else None)
     lines = [headline(result)]
     failed = [trial for trial in result.trials if trial.status == "failed"]
-    lines += [f"Trial `{t.name}` failed: {shortened(first_line(t.error), 300)}" for t in failed[:_MOST_FAILURES]]
+    lines += [
+        f"Trial `{t.name}` failed: {shortened(first_line(t.error), 300)}"
+        for t in failed[:_MOST_FAILURES]
+    ]
     if len(failed) > _MOST_FAILURES:
         lines.append(f"And {len(failed) - _MOST_FAILURES} more failed: `sweep.json` says why.")
     title = Text(_title(result), style="bold")
@@ -107,7 +137,8 @@ def _table(result: SweepResult) -> Group:
 
 def _title(result: SweepResult) -> str:
     counts = {
-        status: sum(t.status == status for t in result.trials) for status in ("finished", "pruned", "stopped", "failed")
+        status: sum(t.status == status for t in result.trials)
+        for status in ("finished", "pruned", "stopped", "failed")
     }
     summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     return f"Sweep of {len(result.trials)} trials by {result.metric} ({result.mode}): {summary}"
@@ -118,7 +149,10 @@ def headline(result: SweepResult) -> str:
     if result.best is None:
         return f"No trial has finished with a number as `{result.metric}`."
     words = ", ".join(f"{name} {_cell(value)}" for name, value in result.best.params.items())
-    return f"Best: {words}, with {result.metric} {exact(result.best.value)} after {result.best.step} steps."
+    return (
+        f"Best: {words}, with {result.metric} {exact(result.best.value)} after {result.best.step} "
+        "steps."
+    )
 
 
 def exact(value: float | None) -> str:

@@ -25,7 +25,15 @@ _LOOKS = {
 }
 
 
-def draw(path: Path, trials: Sequence[SweepTrial], *, best: int | None, metric: str, mode: str, answer: str) -> Path:
+def draw(
+    path: Path,
+    trials: Sequence[SweepTrial],
+    *,
+    best: int | None,
+    metric: str,
+    mode: str,
+    answer: str,
+) -> Path:
     """Writes the PNG. Needs no display; changes no global state of matplotlib.
 
     Args:
@@ -65,7 +73,10 @@ def draw(path: Path, trials: Sequence[SweepTrial], *, best: int | None, metric: 
     axes.set_xlabel("step", color=_INK)
     axes.set_ylabel(metric.replace("$", r"\$"), color=_INK)
     axes.spines[["top", "right"]].set_visible(False)
-    question = f"Which of {len(trials)} trials has the {'highest' if mode == 'max' else 'lowest'} {metric}?"
+    question = (
+        f"Which of {len(trials)} trials has the {'highest' if mode == 'max' else 'lowest'} "
+        f"{metric}?"
+    )
     title = f"{question}\n{textwrap.fill(answer, 90)}"
     axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=11, weight="bold", color=_INK)
     figure.tight_layout()
@@ -80,5 +91,11 @@ def _legend(axes: Axes, labels: Mapping[str, int]) -> None:
     order = [label for label in _LOOKS if label in labels]
     texts = [label if label == "best" else f"{label} ({labels[label]})" for label in order]
     if order:
-        below = {"loc": "upper right", "bbox_to_anchor": (1, -0.08), "ncols": len(order)}  # lines end anywhere inside
-        axes.legend([found[label] for label in order], texts, frameon=False, labelcolor=_INK, **below)
+        below = {
+            "loc": "upper right",
+            "bbox_to_anchor": (1, -0.08),
+            "ncols": len(order),
+        }  # lines end anywhere inside
+        axes.legend(
+            [found[label] for label in order], texts, frameon=False, labelcolor=_INK, **below
+        )

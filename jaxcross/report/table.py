@@ -21,7 +21,9 @@ WIDTH = 110
 """Most characters of a line, also where there is no terminal."""
 
 _NAME, _TEXT = 24, 8
-"""Characters of a text on a narrow terminal, of the name of a row and of others: longer ones are broken."""
+"""Characters of a text on a narrow terminal, of the name of a row and of others: longer ones are
+broken.
+"""
 
 
 def plain(report: RunData) -> str:
@@ -30,10 +32,12 @@ def plain(report: RunData) -> str:
 
 
 def printed(group: Group, most: int = WIDTH) -> str:
-    """Returns text without colour, as wide as it needs, up to `most` characters and to the terminal.
+    """Returns text without colour, as wide as it needs, up to `most` characters and to the
+    terminal.
 
-    Where a table is wider than that, it goes without lines, and only its texts are broken. Where its numbers do not fit
-    either, it becomes several tables, each of which begins with the name of the row.
+    Where a table is wider than that, it goes without lines, and only its texts are broken. Where
+    its numbers do not fit either, it becomes several tables, each of which begins with the name of
+    the row.
     """
     out = io.StringIO()
     width = min(most, screen_width(os.environ) or most)
@@ -50,9 +54,13 @@ def printed(group: Group, most: int = WIDTH) -> str:
 def _narrow(table: Table, width: int) -> list[Table]:
     """Returns a table without lines, in as many parts as its numbers need."""
     n_texts = next((n for n, column in enumerate(table.columns) if column.justify == "right"), 1)
-    n_names = max(n_texts, 1 + next((n for n, column in enumerate(table.columns) if column.header), 0))
+    n_names = max(
+        n_texts, 1 + next((n for n, column in enumerate(table.columns) if column.header), 0)
+    )
     names = table.columns[:n_names]
-    rooms = [_room(column, _NAME if n < n_names else _TEXT) for n, column in enumerate(table.columns)]
+    rooms = [
+        _room(column, _NAME if n < n_names else _TEXT) for n, column in enumerate(table.columns)
+    ]
     taken = width
     parts: list[list[Column]] = []
     for column, room in zip(table.columns[n_names:], rooms[n_names:], strict=True):
@@ -65,7 +73,9 @@ def _narrow(table: Table, width: int) -> list[Table]:
 
 
 def _room(column: Column, text: int) -> int:
-    """Returns the least characters of a column: a number is not broken, a longer text than this is."""
+    """Returns the least characters of a column: a number is not broken, a longer text than this
+    is.
+    """
     widest = max(cell_len(str(cell)) for cell in (column.header, column.footer, *column.cells))
     return widest if column.justify == "right" else min(widest, text)
 
@@ -75,14 +85,19 @@ def _without_lines(table: Table, columns: Sequence[Column]) -> Table:
     part = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_footer=table.show_footer)
     for column in columns:
         right = column.justify == "right"
-        part.add_column(column.header, column.footer, justify=column.justify, no_wrap=right, overflow="fold")
-    for row, cells in zip(table.rows, zip(*(column.cells for column in columns), strict=True), strict=True):
+        part.add_column(
+            column.header, column.footer, justify=column.justify, no_wrap=right, overflow="fold"
+        )
+    for row, cells in zip(
+        table.rows, zip(*(column.cells for column in columns), strict=True), strict=True
+    ):
         part.add_row(*cells, style=row.style)
     return part
 
 
 def screen_width(environ: Mapping[str, str]) -> int:
-    """Returns the columns of the terminal, or those that `COLUMNS` in the environment gives; 0 for a file.
+    """Returns the columns of the terminal, or those that `COLUMNS` in the environment gives; 0 for
+    a file.
 
     `jaxcross launch` sets the variable for its ranks, which write to a pipe.
     """
@@ -102,7 +117,9 @@ def render(report: RunData) -> Group:
     with_left = any(job.facts.how != "ended" for job in rounds.jobs)
     title = Text(_title(report), style="bold")  # names and links are no markup
     table = Table(show_footer=len(rounds.jobs) > 1)
-    for name, total in zip(("job", "steps", "steps/s"), (f"all {len(rounds.jobs)}", *totals(rounds)[:2]), strict=True):
+    for name, total in zip(
+        ("job", "steps", "steps/s"), (f"all {len(rounds.jobs)}", *totals(rounds)[:2]), strict=True
+    ):
         table.add_column(name, footer=total, justify="left" if name == "job" else "right")
     if counted:
         table.add_column(f"{unit(rounds.jobs)}/s", justify="right", footer=totals(rounds)[2])
@@ -114,7 +131,13 @@ def render(report: RunData) -> Group:
         table.add_column("left")
     for job in rounds.jobs:
         steps, pace, examples, *costs = cells(rounds, job)
-        row: list[str | Text] = [Text(job.facts.name), steps, pace, *([examples] if counted else []), *costs]
+        row: list[str | Text] = [
+            Text(job.facts.name),
+            steps,
+            pace,
+            *([examples] if counted else []),
+            *costs,
+        ]
         row += [number(job.facts.final_loss)] if with_loss else []
         row += [f"{job.facts.how} at {job.facts.last_step}"] if with_left else []
         table.add_row(*row)
@@ -130,7 +153,8 @@ def unit(jobs: Sequence[JobTiming]) -> str:
 def cells(rounds: TimeBreakdown, job: JobTiming) -> list[str]:
     """Returns a job's steps, steps/s, examples/s, compute, exchange and hidden share.
 
-    A job with no part in the round has only steps: otherwise the rows would not add up to the last one.
+    A job with no part in the round has only steps: otherwise the rows would not add up to the last
+    one.
     """
     facts = job.facts
     steps = (
@@ -150,18 +174,32 @@ def totals(rounds: TimeBreakdown) -> list[str]:
     if not rounds.period_s:
         return [steps, *["-"] * 5]
     pace = [number(len(rounds.crossed) / rounds.period_s), number(rounds.examples_per_s)]
-    return [steps, *pace, seconds(rounds.compute_s), seconds(rounds.exchange_s), share(rounds.hidden_share)]
+    return [
+        steps,
+        *pace,
+        seconds(rounds.compute_s),
+        seconds(rounds.exchange_s),
+        share(rounds.hidden_share),
+    ]
 
 
 def a_round(rounds: TimeBreakdown) -> str:
     """Describes the steps in a round."""
     if all(job.steps_per_round == 1 for job in rounds.crossed):
-        return "one step of every job" if len(rounds.crossed) == len(rounds.jobs) else "one step of each job in it"
-    return ", ".join(f"{job.steps_per_round:.2f} steps of {job.facts.name}" for job in rounds.crossed)
+        return (
+            "one step of every job"
+            if len(rounds.crossed) == len(rounds.jobs)
+            else "one step of each job in it"
+        )
+    return ", ".join(
+        f"{job.steps_per_round:.2f} steps of {job.facts.name}" for job in rounds.crossed
+    )
 
 
 def too_small(rounds: TimeBreakdown) -> str:
-    """Returns a line about jobs whose votes take longer than crossover could save; "" for all others."""
+    """Returns a line about jobs whose votes take longer than crossover could save; "" for all
+    others.
+    """
     jobs = len(rounds.crossed)
     if rounds.bound_s is None or rounds.in_turn or jobs < 2:
         return ""
@@ -175,40 +213,68 @@ def too_small(rounds: TimeBreakdown) -> str:
 
 def _title(report: RunData) -> str:
     ranks = len(report.wall_ns)
-    parts = [report.policy or "run", f"{ranks} rank{'s' if ranks != 1 else ''}", report.placement, report.link]
+    parts = [
+        report.policy or "run",
+        f"{ranks} rank{'s' if ranks != 1 else ''}",
+        report.placement,
+        report.link,
+    ]
     return ", ".join(part for part in parts if part)
 
 
 def _footnotes(report: RunData) -> list[str]:
     rounds = report.rounds
     lines = _without_round(rounds) if rounds.period_s is None else _with_round(rounds)
-    measured = f"{share(rounds.steady_share)} of it measured, " if rounds.period_s is not None else ""
-    lines.append(f"Run {seconds(rounds.wall_s)}: {measured}{seconds(rounds.start_up_s)} start-up and winding up.")
+    measured = (
+        f"{share(rounds.steady_share)} of it measured, " if rounds.period_s is not None else ""
+    )
+    lines.append(
+        f"Run {seconds(rounds.wall_s)}: {measured}{seconds(rounds.start_up_s)} start-up and "
+        "winding up."
+    )
     if rounds.period_s is not None and rounds.steady_share < BRIEF:
-        lines.append("So short a stretch may not stand for the run: jobs may go at other rates in the rest of it.")
+        lines.append(
+            "So short a stretch may not stand for the run: jobs may go at other rates in the rest "
+            "of it."
+        )
     replicas = dict.fromkeys(job.replicas for job in report.jobs if job.replicas)
     for text in replicas:
-        lines.append(f"{', '.join(job.name for job in report.jobs if job.replicas == text)}: replicas {text}.")
+        lines.append(
+            f"{', '.join(job.name for job in report.jobs if job.replicas == text)}: replicas "
+            f"{text}."
+        )
     if carried := [job.name for job in report.jobs if job.is_carried]:
-        lines.append(f"{', '.join(carried)}: the exchange is carried, that of a step runs while the next one computes.")
+        lines.append(
+            f"{', '.join(carried)}: the exchange is carried, that of a step runs while the next "
+            "one computes."
+        )
     for job in report.jobs:
         if not job.steps and not job.first_step and job.how == "ended":
-            lines.append(f"{job.name}: 0 steps: only those of `crossover` and of a parameter server are counted.")
+            lines.append(
+                f"{job.name}: 0 steps: only those of `crossover` and of a parameter server are "
+                "counted."
+            )
         if job.first_step:
             none = "" if job.steps else ", and made no steps in this run"
             lines.append(f"{job.name}: resumed after step {job.first_step}{none}.")
         if job.left_over:
-            ranks = f"rank{'s' if len(job.left_over) > 1 else ''} {', '.join(map(str, job.left_over))}"
+            ranks = (
+                f"rank{'s' if len(job.left_over) > 1 else ''} {', '.join(map(str, job.left_over))}"
+            )
             lines.append(
-                f"{job.name}: its loop ended with the shortest rank's data; {ranks} had more, which was not used."
+                f"{job.name}: its loop ended with the shortest rank's data; {ranks} had more, "
+                "which was not used."
             )
         if job.skipped:
-            lines.append(f"{job.name}: {job.skipped} of {job.steps} steps kept the state, for values not finite.")
+            lines.append(
+                f"{job.name}: {job.skipped} of {job.steps} steps kept the state, for values not "
+                "finite."
+            )
         if job.why:
             lines.append(first_line(job.why))
     lines += [
-        f"{job.facts.name}: its steps are the calls of the first function that exchanges, not counted are "
-        f"{job.other_calls} of others."
+        f"{job.facts.name}: its steps are the calls of the first function that exchanges, not "
+        f"counted are {job.other_calls} of others."
         for job in rounds.jobs
         if job.other_calls and job.bytes_per_other_call > job.bytes_per_step
     ]
@@ -223,10 +289,13 @@ def _without_round(rounds: TimeBreakdown) -> list[str]:
     if len(begun) < 2:
         return ["No steady state: that begins with a job's second step."]
     return [
-        "Rows are per step, each in the job's own steady state; hidden: share of exchange under computation.",
         (
-            f"Never in steady state together: at least two jobs were at work in {share(rounds.shared_share)} of the "
-            "run, but never"
+            "Rows are per step, each in the job's own steady state; hidden: share of exchange "
+            "under computation."
+        ),
+        (
+            "Never in steady state together: at least two jobs were at work in "
+            f"{share(rounds.shared_share)} of the run, but never"
         ),
         "all of them past their first step and before their end for a whole round.",
     ]
@@ -236,18 +305,29 @@ def _with_round(rounds: TimeBreakdown) -> list[str]:
     period, bound = rounds.period_s or 0.0, rounds.bound_s
     names = {"compute": "all computation", "exchange": "all exchange", "chain": "the longest job"}
     lines = [
-        "Times are per step (last row: per round), in the steady state; hidden: share of exchange under computation.",
         (
-            f"Round {seconds(period)} ({a_round(rounds)}), no bound: a step with a parameter server is its own."
+            "Times are per step (last row: per round), in the steady state; hidden: share of "
+            "exchange under computation."
+        ),
+        (
+            f"Round {seconds(period)} ({a_round(rounds)}), no bound: a step with a parameter "
+            "server is its own."
             if bound is None
-            else f"Round {seconds(period)} ({a_round(rounds)}), bound {seconds(bound)} ({names[rounds.bottleneck]}), "
-            f"efficiency {share(rounds.efficiency)}."
+            else (
+                f"Round {seconds(period)} ({a_round(rounds)}), bound {seconds(bound)} "
+                f"({names[rounds.bottleneck]}), efficiency {share(rounds.efficiency)}."
+            )
         ),
     ]
     if rounds.in_turn and len(rounds.crossed) > 1:
-        lines.append("One job after the other: rates of a row are while that job ran, those of the last row over all.")
+        lines.append(
+            "One job after the other: rates of a row are while that job ran, those of the last row "
+            "over all."
+        )
     elif bound is not None and len(rounds.crossed) > 1:
-        lines.append("The bound takes compute and exchange as they were here, slowed by each other or not.")
+        lines.append(
+            "The bound takes compute and exchange as they were here, slowed by each other or not."
+        )
     lines += [
         f"{job.facts.name}: no part in the round, {_why_no_part(job)}."
         for job in rounds.jobs
@@ -257,13 +337,16 @@ def _with_round(rounds: TimeBreakdown) -> list[str]:
     if named and bound is not None:
         lines.append(f"Lost {seconds(period - bound)} a round:")
         lines += [
-            f"  {cause:<9} {seconds(lost):>9}  {LOST_TIME[cause]}{_level(rounds, cause)}" for cause, lost in named
+            f"  {cause:<9} {seconds(lost):>9}  {LOST_TIME[cause]}{_level(rounds, cause)}"
+            for cause, lost in named
         ]
     return [*lines, *filter(None, [too_small(rounds)])]
 
 
 def _level(rounds: TimeBreakdown, cause: str) -> str:
-    """Names the level of storage that batches waited for most of the time; "" for other causes, or if none did."""
+    """Names the level of storage that batches waited for most of the time; "" for other causes, or
+    if none did.
+    """
     level = max(rounds.input_share, key=lambda each: rounds.input_share[each], default="")
     if cause != "input" or not level or rounds.input_share[level] < BRIEF:
         return ""

@@ -1,4 +1,6 @@
-"""The metrics of a run as event files for TensorBoard, by tensorboardX, which needs no TensorFlow."""
+"""The metrics of a run as event files for TensorBoard, by tensorboardX, which needs no
+TensorFlow.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from jaxcross.report.metric_files import flat
 
 @final
 class TensorBoard(Instrument):
-    """Writes the numbers that jobs log, with a folder of event files for each job. For one rank's `instruments`.
+    """Writes the numbers that jobs log, with a folder of event files for each job. For one rank's
+    `instruments`.
 
-    After a restart TensorBoard shows the new values from the first step on that was logged again. A killed run may lack
-    its last seconds.
+    After a restart TensorBoard shows the new values from the first step on that was logged again. A
+    killed run may lack its last seconds.
 
     Args:
         folder: For `tensorboard --logdir`.
@@ -46,13 +49,17 @@ class TensorBoard(Instrument):
             from tensorboardX import SummaryWriter
 
             # TensorBoard hides what a killed run has from this step on.
-            writer = SummaryWriter(str(self._folder / quote(job, safe=" ")), purge_step=step, flush_secs=5)
+            writer = SummaryWriter(
+                str(self._folder / quote(job, safe=" ")), purge_step=step, flush_secs=5
+            )
             self._writers[job] = writer
         for key, value in flat(values):
             if isinstance(value, bool | int | float):
                 writer.add_scalar(key, value, step)
 
-    def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
+    def note(
+        self, *, job: str, kind: str, step: int = -1, value: float | str | None = None
+    ) -> None:
         """Writes what is left of a job that is over. Waits for the disk."""
         del step, value
         if kind in ("done", "closed") and (writer := self._writers.pop(job, None)) is not None:

@@ -1,13 +1,16 @@
-"""Compares what a run achieved with its bound, and explains the difference: pure functions over spans.
+"""Compares what a run achieved with its bound, and explains the difference: pure functions over
+spans.
 
-A **round** is one step of every job. It is measured where all jobs are in steady state next to each other: between the
-latest end of a first step (compiling, first touch of every page) and the earliest end of a last one, over whole rounds.
-Where that is never or hardly ever the case, the round is one of the largest set of jobs for which it is.
-Jobs that run one after the other because their policy says so add their steps, so `Sequential` and crossover are
-measured by the same rule. Elsewhere there is no round, and none is reported.
+A **round** is one step of every job. It is measured where all jobs are in steady state next to each
+other: between the latest end of a first step (compiling, first touch of every page) and the
+earliest end of a last one, over whole rounds. Where that is never or hardly ever the case, the
+round is one of the largest set of jobs for which it is. Jobs that run one after the other because
+their policy says so add their steps, so `Sequential` and crossover are measured by the same rule.
+Elsewhere there is no round, and none is reported.
 
-The bound is made of the work of the lanes in the same stretch of time on which the round is measured. A lane does one
-thing at a time, so it cannot have worked longer than the round lasted: no round is shorter than its bound.
+The bound is made of the work of the lanes in the same stretch of time on which the round is
+measured. A lane does one thing at a time, so it cannot have worked longer than the round lasted: no
+round is shorter than its bound.
 """
 
 from __future__ import annotations
@@ -39,7 +42,11 @@ class _Terms:
     @property
     def bottleneck(self) -> tuple[float, str]:
         """The bound, and the name of the term that sets it."""
-        terms = {"compute": self.compute, "exchange": self.exchange, "chain": self.critical_path[self.longest]}
+        terms = {
+            "compute": self.compute,
+            "exchange": self.exchange,
+            "chain": self.critical_path[self.longest],
+        }
         name = max(terms, key=lambda term: terms[term])
         return terms[name], name
 
@@ -49,43 +56,67 @@ class _Terms:
         return cls(
             _mean(t.compute for t in several),
             _mean(t.exchange for t in several),
-            {job: _mean(t.critical_path[job] for t in several if job in t.critical_path) for job in jobs},
+            {
+                job: _mean(t.critical_path[job] for t in several if job in t.critical_path)
+                for job in jobs
+            },
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """One rank's timeline, and the stretches of it that are measured: each job's own, and those of the round."""
+    """One rank's timeline, and the stretches of it that are measured: each job's own, and those of
+    the round.
+    """
 
     timeline: Timeline
     own: Mapping[str, Stretch]
     stretches: tuple[Stretch, ...]
 
     @classmethod
-    def of_all(cls, timelines: Mapping[int, Timeline], jobs: Sequence[str], *, in_turn: bool) -> dict[int, _Rank]:
-        """Chooses where the round is measured, if anywhere: in each job's own steady state, or in a shared one.
+    def of_all(
+        cls, timelines: Mapping[int, Timeline], jobs: Sequence[str], *, in_turn: bool
+    ) -> dict[int, _Rank]:
+        """Chooses where the round is measured, if anywhere: in each job's own steady state, or in a
+        shared one.
 
-        The shared one is of all jobs, or of the largest set of at least two that has one; the same set on every rank. A
-        set that was together for less than a tenth of the time of another set gives way to it.
+        The shared one is of all jobs, or of the largest set of at least two that has one; the same
+        set on every rank. A set that was together for less than a tenth of the time of another set
+        gives way to it.
         """
         own = {
-            rank: {job: stretch for job in jobs if (stretch := Stretch.own(timeline, job)) is not None}
+            rank: {
+                job: stretch for job in jobs if (stretch := Stretch.own(timeline, job)) is not None
+            }
             for rank, timeline in timelines.items()
         }
-        # Jobs one after the other have no time together: their own steady states add up to the round.
+        # Jobs one after the other have no time together: their own steady states add up to the
+        # round.
         if in_turn or not any(len(stretches) > 1 for stretches in own.values()):
-            return {rank: cls(timeline, own[rank], tuple(own[rank].values())) for rank, timeline in timelines.items()}
+            return {
+                rank: cls(timeline, own[rank], tuple(own[rank].values()))
+                for rank, timeline in timelines.items()
+            }
         found: list[tuple[int, dict[int, Stretch]]] = []
-        for members in dict.fromkeys(s for timeline in timelines.values() for s in sets_together(timeline, jobs)):
+        for members in dict.fromkeys(
+            s for timeline in timelines.values() for s in sets_together(timeline, jobs)
+        ):
             there = {rank: t for rank, t in timelines.items() if own[rank].keys() >= set(members)}
-            shared = {r: stretch for r, t in there.items() if (stretch := Stretch.shared(t, members)) is not None}
+            shared = {
+                r: stretch
+                for r, t in there.items()
+                if (stretch := Stretch.shared(t, members)) is not None
+            }
             if shared:
                 found.append((max(s.window[1] - s.window[0] for s in shared.values()), shared))
-        # More jobs are better than a longer stretch, unless the stretch is so short that its ends decide its rates.
+        # More jobs are better than a longer stretch, unless the stretch is so short that its ends
+        # decide its rates.
         longest = max((length for length, _ in found), default=0)
         enough = [shared for length, shared in found if length >= BRIEF * longest]
         shared = max(enough, key=lambda shared: len(next(iter(shared.values())).steps), default={})
-        return {r: cls(t, own[r], (shared[r],) if r in shared else ()) for r, t in timelines.items()}
+        return {
+            r: cls(t, own[r], (shared[r],) if r in shared else ()) for r, t in timelines.items()
+        }
 
     @property
     def period(self) -> float:
@@ -96,10 +127,18 @@ class _Rank:
         critical_path: dict[str, float] = {}
         for stretch in self.stretches:
             for job in stretch.steps:
-                critical_path[job] = _inside(_critical_path(self.timeline, job), stretch) / stretch.rounds
+                critical_path[job] = (
+                    _inside(_critical_path(self.timeline, job), stretch) / stretch.rounds
+                )
         return _Terms(
-            sum(_inside(_busiest(self.timeline.compute_lanes, s), s) / s.rounds for s in self.stretches),
-            sum(_inside(_busiest(self.timeline.exchange_lanes, s), s) / s.rounds for s in self.stretches),
+            sum(
+                _inside(_busiest(self.timeline.compute_lanes, s), s) / s.rounds
+                for s in self.stretches
+            ),
+            sum(
+                _inside(_busiest(self.timeline.exchange_lanes, s), s) / s.rounds
+                for s in self.stretches
+            ),
             critical_path,
         )
 
@@ -117,13 +156,19 @@ class _Rank:
         return lost
 
     def measured(self, job: str) -> Stretch | None:
-        """Returns the stretch for this job's own numbers: that of the round, or else its own steady state."""
+        """Returns the stretch for this job's own numbers: that of the round, or else its own steady
+        state.
+        """
         with_others = (stretch for stretch in self.stretches if job in stretch.steps)
         return next(with_others, self.own.get(job))
 
 
 def break_down(
-    spans: Sequence[Span], jobs: Sequence[JobSummary], wall_ns: Mapping[int, int], *, in_turn: bool = False
+    spans: Sequence[Span],
+    jobs: Sequence[JobSummary],
+    wall_ns: Mapping[int, int],
+    *,
+    in_turn: bool = False,
 ) -> TimeBreakdown:
     """Breaks down the time of a run.
 
@@ -140,7 +185,9 @@ def break_down(
         of_rank[span.rank].append(span)
     names = [job.name for job in jobs]
     made = {job.name: job.steps for job in jobs}
-    timelines = {r: Timeline.of(r, of_rank[r], shortest).without_undone(made) for r in sorted(wall_ns) or [0]}
+    timelines = {
+        r: Timeline.of(r, of_rank[r], shortest).without_undone(made) for r in sorted(wall_ns) or [0]
+    }
     ranks = _Rank.of_all(timelines, names, in_turn=in_turn)
     measured = {rank: part.terms for rank, part in ranks.items() if part.stretches}
     # The rank with the highest bound decides the round: the others wait for it in every exchange.
@@ -149,11 +196,12 @@ def break_down(
     crossed = [job for stretch in part.stretches for job in stretch.steps]
     steady = union(own.window for own in part.own.values())
     bound, bottleneck, lost = None, "", {}
-    # A step with a parameter server is one stretch from its begin to its end, so the round would be its own bound.
+    # A step with a parameter server is one stretch from its begin to its end, so the round would be
+    # its own bound.
     served = {span.job for span in spans if span.label == PARAMETER_SERVER}
     if measured and not any(served & stretch.steps.keys() for stretch in part.stretches):
-        # The bound is one of mean work: with equal work on every rank, a round could be as short. The rest of the
-        # decisive rank's own bound is imbalance.
+        # The bound is one of mean work: with equal work on every rank, a round could be as short.
+        # The rest of the decisive rank's own bound is imbalance.
         bound, bottleneck = _Terms.mean(list(measured.values())).bottleneck
         lost = part.lost()
         lost["imbalance"] = measured[decisive].bottleneck[0] - bound
@@ -175,12 +223,16 @@ def break_down(
 
 
 def _critical_path(timeline: Timeline, job: str) -> list[Interval]:
-    """Returns the time in which the job computed or exchanged: its steps follow one another, so no round is shorter."""
+    """Returns the time in which the job computed or exchanged: its steps follow one another, so no
+    round is shorter.
+    """
     return union([*timeline.compute.get(job, []), *timeline.transfer.get(job, [])])
 
 
 def _busiest(lanes: Mapping[int, list[Interval]], stretch: Stretch) -> list[Interval]:
-    """Returns the work of the busiest lane: work of several lanes may overlap, that of one lane cannot."""
+    """Returns the work of the busiest lane: work of several lanes may overlap, that of one lane
+    cannot.
+    """
     return max(lanes.values(), key=lambda lane: _inside(lane, stretch), default=[])
 
 
@@ -207,11 +259,14 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
     }[bottleneck]
     left = subtract([stretch.window], busy)
     if bottleneck == "chain":
-        # While one of the lanes works, the critical path waits for that work, whatever else is late.
+        # While one of the lanes works, the critical path waits for that work, whatever else is
+        # late.
         late = subtract(late, working)
-    # Ready work that waited for the exchange lane: if that was voting then, the vote is the cause, not the dispatch.
+    # Ready work that waited for the exchange lane: if that was voting then, the vote is the cause,
+    # not the dispatch.
     voting = late if bottleneck != "compute" else []
-    # Each gap is counted under the first cause in this list that covers it, so the order states precedence.
+    # Each gap is counted under the first cause in this list that covers it, so the order states
+    # precedence.
     causes = [
         ("host", intersect(timeline.together, voting)),
         ("votes", intersect(timeline.vote, voting)),
@@ -219,7 +274,8 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
         ("dispatch", late),
         ("peer", timeline.peer),
         ("order", working),
-        # These come late: a vote or the preparation of a batch costs nothing while something else holds the lane up.
+        # These come late: a vote or the preparation of a batch costs nothing while something else
+        # holds the lane up.
         ("host", timeline.host),
         ("votes", timeline.vote),
         ("peer", timeline.vote_peer),
@@ -233,7 +289,9 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
     return lengths
 
 
-def _job_timing(facts: JobSummary, ranks: Mapping[int, _Rank], decisive: int, spans: Sequence[Span]) -> JobTiming:
+def _job_timing(
+    facts: JobSummary, ranks: Mapping[int, _Rank], decisive: int, spans: Sequence[Span]
+) -> JobTiming:
     name, part = facts.name, ranks[decisive]
     stretch = part.measured(name)
     costs = [cost for rank in ranks.values() if (cost := _cost(rank, name)) is not None]
@@ -244,11 +302,15 @@ def _job_timing(facts: JobSummary, ranks: Mapping[int, _Rank], decisive: int, sp
     calls = len({s.number for s in others})
     return JobTiming(
         facts=facts,
-        period_s=(stretch.window[1] - stretch.window[0]) / stretch.steps[name] / 1e9 if stretch else 0.0,
+        period_s=(stretch.window[1] - stretch.window[0]) / stretch.steps[name] / 1e9
+        if stretch
+        else 0.0,
         compute_s=_mean(compute for compute, _ in costs) / 1e9,
         exchange_s=_mean(exchange for _, exchange in costs) / 1e9,
         hidden_share=_hidden(ranks.values(), [name]),
-        bytes_per_step=_ratio(sum(s.nbytes for s in exchanges if s.in_step and s.step in made), len(made)),
+        bytes_per_step=_ratio(
+            sum(s.nbytes for s in exchanges if s.in_step and s.step in made), len(made)
+        ),
         other_calls=calls,
         bytes_per_other_call=_ratio(sum(s.nbytes for s in others), calls),
         steps_per_round=in_round.steps[name] / in_round.rounds if in_round else 0.0,
@@ -263,19 +325,27 @@ def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
     timeline, stretch = rank.timeline, rank.measured(job)
     compute, transfer = timeline.compute.get(job, []), timeline.transfer.get(job, [])
     if stretch is not None:
-        return _inside(compute, stretch) / stretch.steps[job], _inside(transfer, stretch) / stretch.steps[job]
+        return _inside(compute, stretch) / stretch.steps[job], _inside(
+            transfer, stretch
+        ) / stretch.steps[job]
     steps = len(timeline.step_ends.get(job, ()))
     return (measure(compute) / steps, measure(transfer) / steps) if steps else None
 
 
 def _input_share(rank: _Rank, spans: Sequence[Span]) -> dict[str, float]:
-    """Returns the share of the measured waiting for batches by the level of storage that they waited for."""
+    """Returns the share of the measured waiting for batches by the level of storage that they
+    waited for.
+    """
     windows = union(stretch.window for stretch in rank.stretches)
     lengths: dict[str, int] = defaultdict(int)
     for span in spans:
         if span.kind == "input":
             lengths[span.label] += measure(intersect([(span.start_ns, span.end_ns)], windows))
-    return {level: length / sum(lengths.values()) for level, length in lengths.items() if level and length}
+    return {
+        level: length / sum(lengths.values())
+        for level, length in lengths.items()
+        if level and length
+    }
 
 
 def _hidden(ranks: Iterable[_Rank], jobs: Sequence[str]) -> float:

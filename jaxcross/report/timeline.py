@@ -1,4 +1,6 @@
-"""The spans of one rank as sets of time: when each lane worked, waited for peers, or had nothing to do."""
+"""The spans of one rank as sets of time: when each lane worked, waited for peers, or had nothing to
+do.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ ExchangeKey = tuple[str, int, int]
 def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Clips compute spans so that no two on one lane overlap.
 
-    A device runs its queue in order, so a segment that was enqueued early began when its forerunner ended.
+    A device runs its queue in order, so a segment that was enqueued early began when its forerunner
+    ended.
     """
     last_end: dict[tuple[int, int], int] = {}
     clipped: list[Span] = []
@@ -35,7 +38,8 @@ def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
 def numbered_votes(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Gives each vote a number of its own in place of its step, the same on all ranks.
 
-    Every rank takes part in every vote. Numbers count back from the last vote, since a long run keeps its latest spans.
+    Every rank takes part in every vote. Numbers count back from the last vote, since a long run
+    keeps its latest spans.
     """
     spans = tuple(spans)
     left = Counter(span.rank for span in spans if span.kind == "vote")
@@ -49,10 +53,11 @@ def numbered_votes(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def shortest_exchanges(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
-    """Nanoseconds of each exchange and each numbered vote on the rank where it was shortest: the rank that arrived last
-    waited for no other.
+    """Nanoseconds of each exchange and each numbered vote on the rank where it was shortest: the
+    rank that arrived last waited for no other.
 
-    Messages of a parameter server are not among them: step n of one rank has nothing to do with step n of another.
+    Messages of a parameter server are not among them: step n of one rank has nothing to do with
+    step n of another.
     """
     on_rank: dict[tuple[ExchangeKey, int], int] = defaultdict(int)
     for span in spans:
@@ -74,18 +79,21 @@ class Timeline:
         exchange: Per job, when its exchanges ran, waiting for peers included.
         transfer: Per job, the part of `exchange` after the last rank had arrived.
         computing: When any job's compute segments ran.
-        compute_lanes: When each compute lane worked, by its number. A lane does one thing at a time; two lanes overlap.
+        compute_lanes: When each compute lane worked, by its number. A lane does one thing at a
+            time; two lanes overlap.
         exchange_lanes: The same of `transfer` and the exchange lanes.
         peer: When an exchange waited for another rank.
         vote: When the exchange lane voted, after the last rank had arrived.
         vote_peer: When a vote, or what a job does on all ranks at once, waited for another rank.
-        together: When the exchange lane did what a job does on all ranks at once, after the last one had arrived.
+        together: When the exchange lane did what a job does on all ranks at once, after the last
+            one had arrived.
         input: When a job waited for its next batch.
         host: When a job compiled, or was in work on the host that it measures.
-        late_compute: When the next compute segment was ready and the idle compute lane had not begun it.
+        late_compute: When the next compute segment was ready and the idle compute lane had not
+            begun it.
         late_exchange: The same of the exchange lanes, which may have been voting.
-        step_ends: Per job, step number and end of its last segment, in order of steps. Calls that are not steps,
-            such as evaluations, are work of the job all the same.
+        step_ends: Per job, step number and end of its last segment, in order of steps. Calls that
+            are not steps, such as evaluations, are work of the job all the same.
     """
 
     rank: int
@@ -107,7 +115,9 @@ class Timeline:
 
     @classmethod
     def of(cls, rank: int, spans: Sequence[Span], shortest: Mapping[ExchangeKey, int]) -> Timeline:
-        """Builds the timeline of `rank` from spans that `in_lane_order` returned (those of other ranks are ignored)."""
+        """Builds the timeline of `rank` from spans that `in_lane_order` returned (those of other
+        ranks are ignored).
+        """
         own = [span for span in spans if span.rank == rank]
         compute: dict[str, list[Interval]] = defaultdict(list)
         exchange: dict[str, list[Interval]] = defaultdict(list)
@@ -143,24 +153,35 @@ class Timeline:
             exchange={job: union(pieces) for job, pieces in exchange.items()},
             transfer={job: union(pieces) for job, pieces in transfer.items()},
             computing=union(piece for pieces in compute.values() for piece in pieces),
-            compute_lanes={lane: union(pieces) for (kind, lane), pieces in lanes.items() if kind == "compute"},
-            exchange_lanes={lane: union(pieces) for (kind, lane), pieces in lanes.items() if kind == "exchange"},
+            compute_lanes={
+                lane: union(pieces) for (kind, lane), pieces in lanes.items() if kind == "compute"
+            },
+            exchange_lanes={
+                lane: union(pieces) for (kind, lane), pieces in lanes.items() if kind == "exchange"
+            },
             peer=union(peer),
             vote=union(vote),
             vote_peer=union(vote_peer),
             together=union(together),
             input=union((s.start_ns, s.end_ns) for s in own if s.kind == "input"),
-            host=union([*((s.start_ns, s.end_ns) for s in own if s.kind in ("compile", "host")), *together]),
+            host=union(
+                [*((s.start_ns, s.end_ns) for s in own if s.kind in ("compile", "host")), *together]
+            ),
             late_compute=_late(s for s in own if s.kind == "compute"),
             late_exchange=_late(s for s in own if s.kind == "collective"),
             step_ends={job: tuple(sorted(steps.items())) for job, steps in ends.items()},
         )
 
     def without_undone(self, made: Mapping[str, int]) -> Self:
-        """The same with the ends of as many steps of a job as it made: one that failed or stopped leaves the pieces of
-        a step that does not count.
+        """The same with the ends of as many steps of a job as it made: one that failed or stopped
+        leaves the pieces of a step that does not count.
         """
-        return replace(self, step_ends={job: ends[: made.get(job, len(ends))] for job, ends in self.step_ends.items()})
+        return replace(
+            self,
+            step_ends={
+                job: ends[: made.get(job, len(ends))] for job, ends in self.step_ends.items()
+            },
+        )
 
     def covered(self, job: str) -> list[Interval]:
         """When the job exchanged while any job computed on this rank."""
@@ -174,7 +195,9 @@ def _arrival(span: Span, shortest: Mapping[ExchangeKey, int]) -> int:
 
 
 def _late(spans: Iterable[Span]) -> list[Interval]:
-    """For each span the time between the moment it could have begun (lane free, inputs there) and its begin."""
+    """For each span the time between the moment it could have begun (lane free, inputs there) and
+    its begin.
+    """
     free: dict[int, int] = {}
     late: list[Interval] = []
     for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):

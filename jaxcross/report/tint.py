@@ -1,4 +1,6 @@
-"""Pieces of work that are thinner than a pixel, drawn as a tint: as dark as their share of the time."""
+"""Pieces of work that are thinner than a pixel, drawn as a tint: as dark as their share of the
+time.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ class Tint:
         self.pixel_s = shown_s / PIXELS
         self._pieces: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
-    def keep_wide(self, bars: Sequence[tuple[float, float]], colour: str) -> list[tuple[float, float]]:
-        """Takes the bars (begin, length) that are thinner than a pixel, and returns the others; drops what is not
-        shown.
+    def keep_wide(
+        self, bars: Sequence[tuple[float, float]], colour: str
+    ) -> list[tuple[float, float]]:
+        """Takes the bars (begin, length) that are thinner than a pixel, and returns the others;
+        drops what is not shown.
         """
         shown = [bar for bar in bars if bar[0] + bar[1] > 0 and bar[0] < self._shown_s]
         self._pieces[colour] += [bar for bar in shown if bar[1] < self.pixel_s]
@@ -47,13 +51,19 @@ class Tint:
         image = np.concatenate([strip, (free < 1)[:, None]], axis=1)[None]
         limits = axis.get_xlim(), axis.get_ylim()
         axis.imshow(
-            image, extent=(0, self._shown_s, y - 0.4, y + 0.4), aspect="auto", interpolation="nearest", zorder=1
+            image,
+            extent=(0, self._shown_s, y - 0.4, y + 0.4),
+            aspect="auto",
+            interpolation="nearest",
+            zorder=1,
         )
         axis.set_xlim(limits[0])
         axis.set_ylim(limits[1])
 
     def _coverage(self, pieces: Sequence[tuple[float, float]]) -> np.ndarray:
-        """Share of each pixel column that the pieces fill: each ends in the column where it began, or in the next."""
+        """Share of each pixel column that the pieces fill: each ends in the column where it began,
+        or in the next.
+        """
         begin, length = np.array(pieces).T / self.pixel_s
         end = np.clip(begin + length, 0, PIXELS)
         begin = np.clip(begin, 0, PIXELS)

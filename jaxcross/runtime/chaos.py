@@ -18,8 +18,8 @@ VARIABLE = "JAXCROSS_CHAOS"
 class Chaos:
     """Delays of random length, drawn for each thread from its name, the seed and the rank.
 
-    The same seed gives the same thread the same delays, in the order of its calls. Results must be the same to the bit
-    under every seed.
+    The same seed gives the same thread the same delays, in the order of its calls. Results must be
+    the same to the bit under every seed.
 
     Args:
         seed: Any number.
@@ -70,4 +70,6 @@ def chaos_of(environ: Mapping[str, str], rank: int) -> Chaos | None:
     try:
         return Chaos(int(text), rank)
     except ValueError:
-        raise ValueError(f"`{VARIABLE}` must be the number of a seed, or empty for no chaos, got `{text}`.") from None
+        raise ValueError(
+            f"`{VARIABLE}` must be the number of a seed, or empty for no chaos, got `{text}`."
+        ) from None

@@ -1,7 +1,9 @@
-"""Work that runs on every rank at once and may communicate, in which the failure of one rank is that of all.
+"""Work that runs on every rank at once and may communicate, in which the failure of one rank is
+that of all.
 
-Before each message, and after the last one, the ranks compare their states: about to communicate, done, or failed. So
-no rank waits for one whose work has ended in another way. This costs one small all-reduce more for each message.
+Before each message, and after the last one, the ranks compare their states: about to communicate,
+done, or failed. So no rank waits for one whose work has ended in another way. This costs one small
+all-reduce more for each message.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _FAILED, _DONE, _GATHERS, _REDUCES = range(4)  # from _REDUCES on: the number of
 
 @final
 class CollectiveCall(Generic[T]):
-    """Work that a job's thread asks for and the exchange lane runs; holds its result or error for the job.
+    """Work that a job's thread asks for and the exchange lane runs; holds its result or error for
+    the job.
 
     Attributes:
         what: A few words for the work, the same on every rank.
@@ -38,7 +41,9 @@ class CollectiveCall(Generic[T]):
         self._error: Exception | None = None
 
     def run(self, control: Control) -> None:
-        """Runs the work, on the exchange lane. Waits for all ranks; raises nothing that `work` raises."""
+        """Runs the work, on the exchange lane. Waits for all ranks; raises nothing that `work`
+        raises.
+        """
         try:
             self._values = (run_collectively(self._work, control),)
         except Exception as error:
@@ -56,7 +61,8 @@ def run_collectively(work: Callable[[Control], T], control: Control) -> T:
     """Runs `work(control)` on every rank and returns its result. Waits for all ranks.
 
     Raises:
-        JobError: On ranks whose work did not fail, if another rank's did, or if ranks do not communicate equally often.
+        JobError: On ranks whose work did not fail, if another rank's did, or if ranks do not
+            communicate equally often.
         Exception: What `work` raises.
     """
     compared = _ComparingControl(control)
@@ -102,16 +108,22 @@ class _ComparingControl:
             JobError: They are not, now or earlier; or one has failed.
         """
         if self._broken is None:
-            # Equal on all ranks if the minimum is the maximum. A failure has the lowest number, so one is enough.
+            # Equal on all ranks if the minimum is the maximum. A failure has the lowest number, so
+            # one is enough.
             low, high = self._control.allreduce_min(np.array([mine, -mine], np.int64))
             if low == _FAILED:
                 texts = self._control.allgather_text(text)
-                which = "; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text)
+                which = "; ".join(
+                    f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text
+                )
                 self._broken = JobError(f"Ranks did something together, in which {which}")
             elif low != -high:
-                does = {_DONE: "is done", _GATHERS: "gathers texts"}.get(mine, f"reduces {mine - _REDUCES} values")
+                does = {_DONE: "is done", _GATHERS: "gathers texts"}.get(
+                    mine, f"reduces {mine - _REDUCES} values"
+                )
                 self._broken = JobError(
-                    f"Ranks did something together, but not all of them talk alike: rank {self.rank} {does}."
+                    "Ranks did something together, but not all of them talk alike: rank "
+                    f"{self.rank} {does}."
                 )
         if self._broken is not None:
             raise self._broken

@@ -1,9 +1,12 @@
-"""Carries out what the interleaver decides: one thread a lane, one that waits for the device, one a job.
+"""Carries out what the interleaver decides: one thread a lane, one that waits for the device, one a
+job.
 
-Every event passes through `Driver.post`, under one lock, and its instructions are queued for their threads under the
-same lock: their order is the interleaver's. Nothing else is shared but those queues.
+Every event passes through `Driver.post`, under one lock, and its instructions are queued for their
+threads under the same lock: their order is the interleaver's. Nothing else is shared but those
+queues.
 
-Jobs are `JobRecord`s here. Their numbers are the interleaver's, and are used in events and instructions only.
+Jobs are `JobRecord`s here. Their numbers are the interleaver's, and are used in events and
+instructions only.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from jaxcross.runtime.chaos import Chaos, LateQueue
 from jaxcross.runtime.collective_call import CollectiveCall
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.failure_text import describe
-from jaxcross.runtime.job_record import MAX_REFUSALS, Execution, JobRecord, NonFinite, StepCall, Stopped
+from jaxcross.runtime.job_record import (
+    MAX_REFUSALS,
+    Execution,
+    JobRecord,
+    NonFinite,
+    StepCall,
+    Stopped,
+)
 from jaxcross.runtime.joint_start import Start, StartGate, StartLimit
 from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
 from jaxcross.runtime.router import Router
@@ -43,21 +53,24 @@ class Driver:
 
     Args:
         world: Rank, size, control messages, watchdog.
-        jobs: The name of each job and how to make its thread, which calls `job_returned` or `job_raised` at its end.
+        jobs: The name of each job and how to make its thread, which calls `job_returned` or
+            `job_raised` at its end.
         policy: Decides whose turn it is.
         depth: Compute segments on the device at once.
         listeners: Receive every span and note.
         link: An emulated link, if any.
         chaos: Delays all threads now and then, for tests.
         start: Whether the jobs make their first steps once all of them are ready.
-        on_text: Called on every rank, in one order, with each text that some rank submitted. May call `join`.
+        on_text: Called on every rank, in one order, with each text that some rank submitted. May
+            call `join`.
         clock_ns: `time.monotonic_ns`, or a test's clock.
 
     Attributes:
         records: The jobs of the run in the order of `jobs`, without those that were added later.
         router: The jobs by their numbers, and what instructions do to them.
         start_gate: Holds jobs at a joint start.
-        interrupt: The first exception of a signal's handler on this rank. Others know of it if the run was stopped.
+        interrupt: The first exception of a signal's handler on this rank. Others know of it if the
+            run was stopped.
         terminated: Whether SIGTERM came to this rank.
     """
 
@@ -83,7 +96,8 @@ class Driver:
         self._start: Start = start
         self._start_limit = StartLimit()
         self.records = tuple(
-            JobRecord(number, name, thread, self.queue()) for number, (name, thread) in enumerate(jobs)
+            JobRecord(number, name, thread, self.queue())
+            for number, (name, thread) in enumerate(jobs)
         )
         self._abandoned: set[threading.Thread] = set()
         self._on_text = on_text
@@ -93,7 +107,9 @@ class Driver:
         self.start_gate = StartGate(self._lock, self._interleaver.coming)
         self._over = threading.Event()
         self._fatal: BaseException | None = None
-        self._held: deque[BaseException] = deque()  # exceptions of signal handlers, not looked at yet
+        self._held: deque[BaseException] = (
+            deque()
+        )  # exceptions of signal handlers, not looked at yet
         self.interrupt: BaseException | None = None
         self.terminated = False
         self._compute = ComputeLane(self)
@@ -125,7 +141,8 @@ class Driver:
             On every rank whether a signal on any of them stopped the run.
 
         Raises:
-            InternalError: A lane broke; only where no other rank waits (else all ranks are aborted).
+            InternalError: A lane broke; only where no other rank waits (else all ranks are
+                aborted).
         """
         self._held = held
         self._run()
@@ -137,23 +154,27 @@ class Driver:
         # The lanes first: from the first event on, instructions find their threads.
         self._compute.start()
         self._exchange.start()
-        # Under the lock, events of other threads queue up after these: a request must not overtake its job's addition.
-        # None of these events delivers a text, so no callback runs in here.
+        # Under the lock, events of other threads queue up after these: a request must not overtake
+        # its job's addition. None of these events delivers a text, so no callback runs in here.
         with self._lock:
             early, self._early = self._early or [], None
             for event in (m.RunStarted(together=self._start == "together"), *early):
                 self.post(event)
         self._wait_for(self._over.is_set, self._over.wait)
-        # Job threads read back metrics and close their loops after the last vote. In a broken run some never end.
+        # Job threads read back metrics and close their loops after the last vote. In a broken run
+        # some never end.
         if self._fatal is None:
             for thread in self.router.threads:
-                self._wait_for(lambda t=thread: not t.is_alive() or t in self._abandoned, thread.join)
+                self._wait_for(
+                    lambda t=thread: not t.is_alive() or t in self._abandoned, thread.join
+                )
         self._job_waits.look({})
         self._exchange.close()
         self._compute.close()
 
     def _wait_for(self, over: Callable[[], bool], wait: Callable[[float], object]) -> None:
-        # The main thread wakes up five times a second, for interrupts and for jobs that wait too long.
+        # The main thread wakes up five times a second, for interrupts and for jobs that wait too
+        # long.
         while not over():
             wait(0.2)
             self._look_at_waits()
@@ -166,7 +187,9 @@ class Driver:
             found = {} if self._fatal is not None else self._interleaver.pending_waits()
             waits = {jobs[number].name: wait for number, wait in found.items() if number in jobs}
             coming = {number: jobs[number].preparing > 0 for number in self._interleaver.coming()}
-            late = [jobs[number] for number in self._start_limit.look(self.clock_ns() / 1e9, coming)]
+            late = [
+                jobs[number] for number in self._start_limit.look(self.clock_ns() / 1e9, coming)
+            ]
             paused = [] if self._fatal is not None else self._interleaver.all_paused()
             names = [jobs[number].name for number in paused if number in jobs]
             text = self.router.paused_run.look(self.clock_ns() / 1e9, names)
@@ -180,7 +203,9 @@ class Driver:
         self.terminated |= isinstance(interrupt, Terminated)
         # A second interrupt means that stopping after this step takes too long for the user.
         if self.interrupt is not None:
-            self.world.abort("interrupted twice", code=TERMINATED if self.terminated else INTERRUPTED)
+            self.world.abort(
+                "interrupted twice", code=TERMINATED if self.terminated else INTERRUPTED
+            )
         self.interrupt = interrupt
         for job in tuple(self.router.jobs.values()):
             if job.status is None:  # not one that another rank's interrupt has stopped already
@@ -194,7 +219,9 @@ class Driver:
         return SimpleQueue() if self._chaos is None else LateQueue(self._chaos)
 
     def post(self, event: m.Event) -> None:
-        """Hands an event to the interleaver and its instructions to their threads. Never waits for work."""
+        """Hands an event to the interleaver and its instructions to their threads. Never waits for
+        work.
+        """
         if self._chaos is not None:
             self._chaos.pause()
         try:
@@ -211,7 +238,9 @@ class Driver:
             self.fail(error)
 
     def _follow(self, event: m.Event) -> list[str]:
-        """Does what the interleaver answers to an event; returns the texts to deliver. Called under the lock."""
+        """Does what the interleaver answers to an event; returns the texts to deliver. Called under
+        the lock.
+        """
         if self._early is not None:
             self._early.append(event)
             return []
@@ -227,9 +256,13 @@ class Driver:
     # For the runner, and for code that holds a job: in any thread.
 
     def join(
-        self, name: str, thread: Callable[[], threading.Thread], attach: Callable[[Driver, JobRecord], None]
+        self,
+        name: str,
+        thread: Callable[[], threading.Thread],
+        attach: Callable[[Driver, JobRecord], None],
     ) -> JobRecord | None:
-        """Adds a job while the run goes on. Does not wait: the job joins once all ranks have added it.
+        """Adds a job while the run goes on. Does not wait: the job joins once all ranks have added
+        it.
 
         Args:
             name: The job's name.
@@ -287,7 +320,9 @@ class Driver:
         """
         # Before the event: the lanes may get the first segment before `_ask` returns.
         job.calls += 1
-        job.call = StepCall(job.name, job.calls, graph, execution, self.clock_ns(), nonfinite, in_step)
+        job.call = StepCall(
+            job.name, job.calls, graph, execution, self.clock_ns(), nonfinite, in_step
+        )
         try:
             answer = self._ask(job, m.StepCalled(job.number, graph, in_step))
         finally:
@@ -297,7 +332,9 @@ class Driver:
         return execution.outputs()
 
     def stream_begun(self, job: JobRecord, still_open: Sequence[int]) -> None:
-        """Notes that the job opens another stream of batches, and which of the earlier ones it may still read."""
+        """Notes that the job opens another stream of batches, and which of the earlier ones it may
+        still read.
+        """
         self.post(m.StreamBegun(job.number, tuple(still_open)))
 
     def batches_ready(self, job: JobRecord, stream: int, count: int) -> None:
@@ -313,13 +350,17 @@ class Driver:
         self.post(m.StreamEnded(job.number, stream, count))
 
     def want_batch(self, job: JobRecord, stream: int, index: int) -> bool:
-        """Whether every rank has this batch (or some rank's data ended before it). Waits for the ranks."""
+        """Whether every rank has this batch (or some rank's data ended before it). Waits for the
+        ranks.
+        """
         answer = self._ask(job, m.BatchWanted(job.number, stream, index))
         assert isinstance(answer, m.BatchGranted)
         return answer.more
 
     def run_on_all_ranks(self, job: JobRecord, label: str, work: Callable[[Control], T]) -> T:
-        """Runs `work(control)` on the exchange lane of every rank at once, and returns or raises what it does."""
+        """Runs `work(control)` on the exchange lane of every rank at once, and returns or raises
+        what it does.
+        """
         collective = CollectiveCall(label, work)
         job.collective = collective
         answer = self._ask(job, m.SyncWanted(job.number, label))
@@ -340,7 +381,8 @@ class Driver:
         answer = job.answers.get() if self._fatal is None else m.Raised(job.number)
         if not isinstance(answer, m.Raised):
             return answer
-        # A function that catches every exception would call again for ever, and `Runner.run` wait for its thread.
+        # A function that catches every exception would call again for ever, and `Runner.run` wait
+        # for its thread.
         job.refusals += 1
         if job.refusals > MAX_REFUSALS:
             job.abandon()
@@ -349,11 +391,15 @@ class Driver:
         raise Stopped
 
     def resumed(self, job: JobRecord, step: int) -> None:
-        """Makes the spans and errors of a job count from `step`, the steps that an earlier run made."""
+        """Makes the spans and errors of a job count from `step`, the steps that an earlier run
+        made.
+        """
         self.post(m.StepsRestored(job.number, step))
 
     def excuse_start(self, job: JobRecord, *, late: bool = False) -> None:
-        """Lets the other jobs begin without this one, at a joint start. Does not wait. `late`: it takes too long."""
+        """Lets the other jobs begin without this one, at a joint start. Does not wait. `late`: it
+        takes too long.
+        """
         if not job.excused:
             job.excused = True
             self.post(m.StartExcused(job.number, late))
@@ -378,7 +424,8 @@ class Driver:
 
     def release(self, job: JobRecord) -> None:
         """Drops a job that is over on all ranks, as its thread ends."""
-        # The lock: the thread may run on as soon as `done` is set, while `_finish` has not come to its end.
+        # The lock: the thread may run on as soon as `done` is set, while `_finish` has not come to
+        # its end.
         with self._lock:
             if self.router.jobs.pop(job.number, None) is not None:
                 job.thread = None  # the job's context keeps the record
@@ -395,7 +442,9 @@ class Driver:
         self._over.set()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the run, because a lane broke and can serve no job any more. Aborts all ranks where there are others."""
+        """Ends the run, because a lane broke and can serve no job any more. Aborts all ranks where
+        there are others.
+        """
         # The lock: an instruction that is being followed is followed to its end, and none after it.
         with self._lock:
             if self._fatal is None:

@@ -10,10 +10,11 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link that holds each exchange for at least `latency_s + bytes / rate_bytes_per_s`, without using a core.
+    """A link that holds each exchange for at least `latency_s + bytes / rate_bytes_per_s`, without
+    using a core.
 
-    It shows whether computation hides the exchanges, not how fast a network is: do not quote a speed-up from it. The
-    same on every rank.
+    It shows whether computation hides the exchanges, not how fast a network is: do not quote a
+    speed-up from it. The same on every rank.
     """
 
     rate_bytes_per_s: float
@@ -21,7 +22,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if not self.rate_bytes_per_s > 0 or not self.latency_s >= 0:
-            raise ValueError(f"a link needs a rate above 0 and a latency of 0 or more, not {self!r}")
+            raise ValueError(
+                f"a link needs a rate above 0 and a latency of 0 or more, not {self!r}"
+            )
 
     def seconds(self, nbytes: int) -> float:
         """Returns how long a message of `nbytes` occupies the link."""
@@ -41,5 +44,7 @@ class Link:
             return None
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
         if match is None:
-            raise ValueError(f"`{text}` is not a link rate. Write it like `500mbit` or `10gbit`, or `none`.")
+            raise ValueError(
+                f"`{text}` is not a link rate. Write it like `500mbit` or `10gbit`, or `none`."
+            )
         return Link(rate_bytes_per_s=float(match[1]) * _UNITS[match[2]] / 8)

@@ -30,8 +30,8 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     Args:
         job: Its name.
         step: Number of its steps that are committed, on every rank.
-        texts: By rank: a kind (`failed`, `ejected`, `step`, `end`, `batch`, `sync`, or nothing), a line break, and
-            details.
+        texts: By rank: a kind (`failed`, `ejected`, `step`, `end`, `batch`, `sync`, or nothing), a
+            line break, and details.
     """
     parts = _parts(texts)
     for how, verb in (("failed", "failed"), ("ejected", "was ejected")):
@@ -42,24 +42,37 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             together, body = f"after step {step}: {ExchangeError.__name__}: ", guilty[0][1]
             others = {kind for kind, _ in parts} - {how}
             if others <= {""} and len(alike) == 1 and body.startswith(together):
-                # All ranks found, between two steps, that they differ: in exchanges, or in replicas of a state. The
-                # thread of a rank that was busy may just not have come to say so: the error's type stays the same.
+                # All ranks found, between two steps, that they differ: in exchanges, or in replicas
+                # of a state. The thread of a rank that was busy may just not have come to say so:
+                # the error's type stays the same.
                 why = body.removeprefix(together)
                 if others:
                     why = (
-                        f"{clause(why)} (found on rank {', '.join(str(rank) for rank, _ in guilty)}; others were busy)"
+                        f"{clause(why)} (found on rank "
+                        f"{', '.join(str(rank) for rank, _ in guilty)}; others were busy)"
                     )
-                return ExchangeError(why if why.startswith(f"Job `{job}`") else f"Job `{job}`, step {step + 1}: {why}")
-            what = "; on ".join(f"rank{'s' * (len(them) > 1)} {', '.join(them)} {body}" for body, them in alike.items())
+                return ExchangeError(
+                    why
+                    if why.startswith(f"Job `{job}`")
+                    else f"Job `{job}`, step {step + 1}: {why}"
+                )
+            what = "; on ".join(
+                f"rank{'s' * (len(them) > 1)} {', '.join(them)} {body}"
+                for body, them in alike.items()
+            )
             return JobError(
-                f"Job `{job}` {verb} on {what}. Every rank leaves the job after step {step}, the last one that all of "
-                "them committed; other jobs go on."
+                f"Job `{job}` {verb} on {what}. Every rank leaves the job after step {step}, the "
+                "last one that all of them committed; other jobs go on."
             )
     kinds = {kind for kind, _ in parts}
     heads, signatures = zip(*(body.partition("\n")[::2] for _, body in parts), strict=True)
-    calls, functions = zip(*(head.removeprefix("called ").partition(" by ")[::2] for head in heads), strict=True)
+    calls, functions = zip(
+        *(head.removeprefix("called ").partition(" by ")[::2] for head in heads), strict=True
+    )
     if kinds == {"step"} and len(set(functions)) > 1:
-        return ExchangeError(f"Job `{job}`, step {step + 1}: {step_mismatch(f'job `{job}`', functions)}")
+        return ExchangeError(
+            f"Job `{job}`, step {step + 1}: {step_mismatch(f'job `{job}`', functions)}"
+        )
     same = kinds == {"step"} or (kinds == {"sync"} and len(set(heads)) == 1)
     if same and len(set(signatures)) > 1:
         return ExchangeError(f"Job `{job}`, step {step + 1}: {signature_mismatch(job, signatures)}")
@@ -68,23 +81,30 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     lines = [clause(first_line(body)) if body else "was busy" for _, body in parts]
     by_rank = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
     shapes = (
-        " Or did shapes or types of a step's arguments change on some ranks only, as in a shorter last batch? There "
-        'other exchanges, or the cut under `cut="auto"`, are agreed on again: change them on all ranks at once.'
+        " Or did shapes or types of a step's arguments change on some ranks only, as in a shorter "
+        'last batch? There other exchanges, or the cut under `cut="auto"`, are agreed on again: '
+        "change them on all ranks at once."
     )
     return JobError(
-        f"Job `{job}` does different things on different ranks after step {step}: {by_rank}. All ranks must run the "
-        "same loop: the same number of steps, and the same calls in the same order. Let `job.batches(...)` end the "
-        f"loop, and decide from values that are equal on all ranks.{shapes if {'step', 'sync'} <= kinds else ''}"
+        f"Job `{job}` does different things on different ranks after step {step}: {by_rank}. All "
+        "ranks must run the same loop: the same number of steps, and the same calls in the same "
+        "order. Let `job.batches(...)` end the loop, and decide from values that are equal on all "
+        f"ranks.{shapes if {'step', 'sync'} <= kinds else ''}"
     )
 
 
 def printing_ranks(texts: Sequence[str]) -> list[int]:
-    """Returns the ranks that print why a job left: of those that failed alike, the first. Without any, rank 0.
+    """Returns the ranks that print why a job left: of those that failed alike, the first. Without
+    any, rank 0.
 
     Args:
         texts: As of `explain`.
     """
-    firsts = [(rank, kind) for rank, (kind, _) in enumerate(_parts(texts)) if texts.index(texts[rank]) == rank]
+    firsts = [
+        (rank, kind)
+        for rank, (kind, _) in enumerate(_parts(texts))
+        if texts.index(texts[rank]) == rank
+    ]
     if failed := [rank for rank, kind in firsts if kind == "failed"]:
         return failed
     # The error names all ranks that ejected the job.

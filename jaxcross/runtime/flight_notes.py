@@ -10,11 +10,15 @@ from jaxcross.interleave.instrument import Instrument
 
 @final
 class FlightNotes(Instrument):
-    """Writes each job's status to the event file, but not its losses, of which there is one a step."""
+    """Writes each job's status to the event file, but not its losses, of which there is one a
+    step.
+    """
 
     def __init__(self, flight: FlightRecorder) -> None:
         self._flight = flight
 
-    def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
+    def note(
+        self, *, job: str, kind: str, step: int = -1, value: float | str | None = None
+    ) -> None:
         if kind != "loss":
             self._flight.note(f"{kind}: {value}", job=job, step=step)

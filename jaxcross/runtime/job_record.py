@@ -28,7 +28,9 @@ def check_choice(value: object, choices: object, what: str) -> None:
         ValueError: It is not; names `what` and the words.
     """
     if value not in get_args(choices):
-        raise ValueError(f"{what} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}.")
+        raise ValueError(
+            f"{what} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}."
+        )
 
 
 class Stopped(BaseException):
@@ -65,7 +67,16 @@ class StepCall:
         ends_ns: When the outputs of each finished segment were there.
     """
 
-    __slots__ = ("called_ns", "ends_ns", "execution", "graph", "in_step", "name", "nonfinite", "number")
+    __slots__ = (
+        "called_ns",
+        "ends_ns",
+        "execution",
+        "graph",
+        "in_step",
+        "name",
+        "nonfinite",
+        "number",
+    )
 
     def __init__(
         self,
@@ -89,8 +100,8 @@ class StepCall:
     def ready_ns(self, segment: int, start_ns: int) -> int:
         """Returns when the inputs of a segment that began at `start_ns` were there.
 
-        If the other lane has not noted the end of a producer yet, that end is at most a thread's delay before
-        `start_ns`, which stands in for it.
+        If the other lane has not noted the end of a producer yet, that end is at most a thread's
+        delay before `start_ns`, which stands in for it.
         """
         ends = (self.ends_ns.get(n, start_ns) for n in self.graph.needs[segment])
         return min(max(ends, default=self.called_ns), start_ns)
@@ -113,7 +124,8 @@ class JobRecord:
         calls: How many calls there were.
         collective: The work that the exchange lanes of all ranks are to run for the job.
         cause: The first exception of this rank that is the job's failure.
-        prints_error: Whether this rank prints why the job failed: it is the first one with this cause.
+        prints_error: Whether this rank prints why the job failed: it is the first one with this
+            cause.
         done: Set once the job is over on every rank; `status`, `error` and
             `prints_error` are final then.
         paused: Whether the job is paused on all ranks.
@@ -122,13 +134,18 @@ class JobRecord:
         preparing: Whether the job's thread traces or compiles a step: above 0 if so.
         excused: Whether a joint start does not wait for it.
         refusals: How many errors its function got because the job is over.
-        on_end: Called with the final status, and whether a request was for this job alone to stop; must not wait.
+        on_end: Called with the final status, and whether a request was for this job alone to stop;
+            must not wait.
         on_pause: Called with whether the job is paused now; must not wait.
         abandon: Called to leave the job's thread behind; never returns.
     """
 
     def __init__(
-        self, number: int, name: str, thread: Callable[[], threading.Thread], answers: SimpleQueue[m.Instruction]
+        self,
+        number: int,
+        name: str,
+        thread: Callable[[], threading.Thread],
+        answers: SimpleQueue[m.Instruction],
     ) -> None:
         self.number = number
         self.name = name

@@ -19,9 +19,9 @@ START_LIMIT_S = 30.0
 class StartLimit:
     """Measures how long jobs do other work than to prepare their first step. Used by one thread.
 
-    A job that waits for another job's results does not come to its first step before that job has begun, and cannot be
-    told from one that loads its data or meets other ranks. So the wait for it is limited. To trace and to compile
-    always ends, and may take minutes: that time does not count.
+    A job that waits for another job's results does not come to its first step before that job has
+    begun, and cannot be told from one that loads its data or meets other ranks. So the wait for it
+    is limited. To trace and to compile always ends, and may take minutes: that time does not count.
 
     Args:
         limit_s: The limit.
@@ -34,7 +34,8 @@ class StartLimit:
         self._before_s: float | None = None
 
     def look(self, now_s: float, preparing: Mapping[int, bool]) -> list[int]:
-        """Takes the jobs that are awaited now, and whether each prepares its step; called a few times a second.
+        """Takes the jobs that are awaited now, and whether each prepares its step; called a few
+        times a second.
 
         Returns:
             The jobs that are over the limit, each once.
@@ -43,7 +44,11 @@ class StartLimit:
         self._before_s = now_s
         for job, is_preparing in preparing.items():
             self._other_s[job] = self._other_s.get(job, 0.0) + (0.0 if is_preparing else passed_s)
-        over = [job for job in preparing if self._other_s[job] >= self.limit_s and job not in self._excused]
+        over = [
+            job
+            for job in preparing
+            if self._other_s[job] >= self.limit_s and job not in self._excused
+        ]
         self._excused.update(over)
         return over
 
@@ -67,7 +72,9 @@ class StartGate:
         """Waits until no job with a lower number has still to come."""
         with self._changed:
             self._waiting += 1
-            self._changed.wait_for(lambda: self._is_open or all(number >= job for number in self._coming()))
+            self._changed.wait_for(
+                lambda: self._is_open or all(number >= job for number in self._coming())
+            )
             self._waiting -= 1
 
     def look(self) -> None:
@@ -87,12 +94,16 @@ def note_at_start(arrival: Arrival, awaited: Sequence[str]) -> str:
         return "the other jobs begin without it"
     if not awaited:
         return "ready: all jobs begin"
-    return f"ready, waits for {f'`{awaited[0]}`' if len(awaited) == 1 else f'{len(awaited)} more jobs'}"
+    return (
+        "ready, waits for "
+        f"{f'`{awaited[0]}`' if len(awaited) == 1 else f'{len(awaited)} more jobs'}"
+    )
 
 
 def late_warning(job: str) -> str:
     """Returns the text for a job that is over the limit on some rank."""
     return (
-        f"Job `{job}` spent {START_LIMIT_S:.0f} s, on some rank, on other work than compiling its first step:"
-        ' the other jobs begin without it. If it waits for them, `Runner(start="as ready")` saves that time.'
+        f"Job `{job}` spent {START_LIMIT_S:.0f} s, on some rank, on other work than compiling its "
+        'first step: the other jobs begin without it. If it waits for them, `Runner(start="as '
+        'ready")` saves that time.'
     )

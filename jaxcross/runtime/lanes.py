@@ -1,7 +1,8 @@
-"""The threads of the lanes. Each does one thing at a time and reports it to the driver; none decides anything.
+"""The threads of the lanes. Each does one thing at a time and reports it to the driver; none
+decides anything.
 
-A thread drops its references to a step before it reports that the step is done: the report may end the job, whose
-caller then counts on the step's memory being free.
+A thread drops its references to a step before it reports that the step is done: the report may end
+the job, whose caller then counts on the step's memory being free.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class LaneThread(threading.Thread):
 class ComputeLane:
     """Dispatches compute segments in the interleaver's order.
 
-    A second thread waits for them in that order, so that a segment's span begins when the device was free for it.
+    A second thread waits for them in that order, so that a segment's span begins when the device
+    was free for it.
     """
 
     def __init__(self, driver: LaneDriver) -> None:
@@ -130,8 +132,11 @@ class ComputeLane:
         while (item := self._todo.get()) is not None:
             d, call = item
             dispatched_ns = driver.clock_ns()
-            # Open until the device has ended: a post-mortem then shows the segments that were under way.
-            token = driver.world.flight.begin(Activity.now("compute", job=call.name, step=d.step, segment=d.segment))
+            # Open until the device has ended: a post-mortem then shows the segments that were under
+            # way.
+            token = driver.world.flight.begin(
+                Activity.now("compute", job=call.name, step=d.step, segment=d.segment)
+            )
             event: m.Event
             try:
                 call.execution.run(d.segment)
@@ -166,9 +171,11 @@ class ComputeLane:
             end_ns = driver.clock_ns()
             # Read by the exchange lane for `ready_ns` without a lock; see `StepCall.ready_ns`.
             call.ends_ns[d.segment] = end_ns
-            # Dispatch is asynchronous: a segment that was dispatched early waited for the device until then.
+            # Dispatch is asynchronous: a segment that was dispatched early waited for the device
+            # until then.
             start_ns = max(dispatched_ns, free_ns)
-            # Before the post: a thread that learns of the completion may end the run and ask for the spans.
+            # Before the post: a thread that learns of the completion may end the run and ask for
+            # the spans.
             driver.listeners.span(
                 Span(
                     rank=driver.world.rank,
@@ -191,14 +198,18 @@ class ComputeLane:
 
 @final
 class ExchangeLane:
-    """Makes exchanges, votes and collective calls of jobs, one at a time, in the order that all ranks share."""
+    """Makes exchanges, votes and collective calls of jobs, one at a time, in the order that all
+    ranks share.
+    """
 
     def __init__(self, driver: LaneDriver) -> None:
         self._driver = driver
         self._todo: SimpleQueue[tuple[m.Instruction, StepCall | None] | None] = driver.queue()
         self._arrived = threading.Event()  # set whenever an item has been queued
         self._pause = threading.Event()  # never set: a wait that is not a sleep
-        self._thread = LaneThread("exchange", self._work, driver.world.exchange_owner.lane_threads, driver)
+        self._thread = LaneThread(
+            "exchange", self._work, driver.world.exchange_owner.lane_threads, driver
+        )
 
     def start(self) -> None:
         """Starts the thread."""
@@ -221,13 +232,15 @@ class ExchangeLane:
         """Returns the next instruction, or None if the lane has to end.
 
         Raises:
-            Empty: No instruction arrived within `backoff` seconds. Sometimes raised earlier, which only means that this
-                rank votes earlier.
+            Empty: No instruction arrived within `backoff` seconds. Sometimes raised earlier, which
+                only means that this rank votes earlier.
         """
-        # We don't pass the timeout to the queue, because up to Python 3.12, `SimpleQueue.get(timeout=...)` can block
-        # forever. It computes the remaining timeout in a loop. If the kernel suspends this thread for too long, the
-        # remaining timeout becomes negative, and CPython then waits without any timeout. We saw this on a busy machine,
-        # where backoffs are 2 to 50 ms: one rank never cast its vote, so the run hung until the watchdog terminated it.
+        # We don't pass the timeout to the queue, because up to Python 3.12,
+        # `SimpleQueue.get(timeout=...)` can block forever. It computes the remaining timeout in a
+        # loop. If the kernel suspends this thread for too long, the remaining timeout becomes
+        # negative, and CPython then waits without any timeout. We saw this on a busy machine, where
+        # backoffs are 2 to 50 ms: one rank never cast its vote, so the run hung until the watchdog
+        # terminated it.
         if backoff is None:
             return self._todo.get()
         self._arrived.clear()
@@ -236,14 +249,16 @@ class ExchangeLane:
         return self._todo.get(block=False)
 
     def _work(self) -> None:
-        # The kernel then wakes this thread up soon after a message, though XLA's threads are computing.
+        # The kernel then wakes this thread up soon after a message, though XLA's threads are
+        # computing.
         ask_for_short_slices()
         backoff = None
         while True:
             try:
                 item = self._next(backoff)
             except Empty:
-                # Nothing came in time: the interleaver votes, though this rank has nothing to report.
+                # Nothing came in time: the interleaver votes, though this rank has nothing to
+                # report.
                 backoff = None
                 self._driver.post(m.BackoffElapsed())
                 continue
@@ -272,12 +287,14 @@ class ExchangeLane:
     def _exchange(self, x: m.RunExchange, call: StepCall) -> m.Event:
         driver, execution, segment = self._driver, call.execution, x.segment
         zero = x.zero
-        # Before the watch begins: a rank whose computation takes long is not waiting for other ranks.
+        # Before the watch begins: a rank whose computation takes long is not waiting for other
+        # ranks.
         if not zero:
             try:
                 execution.wait_inputs(segment)
             except Exception as error:
-                # This rank has failed, but the others are coming: take part with zeros, and say so in the vote.
+                # This rank has failed, but the others are coming: take part with zeros, and say so
+                # in the vote.
                 driver.post(driver.router.segment_failed(x, call, error))
                 zero = True
         if zero:
@@ -334,7 +351,9 @@ class ExchangeLane:
         return True
 
     def _communicate(self, instruction: m.Instruction) -> m.Event:
-        """Does what needs all ranks but belongs to no step: votes, comparisons and collective calls."""
+        """Does what needs all ranks but belongs to no step: votes, comparisons and collective
+        calls.
+        """
         driver, world = self._driver, self._driver.world
         start_ns = driver.clock_ns()
         event: m.Event
@@ -353,9 +372,12 @@ class ExchangeLane:
             case m.GatherAnnouncements():
                 label = "news"
                 with world.monitor(job="", step=0, segment=-1, what="news of jobs"):
-                    event = m.AnnouncementsGathered(tuple(world.control.allgather_text(driver.announcement())))
+                    event = m.AnnouncementsGathered(
+                        tuple(world.control.allgather_text(driver.announcement()))
+                    )
             case m.RunSync(number, step):
-                # An error of the work is the job's, not the lane's: it is raised in the job's thread.
+                # An error of the work is the job's, not the lane's: it is raised in the job's
+                # thread.
                 record = driver.router.jobs[number]
                 job, label = record.name, TOGETHER
                 assert record.collective is not None
@@ -368,7 +390,9 @@ class ExchangeLane:
         return event
 
     def _hold(self, start_ns: int, nbytes: int) -> str:
-        """Makes an exchange that began at `start_ns` last as long as on the emulated link. Returns its span's label."""
+        """Makes an exchange that began at `start_ns` last as long as on the emulated link. Returns
+        its span's label.
+        """
         driver = self._driver
         if driver.link is None:
             return ""

@@ -1,4 +1,6 @@
-"""A run in which every job that is left is paused: rank 0 says so, and the run ends if nobody can resume them."""
+"""A run in which every job that is left is paused: rank 0 says so, and the run ends if nobody can
+resume them.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,18 @@ _MARK = "nobody resumes"  # no JSON, as the texts of submitted jobs are
 class PausedRun:
     """Finds out whether somebody on any rank can still resume the jobs.
 
-    A paused job's own thread waits in a step, so only another thread or a signal handler can call `resume`. A rank
-    without either says so in a text that reaches all ranks between the same two slots. Once each rank has said so since
-    the last job joined, paused or resumed, nobody is left: whoever could start such a thread would have to run first.
+    A paused job's own thread waits in a step, so only another thread or a signal handler can call
+    `resume`. A rank without either says so in a text that reaches all ranks between the same two
+    slots. Once each rank has said so since the last job joined, paused or resumed, nobody is left:
+    whoever could start such a thread would have to run first.
 
     Args:
         rank: This rank.
         ranks: Number of ranks.
 
     Attributes:
-        changes: How often a job joined, paused or resumed; the same on every rank between the same two slots.
+        changes: How often a job joined, paused or resumed; the same on every rank between the same
+            two slots.
         is_over: Whether the run ends because nobody can resume its jobs; the same on every rank.
     """
 
@@ -43,7 +47,8 @@ class PausedRun:
         self._ends = False
 
     def look(self, now_s: float, paused: Sequence[str]) -> str | None:
-        """Takes the jobs if all that are left are paused, and wait on this rank; called a few times a second.
+        """Takes the jobs if all that are left are paused, and wait on this rank; called a few times
+        a second.
 
         Returns:
             A text to deliver on all ranks, if nobody on this rank can resume them.
@@ -54,21 +59,33 @@ class PausedRun:
         if self._since is None or self._since[0] != self.changes:
             self._since = (self.changes, now_s)
             return None
-        if self._rank == 0 and self._said != self.changes and now_s - self._since[1] >= _SAID_AFTER_S:
+        if (
+            self._rank == 0
+            and self._said != self.changes
+            and now_s - self._since[1] >= _SAID_AFTER_S
+        ):
             self._said = self.changes
-            _log.warning("All jobs that are left are paused: %s. The run waits for `resume()`.", _named(paused))
+            _log.warning(
+                "All jobs that are left are paused: %s. The run waits for `resume()`.",
+                _named(paused),
+            )
         if self._voted == self.changes or can_resume():
             return None
         self._voted = self.changes
         return f"{_MARK} {self.changes} {self._rank}"
 
     def take(self, text: str) -> bool:
-        """Takes a text that is delivered on all ranks, in one order. Returns whether it was one of `look`."""
+        """Takes a text that is delivered on all ranks, in one order. Returns whether it was one of
+        `look`.
+        """
         if not text.startswith(_MARK):
             return False
         changes, rank = map(int, text.removeprefix(_MARK).split())
         if changes == self.changes:
-            self._without = {(changes, rank), *(each for each in self._without if each[0] == changes)}
+            self._without = {
+                (changes, rank),
+                *(each for each in self._without if each[0] == changes),
+            }
             self.is_over = self._ends = len(self._without) == self._ranks
         return True
 
@@ -79,19 +96,30 @@ class PausedRun:
 
 
 def can_resume() -> bool:
-    """Whether this process has a thread or a signal handler, besides jaxcross's own, that may call `job.resume`."""
-    if any(callable(signal.getsignal(number)) for number in signal.valid_signals() - {signal.SIGINT, signal.SIGTERM}):
+    """Whether this process has a thread or a signal handler, besides jaxcross's own, that may call
+    `job.resume`.
+    """
+    if any(
+        callable(signal.getsignal(number))
+        for number in signal.valid_signals() - {signal.SIGINT, signal.SIGTERM}
+    ):
         return True
     current = threading.current_thread()
-    return any(thread is not current and not thread.name.startswith("jaxcross-") for thread in threading.enumerate())
+    return any(
+        thread is not current and not thread.name.startswith("jaxcross-")
+        for thread in threading.enumerate()
+    )
 
 
 def nobody_resumes(jobs: Sequence[str]) -> JobError:
-    """Returns the error of a run that ended because nobody could resume these jobs; the same on every rank."""
+    """Returns the error of a run that ended because nobody could resume these jobs; the same on
+    every rank.
+    """
     return JobError(
-        f"All jobs that were left are paused ({_named(jobs)}), and no rank has a thread or a signal handler that could"
-        " call `resume()`: the run has ended. Resume a job from one that is not paused, or from a thread that you start"
-        " before `run()`. With checkpoints, these jobs stay paused in the next run."
+        f"All jobs that were left are paused ({_named(jobs)}), and no rank has a thread or a "
+        "signal handler that could call `resume()`: the run has ended. Resume a job from one that "
+        "is not paused, or from a thread that you start before `run()`. With checkpoints, these "
+        "jobs stay paused in the next run."
     )
 
 

@@ -1,4 +1,6 @@
-"""Hands each instruction to the thread that it is for, and keeps the jobs that instructions name."""
+"""Hands each instruction to the thread that it is for, and keeps the jobs that instructions
+name.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,21 @@ _log = logging.getLogger("jaxcross")
 
 @final
 class Router:
-    """The jobs and lanes of a run. Instructions come under the driver's lock, in the interleaver's order.
+    """The jobs and lanes of a run. Instructions come under the driver's lock, in the interleaver's
+    order.
 
     Args:
         records: The jobs that begin the run, in the order of their numbers.
         compute: Queues a segment on the compute lane.
-        exchange: Queues an instruction on the exchange lane, with the call that it is for if it is an exchange.
+        exchange: Queues an instruction on the exchange lane, with the call that it is for if it is
+            an exchange.
         listeners: Receive every note.
         rank: This rank.
         ranks: Number of ranks.
 
     Attributes:
-        jobs: Jobs that joined and whose threads have not ended, by the number that the interleaver knows them by.
+        jobs: Jobs that joined and whose threads have not ended, by the number that the interleaver
+            knows them by.
         joining: Jobs that were added and have not joined, by name.
         threads: Threads of jobs; some have ended.
         paused_run: Ends the run if its jobs are paused for ever.
@@ -55,7 +60,12 @@ class Router:
         self.texts: list[str] = []
         self.left_out: tuple[str, ...] = ()
         self.paused_run = PausedRun(rank, ranks)
-        self._compute, self._exchange, self._listeners, self._rank = compute, exchange, listeners, rank
+        self._compute, self._exchange, self._listeners, self._rank = (
+            compute,
+            exchange,
+            listeners,
+            rank,
+        )
 
     def route(self, instruction: m.Instruction) -> None:
         """Hands an instruction on. Never waits for work."""
@@ -64,9 +74,20 @@ class Router:
                 self._compute(instruction, self._call(number, call))
             case m.RunExchange(number, call, _, _, _):
                 self._exchange(instruction, self._call(number, call))
-            case m.CastVote() | m.CompareTexts() | m.GatherAnnouncements() | m.RunSync() | m.Backoff():
+            case (
+                m.CastVote()
+                | m.CompareTexts()
+                | m.GatherAnnouncements()
+                | m.RunSync()
+                | m.Backoff()
+            ):
                 self._exchange(instruction, None)
-            case m.StepReturned(number) | m.BatchGranted(number) | m.SyncReturned(number) | m.Raised(number):
+            case (
+                m.StepReturned(number)
+                | m.BatchGranted(number)
+                | m.SyncReturned(number)
+                | m.Raised(number)
+            ):
                 self.jobs[number].answers.put(instruction)
             case m.JobFinished():
                 self._finish(self.jobs[instruction.job], instruction)
@@ -87,11 +108,17 @@ class Router:
                 job.paused = paused
                 self.paused_run.changes += 1
                 job.on_pause(paused)
-                self._listeners.note(job=job.name, kind="status", value="paused" if paused else "goes on")
+                self._listeners.note(
+                    job=job.name, kind="status", value="paused" if paused else "goes on"
+                )
             case m.JobAtStart(number, arrival, awaited):
-                name, text = self.jobs[number].name, note_at_start(arrival, [self.jobs[n].name for n in awaited])
+                name, text = (
+                    self.jobs[number].name,
+                    note_at_start(arrival, [self.jobs[n].name for n in awaited]),
+                )
                 self._listeners.note(job=name, kind="status", value=text)
-                # Here, where all ranks know: the rank that found it late may be any, and several may have.
+                # Here, where all ranks know: the rank that found it late may be any, and several
+                # may have.
                 if arrival == "late" and self._rank == 0:
                     _log.warning("%s", late_warning(name))
             case m.TextDelivered(text):
@@ -116,19 +143,29 @@ class Router:
         if job.thread is None:
             del self.jobs[job.number]
         if end.status != "ended":  # the job itself notes its end, after its last metrics
-            self._listeners.note(job=job.name, kind="status", step=end.step, value=str(job.error or end.status))
+            self._listeners.note(
+                job=job.name, kind="status", step=end.step, value=str(job.error or end.status)
+            )
 
     def _call(self, number: int, call_number: int) -> StepCall:
-        # Each instruction names the call that it is for: one that came late must not touch the next call's values.
+        # Each instruction names the call that it is for: one that came late must not touch the next
+        # call's values.
         job = self.jobs[number]
         if job.call is None or job.call.number != call_number:
             raise InternalError(f"job `{job.name}` has no call {call_number}")
         return job.call
 
     def segment_failed(
-        self, instruction: m.Dispatch | m.RunExchange, call: StepCall, error: Exception, *, ejects: bool = False
+        self,
+        instruction: m.Dispatch | m.RunExchange,
+        call: StepCall,
+        error: Exception,
+        *,
+        ejects: bool = False,
     ) -> m.SegmentFailed:
-        """Returns the event for a segment that raised. The job gets the error once all ranks agree on the outcome."""
+        """Returns the event for a segment that raised. The job gets the error once all ranks agree
+        on the outcome.
+        """
         segment = instruction.segment
         # None if the job has ended by another failure.
         job = self.jobs.get(instruction.job)
@@ -137,7 +174,13 @@ class Router:
         where = "in step" if call.in_step else "in a call after step"
         where = f"{where} {instruction.step}, segment {segment} ({call.graph.kinds[segment]})"
         return m.SegmentFailed(
-            instruction.job, instruction.call, segment, where, describe(error), bool(call.graph.collectives), ejects
+            instruction.job,
+            instruction.call,
+            segment,
+            where,
+            describe(error),
+            bool(call.graph.collectives),
+            ejects,
         )
 
     def break_off(self, error: BaseException) -> None:

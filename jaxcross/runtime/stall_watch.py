@@ -1,6 +1,7 @@
 """A watch over the waits of jobs between their steps.
 
-No exchange waits then: the ranks vote again and again without a result, so nothing else would notice the stall.
+No exchange waits then: the ranks vote again and again without a result, so nothing else would
+notice the stall.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 class JobWaits:
     """Passes each wait of a job that is seen twice in a row to the watchdog.
 
-    A job waits for something that all ranks do at once (a batch, a call of the step, its end), hence for every rank
-    that has not come; or for something local to its rank, as its data. Both may last for ever. A rank in a local wait,
-    or lately in one, is not blamed by the others: its own watchdog measures that wait.
+    A job waits for something that all ranks do at once (a batch, a call of the step, its end),
+    hence for every rank that has not come; or for something local to its rank, as its data. Both
+    may last for ever. A rank in a local wait, or lately in one, is not blamed by the others: its
+    own watchdog measures that wait.
 
     Args:
         world: Has the watchdog.
@@ -34,10 +36,15 @@ class JobWaits:
         self._watched: dict[str, Monitor] = {}
 
     def look(self, waits: Mapping[str, Wait]) -> None:
-        """Takes the jobs that wait now, by name. Called a few times a second; neither waits nor communicates."""
+        """Takes the jobs that wait now, by name. Called a few times a second; neither waits nor
+        communicates.
+        """
         before, self._seen = self._seen, dict(waits)
-        same = {job for job, wait in waits.items() if job in before and before[job].point == wait.point}
-        # The same point of the job's program in two looks: most waits are over before the second one.
+        same = {
+            job for job, wait in waits.items() if job in before and before[job].point == wait.point
+        }
+        # The same point of the job's program in two looks: most waits are over before the second
+        # one.
         for job in self._watched.keys() - same:
             self._watched.pop(job).__exit__(None, None, None)
         for job in same:
@@ -62,7 +69,9 @@ class JobWaits:
 
 
 def after_run(world: World, what: str, *, job: str = "", step: int = 0) -> Monitor:
-    """Returns the watch over a wait for all ranks at the end of a run. A rank in a `host` measure may take its time."""
+    """Returns the watch over a wait for all ranks at the end of a run. A rank in a `host` measure
+    may take its time.
+    """
     others = [rank for rank in range(world.size) if rank != world.rank]
     waiting_for = partial(missing_ranks, job, what, others, excuse_local=True)
     return world.monitor(job=job, step=step, segment=-1, what=what, waiting_for=waiting_for)
@@ -81,5 +90,9 @@ def absent(job: str, what: str, answers: Mapping[int, RankStatus | None]) -> dic
         if status is not None and not status.may_be_late(job):
             waits = [wait for wait in status.waits if wait.job == job]
             if not any(wait.what == what for wait in waits):
-                found[other] = f"it waits for its {waits[-1].what}" if waits else f"its job {job!r} has not come so far"
+                found[other] = (
+                    f"it waits for its {waits[-1].what}"
+                    if waits
+                    else f"its job {job!r} has not come so far"
+                )
     return found

@@ -34,18 +34,20 @@ class StepInFlight(Protocol):
 
 @final
 class Standalone:
-    """The host of one step that is called without a runner; implements `jaxcross.runtime.step_host.StepHost`.
+    """The host of one step that is called without a runner; implements
+    `jaxcross.runtime.step_host.StepHost`.
 
-    Calls come in the same order on every rank, so the ranks meet in them without an order agreed by a runner. The step
-    agrees with the other ranks before it asks for executables (`jaxcross.step.crossover`). Several steps may make
-    equal exchanges, so the ranks number the steps in the order in which they agree on them, and compare the numbers
-    again in later calls.
+    Calls come in the same order on every rank, so the ranks meet in them without an order agreed by
+    a runner. The step agrees with the other ranks before it asks for executables
+    (`jaxcross.step.crossover`). Several steps may make equal exchanges, so the ranks number the
+    steps in the order in which they agree on them, and compare the numbers again in later calls.
 
     Attributes:
         world: All ranks.
         name: The step's name.
         calls: Number of calls of the step that were begun.
-        number: The step's number, from 1 on and the same on every rank; 0 until the ranks have agreed on the step.
+        number: The step's number, from 1 on and the same on every rank; 0 until the ranks have
+            agreed on the step.
     """
 
     in_run = False
@@ -64,7 +66,9 @@ class Standalone:
         return f"`{self.name}`{f' (function {self.number} of the script)' if self.number else ''}"
 
     def agreed(self) -> None:
-        """Numbers the step, unless it has a number. Called on every rank after an agreement of all ranks."""
+        """Numbers the step, unless it has a number. Called on every rank after an agreement of all
+        ranks.
+        """
         if not self.number:
             owner = self.world.exchange_owner
             owner.functions += 1
@@ -106,16 +110,21 @@ class Standalone:
             compiled: The executables.
             leaves: The flat arguments.
             step: See `jaxcross.runtime.step_host.StepHost.run`.
-            compare: Called before the first exchange, where the ranks would wait for one another anyway. Raises
-                `ExchangeError` on every rank if the ranks call different steps.
+            compare: Called before the first exchange, where the ranks would wait for one another
+                anyway. Raises `ExchangeError` on every rank if the ranks call different steps.
         """
         ended: dict[int, bool] = {}
         try:
-            return run_execution(self.world, compiled, compiled.execution(leaves), self.calls, ended, compare)
+            return run_execution(
+                self.world, compiled, compiled.execution(leaves), self.calls, ended, compare
+            )
         except BaseException:
-            # Halfway through, other ranks may be in exchanges that this rank will never join. Before the first one,
-            # perhaps only this rank has failed: the next step then begins with an agreement.
-            due = sum(r.segment.kind == "collective" and not r.is_single_rank for r in compiled.runnables)
+            # Halfway through, other ranks may be in exchanges that this rank will never join.
+            # Before the first one, perhaps only this rank has failed: the next step then begins
+            # with an agreement.
+            due = sum(
+                r.segment.kind == "collective" and not r.is_single_rank for r in compiled.runnables
+            )
             if ended and sum(ended.values()) < due:
                 self.world.exchange_owner.broken_step = compiled.program.name
             elif not ended and due:
@@ -133,9 +142,10 @@ def run_execution(
 ) -> PyTree:
     """Runs one call whose execution has not begun, like `Standalone.run`.
 
-    The caller's thread dispatches all computation, in program order. Exchanges follow one another in a thread of their
-    own, because XLA runs what one thread dispatches in order: an exchange would wait for the computation that was
-    dispatched before it (wait-free backpropagation: Zhang et al., Poseidon, 2017, section 3).
+    The caller's thread dispatches all computation, in program order. Exchanges follow one another
+    in a thread of their own, because XLA runs what one thread dispatches in order: an exchange
+    would wait for the computation that was dispatched before it (wait-free backpropagation: Zhang
+    et al., Poseidon, 2017, section 3).
 
     Args:
         world: All ranks.
@@ -146,9 +156,12 @@ def run_execution(
         compare: See `Standalone.run`.
     """
     exchanges: dict[int, Future[None]] = {}
-    call = _Call(world=world, compiled=compiled, execution=execution, step=step, ended=ended, compare=compare)
+    call = _Call(
+        world=world, compiled=compiled, execution=execution, step=step, ended=ended, compare=compare
+    )
     try:
-        # Carried exchanges read what the step before has left. Begun first, they run during all of the computation.
+        # Carried exchanges read what the step before has left. Begun first, they run during all of
+        # the computation.
         for index in sorted(compiled.carried):
             exchanges[index] = world.exchanger.submit(call.exchange, index)
         for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
@@ -162,16 +175,17 @@ def run_execution(
             elif index in exchanges:
                 continue
             elif compiled.overlaps:
-                # Its inputs were dispatched before it, or come from exchanges before it in the same queue.
+                # Its inputs were dispatched before it, or come from exchanges before it in the same
+                # queue.
                 exchanges[index] = world.exchanger.submit(call.exchange, index)
             else:
                 call.exchange(index)
         for exchange in exchanges.values():
             exchange.result()
     except BaseException as error:
-        # This thread's next exchange must not meet another one on its communicator. Exchanges that have not begun are
-        # made as well, since which ones these are differs between ranks, but not after an interrupt, which is to end
-        # the program.
+        # This thread's next exchange must not meet another one on its communicator. Exchanges that
+        # have not begun are made as well, since which ones these are differs between ranks, but not
+        # after an interrupt, which is to end the program.
         if not isinstance(error, Exception):
             call.failed.append(error)
         if compiled.overlaps:
@@ -249,11 +263,14 @@ class _Call:
         monitor = partial(self.world.monitor, job=program.name, step=self.step, segment=index)
         if not any(map(rank_lists.is_call, exchanges)):
             return monitor(what=exchanges[0].op)
-        # Calls of mpi4jax are made with some ranks only. Others may make different numbers of them, and are not late.
+        # Calls of mpi4jax are made with some ranks only. Others may make different numbers of them,
+        # and are not late.
         what = "calls of mpi4jax"
         return monitor(what=what, waiting_for=partial(self._missing_partners, what))
 
-    def _missing_partners(self, what: str, answers: Mapping[int, RankStatus | None]) -> dict[int, str] | None:
+    def _missing_partners(
+        self, what: str, answers: Mapping[int, RankStatus | None]
+    ) -> dict[int, str] | None:
         program, world = self.compiled.program, self.world
         partners = rank_lists.partners(world.wire().calls(program), world.rank)
         return missing_ranks(program.name, what, sorted(partners), answers, excuse_local=False)

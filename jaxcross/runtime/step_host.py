@@ -1,4 +1,6 @@
-"""The interface between a step and the code that runs it: a job of a runner, or the step's own calls without one."""
+"""The interface between a step and the code that runs it: a job of a runner, or the step's own
+calls without one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Agreement(Protocol):
         ...
 
     def in_run(self, control: Control) -> None:
-        """Compares what the label leaves open, and makes the communicators that the exchanges need."""
+        """Compares what the label leaves open, and makes the communicators that the exchanges
+        need.
+        """
         ...
 
     def standalone(self) -> None:
@@ -39,8 +43,8 @@ class StepHost(Protocol):
 
     @property
     def in_run(self) -> bool:
-        """Whether a runner orders the exchanges. If not, calls come in the same order on every rank, and so what this
-        process remembers of earlier calls is the same on every rank.
+        """Whether a runner orders the exchanges. If not, calls come in the same order on every
+        rank, and so what this process remembers of earlier calls is the same on every rank.
         """
         ...
 
@@ -55,7 +59,9 @@ class StepHost(Protocol):
         ...
 
     def cut_before_restart(self, key: str) -> int | None:
-        """Returns the number of segments that a step with this key was cut into before a restart, if known."""
+        """Returns the number of segments that a step with this key was cut into before a restart,
+        if known.
+        """
         ...
 
     def remember_cut(self, key: str, n_segments: int) -> None:
@@ -63,7 +69,8 @@ class StepHost(Protocol):
         ...
 
     def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:
-        """Whether the ranks still have to agree on `program` before it runs here; the same on every rank.
+        """Whether the ranks still have to agree on `program` before it runs here; the same on every
+        rank.
 
         Args:
             program: The program.
@@ -89,7 +96,8 @@ class StepHost(Protocol):
         ...
 
     def run(self, compiled: Compiled, leaves: Sequence[object], step: object) -> PyTree:
-        """Runs one step on its flat arguments. Waits for its exchanges, not for the results to be computed.
+        """Runs one step on its flat arguments. Waits for its exchanges, not for the results to be
+        computed.
 
         Args:
             compiled: The executables.

@@ -1,4 +1,5 @@
-"""A parameter server on the host: training without a common step, on a communicator and a thread of its own.
+"""A parameter server on the host: training without a common step, on a communicator and a thread of
+its own.
 
 parameter_server   `ParameterServer`: a worker and a server on every rank
 lane               its thread: serves the rank's part and carries the messages of its worker

@@ -1,4 +1,6 @@
-"""Decides which workers may go on, from the clocks of all workers as one server knows them. Pure."""
+"""Decides which workers may go on, from the clocks of all workers as one server knows them.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,11 @@ import math
 
 
 class Clocks:
-    """The stale-synchronous rule: a worker at clock `c` waits until the slowest is at `c - staleness` or beyond.
+    """The stale-synchronous rule: a worker at clock `c` waits until the slowest is at `c -
+    staleness` or beyond.
 
-    A worker's clock is the number of gradients that it has pushed, infinite once it has finished: then it waits for
-    all others to finish, and no worker waits for it.
+    A worker's clock is the number of gradients that it has pushed, infinite once it has finished:
+    then it waits for all others to finish, and no worker waits for it.
 
     Args:
         ranks: Number of workers.

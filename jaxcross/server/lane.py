@@ -1,4 +1,6 @@
-"""The thread of a parameter server on one rank: it serves the rank's part and carries the messages of its worker."""
+"""The thread of a parameter server on one rank: it serves the rank's part and carries the messages
+of its worker.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +21,34 @@ from jaxcross.world.mailbox import Mailbox
 from jaxcross.world.sched_slice import ask_for_short_slices
 
 _PUSH, _PARAMS, _FINISHED, _FAILED, _STOPPED = range(1, 6)
-# Seconds between two polls of the mailbox. MPI's own wait would keep a core busy for as long as the workers compute.
+# Seconds between two polls of the mailbox. MPI's own wait would keep a core busy for as long as the
+# workers compute.
 _FIRST_POLL_S, _LONGEST_POLL_S = 1e-4, 2e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Reason why no rank can go on, the same text on all ranks. `stopped`: a person asked for it."""
+    """Reason why no rank can go on, the same text on all ranks. `stopped`: a person asked for
+    it.
+    """
 
     text: str
     stopped: bool = False
 
 
 class Lane:
-    """Server of one rank's part, and carrier of its worker's messages. Its mailbox is used by its own thread alone.
+    """Server of one rank's part, and carrier of its worker's messages. Its mailbox is used by its
+    own thread alone.
 
-    The lane applies the gradients that have arrived, in one step of the optimizer, when a worker may go on. While no
-    worker may, gradients are kept: with staleness 0 until those of all workers are there, so that one step is made on
-    their mean.
+    The lane applies the gradients that have arrived, in one step of the optimizer, when a worker
+    may go on. While no worker may, gradients are kept: with staleness 0 until those of all workers
+    are there, so that one step is made on their mean.
 
-    The lane ends in one of two ways, and no message is under way then, since messages of one rank arrive in the order
-    in which they were sent. Either all workers finish: the answer to that is each server's last message. Or a worker
-    or server fails: it reports this in its last message; every lane that receives it sends it to all ranks as its own
-    last message, and reads on until it has the last message of every rank.
+    The lane ends in one of two ways, and no message is under way then, since messages of one rank
+    arrive in the order in which they were sent. Either all workers finish: the answer to that is
+    each server's last message. Or a worker or server fails: it reports this in its last message;
+    every lane that receives it sends it to all ranks as its own last message, and reads on until it
+    has the last message of every rank.
 
     Args:
         mailbox: Mailbox of this lane alone.
@@ -59,10 +66,14 @@ class Lane:
         self._answers: dict[int, np.ndarray] = {}
         self._finishing = False
         self._final: set[int] = set()  # ranks whose answer to the end of all workers has arrived
-        self._failed_ranks: set[int] = set()  # ranks whose last message, that they cannot go on, has arrived
+        self._failed_ranks: set[int] = (
+            set()
+        )  # ranks whose last message, that they cannot go on, has arrived
         self._failure: Failure | None = None
         self._cause: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"jaxcross-server-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"jaxcross-server-{name}", daemon=True
+        )
         self._thread.start()
 
     # For the worker's thread.
@@ -78,14 +89,17 @@ class Lane:
     def finish(self) -> None:
         """Notifies all servers that this worker pushes no more. Does not wait."""
         self._finishing = True
-        self._command(partial(self._send_all, _FINISHED, [np.empty(0, np.uint8)] * self._mailbox.size))
+        self._command(
+            partial(self._send_all, _FINISHED, [np.empty(0, np.uint8)] * self._mailbox.size)
+        )
 
     def give_up(self, text: str, *, stopped: bool) -> None:
         """Notifies all ranks that none can go on. Does not wait."""
         self._command(partial(self._fail, Failure(text, stopped)))
 
     def wait(self) -> list[np.ndarray] | None:
-        """Waits for every server's part of the parameters, after a push or at the end, and returns them.
+        """Waits for every server's part of the parameters, after a push or at the end, and returns
+        them.
 
         None: this worker has finished, and others are still at work; ask again.
 
@@ -96,7 +110,11 @@ class Lane:
         seen = self._clocks.now
         with self._changed:
             self._changed.wait_for(
-                lambda: self._complete() or self._failure or (self._finishing and self._clocks.now != seen)
+                lambda: (
+                    self._complete()
+                    or self._failure
+                    or (self._finishing and self._clocks.now != seen)
+                )
             )
             if self._complete():
                 answers, self._answers = self._answers, {}
@@ -138,11 +156,17 @@ class Lane:
                 self._serve()
             except Exception as error:
                 self._cause = error
-                self._fail(Failure(f"the server of rank {self._mailbox.rank} failed: {describe(error)}"))
+                self._fail(
+                    Failure(f"the server of rank {self._mailbox.rank} failed: {describe(error)}")
+                )
                 self._serve()
         except BaseException as error:
-            # MPI itself failed: this rank cannot notify the others, which wait until the watchdog ends them.
-            self._cause, self._failure = error, Failure(f"rank {self._mailbox.rank} cannot send: {describe(error)}")
+            # MPI itself failed: this rank cannot notify the others, which wait until the watchdog
+            # ends them.
+            self._cause, self._failure = (
+                error,
+                Failure(f"rank {self._mailbox.rank} cannot send: {describe(error)}"),
+            )
             self._notify()
 
     def _serve(self) -> None:
@@ -153,7 +177,11 @@ class Lane:
             if moved:
                 self._notify()
             sent = self._mailbox.sent()
-            if sent and len(self._final if self._failure is None else self._failed_ranks) == self._mailbox.size:
+            if (
+                sent
+                and len(self._final if self._failure is None else self._failed_ranks)
+                == self._mailbox.size
+            ):
                 break
             # MPI moves a message that is not sent yet only while it is polled.
             again = moved or not sent

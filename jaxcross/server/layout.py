@@ -16,9 +16,11 @@ _ALIGNMENT = 64
 
 
 class Layout:
-    """Layout of every leaf in P equal parts, padded with zeros; message p holds part p of all leaves, as bytes (uint8).
+    """Layout of every leaf in P equal parts, padded with zeros; message p holds part p of all
+    leaves, as bytes (uint8).
 
-    So every server's part is a tree of the parameters' structure, and messages are equally long. Pure.
+    So every server's part is a tree of the parameters' structure, and messages are equally long.
+    Pure.
 
     Args:
         params: The tree; floating-point or complex arrays.
@@ -40,8 +42,8 @@ class Layout:
         for name, (_, dtype) in zip(self._names, self._forms, strict=True):
             if not jnp.issubdtype(dtype, np.inexact):
                 raise TypeError(
-                    f"`{name}` of the parameters is of type {dtype}: a parameter server trains floating-point numbers."
-                    " Leave counters, keys and the like out of `params`."
+                    f"`{name}` of the parameters is of type {dtype}: a parameter server trains "
+                    "floating-point numbers. Leave counters, keys and the like out of `params`."
                 )
         self._widths = [-(-math.prod(shape) // ranks) for shape, _ in self._forms]
         sizes = (
@@ -52,7 +54,9 @@ class Layout:
 
     def types(self) -> PyTree:
         """Returns the parameters' tree of shapes and element types."""
-        return jax.tree.unflatten(self.treedef, [jax.ShapeDtypeStruct(*form) for form in self._forms])
+        return jax.tree.unflatten(
+            self.treedef, [jax.ShapeDtypeStruct(*form) for form in self._forms]
+        )
 
     def leaves(self, tree: PyTree) -> list[jax.Array]:
         """Returns the leaves of a tree that must be like the parameters.
@@ -62,13 +66,17 @@ class Layout:
         """
         leaves, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
-            raise ValueError(f"gradients have the structure {treedef}, the parameters {self.treedef}: push like trees.")
+            raise ValueError(
+                f"gradients have the structure {treedef}, the parameters {self.treedef}: push like "
+                "trees."
+            )
         for name, leaf, (shape, dtype) in zip(self._names, leaves, self._forms, strict=True):
             if _form(leaf) != (shape, dtype):
                 got_shape, got = _form(leaf)
                 raise ValueError(
-                    f"the gradient `{name}` is {got}{list(got_shape)}, the parameter {dtype}{list(shape)}: every rank's"
-                    " server expects messages of one length. Cast it, or look for a transposed gradient."
+                    f"the gradient `{name}` is {got}{list(got_shape)}, the parameter "
+                    f"{dtype}{list(shape)}: every rank's server expects messages of one length. "
+                    "Cast it, or look for a transposed gradient."
                 )
         return leaves
 
@@ -87,7 +95,9 @@ class Layout:
         """Returns the part of each leaf within a message, flat."""
         return [
             message[start : start + width * dtype.itemsize].view(dtype)
-            for start, width, (_, dtype) in zip(self._starts, self._widths, self._forms, strict=True)
+            for start, width, (_, dtype) in zip(
+                self._starts, self._widths, self._forms, strict=True
+            )
         ]
 
     def message(self, parts: Sequence[jax.typing.ArrayLike]) -> np.ndarray:

@@ -31,23 +31,26 @@ from jaxcross.world.mailbox import Mailbox
 
 
 class ParameterServer:
-    """Asynchronous or stale-synchronous training: a worker pushes its gradient and pulls what the servers then have.
+    """Asynchronous or stale-synchronous training: a worker pushes its gradient and pulls what the
+    servers then have.
 
-    Each rank is a worker, whose loop is this thread, and the server of a 1/P part of every parameter, in a thread of
-    its own with a communicator of its own. A worker at clock `c`, the number of gradients that it has pushed, waits
-    until the slowest is at `c - staleness`; so a slow rank holds the others up no sooner. A server steps the optimizer
-    whenever a worker may go on, once on the sum of the gradients that have arrived, divided by P. Each gradient counts
-    exactly once. A worker always sees its own, and of the others' all that are at least `staleness` clocks older. The
-    optimizer works element by element, as for `exchange.sharded_optimizer`.
+    Each rank is a worker, whose loop is this thread, and the server of a 1/P part of every
+    parameter, in a thread of its own with a communicator of its own. A worker at clock `c`, the
+    number of gradients that it has pushed, waits until the slowest is at `c - staleness`; so a slow
+    rank holds the others up no sooner. A server steps the optimizer whenever a worker may go on,
+    once on the sum of the gradients that have arrived, divided by P. Each gradient counts exactly
+    once. A worker always sees its own, and of the others' all that are at least `staleness` clocks
+    older. The optimizer works element by element, as for `exchange.sharded_optimizer`.
 
-    With `staleness=0` it is synchronous training, to rounding, and repeats to the bit while workers make equally many
-    steps. Otherwise it is not deterministic: what a worker pulls depends on timing, and differs between ranks until the
-    end of the `with` block. To study staleness, `exchange.bounded_stale` and `exchange.asynchronous` do by a schedule
-    what happens here by chance.
+    With `staleness=0` it is synchronous training, to rounding, and repeats to the bit while workers
+    make equally many steps. Otherwise it is not deterministic: what a worker pulls depends on
+    timing, and differs between ranks until the end of the `with` block. To study staleness,
+    `exchange.bounded_stale` and `exchange.asynchronous` do by a schedule what happens here by
+    chance.
 
-    Inside a job of a `Runner` other jobs compute while it exchanges; each `push_pull` is a step of the job. Compute
-    gradients with plain `jax.jit`, and iterate over your own data: `job.batches` refuses ranks that are at different
-    ones.
+    Inside a job of a `Runner` other jobs compute while it exchanges; each `push_pull` is a step of
+    the job. Compute gradients with plain `jax.jit`, and iterate over your own data: `job.batches`
+    refuses ranks that are at different ones.
 
     Example:
         >>> with jaxcross.ParameterServer(params, optax.sgd(0.1), staleness=2) as server:
@@ -58,36 +61,45 @@ class ParameterServer:
 
     Args:
         params: Pytree of floating-point arrays, equal on all ranks. Copied.
-        optimizer: The same on every rank. Its state lives with the servers; an adaptive one (Adam) makes a whole step
-            of each arrival, and needs a lower learning rate the less ranks keep step.
-        staleness: Clocks by which a worker may be ahead of the slowest: 0, 1, ..., or `math.inf`: asynchronous.
+        optimizer: The same on every rank. Its state lives with the servers; an adaptive one (Adam)
+            makes a whole step of each arrival, and needs a lower learning rate the less ranks keep
+            step.
+        staleness: Clocks by which a worker may be ahead of the slowest: 0, 1, ..., or `math.inf`:
+            asynchronous.
         world: From `jaxcross.initialize()`; the one that was initialized if None.
 
     Attributes:
-        params: What was pulled last, placed like the parameters that were given. After the `with` block all gradients
-            of all ranks are in it, the same bits on every rank.
+        params: What was pulled last, placed like the parameters that were given. After the `with`
+            block all gradients of all ranks are in it, the same bits on every rank.
         clock: Gradients that this rank has pushed.
 
     Raises:
-        ValueError: `staleness` is neither a whole number from 0 on nor infinite, or the optimizer does not work element
-            by element.
+        ValueError: `staleness` is neither a whole number from 0 on nor infinite, or the optimizer
+            does not work element by element.
         TypeError: A parameter is not a floating-point array.
 
-    Bytes that a rank receives in a step, with D the elements padded per leaf to a multiple of P: `(P-1)/P D` each of
-    gradients and of parameters, in their own type; each leaf's part is padded to 64 bytes.
+    Bytes that a rank receives in a step, with D the elements padded per leaf to a multiple of P:
+    `(P-1)/P D` each of gradients and of parameters, in their own type; each leaf's part is padded
+    to 64 bytes.
 
-    Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, NIPS 2013,
-    section 2; Li et al., Scaling distributed machine learning with the parameter server, OSDI 2014, section 3; Langer
-    et al., arXiv 2007.03970, sections 3.3.3 and 3.3.4.
+    Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter
+    server, NIPS 2013, section 2; Li et al., Scaling distributed machine learning with the parameter
+    server, OSDI 2014, section 3; Langer et al., arXiv 2007.03970, sections 3.3.3 and 3.3.4.
     """
 
     def __init__(
-        self, params: PyTree, optimizer: optax.GradientTransformation, *, staleness: float, world: World | None = None
+        self,
+        params: PyTree,
+        optimizer: optax.GradientTransformation,
+        *,
+        staleness: float,
+        world: World | None = None,
     ) -> None:
         counts = not isinstance(staleness, bool) and staleness >= 0
         if not (counts and (staleness == math.inf or staleness == int(staleness))):
             raise ValueError(
-                f"`staleness` of a parameter server is `{staleness}`: it counts steps, 0, 1, ..., or is `math.inf`."
+                f"`staleness` of a parameter server is `{staleness}`: it counts steps, 0, 1, ..., "
+                "or is `math.inf`."
             )
         self._world = world if world is not None else current_world()
         size = self._world.size
@@ -110,7 +122,9 @@ class ParameterServer:
 
     @property
     def clocks(self) -> tuple[float, ...]:
-        """Every worker's clock as this rank's server knows it now, infinite for one that has finished."""
+        """Every worker's clock as this rank's server knows it now, infinite for one that has
+        finished.
+        """
         return (0,) * self._world.size if self._lane is None else self._lane.clocks
 
     def __enter__(self) -> Self:
@@ -118,10 +132,14 @@ class ParameterServer:
 
         Raises:
             ExchangeError: They do not; on every rank.
-            JobError: It was entered before, or this thread does not belong to a job while a run is in progress.
+            JobError: It was entered before, or this thread does not belong to a job while a run is
+                in progress.
         """
         if self._lane is not None:
-            raise JobError("This parameter server was used. Make a new one, with `server.params` to go on from them.")
+            raise JobError(
+                "This parameter server was used. Make a new one, with `server.params` to go on "
+                "from them."
+            )
         self._job = current_job()
         if self._job is not None:
             self._job.host.replicas.serve()
@@ -132,9 +150,13 @@ class ParameterServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        """Serves on until the workers of all ranks have finished; an exception makes all of them end at once.
+        """Serves on until the workers of all ranks have finished; an exception makes all of them
+        end at once.
 
         Raises:
             ExchangeError: Another rank failed before all had finished.
@@ -148,7 +170,10 @@ class ParameterServer:
                     pass
                 self.params = params
             else:
-                text = f"the worker of rank {self._world.rank} failed after step {self.clock}: {describe(error)}"
+                text = (
+                    f"the worker of rank {self._world.rank} failed after step {self.clock}: "
+                    f"{describe(error)}"
+                )
                 lane.give_up(text, stopped=isinstance(error, Stopped))
         finally:
             with self._monitor(lane, "end of the parameter server"):
@@ -157,8 +182,8 @@ class ParameterServer:
     def push_pull(self, grads: PyTree) -> PyTree:
         """Pushes this rank's gradient and returns parameters with it applied. Waits for them.
 
-        Waits for the gradient to be computed, for the answers of all servers and, where this rank is more than
-        `staleness` clocks ahead of the slowest, for that one.
+        Waits for the gradient to be computed, for the answers of all servers and, where this rank
+        is more than `staleness` clocks ahead of the slowest, for that one.
 
         Args:
             grads: Of the parameters' structure, shapes and element types.
@@ -171,7 +196,8 @@ class ParameterServer:
         lane, job = self._lane, self._job
         if lane is None or self._thread != threading.get_ident():
             raise JobError(
-                "`push_pull` of a parameter server works inside its `with` block, in the thread that entered it."
+                "`push_pull` of a parameter server works inside its `with` block, in the thread "
+                "that entered it."
             )
         leaves = self._layout.leaves(grads)
         if job is not None and job.host.stopping:
@@ -184,7 +210,9 @@ class ParameterServer:
         self._pulled_ns = time.monotonic_ns()
         if job is not None:
             nbytes = 2 * (self._world.size - 1) * self._layout.nbytes
-            job.host.served(start_ns=start_ns, pushed_ns=pushed_ns, end_ns=self._pulled_ns, nbytes=nbytes)
+            job.host.served(
+                start_ns=start_ns, pushed_ns=pushed_ns, end_ns=self._pulled_ns, nbytes=nbytes
+            )
         return self.params
 
     def _open_together(self, work: Callable[[Any], Mailbox]) -> Mailbox:
@@ -213,13 +241,19 @@ class ParameterServer:
         job = "" if self._job is None else self._job.name
 
         def waiting_for(answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
-            patient = {rank for rank, s in answers.items() if job and s is not None and s.may_be_late(job)}
+            patient = {
+                rank for rank, s in answers.items() if job and s is not None and s.may_be_late(job)
+            }
             return {rank: why for rank, why in lane.waiting_for().items() if rank not in patient}
 
-        return self._world.monitor(job=job, step=self.clock, segment=-1, what=what, waiting_for=waiting_for)
+        return self._world.monitor(
+            job=job, step=self.clock, segment=-1, what=what, waiting_for=waiting_for
+        )
 
     def _placed(self, leaves: Sequence[np.ndarray]) -> PyTree:
-        """Returns a tree of JAX arrays placed like the parameters; the memory is not used for anything else."""
+        """Returns a tree of JAX arrays placed like the parameters; the memory is not used for
+        anything else.
+        """
         arrays = [
             jnp.asarray(x) if place is None else jax.device_put(x, place)
             for x, place in zip(leaves, self._shardings, strict=True)

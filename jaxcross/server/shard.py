@@ -28,7 +28,12 @@ class Shard:
     """
 
     def __init__(
-        self, optimizer: optax.GradientTransformation, layout: Layout, message: np.ndarray, *, ranks: int
+        self,
+        optimizer: optax.GradientTransformation,
+        layout: Layout,
+        message: np.ndarray,
+        *,
+        ranks: int,
     ) -> None:
         self._layout, self._ranks, self._message = layout, ranks, message
         self._cpu = jax.local_devices(backend="cpu")[0]
@@ -36,7 +41,9 @@ class Shard:
         with jax.default_device(self._cpu):
             self._state = jax.device_put(optimizer.init(self._params), self._cpu)
         place = SingleDeviceSharding(self._cpu)
-        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), self._params)
+        grads = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), self._params
+        )
 
         def step(
             grads: optax.Updates, state: optax.OptState, params: optax.Params
@@ -45,14 +52,20 @@ class Shard:
             return optax.apply_updates(params, updates), state
 
         whole = layout.types()
-        check_elementwise(optimizer, (whole, whole), (grads, grads), self._state, "a parameter server")
+        check_elementwise(
+            optimizer, (whole, whole), (grads, grads), self._state, "a parameter server"
+        )
         # Compiled here, so that errors of an optimizer are raised where it was given.
         self._step = jax.jit(step).lower(grads, self._state, self._params).compile()
 
     def apply(self, gradients: Mapping[int, np.ndarray]) -> None:
-        """Makes one step on the sum of these ranks' gradients, divided by the number of all ranks. Waits for it."""
+        """Makes one step on the sum of these ranks' gradients, divided by the number of all ranks.
+        Waits for it.
+        """
         # In the order of ranks, whatever the order in which they came: equal sums are equal bits.
-        columns = zip(*(self._layout.views(gradients[rank]) for rank in sorted(gradients)), strict=True)
+        columns = zip(
+            *(self._layout.views(gradients[rank]) for rank in sorted(gradients)), strict=True
+        )
         mean = self._tree([_mean(parts, self._ranks) for parts in columns])
         self._params, self._state = self._step(mean, self._state, self._params)
         self._message = self._layout.message([np.asarray(x) for x in jax.tree.leaves(self._params)])

@@ -4,15 +4,19 @@ crossover        the decorator, and the step that it returns: arguments in, resu
 signature        the arguments of a call: static ones bound, types compared
 variant          a step for one set of argument types: its trace, its programs, their executables
 step_record      state that all variants of a step share
-prepare          the executables of a variant for a job or a standalone step: agreed by all ranks, cut, compiled
+prepare          the executables of a variant for a job or a standalone step: agreed by all ranks,
+                 cut, compiled
 agreement        a check that all ranks are about to make the same exchanges
 unit_agreement   the same for programs that call mpi4jax, whose calls may differ by rank
 exchange_order   an error where ranks make the same exchanges in another order
 advice           warnings about steps that are legal but rarely meant
-cut_tuner        `cut="auto"` of a step alone: tries cuts and keeps the fastest; `cut_budget` says for how long
+cut_tuner        `cut="auto"` of a step alone: tries cuts and keeps the fastest; `cut_budget` says
+                 for how long
 timed_trial      one step on copies of its arguments, as a whole or by segment
-estimate         `jaxcross.estimate`; `script_estimate` does it for the first step that a script calls
-fuse             `jaxcross.fuse`: which tiny jobs become one program; `fused_cost` measures both ways
+estimate         `jaxcross.estimate`; `script_estimate` does it for the first step that a script
+                 calls
+fuse             `jaxcross.fuse`: which tiny jobs become one program; `fused_cost` measures both
+                 ways
 measured_together  a measurement that all ranks begin together, or none
 profiled         profiles in place of numbers
 solo_cost        the seconds and bytes of one step alone

@@ -20,19 +20,22 @@ _log = logging.getLogger("jaxcross")
 
 
 def advise(traced: Traced, program: Program, warned: set[str]) -> None:
-    """Warns about exchanges that are missing, inside a loop, or repeated in every mini- or micro-batch, about means of
-    means and optimizers that differentiate, and about a state whose types change.
+    """Warns about exchanges that are missing, inside a loop, or repeated in every mini- or
+    micro-batch, about means of means and optimizers that differentiate, and about a state whose
+    types change.
 
     Args:
         traced: The step.
         program: What it was cut into.
-        warned: Source lines that were warned about before, however often the step is compiled; added to.
+        warned: Source lines that were warned about before, however often the step is compiled;
+            added to.
     """
     if not program.exchanges and not program.local_step:
         axes = ", ".join(f"`{n}`" for n, _ in program.axes)
         warnings.warn(
-            f"`{program.name}` has no exchange over {axes}: every rank computes alone. If it is a train step, it lacks"
-            ' something like `grads = jax.lax.pmean(grads, "batch")`; if it is not, plain `jax.jit` will do.',
+            f"`{program.name}` has no exchange over {axes}: every rank computes alone. If it is a "
+            'train step, it lacks something like `grads = jax.lax.pmean(grads, "batch")`; if it is '
+            "not, plain `jax.jit` will do.",
             stacklevel=2,
         )
     if not program.is_unit:
@@ -52,14 +55,16 @@ def _advise_on_loops(program: Program, warned: set[str]) -> None:
         if loop in warned:
             continue
         warned.add(loop)
-        votes = program.traced.present and any((x.op, x.dtype, x.shape) == ("pmax", "int32", ()) for x in exchanges)
+        votes = program.traced.present and any(
+            (x.op, x.dtype, x.shape) == ("pmax", "int32", ()) for x in exchanges
+        )
         rounds = (
-            " Ranks may be through with it after different numbers of iterations, and vote before each, by 4 bytes,"
-            " whether to go on."
+            " Ranks may be through with it after different numbers of iterations, and vote before "
+            "each, by 4 bytes, whether to go on."
         )
         _log.warning(
-            "`%s` exchanges inside a %s at %s: the whole loop runs on the exchange lane and hides nothing. Unroll the"
-            " loop or move the exchange out of it.%s",
+            "`%s` exchanges inside a %s at %s: the whole loop runs on the exchange lane and hides "
+            "nothing. Unroll the loop or move the exchange out of it.%s",
             program.name,
             loop.split()[0],
             exchanges[0].source,
@@ -72,46 +77,51 @@ def _advice(traced: Traced) -> Iterator[str]:
     name = traced.name
     for source in repeated_exchanges(traced.unflattened, traced.axes, traced.wire):
         yield (
-            f"`{name}` exchanges in every mini-step of `optax.MultiSteps`, at {source}: it runs its optimizer each time"
-            " and keeps the last result. `jaxcross.exchange.accumulate(optimizer, every=k)` exchanges once for k"
-            " gradients, with the same updates to rounding."
+            f"`{name}` exchanges in every mini-step of `optax.MultiSteps`, at {source}: it runs "
+            "its optimizer each time and keeps the last result. "
+            "`jaxcross.exchange.accumulate(optimizer, every=k)` exchanges once for k gradients, "
+            "with the same updates to rounding."
         )
     for line in repeated_sums(traced):
         less = human_bytes((line.times - 1) * line.nbytes)
         yield (
-            f"`{name}` exchanges {human_bytes(line.nbytes)} of gradients {line.times} times per step, at {line.source},"
-            " and adds up the results. Add up the gradients of the micro-batches first, and exchange the sum behind the"
-            f" loop: that gives the same mean to rounding, and sends {less} less."
+            f"`{name}` exchanges {human_bytes(line.nbytes)} of gradients {line.times} times per "
+            f"step, at {line.source}, and adds up the results. Add up the gradients of the "
+            "micro-batches first, and exchange the sum behind the loop: that gives the same mean "
+            f"to rounding, and sends {less} less."
         )
     for source in means_of_means(traced):
         yield (
-            f"`{name}` divides a loss by a count of this rank's batch, at {source}, and averages the result or its"
-            " gradient over ranks: that is the mean of the ranks' means, in which a rank with few examples weighs as"
-            " much as one with many. If counts differ, let them be the weights: give the `update` of"
-            " `jaxcross.exchange.mean(axes)` the argument `weight=count`, or return `jax.lax.psum(count * grads, axes)"
-            " / jax.lax.psum(count, axes)`."
+            f"`{name}` divides a loss by a count of this rank's batch, at {source}, and averages "
+            "the result or its gradient over ranks: that is the mean of the ranks' means, in which "
+            "a rank with few examples weighs as much as one with many. If counts differ, let them "
+            "be the weights: give the `update` of `jaxcross.exchange.mean(axes)` the argument "
+            "`weight=count`, or return `jax.lax.psum(count * grads, axes) / jax.lax.psum(count, "
+            "axes)`."
         )
     for optimizer, source in own_derivatives(traced.unflattened, traced.axes, traced.wire):
         yield (
-            f"`{optimizer}` in `{name}` differentiates the loss itself, at {source}, and exchanges no gradient. By"
-            " pmap's rules, which a bare function has, that derivative is this rank's own even if the loss is averaged,"
-            " so replicas drift apart. Make the whole step a `jax.shard_map(step, in_specs=..., out_specs=...)`, where"
-            " JAX inserts these exchanges."
+            f"`{optimizer}` in `{name}` differentiates the loss itself, at {source}, and exchanges "
+            "no gradient. By pmap's rules, which a bare function has, that derivative is this "
+            "rank's own even if the loss is averaged, so replicas drift apart. Make the whole step "
+            "a `jax.shard_map(step, in_specs=..., out_specs=...)`, where JAX inserts these "
+            "exchanges."
         )
     if (changed := _changed_type(traced)) is not None:
         path, before, after = changed
         yield (
-            f"`{name}` takes `{path}` as {before.dtype} and returns it as {after.dtype}, so the next step is compiled"
-            f" again. Begin with the type that the step returns, as `jnp.asarray(value, jnp.{after.dtype})`, or convert"
-            " the result with `astype`."
+            f"`{name}` takes `{path}` as {before.dtype} and returns it as {after.dtype}, so the "
+            "next step is compiled again. Begin with the type that the step returns, as "
+            f"`jnp.asarray(value, jnp.{after.dtype})`, or convert the result with `astype`."
         )
 
 
 def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.ShapedArray] | None:
-    """Returns the first leaf of the state that comes back with another element type; None if there is none.
+    """Returns the first leaf of the state that comes back with another element type; None if there
+    is none.
 
-    The state is what the step donates, if something of its structure and shapes is returned. What is not donated may
-    be parameters, and what looks like it their gradients.
+    The state is what the step donates, if something of its structure and shapes is returned. What
+    is not donated may be parameters, and what looks like it their gradients.
     """
     args = traced.in_tree.children()[0].children()
     starts = list(itertools.accumulate((a.num_leaves for a in args), initial=0))
@@ -133,7 +143,9 @@ def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.Shape
 
 
 def _results(tree: TreeDef) -> Iterator[tuple[int, TreeDef]]:
-    """Yields the structures of what a step returns, whole and element by element, each with its first leaf's number."""
+    """Yields the structures of what a step returns, whole and element by element, each with its
+    first leaf's number.
+    """
     yield 0, tree
     node = tree.node_data()
     if node is not None and node[0] is tuple:

@@ -1,4 +1,6 @@
-"""An agreement of all ranks that they are about to make the same exchanges, before a program runs."""
+"""An agreement of all ranks that they are about to make the same exchanges, before a program
+runs.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ from jaxcross.world import World
 from jaxcross.world.control_plane import Control
 
 
-def agree_once(variant: Variant, host: StepHost, program: Program, *, candidate: bool = False) -> None:
-    """Makes sure that all ranks are about to run `program`, unless `host` knows. Waits for all ranks.
+def agree_once(
+    variant: Variant, host: StepHost, program: Program, *, candidate: bool = False
+) -> None:
+    """Makes sure that all ranks are about to run `program`, unless `host` knows. Waits for all
+    ranks.
 
     Args:
         variant: The variant.
@@ -41,7 +46,8 @@ def agree_once(variant: Variant, host: StepHost, program: Program, *, candidate:
 
 
 def agree_standalone(variant: Variant, host: Standalone) -> None:
-    """Makes sure that all ranks are about to make the same exchanges, outside a runner. Waits for all ranks.
+    """Makes sure that all ranks are about to make the same exchanges, outside a runner. Waits for
+    all ranks.
 
     Raises:
         ExchangeError: The ranks differ; on every rank.
@@ -50,18 +56,25 @@ def agree_standalone(variant: Variant, host: Standalone) -> None:
     if variant.is_unit:
         variant.record.units.agree(host, world, program, variant.cache_key)
     elif program.exchanges:
-        # Where the host takes branches, ranks may be at different calls of the step with equal exchanges.
+        # Where the host takes branches, ranks may be at different calls of the step with equal
+        # exchanges.
         by_call = bool(variant.traced.choices)
         function = host.function
-        host.agree(ExchangeAgreement.on(variant, program, function=function, call=host.calls, by_call=by_call))
+        host.agree(
+            ExchangeAgreement.on(
+                variant, program, function=function, call=host.calls, by_call=by_call
+            )
+        )
         host.agreed()
 
 
 def comparison_of_calls(variant: Variant, host: Standalone) -> Callable[[], None] | None:
-    """Returns what compares, before a call exchanges, that all ranks call the same step; None if it takes no part.
+    """Returns what compares, before a call exchanges, that all ranks call the same step; None if it
+    takes no part.
 
-    Ranks that have agreed on two steps with equal exchanges might call them in different orders. Outside a runner
-    nothing else would find that. The comparison waits for all ranks, and raises `ExchangeError` on every rank.
+    Ranks that have agreed on two steps with equal exchanges might call them in different orders.
+    Outside a runner nothing else would find that. The comparison waits for all ranks, and raises
+    `ExchangeError` on every rank.
     """
     # Calls of mpi4jax may concern only some of the ranks.
     return None if variant.is_unit else partial(_compare_calls, variant, host)
@@ -87,9 +100,13 @@ def _compare_calls(variant: Variant, host: Standalone) -> None:
 
 
 def is_current(variant: Variant) -> bool:
-    """Whether the ranks need not agree again on these argument types, if this rank exchanges as it did."""
+    """Whether the ranks need not agree again on these argument types, if this rank exchanges as it
+    did.
+    """
     units = variant.record.units
-    return not variant.is_unit or units.is_current(variant.world, variant.default, variant.cache_key)
+    return not variant.is_unit or units.is_current(
+        variant.world, variant.default, variant.cache_key
+    )
 
 
 @final
@@ -100,7 +117,8 @@ class ExchangeAgreement:
     Attributes:
         program: What this rank is about to run.
         world: All ranks.
-        order: Hash of its exchanges' labels. It takes time to compute, hence not while the exchange lane waits.
+        order: Hash of its exchanges' labels. It takes time to compute, hence not while the exchange
+            lane waits.
         function: The step's name and number, which all ranks must have in common outside a run; see
             `Standalone.function`.
         call: Number of the step's call.
@@ -118,13 +136,25 @@ class ExchangeAgreement:
 
     @classmethod
     def on(
-        cls, variant: Variant, program: Program, *, function: str = "", call: int = 0, by_call: bool = False
+        cls,
+        variant: Variant,
+        program: Program,
+        *,
+        function: str = "",
+        call: int = 0,
+        by_call: bool = False,
     ) -> Self:
         """Returns the agreement on a program of a variant."""
         world, note = variant.world, variant.cut_note
         order = order_hash(program) if world.size > 1 else 0
         return cls(
-            program=program, world=world, order=order, function=function, call=call, by_call=by_call, cut_note=note
+            program=program,
+            world=world,
+            order=order,
+            function=function,
+            call=call,
+            by_call=by_call,
+            cut_note=note,
         )
 
     @property
@@ -150,10 +180,14 @@ class ExchangeAgreement:
             ExchangeError: The ranks differ; on every rank.
         """
         program, control = self.program, self.world.control
-        exchanges = (hash_62(f"{self.function}\n{self._signature}") + self.call * self.by_call) % 2**62
+        exchanges = (
+            hash_62(f"{self.function}\n{self._signature}") + self.call * self.by_call
+        ) % 2**62
         hashes = np.array([exchanges, -exchanges, self.order, -self.order], np.int64)
         with self.world.monitor(job=program.name, step=self.call, segment=-1, what="agreement"):
-            low, high, first, last = control.allreduce_min(hashes)  # a minimum, and a maximum with its sign changed
+            low, high, first, last = control.allreduce_min(
+                hashes
+            )  # a minimum, and a maximum with its sign changed
             if low != -high:
                 self.resolve()
             elif first != -last:
@@ -162,8 +196,8 @@ class ExchangeAgreement:
     def resolve(self) -> None:
         """Gathers what every rank calls, once a comparison has shown that the ranks differ.
 
-        Returns if the ranks do call the same step: a rank whose call failed before its first exchange agrees again in
-        its next call, while the other ranks still wait for it in theirs.
+        Returns if the ranks do call the same step: a rank whose call failed before its first
+        exchange agrees again in its next call, while the other ranks still wait for it in theirs.
 
         Raises:
             ExchangeError: The ranks differ; on every rank.

@@ -1,4 +1,6 @@
-"""Limits the time of a search for the fastest cut where the length of the run is known, the same on every rank."""
+"""Limits the time of a search for the fastest cut where the length of the run is known, the same on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ import numpy as np
 from jaxcross.world.control_plane import Control
 
 SHARE = 0.25
-"""The share of the uncut steps' time that a search may take. The best measured cuts save a sixth to a third of that
-time, and most of a search is spent compiling, which takes as long for a short run as for a long one."""
+"""The share of the uncut steps' time that a search may take. The best measured cuts save a sixth to
+a third of that time, and most of a search is spent compiling, which takes as long for a short run
+as for a long one.
+"""
 
 
 @final
@@ -21,14 +25,17 @@ class Budget:
     """The time that a search has left.
 
     Args:
-        steps: The number of steps of the run, as agreed by all ranks; None if it is not known: then there is no limit.
+        steps: The number of steps of the run, as agreed by all ranks; None if it is not known: then
+            there is no limit.
         together: `(label, work)` -> `work(control)`, at the same time on all ranks.
 
     Attributes:
         limit_s: Seconds that the search may take; infinite until `set`.
     """
 
-    def __init__(self, steps: int | None, together: Callable[[str, Callable[[Control], Any]], Any]) -> None:
+    def __init__(
+        self, steps: int | None, together: Callable[[str, Callable[[Control], Any]], Any]
+    ) -> None:
         self.steps, self._together = steps, together
         self.limit_s, self._marked_s = math.inf, time.perf_counter()
         self._spent_s: float | None = None  # on cuts; without the uncut step, which runs anyway
@@ -39,15 +46,22 @@ class Budget:
             self.limit_s = SHARE * self.steps * uncut_s
 
     def allows_another(self) -> bool:
-        """Whether one more cut may be tried, which takes at least as long as the one since the last call.
+        """Whether one more cut may be tried, which takes at least as long as the one since the last
+        call.
 
-        The same on every rank: the slowest one decides. Waits for all ranks, unless there is no limit.
+        The same on every rank: the slowest one decides. Waits for all ranks, unless there is no
+        limit.
         """
         if math.isinf(self.limit_s):
             return True
         now_s = time.perf_counter()
         took_ns = np.array([-round((now_s - self._marked_s) * 1e9)], np.int64)
-        took_s = -float(self._together("cut budget", lambda control: control.allreduce_min(took_ns)).item()) / 1e9
+        took_s = (
+            -float(
+                self._together("cut budget", lambda control: control.allreduce_min(took_ns)).item()
+            )
+            / 1e9
+        )
         self._marked_s = now_s
         self._spent_s = 0.0 if self._spent_s is None else self._spent_s + took_s
         return self._spent_s + took_s <= self.limit_s

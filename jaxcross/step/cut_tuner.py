@@ -1,8 +1,8 @@
 """Finds the fastest cut of a step that runs alone under `cut="auto"`, by trying several.
 
-Cutting the backward pass lets its first gradients travel while the rest is computed (wait-free backpropagation), but
-costs fusion, memory and a dispatch a segment. Which effect wins depends on the network, so cuts are timed, on copies of
-the arguments: the training itself is not affected.
+Cutting the backward pass lets its first gradients travel while the rest is computed (wait-free
+backpropagation), but costs fusion, memory and a dispatch a segment. Which effect wins depends on
+the network, so cuts are timed, on copies of the arguments: the training itself is not affected.
 """
 
 from __future__ import annotations
@@ -45,16 +45,21 @@ Together = Callable[[str, Callable[[Control], Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutHint:
-    """Knowledge about how to cut a step, gathered before it runs. All fields but `key` are the same on every rank.
+    """Knowledge about how to cut a step, gathered before it runs. All fields but `key` are the same
+    on every rank.
 
     Attributes:
         key: Identifies the step on this rank.
-        resumed: The number of segments that this job used before a restart. Another cut may round differently, and a
-            resumed run must continue bit for bit. None if it is not known, or not the same on all ranks.
-        in_process: The number of segments of the run that was first in this process; None as for `resumed`.
+        resumed: The number of segments that this job used before a restart. Another cut may round
+            differently, and a resumed run must continue bit for bit. None if it is not known, or
+            not the same on all ranks.
+        in_process: The number of segments of the run that was first in this process; None as for
+            `resumed`.
         is_first: Whether nothing ran before in this process, on any rank.
-        cached: From JAX's folder of compiled programs: a number of segments, and the seconds of an uncut step.
-        steps: The number of steps that the job has left, on the rank with the fewest; None if no rank knows it.
+        cached: From JAX's folder of compiled programs: a number of segments, and the seconds of an
+            uncut step.
+        steps: The number of steps that the job has left, on the rank with the fewest; None if no
+            rank knows it.
     """
 
     key: str
@@ -67,7 +72,9 @@ class CutHint:
 
 def cut_key(program: Program, world: World) -> str:
     """Returns a key for this rank's step, machine and neighbours that is the same in later runs."""
-    return f"{program_digest(program)} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
+    return (
+        f"{program_digest(program)} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
+    )
 
 
 def gather_hint(
@@ -79,12 +86,14 @@ def gather_hint(
     in_process: int | None = None,
     steps: int | None = None,
 ) -> CutHint:
-    """Combines the knowledge of all ranks, whose shapes, neighbours and files may differ. Waits for all ranks.
+    """Combines the knowledge of all ranks, whose shapes, neighbours and files may differ. Waits for
+    all ranks.
 
     Args:
         key: See `cut_key`.
         rank: The rank of this process.
-        together: `(label, work)` -> `work(control)`, run at the same time on all ranks with no other exchange.
+        together: `(label, work)` -> `work(control)`, run at the same time on all ranks with no
+            other exchange.
         resumed: This rank's value; see `CutHint`.
         in_process: Likewise.
         steps: Likewise.
@@ -92,7 +101,8 @@ def gather_hint(
     if resumed is not None and not 0 <= resumed <= max(SEGMENT_COUNTS):
         resumed = None
 
-    # Only rank 0 reads its file, and before `together`: the exchanges of all jobs would wait for the disk.
+    # Only rank 0 reads its file, and before `together`: the exchanges of all jobs would wait for
+    # the disk.
     cached = CutCache(key).read() if rank == 0 else None
     own = [resumed, in_process, cached, steps]
     gathered = together("cut", lambda control: gather(control, own))
@@ -112,23 +122,29 @@ def gather_hint(
 
 
 class _UncutError(Exception):
-    """The uncut step, or the best one so far, fails on copies of its arguments: nothing can be timed."""
+    """The uncut step, or the best one so far, fails on copies of its arguments: nothing can be
+    timed.
+    """
 
 
 @final
 class CutSearch:
-    """A search for the fastest of a few cuts, on one rank. Its decisions follow from numbers that all ranks share.
+    """A search for the fastest of a few cuts, on one rank. Its decisions follow from numbers that
+    all ranks share.
 
-    Each candidate is twice as fine as the one before, until two finer ones in a row do not pay. Where the length of the
-    run is known, the search ends before it takes longer than a share of it (`Budget`): a short run stays uncut.
+    Each candidate is twice as fine as the one before, until two finer ones in a row do not pay.
+    Where the length of the run is known, the search ends before it takes longer than a share of it
+    (`Budget`): a short run stays uncut.
 
-    A cut is not taken if it is slower than uncut in a last race of the two, or if it fails on some rank, compiled or
-    tried. If uncut steps cannot be tried, for example because copies do not fit into memory, the step stays uncut.
+    A cut is not taken if it is slower than uncut in a last race of the two, or if it fails on some
+    rank, compiled or tried. If uncut steps cannot be tried, for example because copies do not fit
+    into memory, the step stays uncut.
 
-    `run` waits for all ranks, each of which must call it with the same step. The slowest rank's times count, so that
-    all ranks choose the same cut. Where JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is stored
-    next to them with the seconds of an uncut step. The network may have changed since: a cached cut is timed once
-    against uncut, and the search is repeated if it is slower, or if the uncut step takes a quarter more or less.
+    `run` waits for all ranks, each of which must call it with the same step. The slowest rank's
+    times count, so that all ranks choose the same cut. Where JAX keeps compiled programs
+    (`jax_compilation_cache_dir`), the choice is stored next to them with the seconds of an uncut
+    step. The network may have changed since: a cached cut is timed once against uncut, and the
+    search is repeated if it is slower, or if the uncut step takes a quarter more or less.
 
     Args:
         traced: The step.
@@ -155,14 +171,18 @@ class CutSearch:
         self._cut = cache(cut)
         self._build, self._together, self._hint = build, together, hint
         self._budget = Budget(hint.steps, together)
-        self._compiled: dict[int, Compiled | None] = {}  # by number of segments; None: fails on some rank
+        self._compiled: dict[
+            int, Compiled | None
+        ] = {}  # by number of segments; None: fails on some rank
         self._compiling_s = 0.0
         self._uncut_s: float | None = None  # a step
         self._tried = [1]
         self._complete = True  # the budget has not ended the search
 
     def run(self) -> tuple[int, Compiled]:
-        """Returns the number of segments and the executables of the fastest cut. Waits for all ranks."""
+        """Returns the number of segments and the executables of the fastest cut. Waits for all
+        ranks.
+        """
         uncut = self._compiled[1] = self._build(self._cut(1))
         try:
             return self._run(uncut)
@@ -181,8 +201,8 @@ class CutSearch:
         n_segments, best = self._try_finer(uncut)
         gain = 1.0
         if best is not uncut:
-            # It won step by step against coarser cuts. It must win once more against the uncut step itself, and this
-            # race says by how much.
+            # It won step by step against coarser cuts. It must win once more against the uncut step
+            # itself, and this race says by how much.
             self._uncut_s, best_s = self._race(n_segments, uncut, best)
             gain = self._uncut_s / best_s
             if gain < 1:
@@ -192,7 +212,9 @@ class CutSearch:
         return n_segments, best
 
     def _check_cached(self, uncut: Compiled) -> tuple[int, Compiled] | None:
-        """Returns the cached cut if it is still at least as fast as the uncut step, in about the same time."""
+        """Returns the cached cut if it is still at least as fast as the uncut step, in about the
+        same time.
+        """
         if self._hint.cached is None:
             return None
         n_segments, before_s = self._hint.cached
@@ -207,8 +229,8 @@ class CutSearch:
             self._compiled[n_segments] = None
         else:
             _log.warning(
-                "`%s` was cut into %d exchange segment%s before, when an uncut step took %.4g s. Now an uncut step"
-                " takes %.4g s, and with that cut %.4g s: cuts are tried again.",
+                "`%s` was cut into %d exchange segment%s before, when an uncut step took %.4g s. "
+                "Now an uncut step takes %.4g s, and with that cut %.4g s: cuts are tried again.",
                 self._traced.name,
                 n_segments,
                 "s" * (n_segments > 1),
@@ -219,11 +241,18 @@ class CutSearch:
         return None
 
     def _try_finer(self, uncut: Compiled) -> tuple[int, Compiled]:
-        """Races each finer cut against the best one so far, until two in a row do not pay or the budget is used up."""
+        """Races each finer cut against the best one so far, until two in a row do not pay or the
+        budget is used up.
+        """
         n_best, best, missed = 1, uncut, False
-        finest, logged_s, name = len(self._cut(1).collectives), time.perf_counter(), self._traced.name
+        finest, logged_s, name = (
+            len(self._cut(1).collectives),
+            time.perf_counter(),
+            self._traced.name,
+        )
         for n in SEGMENT_COUNTS[1:]:
-            # Exchanges that depend on one another leave little to cut. All ranks count the same collectives.
+            # Exchanges that depend on one another leave little to cut. All ranks count the same
+            # collectives.
             n_collectives = len(self._cut(n).collectives)
             if n_collectives <= finest:
                 continue
@@ -232,7 +261,10 @@ class CutSearch:
                 self._complete = False
                 break
             if self._tried == [1]:
-                text = f"`{name}` is compiled and timed in several cuts; a number as `cut` would save that time."
+                text = (
+                    f"`{name}` is compiled and timed in several cuts; a number as `cut` would save "
+                    "that time."
+                )
                 _log_on_rank_0(self._world, text)
             finest = n_collectives
             self._tried.append(n)
@@ -244,7 +276,10 @@ class CutSearch:
                 now_s = time.perf_counter()
                 if now_s - logged_s > _QUIET_S:
                     logged_s = now_s
-                    text = f"`{name}` with `cut={n}`: {rival_s:.4g} s a step, {best_s:.4g} s with `cut={n_best}`."
+                    text = (
+                        f"`{name}` with `cut={n}`: {rival_s:.4g} s a step, {best_s:.4g} s with "
+                        f"`cut={n_best}`."
+                    )
                     _log_on_rank_0(self._world, text)
             if rival is not None and rival_s <= _WORTH * best_s:
                 n_best, best, missed = n, rival, False
@@ -261,12 +296,17 @@ class CutSearch:
         compiled, error_text, start_s = None, "", time.perf_counter()
         try:
             compiled = self._build(self._cut(n))
-        except JaxRuntimeError as error:  # errors of the agreement before it come on all ranks, and end the step
+        except (
+            JaxRuntimeError
+        ) as error:  # errors of the agreement before it come on all ranks, and end the step
             error_text = summary(error)
         self._compiling_s += time.perf_counter() - start_s
         failed = self._together(f"cut={n}", lambda control: gather_failures(control, error_text))
         if failed:
-            text = f"`{self._traced.name}` with `cut={n}` cannot be compiled, and is not tried: {failed}"
+            text = (
+                f"`{self._traced.name}` with `cut={n}` cannot be compiled, and is not tried: "
+                f"{failed}"
+            )
             _log_on_rank_0(self._world, text)
             compiled = None
         self._compiled[n] = compiled
@@ -285,8 +325,8 @@ class CutSearch:
             CutCache(self._hint.key).write(n_segments, uncut_s)
         if self._complete or len(self._tried) > 1:
             _log.warning(
-                "`%s` runs fastest cut into %d exchange segment%s: %.4g s a step, uncut %.4g s (%.2fx; tried %s in"
-                " %.0f s, %.0f s of them compiling).",
+                "`%s` runs fastest cut into %d exchange segment%s: %.4g s a step, uncut %.4g s "
+                "(%.2fx; tried %s in %.0f s, %.0f s of them compiling).",
                 self._traced.name,
                 n_segments,
                 "s" * (n_segments > 1),
@@ -301,20 +341,27 @@ class CutSearch:
 
 def _too_long(name: str, n: int, budget: Budget) -> str:
     return (
-        f"`{name}` with `cut={n}` and finer is not tried: that would take more than {budget.limit_s:.2g} s,"
-        f" {SHARE:.0%} of the time of this loop's {budget.steps} steps. If the run is longer than the loop, give a"
-        " number as `cut`."
+        f"`{name}` with `cut={n}` and finer is not tried: that would take more than "
+        f"{budget.limit_s:.2g} s, {SHARE:.0%} of the time of this loop's {budget.steps} steps. If "
+        "the run is longer than the loop, give a number as `cut`."
     )
 
 
 def _race(
-    rivals: tuple[Compiled, ...], traced: Traced, leaves: Sequence[Any], world: World, together: Together, label: str
+    rivals: tuple[Compiled, ...],
+    traced: Traced,
+    leaves: Sequence[Any],
+    world: World,
+    together: Together,
+    label: str,
 ) -> tuple[float, ...]:
-    """Returns the seconds a step of each rival takes, one or two, in turn: the best of each, on the slowest rank.
+    """Returns the seconds a step of each rival takes, one or two, in turn: the best of each, on the
+    slowest rank.
 
     The second one's are infinite if it fails on some rank; both are if the first one fails.
 
-    Each step is a separate call of `together`, so that the watchdog waits for each as long as for any other exchange.
+    Each step is a separate call of `together`, so that the watchdog waits for each as long as for
+    any other exchange.
     """
     running: list[Compiled | None] = [*rivals]
     times_ns: list[list[int]] = [[] for _ in rivals]
@@ -322,21 +369,30 @@ def _race(
         for n, compiled in enumerate(running):
             if compiled is None:
                 continue
-            elapsed = together(label, lambda control, its=compiled: time_step(its, traced, leaves, world, control))
+            elapsed = together(
+                label, lambda control, its=compiled: time_step(its, traced, leaves, world, control)
+            )
             if isinstance(elapsed, int):
                 if turn >= _WARM_UP_STEPS:
                     times_ns[n].append(elapsed)
             elif n == 0:
-                _log_on_rank_0(world, f"`{traced.name}` is not cut, as it fails on copies: {elapsed}")
+                _log_on_rank_0(
+                    world, f"`{traced.name}` is not cut, as it fails on copies: {elapsed}"
+                )
                 return (math.inf,) * len(rivals)
             else:
-                _log_on_rank_0(world, f"`{traced.name}` with `{label}` fails on copies, and is not taken: {elapsed}")
+                _log_on_rank_0(
+                    world,
+                    f"`{traced.name}` with `{label}` fails on copies, and is not taken: {elapsed}",
+                )
                 running[1] = None
     # The minimum of negative times is the slowest rank's.
     best = np.array([-min(found, default=0) for found in times_ns], np.int64)
     slowest = -together(label, lambda control: control.allreduce_min(best))
     pairs = zip(running, slowest, strict=True)
-    return tuple(math.inf if compiled is None else float(elapsed) / 1e9 for compiled, elapsed in pairs)
+    return tuple(
+        math.inf if compiled is None else float(elapsed) / 1e9 for compiled, elapsed in pairs
+    )
 
 
 def _log_on_rank_0(world: World, text: str) -> None:
@@ -345,7 +401,9 @@ def _log_on_rank_0(world: World, text: str) -> None:
 
 
 class CutCache:
-    """Cuts found by earlier runs, in a file in JAX's folder of compiled programs. Only rank 0 reads and writes it."""
+    """Cuts found by earlier runs, in a file in JAX's folder of compiled programs. Only rank 0 reads
+    and writes it.
+    """
 
     def __init__(self, key: str) -> None:
         folder = compilation_cache_dir()

@@ -25,38 +25,43 @@ def estimate(
     memory_bytes: int | None = None,
     profiles: Profiles | None = None,
 ) -> Estimate:
-    """Predicts how much faster jobs of this step would run next to each other, from a few steps on the launched ranks.
+    """Predicts how much faster jobs of this step would run next to each other, from a few steps on
+    the launched ranks.
 
-    The step is timed on copies of its arguments: no argument changes, none is given away, and nothing is remembered
-    for the training that follows. Two programs are compiled, the uncut step and one that is cut in four. Waits for all
-    ranks, each of which must call it; the result is the same on every rank.
+    The step is timed on copies of its arguments: no argument changes, none is given away, and
+    nothing is remembered for the training that follows. Two programs are compiled, the uncut step
+    and one that is cut in four. Waits for all ranks, each of which must call it; the result is the
+    same on every rank.
 
     Args:
-        step: A `crossover` step, or a function with named-axis collectives, for which `axes` is given.
+        step: A `crossover` step, or a function with named-axis collectives, for which `axes` is
+            given.
         *args: Its positional arguments, as in training: the initial state, one batch of this rank.
         k: Number of equal jobs for which the recommendation is made.
         steps: Number of steps to time, after two that are not timed. The median counts.
         axes: As for `crossover`; only for a function that is not decorated.
-        link_mbps: Rate of a link in Mbit/s. Exchanges are taken to last at least as long as their bytes need on it. A
-            single rank then stands for one of two.
-        memory_bytes: Bytes of arrays that a rank may hold. By default what the device has, on CPUs the rank's share
-            of the machine's memory.
-        profiles: A `plan.Profile` of the step, or several of it in several cuts: no step is timed then.
-            One without its memory has the step compiled for that.
+        link_mbps: Rate of a link in Mbit/s. Exchanges are taken to last at least as long as their
+            bytes need on it. A single rank then stands for one of two.
+        memory_bytes: Bytes of arrays that a rank may hold. By default what the device has, on CPUs
+            the rank's share of the machine's memory.
+        profiles: A `plan.Profile` of the step, or several of it in several cuts: no step is timed
+            then. One without its memory has the step compiled for that.
 
     Returns:
         The estimate, whose `print` has ten lines.
 
     Raises:
-        TypeError: `step` is not a function, `axes` is missing or superfluous, or another argument is of another type.
-        ValueError: `k`, `steps`, `link_mbps` or `memory_bytes` is out of range, or `link_mbps` stands next to profiles.
-        CutError: The step cannot be traced, exchanges nothing, or calls mpi4jax, or a profile is of another step or of
-            another number of ranks.
+        TypeError: `step` is not a function, `axes` is missing or superfluous, or another argument
+            is of another type.
+        ValueError: `k`, `steps`, `link_mbps` or `memory_bytes` is out of range, or `link_mbps`
+            stands next to profiles.
+        CutError: The step cannot be traced, exchanges nothing, or calls mpi4jax, or a profile is of
+            another step or of another number of ranks.
         ExchangeError: The ranks have different steps or arguments, or the step fails on some rank.
         JobError: Another thread is in a step.
 
-    All are raised on every rank before the first exchange, or after the last one: those of one rank as `ExchangeError`
-    on the others.
+    All are raised on every rank before the first exchange, or after the last one: those of one rank
+    as `ExchangeError` on the others.
 
     Example:
         >>> print(jaxcross.estimate(train_step, state, batch, k=2))
@@ -65,23 +70,34 @@ def estimate(
     def make_subject() -> Subject:
         given = () if profiles is None else as_profiles(profiles)
         if profiles is not None and not given:
-            raise TypeError(f"`profiles` must be one `jaxcross.plan.Profile` or several, got {profiles!r:.60}.")
-        settings = Settings(jobs=k, steps=steps, link_mbps=link_mbps, memory_bytes=memory_bytes, profiles=given)
+            raise TypeError(
+                f"`profiles` must be one `jaxcross.plan.Profile` or several, got {profiles!r:.60}."
+            )
+        settings = Settings(
+            jobs=k, steps=steps, link_mbps=link_mbps, memory_bytes=memory_bytes, profiles=given
+        )
         decorated = _decorated(step, axes)
         traced, leaves = decorated.bind(*args)
-        return Subject(traced=traced, leaves=leaves, bucket_bytes=decorated.bucket_bytes, settings=settings)
+        return Subject(
+            traced=traced, leaves=leaves, bucket_bytes=decorated.bucket_bytes, settings=settings
+        )
 
-    return measure_on_all_ranks(make_subject, step_name(step), world=current_world(), job=current_job())
+    return measure_on_all_ranks(
+        make_subject, step_name(step), world=current_world(), job=current_job()
+    )
 
 
 def _decorated(step: Callable[..., Any], axes: Axes | None) -> Step[..., Any]:
     if isinstance(step, Step):
         if axes is not None:
-            raise TypeError(f"`axes` is for a function that is not decorated: `{step.__name__}` has its own.")
+            raise TypeError(
+                f"`axes` is for a function that is not decorated: `{step.__name__}` has its own."
+            )
         return step
     if axes is None:
         name = step_name(step)
         raise TypeError(
-            f'`{name}` is not a `crossover` step: name its axes, as in `estimate({name}, ..., axes="batch")`.'
+            f"`{name}` is not a `crossover` step: name its axes, as in `estimate({name}, ..., "
+            'axes="batch")`.'
         )
     return crossover(step, axes=axes)

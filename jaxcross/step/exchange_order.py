@@ -1,4 +1,6 @@
-"""A check that all ranks make the same exchanges in the same order, beyond the equality of their signatures."""
+"""A check that all ranks make the same exchanges in the same order, beyond the equality of their
+signatures.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from jaxcross.world.control_plane import Control, all_equal
 
 
 def order_hash(program: Program) -> int:
-    """Returns 62 bits of the labels of a program's exchanges in their order; see `jaxcross.program.labels`.
+    """Returns 62 bits of the labels of a program's exchanges in their order; see
+    `jaxcross.program.labels`.
 
     Not the same on all ranks: a short batch may change labels. Does not wait or communicate.
     """
@@ -22,7 +25,8 @@ def order_hash(program: Program) -> int:
 
 
 def agree_on_order(control: Control, program: Program, own: int) -> None:
-    """Makes sure that ranks whose signatures are equal make the same exchanges in the same order. Waits for all ranks.
+    """Makes sure that ranks whose signatures are equal make the same exchanges in the same order.
+    Waits for all ranks.
 
     Args:
         control: Reaches all ranks.

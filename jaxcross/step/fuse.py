@@ -1,4 +1,6 @@
-"""`jaxcross.fuse`: tiny jobs of one step -> fewer jobs, each of which trains several of them by one program."""
+"""`jaxcross.fuse`: tiny jobs of one step -> fewer jobs, each of which trains several of them by one
+program.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +26,35 @@ from jaxcross.world.control_plane import gather
 
 When = Literal["faster", "always"]
 MAX_STEP_S = 0.005
-"""Seconds of a step alone, computation and exchange, above which jobs are not fused by measurement."""
+"""Seconds of a step alone, computation and exchange, above which jobs are not fused by
+measurement.
+"""
 
 
 def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = None) -> Fusion:
-    """Makes one job of several tiny ones that have the same step, where that is measured to be faster.
+    """Makes one job of several tiny ones that have the same step, where that is measured to be
+    faster.
 
-    A fused job has one program, with a body for each member: their exchanges share buffers and messages, and all
-    together cost the votes and hand-overs of one job. Each member ends in the state that it reaches alone, bit for bit
-    (see the page on tiny jobs for what was compared). Members may have other shapes, other data, and other lengths.
-    One whose data end, that stops early, or whose data raise leaves alone; then the program is compiled again for
-    the rest. What raises in the step or in an evaluation ends all members.
+    A fused job has one program, with a body for each member: their exchanges share buffers and
+    messages, and all together cost the votes and hand-overs of one job. Each member ends in the
+    state that it reaches alone, bit for bit (see the page on tiny jobs for what was compared).
+    Members may have other shapes, other data, and other lengths. One whose data end, that stops
+    early, or whose data raise leaves alone; then the program is compiled again for the rest. What
+    raises in the step or in an evaluation ends all members.
 
-    Jobs of one step become one fused job if the step is decorated by `crossover` with `cut="whole"`, exchanges by
-    named axes, and takes no NNX objects, and if the jobs have `nonfinite="ignore"` and the same `initial`.
+    Jobs of one step become one fused job if the step is decorated by `crossover` with
+    `cut="whole"`, exchanges by named axes, and takes no NNX objects, and if the jobs have
+    `nonfinite="ignore"` and the same `initial`.
 
-    Measuring happens on copies of the states with the first batch of each job: the step alone, then all of them in
-    turns with and without fusing. No job is fused whose step takes more than 5 ms alone (c + m). Compiling takes most
-    of that time; executables stay for the run. Waits for all ranks, each of which must call it with the same jobs.
+    Measuring happens on copies of the states with the first batch of each job: the step alone, then
+    all of them in turns with and without fusing. No job is fused whose step takes more than 5 ms
+    alone (c + m). Compiling takes most of that time; executables stay for the run. Waits for all
+    ranks, each of which must call it with the same jobs.
 
     Args:
         jobs: The jobs, with names of their own.
-        when: `faster` measures; `always` fuses what can be fused, and raises where jobs of a step cannot.
+        when: `faster` measures; `always` fuses what can be fused, and raises where jobs of a step
+            cannot.
         world: From `jaxcross.initialize()`; the one that was initialized if None.
 
     Returns:
@@ -53,8 +62,10 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
 
     Raises:
         TypeError: `jobs` are not all of the class `Job`.
-        ValueError: `when` is another word, two jobs have one name, or `when="always"` and a job cannot be fused.
-        JobError: On every rank: the ranks have different jobs, or the first batch of one raises. Or: in a job.
+        ValueError: `when` is another word, two jobs have one name, or `when="always"` and a job
+            cannot be fused.
+        JobError: On every rank: the ranks have different jobs, or the first batch of one raises.
+            Or: in a job.
 
     Example:
         >>> jobs = [jaxcross.Job(f"lr-{lr}", train_step, make_state(lr), data(), steps=500) for lr in rates]
@@ -62,24 +73,31 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
     """
     found = list(jobs) if isinstance(jobs, Iterable) else []
     if not isinstance(jobs, Iterable) or not all(isinstance(job, Job) for job in found):
-        raise TypeError(f"`jobs` must be a list of `jaxcross.Job`s, got {shortened(repr(jobs), 100)}.")
+        raise TypeError(
+            f"`jobs` must be a list of `jaxcross.Job`s, got {shortened(repr(jobs), 100)}."
+        )
     check_choice(when, When, "`when`")
     names = [job.name for job in found]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"There are several jobs `{min(twice)}`. Reports and errors need one name for each job.")
+        raise ValueError(
+            f"There are several jobs `{min(twice)}`. Reports and errors need one name for each job."
+        )
     check_batches_apart(found)
     world = world if world is not None else current_world()
     if world.estimate_request:  # the script's first step is measured, by itself
         return Fusion(jobs=tuple(found), reasons=())
     if current_job() is not None:
-        raise JobError("`jaxcross.fuse` was called in a job, where it cannot measure. Call it before the run.")
+        raise JobError(
+            "`jaxcross.fuse` was called in a job, where it cannot measure. Call it before the run."
+        )
     candidates = _candidates(found, when, world)
     fused: dict[str, FusedJob] = {}
     dropped: set[str] = set()
     reasons = [each.why_not for each in candidates if each.why_not]
     if when == "always" and reasons:
         raise ValueError(
-            f"These jobs cannot be fused: {'; '.join(reasons)}. Let `when` be `faster`, or leave them out."
+            f"These jobs cannot be fused: {'; '.join(reasons)}. Let `when` be `faster`, or leave "
+            "them out."
         )
     for members in _sets(candidates):
         step, jobs_of_step = members[0].fused_step(), [each.trial.job for each in members]
@@ -99,7 +117,10 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
         JobError: On every rank: the ranks have different jobs, or a job's data raise on one.
     """
     steps = list({id(job._function): None for job in jobs})  # ranks know them by their order
-    facts = {"when": when, "jobs": [[job.name, job._initial, steps.index(id(job._function))] for job in jobs]}
+    facts = {
+        "when": when,
+        "jobs": [[job.name, job._initial, steps.index(id(job._function))] for job in jobs],
+    }
     failure = None
     found: list[_Candidate] = []
     try:
@@ -112,13 +133,18 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
     for rank, (theirs, error_text, _) in enumerate(ranks):
         if theirs != ranks[0][0]:
             raise JobError(
-                f"Ranks 0 and {rank} fuse different jobs: {ranks[0][0]} and {theirs}, of each job its name, its"
-                " `initial`, and which step it has. Call `jaxcross.fuse` with the same jobs in the same order on every"
-                " rank, and let the same of them share a step."
+                f"Ranks 0 and {rank} fuse different jobs: {ranks[0][0]} and {theirs}, of each job "
+                "its name, its `initial`, and which step it has. Call `jaxcross.fuse` with the "
+                "same jobs in the same order on every rank, and let the same of them share a step."
             )
         if error_text is not None:
-            raise JobError(f"The first batch of a job raised on rank {rank}: {error_text}.") from failure
-    reasons = [next(filter(None, texts), "") for texts in zip(*(texts for _, _, texts in ranks), strict=True)]
+            raise JobError(
+                f"The first batch of a job raised on rank {rank}: {error_text}."
+            ) from failure
+    reasons = [
+        next(filter(None, texts), "")
+        for texts in zip(*(texts for _, _, texts in ranks), strict=True)
+    ]
     return [replace(each, why_not=reason) for each, reason in zip(found, reasons, strict=True)]
 
 
@@ -127,13 +153,20 @@ def _sets(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
     sets: dict[object, list[_Candidate]] = {}
     for each in candidates:
         if not each.why_not:
-            sets.setdefault((id(each.trial.job._function), each.trial.job._initial), []).append(each)
+            sets.setdefault((id(each.trial.job._function), each.trial.job._initial), []).append(
+                each
+            )
     return [members for members in sets.values() if len(members) > 1]
 
 
-def _decide(trials: Sequence[Trial], step: Step[..., Any], when: When, world: World) -> tuple[bool, str]:
+def _decide(
+    trials: Sequence[Trial], step: Step[..., Any], when: When, world: World
+) -> tuple[bool, str]:
     """Returns whether to fuse these jobs, and why. Waits for all ranks."""
-    who = f"{len(trials)} jobs of `{step.__name__}`, `{trials[0].job.name}` to `{trials[-1].job.name}`"
+    who = (
+        f"{len(trials)} jobs of `{step.__name__}`, `{trials[0].job.name}` to "
+        f"`{trials[-1].job.name}`"
+    )
     if when == "always":
         return True, f"{who}: fused, as asked"
     try:
@@ -143,7 +176,10 @@ def _decide(trials: Sequence[Trial], step: Step[..., Any], when: When, world: Wo
     alone = f"one step alone takes {seconds(cost.step_s)}"
     if cost.fused_s is None or cost.in_turns_s is None:
         return False, f"{who}: not fused, {alone}, more than {seconds(MAX_STEP_S)}"
-    times = f"a step of each takes {seconds(cost.fused_s)} fused, {seconds(cost.in_turns_s)} in turns; {alone}"
+    times = (
+        f"a step of each takes {seconds(cost.fused_s)} fused, {seconds(cost.in_turns_s)} in turns; "
+        f"{alone}"
+    )
     fuses = cost.fused_s < cost.in_turns_s
     return fuses, f"{who}: {'fused' if fuses else 'not fused'}, {times}"
 
@@ -160,20 +196,30 @@ class _Candidate:
         """Looks at a job and its first batch. Waits for its data; does not communicate."""
         step = job._function
         if not isinstance(step, Step):
-            return cls(trial=Trial(job=job, batch=None), why_not=f"the step of `{job.name}` is not a `crossover` step")
+            return cls(
+                trial=Trial(job=job, batch=None),
+                why_not=f"the step of `{job.name}` is not a `crossover` step",
+            )
         why_not = ""
         if step.cut != "whole":
-            why_not = f'`{step.__name__}` has `cut={step.cut!r}`, and only `cut="whole"` keeps the bits'
+            why_not = (
+                f'`{step.__name__}` has `cut={step.cut!r}`, and only `cut="whole"` keeps the bits'
+            )
         elif step.static:
             why_not = f"`{step.__name__}` has static arguments"
         elif job._nonfinite != "ignore":
-            why_not = f'`{job.name}` has `nonfinite="{job._nonfinite}"`, and others would skip or end with it'
+            why_not = (
+                f'`{job.name}` has `nonfinite="{job._nonfinite}"`, and others would skip or end '
+                "with it"
+            )
         if why_not:
             return cls(trial=Trial(job=job, batch=None), why_not=why_not)
         batches = _first_of(job)
         if not batches:
             return cls(trial=Trial(job=job, batch=None), why_not=f"`{job.name}` has no batch")
-        return cls(trial=Trial(job=job, batch=batches[0]), why_not=_why_not_traced(step, job, batches[0]))
+        return cls(
+            trial=Trial(job=job, batch=batches[0]), why_not=_why_not_traced(step, job, batches[0])
+        )
 
     def fused_step(self) -> Step[..., Any]:
         step = self.trial.job._function
@@ -182,18 +228,22 @@ class _Candidate:
 
 
 def fused_step(step: Step[..., Any]) -> Step[..., Any]:
-    """Returns the step that trains any number of jobs: `fused(states, batches) -> (states, metrics)`, all tuples.
+    """Returns the step that trains any number of jobs: `fused(states, batches) -> (states,
+    metrics)`, all tuples.
 
     Made once for each step, so that it is compiled once for all jobs that are fused alike.
     """
     function = step.step
 
-    def fused(states: tuple[PyTree, ...], batches: tuple[PyTree, ...]) -> tuple[tuple[PyTree, ...], tuple[PyTree, ...]]:
+    def fused(
+        states: tuple[PyTree, ...], batches: tuple[PyTree, ...]
+    ) -> tuple[tuple[PyTree, ...], tuple[PyTree, ...]]:
         results = [function(state, batch) for state, batch in zip(states, batches, strict=True)]
         for result in results:
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(
-                    f"`{step.__name__}` must return a pair `(state, metrics)`. Metrics may be an empty dict."
+                    f"`{step.__name__}` must return a pair `(state, metrics)`. Metrics may be an "
+                    "empty dict."
                 )
         return tuple(state for state, _ in results), tuple(metrics for _, metrics in results)
 

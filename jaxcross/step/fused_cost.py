@@ -48,8 +48,11 @@ class FusedCost:
     fused_s: float | None = None
 
 
-def measure(trials: Sequence[Trial], fused: Step[..., Any], *, limit_s: float, world: World) -> FusedCost:
-    """Measures the step alone and, unless that takes more than `limit_s`, all jobs in turns and fused. Waits for all.
+def measure(
+    trials: Sequence[Trial], fused: Step[..., Any], *, limit_s: float, world: World
+) -> FusedCost:
+    """Measures the step alone and, unless that takes more than `limit_s`, all jobs in turns and
+    fused. Waits for all.
 
     Raises:
         CutError, ExchangeError: As `measure_on_all_ranks` does.
@@ -81,14 +84,18 @@ def _alone_s(trial: Trial, world: World) -> float:
 
     def subject() -> Subject:
         traced, leaves = step.bind(trial.job.state, trial.batch)
-        return Subject(traced=traced, leaves=leaves, bucket_bytes=step.bucket_bytes, settings=Settings())
+        return Subject(
+            traced=traced, leaves=leaves, bucket_bytes=step.bucket_bytes, settings=Settings()
+        )
 
     cost = measure_on_all_ranks(subject, step.__name__, world=world, job=None).cost
     return cost.compute_s + cost.exchange_s
 
 
 def _step_of_each_s(trials: Sequence[Trial], fused: FusedStep | None, world: World) -> float:
-    """Returns the seconds in which each job makes a step, of the slowest rank. Waits for all ranks."""
+    """Returns the seconds in which each job makes a step, of the slowest rank. Waits for all
+    ranks.
+    """
     stamps: list[list[float]] = []
     jobs = [
         Job(
@@ -108,7 +115,9 @@ def _step_of_each_s(trials: Sequence[Trial], fused: FusedStep | None, world: Wor
 
 
 def _repeated(trial: Trial) -> Iterator[PyTree]:
-    """Returns the batch again and again; copies of one that the step may overwrite, since the job is to train on it."""
+    """Returns the batch again and again; copies of one that the step may overwrite, since the job
+    is to train on it.
+    """
     step = trial.job._function
     assert isinstance(step, Step)
     donated = any(n % 2 for n in step.donate)  # the second of two arguments

@@ -42,13 +42,15 @@ def measure_on_all_ranks(
     """Measures a step and predicts; the result is the same on every rank. Waits for all ranks.
 
     Args:
-        make_subject: Called once; where it raises on some rank, all ranks raise before anything is exchanged.
+        make_subject: Called once; where it raises on some rank, all ranks raise before anything is
+            exchanged.
         name: The step's name.
         world: All ranks.
         job: The job that asks; None outside a run.
 
     Raises:
-        ExchangeError: On ranks without an error of their own, if another one has one; or as `SoloCost.measure` does.
+        ExchangeError: On ranks without an error of their own, if another one has one; or as
+            `SoloCost.measure` does.
         Exception: What `make_subject` raises.
     """
     with ExitStack() as turn:
@@ -77,7 +79,9 @@ def measure_on_all_ranks(
             failure = error
         _begin_together(host, world, name, settings, failure)
         assert solo is not None and settings is not None
-        return estimate_of(solo.measure(where="" if job is None else f"job `{job.name}`"), settings.jobs)
+        return estimate_of(
+            solo.measure(where="" if job is None else f"job `{job.name}`"), settings.jobs
+        )
 
 
 def _begin_together(
@@ -95,6 +99,6 @@ def _begin_together(
     for rank, (_, theirs) in enumerate(ranks):
         if theirs != ranks[0][1]:
             raise ExchangeError(
-                f"Ranks 0 and {rank} ask for different estimates of `{name}`: {ranks[0][1]} and {theirs}. Give the same"
-                " arguments on every rank."
+                f"Ranks 0 and {rank} ask for different estimates of `{name}`: {ranks[0][1]} and "
+                f"{theirs}. Give the same arguments on every rank."
             )

@@ -1,7 +1,9 @@
-"""Steps that change Flax NNX objects in place, as `nnx.jit` allows: the objects' state goes in, and comes back.
+"""Steps that change Flax NNX objects in place, as `nnx.jit` allows: the objects' state goes in, and
+comes back.
 
-Only the objects are split, all those of one call together, so that shared variables stay shared; every other argument
-keeps its position and its type. State that the step adds to an object, and objects that it returns, come back as well.
+Only the objects are split, all those of one call together, so that shared variables stay shared;
+every other argument keeps its position and its type. State that the step adds to an object, and
+objects that it returns, come back as well.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class PureStep(Protocol):
 
 
 class ObjectStep(Protocol):
-    """A step that is called with NNX objects. It is also the tag by which `nnx` finds the same objects again."""
+    """A step that is called with NNX objects. It is also the tag by which `nnx` finds the same
+    objects again.
+    """
 
     __name__: str
     static: tuple[int, ...]
@@ -43,9 +47,11 @@ class ObjectStep(Protocol):
 
 
 def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
-    """Whether an argument is or contains an NNX object (module, optimizer, metric, `Rngs`, variable) itself.
+    """Whether an argument is or contains an NNX object (module, optimizer, metric, `Rngs`,
+    variable) itself.
 
-    State that was split from its object does not count. Does not wait or communicate; free before Flax is imported.
+    State that was split from its object does not count. Does not wait or communicate; free before
+    Flax is imported.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -70,8 +76,8 @@ def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
 def call(step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
     """Runs `step` on the state of the objects among its arguments, then updates the objects.
 
-    Waits and communicates as `step` does. If the step fails, the objects keep the state they had, except for what was
-    donated.
+    Waits and communicates as `step` does. If the step fails, the objects keep the state they had,
+    except for what was donated.
 
     Raises:
         ValueError: A static argument holds NNX objects.
@@ -85,8 +91,11 @@ def call(step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree])
     return out
 
 
-def bind(step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> tuple[Traced, list[PyTree]]:
-    """Traces `step` on the state of the objects among its arguments, which stay as they are; returns that flat, too.
+def bind(
+    step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> tuple[Traced, list[PyTree]]:
+    """Traces `step` on the state of the objects among its arguments, which stay as they are;
+    returns that flat, too.
 
     Does not compile, wait or communicate.
     """
@@ -98,13 +107,19 @@ def bind(step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree])
 
 
 def pure_function(step: ObjectStep) -> Callable[..., PyTree]:
-    """Returns the function of `step` as one of graphs and states: it returns the changed objects' and the results'."""
+    """Returns the function of `step` as one of graphs and states: it returns the changed objects'
+    and the results'.
+    """
     from flax import nnx
 
     def pure(*args: PyTree, **kwargs: PyTree) -> PyTree:
         static = _static_positions(step, args)
-        merged, merged_kwargs = nnx.from_tree((_without(args, static), kwargs), ctxtag=step, is_inner=True)
-        out = step.step(*(args[n] if n in static else a for n, a in enumerate(merged)), **merged_kwargs)
+        merged, merged_kwargs = nnx.from_tree(
+            (_without(args, static), kwargs), ctxtag=step, is_inner=True
+        )
+        out = step.step(
+            *(args[n] if n in static else a for n, a in enumerate(merged)), **merged_kwargs
+        )
         return nnx.to_tree((*_only_objects((merged, merged_kwargs)), out), ctxtag=step)
 
     pure.__name__ = step.__name__
@@ -114,15 +129,18 @@ def pure_function(step: ObjectStep) -> Callable[..., PyTree]:
 def _split(
     step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> tuple[list[PyTree], dict[str, PyTree]]:
-    """Returns the arguments with graph and state in place of every object. Static arguments are passed as they are."""
+    """Returns the arguments with graph and state in place of every object. Static arguments are
+    passed as they are.
+    """
     from flax import nnx
 
     static = _static_positions(step, args)
     for n in static:
         if holds_objects((args[n],), {}):
             raise ValueError(
-                f"static argument {n} of `{step.__name__}` holds NNX objects, whose arrays cannot be static. Leave it"
-                " out of static_argnums: objects are split for the step, and what is static in them stays static."
+                f"static argument {n} of `{step.__name__}` holds NNX objects, whose arrays cannot "
+                "be static. Leave it out of static_argnums: objects are split for the step, and "
+                "what is static in them stays static."
             )
     split, split_kwargs = nnx.to_tree((_without(args, static), dict(kwargs)), ctxtag=step)
     return [args[n] if n in static else a for n, a in enumerate(split)], split_kwargs
@@ -133,7 +151,8 @@ def _static_positions(step: ObjectStep, args: Sequence[PyTree]) -> tuple[int, ..
 
 
 def _without(args: Sequence[PyTree], static: Sequence[int]) -> tuple[PyTree, ...]:
-    # A static argument may be any object, including one that JAX takes for a pytree but cannot flatten.
+    # A static argument may be any object, including one that JAX takes for a pytree but cannot
+    # flatten.
     return tuple(None if n in static else a for n, a in enumerate(args))
 
 

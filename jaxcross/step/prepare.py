@@ -1,4 +1,6 @@
-"""The executables of a variant for the host that runs it: agreed by all ranks, cut, and compiled."""
+"""The executables of a variant for the host that runs it: agreed by all ranks, cut, and
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,22 @@ from jaxcross.step.variant import Variant
 
 
 def prepare(variant: Variant, host: StepHost) -> Compiled:
-    """Returns the executables, at a job's first use once all ranks are known to want the same exchanges.
+    """Returns the executables, at a job's first use once all ranks are known to want the same
+    exchanges.
 
-    The ranks agree before anything is compiled: a standalone step before this call, a job here. Each job agrees for
-    itself, and its communicators are made then, since which of two equal jobs compiles first may differ between ranks.
+    The ranks agree before anything is compiled: a standalone step before this call, a job here.
+    Each job agrees for itself, and its communicators are made then, since which of two equal jobs
+    compiles first may differ between ranks.
     """
     if variant.tunes_cut or (variant.is_unit and host.in_run):
         compiled = variant.of_host.get(host)
         if compiled is None:
             # Once a host: a job keeps its cut, and its communicators, to its end.
-            compiled = _choose_cut(variant, host) if variant.tunes_cut else _with_own_communicators(variant, host)
+            compiled = (
+                _choose_cut(variant, host)
+                if variant.tunes_cut
+                else _with_own_communicators(variant, host)
+            )
             variant.of_host[host] = compiled
     else:
         agree_once(variant, host, variant.default)
@@ -33,19 +41,25 @@ def prepare(variant: Variant, host: StepHost) -> Compiled:
 
 def _with_own_communicators(variant: Variant, host: StepHost) -> Compiled:
     """Compiles a program that calls mpi4jax over communicators of the job's own."""
-    program = variant.record.units.agree_in_run(host, variant.world, variant.default, variant.cache_key)
+    program = variant.record.units.agree_in_run(
+        host, variant.world, variant.default, variant.cache_key
+    )
     with host.compiling(program.name):
         return stages.compile(program, variant.arg_types, cache=variant.world.executables)
 
 
 def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
-    """Returns what `host` runs to its end: the same cut on every rank. Waits for all ranks, unless they know."""
+    """Returns what `host` runs to its end: the same cut on every rank. Waits for all ranks, unless
+    they know.
+    """
     record, world = variant.record, variant.world
     agree_once(variant, host, variant.default)
-    # Read before the ranks meet again: a job that joins in that meeting may be here before this one goes on.
+    # Read before the ranks meet again: a job that joins in that meeting may be here before this one
+    # goes on.
     trial_args = variant.trial_args
     chosen = record.chosen_cuts.get(variant.signature)
-    # Outside a run every rank has made the same calls, so what this one remembers is what all remember.
+    # Outside a run every rank has made the same calls, so what this one remembers is what all
+    # remember.
     if not host.in_run:
         known = _known_program(variant, chosen)
         if known is None and trial_args is None:
@@ -64,7 +78,8 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
         steps=host.steps_left,
     )
     is_only_job = host.is_only_job  # as of that meeting, hence the same on all ranks
-    # The cut before a restart comes first: it keeps results equal to the bit. Next to other jobs exchanges are hidden.
+    # The cut before a restart comes first: it keeps results equal to the bit. Next to other jobs
+    # exchanges are hidden.
     n_segments = hint.resumed
     if n_segments is None:
         n_segments = hint.in_process if is_only_job else 0
@@ -75,10 +90,12 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
         program = variant.program_in(n_segments)
         agree_once(variant, host, program)
         compiled = _compile(variant, host, n_segments, program)
-    # At most one job of a run is both the only and the first one. So what stays here is the same on ranks where jobs
-    # come in different orders.
+    # At most one job of a run is both the only and the first one. So what stays here is the same on
+    # ranks where jobs come in different orders.
     if is_only_job and hint.is_first:
-        record.chosen_cuts[variant.signature] = ChosenCut(n_segments, compiled.program.exchange_hash())
+        record.chosen_cuts[variant.signature] = ChosenCut(
+            n_segments, compiled.program.exchange_hash()
+        )
     else:
         record.chosen_cuts.setdefault(variant.signature, ChosenCut(0, variant.signature))
     host.remember_cut(key, n_segments)
@@ -87,15 +104,21 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
 
 
 def _known_program(variant: Variant, chosen: ChosenCut | None) -> tuple[int, Program] | None:
-    """Returns the cut that was chosen before, perhaps for other shapes, if its exchanges are the same."""
+    """Returns the cut that was chosen before, perhaps for other shapes, if its exchanges are the
+    same.
+    """
     if chosen is None:
         return None
     program = variant.program_in(chosen.n_segments)
     return (chosen.n_segments, program) if program.exchange_hash() == chosen.signature else None
 
 
-def _search(variant: Variant, host: StepHost, trial_args: tuple[object, ...], hint: CutHint) -> tuple[int, Compiled]:
-    """Measures which cut is the fastest. Nothing else runs next to this step as the search begins."""
+def _search(
+    variant: Variant, host: StepHost, trial_args: tuple[object, ...], hint: CutHint
+) -> tuple[int, Compiled]:
+    """Measures which cut is the fastest. Nothing else runs next to this step as the search
+    begins.
+    """
 
     def build(program: Program) -> Compiled:
         agree_once(variant, host, program, candidate=True)

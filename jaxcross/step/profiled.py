@@ -1,4 +1,6 @@
-"""Profiles in place of numbers: the cut that they choose, and whether they are of the step that is to run."""
+"""Profiles in place of numbers: the cut that they choose, and whether they are of the step that is
+to run.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,17 @@ def as_profiles(given: object) -> tuple[Profile, ...]:
         return ()
     names = {profile.name for profile in profiles}
     if len(names) > 1:
-        raise ValueError(f"profiles of one step have one name, got {', '.join(f'`{name}`' for name in sorted(names))}")
+        raise ValueError(
+            "profiles of one step have one name, got "
+            f"{', '.join(f'`{name}`' for name in sorted(names))}"
+        )
     by_job(profiles)
     return profiles
 
 
 def cut_of(profiles: Sequence[Profile]) -> Cut:
-    """Returns the number of pieces in which the step is fastest alone, by its profiles and the twin.
+    """Returns the number of pieces in which the step is fastest alone, by its profiles and the
+    twin.
 
     Raises:
         ValueError: The step takes no time.
@@ -49,8 +55,9 @@ def cut_of(profiles: Sequence[Profile]) -> Cut:
 def check_profiles(profiles: Sequence[Profile], program: Program, ranks: int) -> None:
     """Makes sure that profiles are of this step on so many ranks. Does not communicate.
 
-    Batch sizes are not compared: the profile says nothing about arguments. Nor are bytes where the host takes branches
-    with other exchanges, such as one in every eighth step: the profile is of one of them.
+    Batch sizes are not compared: the profile says nothing about arguments. Nor are bytes where the
+    host takes branches with other exchanges, such as one in every eighth step: the profile is of
+    one of them.
 
     Raises:
         CutError: They are of another number of ranks, or of a step that exchanges other bytes.
@@ -61,12 +68,17 @@ def check_profiles(profiles: Sequence[Profile], program: Program, ranks: int) ->
         measured = sum(profile.graph.nbytes)
         if profile.ranks != ranks:
             raise CutError(
-                f"The profile `{profile.name}` was measured on {profile.ranks} ranks, and `{program.name}` runs on"
-                f" {ranks}. Give that of a run on as many ranks, or numbers instead of a profile."
+                f"The profile `{profile.name}` was measured on {profile.ranks} ranks, and "
+                f"`{program.name}` runs on {ranks}. Give that of a run on as many ranks, or "
+                "numbers instead of a profile."
             )
-        if measured and not branches and abs(measured - exchanged) > _ALIKE_BYTES + 0.01 * exchanged:
+        if (
+            measured
+            and not branches
+            and abs(measured - exchanged) > _ALIKE_BYTES + 0.01 * exchanged
+        ):
             raise CutError(
-                f"The profile `{profile.name}` is of a step that exchanges {measured} bytes ({human_bytes(measured)}),"
-                f" and `{program.name}` exchanges {exchanged}. It is of another step: measure this one, or give"
-                " numbers instead of a profile."
+                f"The profile `{profile.name}` is of a step that exchanges {measured} bytes "
+                f"({human_bytes(measured)}), and `{program.name}` exchanges {exchanged}. It is of "
+                "another step: measure this one, or give numbers instead of a profile."
             )

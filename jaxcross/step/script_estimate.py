@@ -1,4 +1,6 @@
-"""`jaxcross estimate script.py`: measures the first step that a script calls, in place of it, and ends the script."""
+"""`jaxcross estimate script.py`: measures the first step that a script calls, in place of it, and
+ends the script.
+"""
 
 from __future__ import annotations
 
@@ -45,22 +47,26 @@ class Request:
             found = None
         if not isinstance(found, dict) or not set(found) <= set(names):
             raise ValueError(
-                f"The environment variable `JAXCROSS_ESTIMATE` must be an object in JSON with no other keys than"
-                f" {', '.join(names)}, as {{}}, got {text!r}. `jaxcross estimate` sets it; to train, remove it."
+                "The environment variable `JAXCROSS_ESTIMATE` must be an object in JSON with no "
+                f"other keys than {', '.join(names)}, as {{}}, got {text!r}. `jaxcross estimate` "
+                "sets it; to train, remove it."
             )
         return cls(**found)
 
     @property
     def settings(self) -> Settings:
         """Settings of the measurement."""
-        return Settings(jobs=self.k, steps=self.steps, link_mbps=self.link_mbps, memory_bytes=self.memory_bytes)
+        return Settings(
+            jobs=self.k, steps=self.steps, link_mbps=self.link_mbps, memory_bytes=self.memory_bytes
+        )
 
 
 def estimate_in_script(variant: Variant, leaves: Sequence[Any], job: JobContext | None) -> None:
-    """Measures a step that a script is about to call, prints the estimate on rank 0, and ends the script on all ranks.
+    """Measures a step that a script is about to call, prints the estimate on rank 0, and ends the
+    script on all ranks.
 
-    Returns, so that the step is made as usual, if another step was asked for, or if the step exchanges in other calls
-    than this one. Waits for all ranks.
+    Returns, so that the step is made as usual, if another step was asked for, or if the step
+    exchanges in other calls than this one. Waits for all ranks.
 
     Raises:
         SystemExit: All is done, outside a run.

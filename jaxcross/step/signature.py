@@ -1,4 +1,6 @@
-"""The arguments of one call of a step: static ones bound, array types compared, and errors for those that cannot be."""
+"""The arguments of one call of a step: static ones bound, array types compared, and errors for
+those that cannot be.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from jaxcross._pytree import PyTree, TreeDef
 
 R = TypeVar("R")
 ArgType = ShapedArray | tuple[ShapedArray, jax.sharding.Sharding | None]
-"""The part of an array that a recompilation depends on; its place only where there is more than one."""
+"""The part of an array that a recompilation depends on; its place only where there is more than
+one.
+"""
 StaticValue = tuple[int, type, object]
 """A static argument's number, type and value. The type, because 1 == True == 1.0."""
 
@@ -36,7 +40,10 @@ def bind_static(
 
     def bound(*rest: Any, **kwargs: Any) -> R:
         left = iter(rest)
-        return step(*(fixed[n] if n in fixed else next(left) for n in range(len(fixed) + len(rest))), **kwargs)
+        return step(
+            *(fixed[n] if n in fixed else next(left) for n in range(len(fixed) + len(rest))),
+            **kwargs,
+        )
 
     bound.__name__ = name
     bound.static = tuple((n, type(x), x) for n, x in fixed.items())  # type: ignore[attr-defined]
@@ -54,9 +61,10 @@ def check_hashable(name: str, static: Sequence[StaticValue]) -> None:
             hash(value)
         except TypeError as error:
             raise ValueError(
-                f"static argument {n} of `{name}` cannot be hashed: it is or holds a `{kind.__name__}`"
-                f" ({error}). What was compiled is found by the values of static arguments: pass something hashable"
-                f" (a tuple, a frozen dataclass), or arrays as an argument that is not in static_argnums."
+                f"static argument {n} of `{name}` cannot be hashed: it is or holds a "
+                f"`{kind.__name__}` ({error}). What was compiled is found by the values of static "
+                "arguments: pass something hashable (a tuple, a frozen dataclass), or arrays as an "
+                "argument that is not in static_argnums."
             ) from None
 
 
@@ -68,14 +76,24 @@ def arg_types_of(leaves: Sequence[Any]) -> list[ArgType]:
     """
     many = _many_places()
     try:
-        return [(x.aval, x.sharding if x.committed else None) for x in leaves] if many else [x.aval for x in leaves]
+        return (
+            [(x.aval, x.sharding if x.committed else None) for x in leaves]
+            if many
+            else [x.aval for x in leaves]
+        )
     except AttributeError:  # a NumPy array or a Python number among them
         avals = [getattr(x, "aval", None) or aval_of(x) for x in leaves]
-        return [(a, getattr(x, "sharding", None)) for a, x in zip(avals, leaves, strict=True)] if many else avals
+        return (
+            [(a, getattr(x, "sharding", None)) for a, x in zip(avals, leaves, strict=True)]
+            if many
+            else avals
+        )
 
 
 def are_ready(leaves: Sequence[Any], arg_types: list[ArgType]) -> bool:
-    """Whether the leaves are plain `jax.Array`s of these types, none donated. Costs tens of nanoseconds a leaf."""
+    """Whether the leaves are plain `jax.Array`s of these types, none donated. Costs tens of
+    nanoseconds a leaf.
+    """
     try:
         return not any(map(ArrayImpl.is_deleted, leaves)) and arg_types_of(leaves) == arg_types
     except TypeError:  # NumPy arrays, random keys, or leaves that are not arrays at all
@@ -89,19 +107,20 @@ def check_leaves(name: str, leaves: Sequence[object], args: PyTree, kwargs: PyTr
         TypeError: A leaf is a type only, or traced.
         ValueError: A leaf was donated.
     """
-    # On the path of every step with a NumPy array or a random key: asking for an array's exact type costs a tenth of
-    # asking whether it is a jax.Array.
+    # On the path of every step with a NumPy array or a random key: asking for an array's exact type
+    # costs a tenth of asking whether it is a jax.Array.
     for n, leaf in enumerate(leaves):
         if type(leaf) is not ArrayImpl:
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise TypeError(
-                    f"`{name}` is called with a `jax.ShapeDtypeStruct`, which has no values: give it"
-                    f" arrays. `{name}.trace(...)` takes types."
+                    f"`{name}` is called with a `jax.ShapeDtypeStruct`, which has no values: give "
+                    f"it arrays. `{name}.trace(...)` takes types."
                 )
             if isinstance(leaf, Tracer):
                 raise TypeError(
-                    f"`{name}` is called with traced values: a crossover step runs its exchanges from the"
-                    " host and cannot stand inside jit, grad or vmap. Put the transformation inside the step."
+                    f"`{name}` is called with traced values: a crossover step runs its exchanges "
+                    "from the host and cannot stand inside jit, grad or vmap. Put the "
+                    "transformation inside the step."
                 )
             if not isinstance(leaf, jax.Array):  # else a random key
                 continue
@@ -113,8 +132,12 @@ def check_leaves(name: str, leaves: Sequence[object], args: PyTree, kwargs: PyTr
             )
 
 
-def describe_change(old: Sequence[ArgType], new: Sequence[ArgType], args: PyTree, kwargs: PyTree) -> str | None:
-    """Returns the first argument whose type changed, with both types, in words; None if there is none."""
+def describe_change(
+    old: Sequence[ArgType], new: Sequence[ArgType], args: PyTree, kwargs: PyTree
+) -> str | None:
+    """Returns the first argument whose type changed, with both types, in words; None if there is
+    none.
+    """
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path((args, kwargs))]
     for path, before, after in zip(paths, old, new, strict=False):
         if before != after:
@@ -123,23 +146,39 @@ def describe_change(old: Sequence[ArgType], new: Sequence[ArgType], args: PyTree
 
 
 def describe_structures(old: TreeDef, new: TreeDef) -> str:
-    """Returns where two structures of `(args, kwargs)` differ first, and a cure if it is static data, in words."""
+    """Returns where two structures of `(args, kwargs)` differ first, and a cure if it is static
+    data, in words.
+    """
     path, before, after = _first_difference(old, new)
     if len(path) < 2:
         return "it got other arguments"
-    which = f"args[{path[1]}]" if path[0] == 0 else f"kwargs[{old.children()[1].node_data()[1][path[1]]!r}]"
-    if before is None or after is None or before[0] is not after[0] or before[0] in (tuple, list, dict):
+    which = (
+        f"args[{path[1]}]"
+        if path[0] == 0
+        else f"kwargs[{old.children()[1].node_data()[1][path[1]]!r}]"
+    )
+    if (
+        before is None
+        or after is None
+        or before[0] is not after[0]
+        or before[0] in (tuple, list, dict)
+    ):
         return f"the structure of `{which}` changed"
     if "GradientTransformation" in f"{before[1]}{after[1]}":
         return (
-            f"`{which}` holds another `optax` object. Make one for all jobs: with `optax.inject_hyperparams`, a value"
-            ' that differs can be set in its state, as `opt_state.hyperparams["learning_rate"] = rate`'
+            f"`{which}` holds another `optax` object. Make one for all jobs: with "
+            "`optax.inject_hyperparams`, a value that differs can be set in its state, as "
+            '`opt_state.hyperparams["learning_rate"] = rate`'
         )
     return f"what is static in `{which}`, of type `{after[0].__name__}`, is another object or value"
 
 
-def _first_difference(old: TreeDef, new: TreeDef, path: tuple[int, ...] = ()) -> tuple[tuple[int, ...], Any, Any]:
-    """Returns the way to the first node that differs, and its type and static data in each; None for a leaf's."""
+def _first_difference(
+    old: TreeDef, new: TreeDef, path: tuple[int, ...] = ()
+) -> tuple[tuple[int, ...], Any, Any]:
+    """Returns the way to the first node that differs, and its type and static data in each; None
+    for a leaf's.
+    """
     before, after = old.node_data(), new.node_data()
     if before == after and old.num_nodes > 1 and len(old.children()) == len(new.children()):
         for n, (mine, theirs) in enumerate(zip(old.children(), new.children(), strict=True)):
@@ -155,7 +194,9 @@ def _many_places() -> bool:
 
 
 def _cure(before: ArgType, after: ArgType) -> str:
-    """Returns what to do about a state that begins as Python's number and comes back as an array; "" for the rest."""
+    """Returns what to do about a state that begins as Python's number and comes back as an array;
+    "" for the rest.
+    """
     old, new = (t[0] if isinstance(t, tuple) else t for t in (before, after))
     if old.shape != new.shape or not old.weak_type or new.weak_type:
         return ""

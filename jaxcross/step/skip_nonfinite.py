@@ -1,4 +1,6 @@
-"""`nonfinite="skip"`: a step with one more argument, which says after its exchanges whether the state may change."""
+"""`nonfinite="skip"`: a step with one more argument, which says after its exchanges whether the
+state may change.
+"""
 
 from __future__ import annotations
 
@@ -19,39 +21,47 @@ Form: TypeAlias = tuple[Any, list[Any]]  # structure, then shapes and types; see
 
 @cache
 def commit_flag() -> jax.Array:
-    """Returns the last argument of a step with a commit flag: True. The commit vote may replace it by False."""
+    """Returns the last argument of a step with a commit flag: True. The commit vote may replace it
+    by False.
+    """
     return jnp.ones((), bool)
 
 
 def with_commit_flag(
     function: Callable[..., PyTree], name: str, state: Sequence[int], *, donated: bool
 ) -> Callable[..., PyTree]:
-    """Returns `function` with a `commit_flag` as its last positional argument: if it is False, the state is unchanged.
+    """Returns `function` with a `commit_flag` as its last positional argument: if it is False, the
+    state is unchanged.
 
-    The state is the part of the results that corresponds to the arguments numbered `state`: for each, the part with the
-    same structure, shapes and types, wherever it stands; for an argument that is a single array, a whole result. If
-    `donated` is false there may be none: an evaluation returns no state.
+    The state is the part of the results that corresponds to the arguments numbered `state`: for
+    each, the part with the same structure, shapes and types, wherever it stands; for an argument
+    that is a single array, a whole result. If `donated` is false there may be none: an evaluation
+    returns no state.
 
     Raises:
-        CutError: (when traced) no donated argument is like a result, one is like several, or it seems to come back in
-            another structure; an argument that is not in `state` comes back next to one that is.
+        CutError: (when traced) no donated argument is like a result, one is like several, or it
+            seems to come back in another structure; an argument that is not in `state` comes back
+            next to one that is.
     """
 
     def flagged(*args: PyTree, **kwargs: PyTree) -> PyTree:
         *given, commits = args
-        # A step may write into a dict or an NNX state that it was given, which would then hold the new values.
+        # A step may write into a dict or an NNX state that it was given, which would then hold the
+        # new values.
         own = [jax.tree.map(lambda leaf: leaf, argument) for argument in given]
         results = _Results(function(*given, **kwargs), name)
         states = {n: own[n] for n in state if n < len(own)}
         lacking = results.keep(states, commits)
         if donated and not results.kept:
             raise CutError(
-                f"`{name}` cannot skip a step: none of its results has the structure, shapes and types of an argument"
-                ' that it donates. With `nonfinite="skip"` a step returns its new state, in a tuple with its metrics'
-                " perhaps."
+                f"`{name}` cannot skip a step: none of its results has the structure, shapes and "
+                'types of an argument that it donates. With `nonfinite="skip"` a step returns its '
+                "new state, in a tuple with its metrics perhaps."
             )
         fixed = [n for n, *_ in static]
-        numbers = [n for n in range(len(own) + len(fixed)) if n not in fixed]  # as the caller counts
+        numbers = [
+            n for n in range(len(own) + len(fixed)) if n not in fixed
+        ]  # as the caller counts
         if donated:
             results.check_scattered({numbers[n]: states[n] for n in lacking})
         elif results.kept:
@@ -92,19 +102,23 @@ class _Results:
                 del numbers[1:]  # a step with a single result
             if parts and len(parts) != len(numbers):
                 raise CutError(
-                    f"`{self._name}` cannot skip a step: {len(parts)} of its results have the structure, shapes and"
-                    f" types of {len(numbers)} argument{'s' * (len(numbers) > 1)}, and which of them is the new state"
-                    " is ambiguous. Return it alone, or in a tuple with parts that are not alike."
+                    f"`{self._name}` cannot skip a step: {len(parts)} of its results have the "
+                    f"structure, shapes and types of {len(numbers)} "
+                    f"argument{'s' * (len(numbers) > 1)}, and which of them is the new state is "
+                    "ambiguous. Return it alone, or in a tuple with parts that are not alike."
                 )
             for part, number in zip(parts, numbers, strict=False):
                 for n, old in zip(part, jax.tree.leaves(states[number]), strict=True):
-                    self._leaves[n] = jax.lax.select(commits, jnp.asarray(self._leaves[n]), jnp.asarray(old))
+                    self._leaves[n] = jax.lax.select(
+                        commits, jnp.asarray(self._leaves[n]), jnp.asarray(old)
+                    )
                 self.kept.update(part)
             lacking += numbers if not parts else []
         return lacking
 
     def check_scattered(self, donated: dict[int, PyTree]) -> None:
-        """Raises CutError if one of these arguments, which are like no part, is scattered over the results.
+        """Raises CutError if one of these arguments, which are like no part, is scattered over the
+        results.
 
         Its arrays would change although the step is skipped.
         """
@@ -113,29 +127,35 @@ class _Results:
             arrays = Counter(form(_arrays(old))[1])
             if arrays and not arrays - free:
                 raise CutError(
-                    f"`{self._name}` cannot skip a step: it donates argument {number} and returns arrays of the same"
-                    " shapes and types in another structure, while a skipped step would keep its other arguments alone."
-                    " Return each argument that is state in the structure that it has, and donate no others."
+                    f"`{self._name}` cannot skip a step: it donates argument {number} and returns "
+                    "arrays of the same shapes and types in another structure, while a skipped "
+                    "step would keep its other arguments alone. Return each argument that is state "
+                    "in the structure that it has, and donate no others."
                 )
 
     def check_others(self, others: dict[int, PyTree]) -> None:
-        """Raises CutError if one of these arguments, which are not declared as state, seems to be."""
+        """Raises CutError if one of these arguments, which are not declared as state, seems to
+        be.
+        """
         for number, old in others.items():
             kind = form(old)
             if _arrays(old) and not _bare(kind) and self._positions(kind)[1]:
                 raise CutError(
-                    f"`{self._name}` cannot skip a step: its first argument is its state, as it donates none, but"
-                    f" argument {number} comes back in its structure as well. Name by `donate_argnums` all that are"
-                    " state."
+                    f"`{self._name}` cannot skip a step: its first argument is its state, as it "
+                    f"donates none, but argument {number} comes back in its structure as well. "
+                    "Name by `donate_argnums` all that are state."
                 )
 
     def _positions(self, kind: Form) -> tuple[int, list[list[int]]]:
-        """Returns the smallest depth at which parts of this form stand outside of the state, and the leaves of each.
+        """Returns the smallest depth at which parts of this form stand outside of the state, and
+        the leaves of each.
 
         A single array counts only if it is a whole result: metrics are arrays, too.
         """
         found: list[tuple[int, list[int]]] = []
-        for path, part in jax.tree.leaves_with_path(self._results, is_leaf=lambda part: form(part) == kind):
+        for path, part in jax.tree.leaves_with_path(
+            self._results, is_leaf=lambda part: form(part) == kind
+        ):
             if form(part) != kind or (_bare(kind) and len(path) > (type(self._results) is tuple)):
                 continue
             part_leaves = [n for n, own in enumerate(self._paths) if own[: len(path)] == path]

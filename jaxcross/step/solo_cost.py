@@ -1,4 +1,6 @@
-"""Measures what one step costs alone: seconds of each segment, bytes on the wire, bytes in memory."""
+"""Measures what one step costs alone: seconds of each segment, bytes on the wire, bytes in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class Settings:
     Attributes:
         jobs: Number of jobs that is asked about.
         steps: Steps to time.
-        link_mbps: Rate of a link on which the exchanges are to be thought of, in Mbit/s; None for what is there.
+        link_mbps: Rate of a link on which the exchanges are to be thought of, in Mbit/s; None for
+            what is there.
         memory_bytes: Bytes that a rank may use; None for what the device or the machine has.
         profiles: Those of the step, in place of a measurement; none if it is to be timed.
 
@@ -74,7 +77,10 @@ class Settings:
             if not 0 < value < float("inf"):
                 raise ValueError(f"`{name}` must be above 0, got {value!r}.")
         if self.profiles and self.link_mbps is not None:
-            raise ValueError("`link_mbps` is for a measurement: a profile says what exchanges took on its own link.")
+            raise ValueError(
+                "`link_mbps` is for a measurement: a profile says what exchanges took on its own "
+                "link."
+            )
 
     def as_data(self) -> dict[str, Any]:
         """Returns all settings as plain data, for a comparison of ranks."""
@@ -121,30 +127,34 @@ class SoloCost:
         """Makes sure that this rank's step can be measured. Does not communicate.
 
         Raises:
-            CutError: It exchanges nothing, or calls mpi4jax, or a profile is of another step or number of ranks.
+            CutError: It exchanges nothing, or calls mpi4jax, or a profile is of another step or
+                number of ranks.
         """
         program = self._variant.default
         if self._variant.is_unit:
             raise CutError(
-                f"`{program.name}` calls mpi4jax: its exchanges cannot be timed apart from the computation between"
-                " them. Write it with named-axis collectives, such as `lax.pmean`."
+                f"`{program.name}` calls mpi4jax: its exchanges cannot be timed apart from the "
+                "computation between them. Write it with named-axis collectives, such as "
+                "`lax.pmean`."
             )
         if not program.exchanges:
             raise CutError(
-                f"`{program.name}` exchanges nothing with these arguments, so that there is nothing to hide. Give the"
-                ' train step, which averages its gradients over ranks, as by `lax.pmean(grads, "batch")`.'
+                f"`{program.name}` exchanges nothing with these arguments, so that there is "
+                "nothing to hide. Give the train step, which averages its gradients over ranks, as "
+                'by `lax.pmean(grads, "batch")`.'
             )
         check_profiles(self._settings.profiles, program, self._world.size)
 
     def measure(self, *, where: str = "") -> StepCost:
-        """Returns the cost, the same on every rank. Waits for all ranks, each of which must have a step that can be
-        measured.
+        """Returns the cost, the same on every rank. Waits for all ranks, each of which must have a
+        step that can be measured.
 
         Args:
             where: See `StepCost`.
 
         Raises:
-            ExchangeError: On every rank: the ranks have different steps, or the step fails on some rank.
+            ExchangeError: On every rank: the ranks have different steps, or the step fails on some
+                rank.
         """
         program = self._variant.default
         given = self._settings.profiles
@@ -158,16 +168,21 @@ class SoloCost:
             found = self._profile(compiled)
             if isinstance(found, str):
                 raise ExchangeError(
-                    f"`{program.name}` cannot be measured, as it fails on copies of its arguments: {found}"
+                    f"`{program.name}` cannot be measured, as it fails on copies of its arguments: "
+                    f"{found}"
                 )
             whole, cut, memory = found, self._cut_profile(program, found), memory_of(compiled)
         wide, narrow = self._wire_bytes(program.exchanges)
-        limit = self._settings.memory_bytes or device_limit_bytes(jax.local_devices()[0], self._world.local_size)
+        limit = self._settings.memory_bytes or device_limit_bytes(
+            jax.local_devices()[0], self._world.local_size
+        )
         own = [asdict(memory), limit]
         ranks = self._together(lambda control: gather(control, own))
         limits = [limit for _, limit in ranks if limit is not None]
         return StepCost(
-            whole=replace(whole, memory=JobMemory.largest([JobMemory.from_data(each) for each, _ in ranks])),
+            whole=replace(
+                whole, memory=JobMemory.largest([JobMemory.from_data(each) for each, _ in ranks])
+            ),
             cut=cut,
             where=where,
             steps=0 if given else self._settings.steps,
@@ -184,16 +199,22 @@ class SoloCost:
     def _built(self, program: Program) -> Compiled:
         compiled = self._build(program)
         if isinstance(compiled, str):
-            raise ExchangeError(f"`{program.name}` cannot be measured, as it cannot be compiled: {compiled}")
+            raise ExchangeError(
+                f"`{program.name}` cannot be measured, as it cannot be compiled: {compiled}"
+            )
         return compiled
 
     def _build(self, program: Program) -> Compiled | str:
-        """Returns the executables, or on all ranks a text about what failed on some. Waits for all ranks."""
+        """Returns the executables, or on all ranks a text about what failed on some. Waits for all
+        ranks.
+        """
         agree_once(self._variant, self._host, program, candidate=True)
         compiled, error_text = None, ""
         try:
             with self._host.compiling(program.name):
-                compiled = stages.compile(program, self._variant.arg_types, cache=self._world.executables)
+                compiled = stages.compile(
+                    program, self._variant.arg_types, cache=self._world.executables
+                )
         except JaxRuntimeError as error:
             error_text = summary(error)
         failed = self._together(lambda control: gather_failures(control, error_text))
@@ -203,7 +224,9 @@ class SoloCost:
         return compiled
 
     def _profile(self, compiled: Compiled) -> Profile | str:
-        """Times each segment, or returns on all ranks a text about what failed on some. Waits for all ranks."""
+        """Times each segment, or returns on all ranks a text about what failed on some. Waits for
+        all ranks.
+        """
         timed: list[list[int]] = []
 
         def work(control: Control) -> list[int] | str:
@@ -223,7 +246,9 @@ class SoloCost:
             s if segment.kind == "compute" else self._exchange_s(program, segment, s)
             for segment, s in zip(program.segments, slowest, strict=True)
         )
-        return Profile(name=program.name, graph=step_graph_of(program), seconds=seconds, ranks=self._world.size)
+        return Profile(
+            name=program.name, graph=step_graph_of(program), seconds=seconds, ranks=self._world.size
+        )
 
     def _exchange_s(self, program: Program, segment: Segment, measured_s: float) -> float:
         measured_s = 0.0 if program.is_single_rank(segment) else measured_s
@@ -233,7 +258,9 @@ class SoloCost:
         return max(measured_s, 8e-6 * nbytes / self._settings.link_mbps)
 
     def _cut_profile(self, program: Program, whole: Profile) -> Profile | None:
-        """Returns the profile in four exchange segments; None where there are no more than before, or it fails."""
+        """Returns the profile in four exchange segments; None where there are no more than before,
+        or it fails.
+        """
         if not whole.exchange_s:
             return None
         cut = self._variant.program_in(PIECES)

@@ -11,7 +11,9 @@ from jaxcross.step.unit_agreement import Units
 
 
 class ChosenCut(NamedTuple):
-    """The cut that `cut="auto"` chose: its number of segments, 0 for the default one, and that program's signature."""
+    """The cut that `cut="auto"` chose: its number of segments, 0 for the default one, and that
+    program's signature.
+    """
 
     n_segments: int
     signature: int
@@ -25,9 +27,9 @@ class StepRecord:
         cut, bucket_bytes: As given to `crossover`; the cut that its profiles choose.
         profiles: Those that were given as the cut, and must be of this step.
         warned: Source lines of loops and of `optax.MultiSteps` that a warning was logged for.
-        chosen_cuts: The cut that `cut="auto"` chose first in this process, by the default program's signature. Kept
-            here and not in a variant, because shapes may change on one rank alone, and the other ranks would not come
-            to a new search.
+        chosen_cuts: The cut that `cut="auto"` chose first in this process, by the default program's
+            signature. Kept here and not in a variant, because shapes may change on one rank alone,
+            and the other ranks would not come to a new search.
         units: Agreements on programs that call mpi4jax.
     """
 

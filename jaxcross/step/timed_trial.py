@@ -1,4 +1,6 @@
-"""One step on copies of its arguments. If a copy or a computation fails on one rank, all ranks abandon it together."""
+"""One step on copies of its arguments. If a copy or a computation fails on one rank, all ranks
+abandon it together.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ from jaxcross.world import World
 from jaxcross.world.control_plane import Control, any_rank
 
 
-def time_step(compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: World, control: Control) -> int | str:
-    """Returns the nanoseconds of one step on copies, or on all ranks a text about what failed on some.
+def time_step(
+    compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: World, control: Control
+) -> int | str:
+    """Returns the nanoseconds of one step on copies, or on all ranks a text about what failed on
+    some.
 
     Waits for all ranks.
     """
@@ -41,8 +46,8 @@ def time_segments(
 ) -> list[int] | str:
     """Returns the nanoseconds of each segment of one step on copies, or a text as `time_step` does.
 
-    Segments run one after the other, and an exchange is timed from when all ranks have arrived, so that nothing hides
-    behind anything. Waits for all ranks.
+    Segments run one after the other, and an exchange is timed from when all ranks have arrived, so
+    that nothing hides behind anything. Waits for all ranks.
     """
     copies = _copied(traced, leaves, control)
     if isinstance(copies, str):
@@ -68,7 +73,9 @@ def _timed(trial: _Trial, index: int) -> int:
 
 
 def _copied(traced: Traced, leaves: Sequence[Any], control: Control) -> list[Any] | str:
-    """Returns the arguments, copied where the step may overwrite them, or on all ranks a text if a copy failed."""
+    """Returns the arguments, copied where the step may overwrite them, or on all ranks a text if a
+    copy failed.
+    """
     error_text, copies = "", []
     try:
         copies = [jnp.copy(x) if p in traced.donated else x for p, x in enumerate(leaves)]
@@ -80,7 +87,9 @@ def _copied(traced: Traced, leaves: Sequence[Any], control: Control) -> list[Any
 
 
 def gather_failures(control: Control, error_text: str) -> str:
-    """Returns all ranks' errors as one text, the same on every rank; empty if there are none. Waits for all ranks."""
+    """Returns all ranks' errors as one text, the same on every rank; empty if there are none. Waits
+    for all ranks.
+    """
     if not any_rank(control, error_text):
         return ""
     texts = control.allgather_text(error_text)
@@ -94,7 +103,8 @@ def summary(error: Exception) -> str:
 
 @final
 class _Trial:
-    """A step in flight that goes on after XLA has failed: it computes no more and exchanges zeros, as other ranks wait.
+    """A step in flight that goes on after XLA has failed: it computes no more and exchanges zeros,
+    as other ranks wait.
 
     It raises only if an exchange itself fails, or if the number of exchanges depends on data.
 

@@ -1,7 +1,7 @@
 """An agreement of the ranks on programs that call mpi4jax, whose calls may differ by rank.
 
-Each rank's list of calls is run against the others'. Outside a runner only ranks that exchange with one another take
-part. In a job all ranks do, and the calls get communicators of the job's own.
+Each rank's list of calls is run against the others'. Outside a runner only ranks that exchange with
+one another take part. In a job all ranks do, and the calls get communicators of the job's own.
 """
 
 from __future__ import annotations
@@ -35,26 +35,30 @@ Lists = Mapping[int, tuple[Exchange, ...]]
 class Units:
     """Agreements on a step's programs that call mpi4jax; shared by all variants of the step.
 
-    A rank agrees again where its own list changes, or what the step was called with except for shapes, such as a static
-    argument: that changes on all ranks. It does not where shapes alone change, as a batch may be shorter on one rank.
-    Messages of other shapes change at both ends, so that all ranks that exchange with one another come.
+    A rank agrees again where its own list changes, or what the step was called with except for
+    shapes, such as a static argument: that changes on all ranks. It does not where shapes alone
+    change, as a batch may be shorter on one rank. Messages of other shapes change at both ends, so
+    that all ranks that exchange with one another come.
 
     Attributes:
-        latest: The latest agreement outside a runner: what tells the step's variants apart but for types, and this
-            rank's list.
+        latest: The latest agreement outside a runner: what tells the step's variants apart but for
+            types, and this rank's list.
         of_host: For each job, the hash of all lists by the same two.
     """
 
     latest: tuple[object, str] | None = None
-    of_host: WeakKeyDictionary[StepHost, dict[tuple[object, str], str]] = field(default_factory=WeakKeyDictionary)
+    of_host: WeakKeyDictionary[StepHost, dict[tuple[object, str], str]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     def is_current(self, world: World, program: Program, cache_key: object) -> bool:
         """Whether the latest agreement outside a runner holds for this program."""
         return self.latest == (cache_key, rank_lists.comparison_text(world.wire().calls(program)))
 
     def agree(self, host: StepHost, world: World, program: Program, cache_key: object) -> str:
-        """Makes sure that the calls fit together, unless this was found before in this job. Returns a hash of all lists
-        in a job. Waits for all ranks, and outside a runner for those that exchange with this one.
+        """Makes sure that the calls fit together, unless this was found before in this job. Returns
+        a hash of all lists in a job. Waits for all ranks, and outside a runner for those that
+        exchange with this one.
 
         Raises:
             ExchangeError: They do not; on each of those ranks.
@@ -63,7 +67,11 @@ class Units:
         known = self.of_host.setdefault(host, {}) if host.in_run else {}
         mine = cache_key, rank_lists.comparison_text(calls)
         if mine not in known:
-            new = " with these shapes: its messages must change on all ranks at the same step" if known else ""
+            new = (
+                " with these shapes: its messages must change on all ranks at the same step"
+                if known
+                else ""
+            )
             agreement = UnitAgreement(
                 units=self,
                 host=host,
@@ -78,8 +86,11 @@ class Units:
             known[mine] = agreement.digest
         return known[mine]
 
-    def agree_in_run(self, host: StepHost, world: World, program: Program, cache_key: object) -> Program:
-        """Returns the program over the job's own communicators, once all ranks have agreed. Waits for all ranks.
+    def agree_in_run(
+        self, host: StepHost, world: World, program: Program, cache_key: object
+    ) -> Program:
+        """Returns the program over the job's own communicators, once all ranks have agreed. Waits
+        for all ranks.
 
         Raises:
             ExchangeError: The calls do not fit together; on every rank.
@@ -102,7 +113,8 @@ class UnitAgreement:
         calls: This rank's list.
         mine: What tells the step's variants apart but for types, and this rank's list as a text.
         label: Text that all ranks must have in common.
-        order: Hash of its exchanges' labels. It takes time to compute, hence not while the exchange lane waits.
+        order: Hash of its exchanges' labels. It takes time to compute, hence not while the exchange
+            lane waits.
         digest: Hash of all ranks' lists, once they have agreed in a job.
     """
 
@@ -130,7 +142,8 @@ class UnitAgreement:
             raise ExchangeError(error_text)
         named = [(rank, x) for rank, calls in lists.items() for x in calls if rank_lists.is_call(x)]
         self._check_names(named)
-        # Every rank that belongs to a communicator must pick the same free number for it, hence all ranks' busy ones.
+        # Every rank that belongs to a communicator must pick the same free number for it, hence all
+        # ranks' busy ones.
         taken = {(_key(key), number) for _, busy in gathered for key, number in busy}
         own_comms = comms.for_job(self.host)
         for key in sorted({key_of(x) for _, x in named} - set(own_comms)):
@@ -161,9 +174,10 @@ class UnitAgreement:
         for rank, call in named:
             if "#" in dict(call.params).get("comm", ""):
                 raise ExchangeError(
-                    f"`{self.program.name}` uses two communicators of ranks {dict(call.params)['ranks']} that ranks"
-                    f" cannot tell apart, on rank {rank} at {call.source}. Give each a name, the same on all ranks:"
-                    ' `comm.Set_name("halo")`.'
+                    f"`{self.program.name}` uses two communicators of ranks "
+                    f"{dict(call.params)['ranks']} that ranks cannot tell apart, on rank {rank} at "
+                    f"{call.source}. Give each a name, the same on all ranks: "
+                    '`comm.Set_name("halo")`.'
                 )
 
 
@@ -173,22 +187,30 @@ def list_hash(world: World, program: Program) -> int:
 
 
 def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Lists:
-    """Returns the lists of all ranks that exchange with this one, directly or through others. Waits for them.
+    """Returns the lists of all ranks that exchange with this one, directly or through others. Waits
+    for them.
 
     Raises:
-        ExchangeError: All ranks have the same list, but in it the same exchange at different places.
+        ExchangeError: All ranks have the same list, but in it the same exchange at different
+            places.
     """
     rank, text, name = world.rank, rank_lists.encode(calls), program.name
     everyone = list(range(world.size))
-    # A collective over all ranks shows that all of them come; without one, only those that the calls connect do.
+    # A collective over all ranks shows that all of them come; without one, only those that the
+    # calls connect do.
     if not any(_over_ranks(x, everyone) for x in calls):
         accepts = partial(_accepts, rank) if rank_lists.expects_unknown(calls) else None
-        texts = world.gather_connected(name, text, rank_lists.partners(calls, rank), accepts=accepts)
+        texts = world.gather_connected(
+            name, text, rank_lists.partners(calls, rank), accepts=accepts
+        )
         return {r: rank_lists.decode(t) for r, t in texts.items()}
     number, order = hash_62(rank_lists.comparison_text(calls)), order_hash(program)
     with world.monitor(job=name, step=0, segment=-1, what="agreement"):
-        # As long as the vector of `ExchangeAgreement.standalone`: a rank without calls may be there.
-        low, high, first, last = world.control.allreduce_min(np.array([number, -number, order, -order], np.int64))
+        # As long as the vector of `ExchangeAgreement.standalone`: a rank without calls may be
+        # there.
+        low, high, first, last = world.control.allreduce_min(
+            np.array([number, -number, order, -order], np.int64)
+        )
         if low == -high and first != -last:
             check_order(world.control, program)
         if low == -high and not rank_lists.names_peers(calls):
@@ -197,7 +219,9 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
 
 
 def _over_ranks(call: Exchange, ranks: list[int]) -> bool:
-    """Whether a call is a collective over exactly these ranks, not a message from one to another."""
+    """Whether a call is a collective over exactly these ranks, not a message from one to
+    another.
+    """
     params = dict(call.params)
     return sorted(params["ranks"]) == ranks and "dest" not in params and "source" not in params
 
@@ -217,10 +241,12 @@ def _decoded(name: str, texts: list[str]) -> Lists:
 
 
 def without_calls(name: str, ranks: list[int]) -> str:
-    """Returns the error text for ranks whose step makes no call of mpi4jax, while that of others does."""
+    """Returns the error text for ranks whose step makes no call of mpi4jax, while that of others
+    does.
+    """
     return (
-        f"`{name}` calls mpi4jax on some ranks, but not on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}:"
-        f" {_REMEDY}."
+        f"`{name}` calls mpi4jax on some ranks, but not on rank{'s' * (len(ranks) > 1)} "
+        f"{', '.join(map(str, ranks))}: {_REMEDY}."
     )
 
 

@@ -1,4 +1,6 @@
-"""A step for one set of argument types: its trace, its programs and their executables. Data; `prepare` fills it in."""
+"""A step for one set of argument types: its trace, its programs and their executables. Data;
+`prepare` fills it in.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,19 @@ from jaxcross.world import World
 
 @dataclass(slots=True, eq=False)
 class Variant:
-    """A traced step, its programs and their executables; with a `cond` that the host decides, a child for each branch.
+    """A traced step, its programs and their executables; with a `cond` that the host decides, a
+    child for each branch.
 
-    Under `cut="auto"`, jobs may run it in different cuts, each job in one cut to its end. Job threads come here in an
-    order of each rank's own, so the cut of a job follows from what all ranks report about that job, never from what
-    another job left here.
+    Under `cut="auto"`, jobs may run it in different cuts, each job in one cut to its end. Job
+    threads come here in an order of each rank's own, so the cut of a job follows from what all
+    ranks report about that job, never from what another job left here.
 
     Attributes:
         traced: The step for one set of argument types.
         record: State that all variants of the step share.
         world: Communicators and executables.
-        cache_key: All but the types that tells the step's variants apart: structure, static arguments, configuration.
+        cache_key: All but the types that tells the step's variants apart: structure, static
+            arguments, configuration.
         trial_args: Flat arguments to try cuts on; dropped once a cut was chosen.
         children: Variants by branch, if the host decides a `cond`.
         branch_of: The branch that flat arguments take; None if there is nothing to decide.
@@ -48,8 +52,8 @@ class Variant:
         arg_types: Types to compile for.
         is_unit: Whether `default` calls mpi4jax.
         tunes_cut: Whether there is a cut to choose.
-        refusal: The reason why a profile given as `cut` does not fit this step, which is an error once the ranks have
-            compared it; None if there is none.
+        refusal: The reason why a profile given as `cut` does not fit this step, which is an error
+            once the ranks have compared it; None if there is none.
         compiled: Executables by number of segments; 0 for `default`.
         of_host: Executables of each job or standalone step, where these may differ.
     """
@@ -69,7 +73,9 @@ class Variant:
     tunes_cut: bool = field(init=False, default=False)
     refusal: str | None = field(init=False, default=None)
     compiled: dict[int, Compiled] = field(init=False, default_factory=dict)
-    of_host: WeakKeyDictionary[StepHost, Compiled] = field(init=False, default_factory=WeakKeyDictionary)
+    of_host: WeakKeyDictionary[StepHost, Compiled] = field(
+        init=False, default_factory=WeakKeyDictionary
+    )
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -87,14 +93,16 @@ class Variant:
             except CutError as error:
                 if program.is_unit:
                     raise
-                # It may be this rank's profile alone. The others would wait for this rank in their agreement.
+                # It may be this rank's profile alone. The others would wait for this rank in their
+                # agreement.
                 self.refusal = str(error)
         self.program = self.default = program
         # Kept, because it is asked at every call.
         self.is_unit = program.is_unit
         self.signature = list_hash(self.world, program) if self.is_unit else program.exchange_hash()
         self.arg_types = _without_values(self.traced, leaves)
-        # Exchanges that stay on this rank cost as much in any cut, and a unit of mpi4jax calls has only one.
+        # Exchanges that stay on this rank cost as much in any cut, and a unit of mpi4jax calls has
+        # only one.
         exchanges = any(not program.is_single_rank(s) for s in program.collectives)
         self.tunes_cut = self.record.cut == "auto" and not self.is_unit and exchanges
         if self.tunes_cut:
@@ -103,18 +111,24 @@ class Variant:
 
     @property
     def cut_note(self) -> str:
-        """Text about the cut in which ranks with equal exchanges must not differ; empty for a number that fits."""
+        """Text about the cut in which ranks with equal exchanges must not differ; empty for a
+        number that fits.
+        """
         return f" ({self.refusal})" if self.refusal else ' (`cut="auto"`)' if self.tunes_cut else ""
 
     def choose(self, leaves: Sequence[object]) -> Variant:
-        """Returns the variant whose program these arguments run: itself, or that of the branch they take."""
+        """Returns the variant whose program these arguments run: itself, or that of the branch they
+        take.
+        """
         if self.branch_of is None:
             return self
         index = self.branch_of(leaves)
 
         def make() -> Variant:
             traced = self.traced.decide(index)
-            return Variant(traced, self.record, self.world, cache_key=self.cache_key, trial_args=tuple(leaves))
+            return Variant(
+                traced, self.record, self.world, cache_key=self.cache_key, trial_args=tuple(leaves)
+            )
 
         return self.children.get(index, make).choose(leaves)
 
@@ -123,11 +137,17 @@ class Variant:
         if n_segments == 0:
             return self.default
         known = self.compiled.get(n_segments)
-        return known.program if known else stages.cut(self.traced, n_segments, bucket_bytes=self.record.bucket_bytes)
+        return (
+            known.program
+            if known
+            else stages.cut(self.traced, n_segments, bucket_bytes=self.record.bucket_bytes)
+        )
 
 
 def _on_host(undecided: Predicate) -> Callable[[Sequence[object]], int]:
-    """Returns the predicate of a `cond` as a function of the flat arguments, computed on the host's CPU device."""
+    """Returns the predicate of a `cond` as a function of the flat arguments, computed on the host's
+    CPU device.
+    """
     cpu = jax.local_devices(backend="cpu")[0]
     evaluate = jax.jit(jaxpr_as_fun(undecided.jaxpr))
 
@@ -141,8 +161,11 @@ def _on_host(undecided: Predicate) -> Callable[[Sequence[object]], int]:
 
 
 def _without_values(traced: Traced, leaves: Sequence[object]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the types of the arguments, which may be compiled for long after the arrays themselves were donated."""
+    """Returns the types of the arguments, which may be compiled for long after the arrays
+    themselves were donated.
+    """
     places = [x.sharding if isinstance(x, jax.Array) and x.committed else None for x in leaves]
     return tuple(
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p) for a, p in zip(traced.in_avals, places, strict=True)
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p)
+        for a, p in zip(traced.in_avals, places, strict=True)
     )

@@ -1,4 +1,6 @@
-"""`Coordinator`: rank 0's side of a sweep. It asks, tells, prunes, and writes down what must survive."""
+"""`Coordinator`: rank 0's side of a sweep. It asks, tells, prunes, and writes down what must
+survive.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,19 @@ class _DiffersError(Exception):
 class Coordinator:
     """Called by the threads of all trials on rank 0.
 
-    Making one goes through all that an earlier start wrote down: the search ends in the state that it had then.
+    Making one goes through all that an earlier start wrote down: the search ends in the state that
+    it had then.
 
     Args:
-        make: Makes a fresh search that has asked nothing. It gives trials of these numbers these parameters.
+        make: Makes a fresh search that has asked nothing. It gives trials of these numbers these
+            parameters.
         log: What is known of the trials.
         concurrent: Number of trials at a time.
 
     Attributes:
         search: The search in use.
-        submit: Starts a trial's job on all ranks; replaced by each run. May raise JobError if the run is over.
+        submit: Starts a trial's job on all ranks; replaced by each run. May raise JobError if the
+            run is over.
 
     Raises:
         Exception: What the search raises for its first trials.
@@ -50,8 +55,8 @@ class Coordinator:
             self._schedule = self._repeated(strict=True)
         except _DiffersError as error:
             _log.warning(
-                "The sweep goes on, but not as if it had never stopped: %s. Give the sampler a seed, as"
-                " `optuna.samplers.TPESampler(seed=0)`, and keep the version of Optuna.",
+                "The sweep goes on, but not as if it had never stopped: %s. Give the sampler a "
+                "seed, as `optuna.samplers.TPESampler(seed=0)`, and keep the version of Optuna.",
                 error,
             )
             self.search = make({number: trial.parameters for number, trial in log.trials.items()})
@@ -60,7 +65,9 @@ class Coordinator:
 
     def _repeated(self, *, strict: bool) -> Schedule:
         """Returns a schedule that has gone through all that is written down."""
-        schedule = Schedule(self.search, concurrent=self._concurrent, known_until=self._log.known_until)
+        schedule = Schedule(
+            self.search, concurrent=self._concurrent, known_until=self._log.known_until
+        )
         new = self._taken(schedule, schedule.begin(), strict=strict)
         while (decisions := schedule.repeat()) is not None:
             new += self._taken(schedule, decisions, strict=strict)
@@ -72,8 +79,12 @@ class Coordinator:
             self._write(decision)
         return schedule
 
-    def _taken(self, schedule: Schedule, decisions: list[Decision], *, strict: bool) -> list[Decision]:
-        """Notes all that is known of the trials that begin. Returns the decisions that are not written down."""
+    def _taken(
+        self, schedule: Schedule, decisions: list[Decision], *, strict: bool
+    ) -> list[Decision]:
+        """Notes all that is known of the trials that begin. Returns the decisions that are not
+        written down.
+        """
         new: list[Decision] = []
         for decision in decisions:
             known = self._log.trials.get(decision.number)
@@ -97,11 +108,14 @@ class Coordinator:
             JobError: It does not.
         """
         for trial in self._log.trials.values():
-            if trial.status == "pruned" and self._schedule.decided(trial.number, trial.step) is not True:
+            if (
+                trial.status == "pruned"
+                and self._schedule.decided(trial.number, trial.step) is not True
+            ):
                 raise JobError(
-                    f"Trial `{trial.name}` was pruned at step {trial.step} before the restart, and the pruner would let"
-                    " it go on now. Start with the pruner and the version of Optuna that were in use, or in another"
-                    " folder."
+                    f"Trial `{trial.name}` was pruned at step {trial.step} before the restart, and "
+                    "the pruner would let it go on now. Start with the pruner and the version of "
+                    "Optuna that were in use, or in another folder."
                 )
 
     @property
@@ -117,16 +131,22 @@ class Coordinator:
 
     @property
     def running(self) -> list[TrialRecord]:
-        """The trials to run: those that have begun and are not over, or whose last state is not saved."""
+        """The trials to run: those that have begun and are not over, or whose last state is not
+        saved.
+        """
         with self._changed:
-            return [trial for trial in self.trials if trial.status is None and self._schedule.has_begun(trial.number)]
+            return [
+                trial
+                for trial in self.trials
+                if trial.status is None and self._schedule.has_begun(trial.number)
+            ]
 
     def is_due(self, number: int) -> bool:
         """Whether it is decided that a trial runs or is over.
 
-        After a restart the search may not have asked for the trial yet. Or it has not said whether to prune it by a
-        value that it logged before a stop: the state that the stop saved covers that value, so that the trial won't
-        log it again.
+        After a restart the search may not have asked for the trial yet. Or it has not said whether
+        to prune it by a value that it logged before a stop: the state that the stop saved covers
+        that value, so that the trial won't log it again.
         """
         with self._changed:
             return self._schedule.has_begun(number) and not self._schedule.waits(number)
@@ -144,7 +164,9 @@ class Coordinator:
             return self._log.trials[number].status == "pruned"
 
     def advanced(self, number: int, step: int) -> None:
-        """Notes that a trial has made so many steps. Waits for a search that is being asked, if others wait for it."""
+        """Notes that a trial has made so many steps. Waits for a search that is being asked, if
+        others wait for it.
+        """
         with self._changed:
             self._follow(lambda: self._schedule.advance(number, step))
 
@@ -157,7 +179,10 @@ class Coordinator:
         with self._changed:
             known = self._log.trials[number].values.get(step)
             if known is not None and known != value and not (known != known and value != value):
-                text = "Trial `%s` logged %r after step %d, and %r before a restart, which counts: it does not repeat."
+                text = (
+                    "Trial `%s` logged %r after step %d, and %r before a restart, which counts: it "
+                    "does not repeat."
+                )
                 _log.warning(text, self._log.trials[number].name, value, step, known)
             self._log.value(number, step, value)
             self._check_disk()
@@ -177,7 +202,9 @@ class Coordinator:
             raise JobError(f"What trials logged cannot be written: {self._log.error}.")
 
     def give_up(self, error: Exception) -> bool:
-        """Ends the sweep by this error, and returns whether it does: not where a trial has logged the metric."""
+        """Ends the sweep by this error, and returns whether it does: not where a trial has logged
+        the metric.
+        """
         with self._changed:
             if any(trial.values for trial in self._log.trials.values()):
                 return False
@@ -191,7 +218,9 @@ class Coordinator:
             return self._log.trials[number].value
 
     def prunes(self, number: int, step: int, stopping: Callable[[], bool]) -> bool:
-        """Whether a trial ends at this step, whose value is written down. Waits for the other trials to come as far."""
+        """Whether a trial ends at this step, whose value is written down. Waits for the other
+        trials to come as far.
+        """
         with self._changed:
             value = self._log.trials[number].values[step]
             self._follow(lambda: self._schedule.report(number, step, value))
@@ -200,12 +229,16 @@ class Coordinator:
             return bool(self._schedule.decided(number, step))
 
     def came_to_end(self, number: int, step: int, value: float | None) -> None:
-        """Notes that a trial's function has returned on all ranks: its place is free. Its state is not saved yet."""
+        """Notes that a trial's function has returned on all ranks: its place is free. Its state is
+        not saved yet.
+        """
         with self._changed:
             self._log.returned(number, step)
             self._follow(lambda: self._schedule.end(number, step, "finished", value))
 
-    def over(self, number: int, step: int, status: Status, *, digest: str = "", error: str = "") -> None:
+    def over(
+        self, number: int, step: int, status: Status, *, digest: str = "", error: str = ""
+    ) -> None:
         """Notes that a trial's job is over on all ranks, and what it left is saved."""
         with self._changed:
             value = self._log.trials[number].value

@@ -1,12 +1,13 @@
-"""The trials of a sweep on disk: one line for each beginning, value and end, written by rank 0 as it happens.
+"""The trials of a sweep on disk: one line for each beginning, value and end, written by rank 0 as
+it happens.
 
     sweep.json      what the sweep is, and its trials so far, for people and programs
     trials.jsonl    what a restart goes on from
     metrics/        a JSONL and a CSV of each trial; checkpoints/ holds states
 
-A line is written before anything follows from it, and on disk before a checkpoint that covers it, and when its trial
-is over. A kill loses nothing of what a restart goes on from; a loss of power neither, on a disk that keeps what it was
-asked to keep.
+A line is written before anything follows from it, and on disk before a checkpoint that covers it,
+and when its trial is over. A kill loses nothing of what a restart goes on from; a loss of power
+neither, on a disk that keeps what it was asked to keep.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class TrialLog:
     Attributes:
         trials: The trials by number.
         known_until: The latest time of the schedule, and trial, on which a decision was based.
-        error: Why nothing is written any more, if the disk failed: a file that ends early is as after a kill.
+        error: Why nothing is written any more, if the disk failed: a file that ends early is as
+            after a kill.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -81,7 +83,8 @@ class TrialLog:
         self.error: OSError | None = None
 
     def open(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Takes the folder, and reads what an earlier start left there. Returns that start's settings, or these.
+        """Takes the folder, and reads what an earlier start left there. Returns that start's
+        settings, or these.
 
         Raises:
             ValueError: The folder holds something else, or another process sweeps in it.
@@ -93,18 +96,22 @@ class TrialLog:
         self._folder.mkdir(parents=True, exist_ok=True)
         found = {path.name for path in self._folder.iterdir()}
         if found - FILES and "sweep.json" not in found:
-            raise ValueError(f"`{self._folder}` is to hold a sweep, and holds other files. Name an empty folder.")
+            raise ValueError(
+                f"`{self._folder}` is to hold a sweep, and holds other files. Name an empty folder."
+            )
         self._file = (self._folder / "trials.jsonl").open("a+")
         if not lock(self._file):
             self._file.close()
             raise ValueError(
-                f"`{self._folder}` is in use: {holder(self._folder / 'trials.jsonl')} sweeps there. Wait until it has"
-                " ended, or end it: the same command then continues that sweep. In another folder, a sweep begins from"
-                " nothing."
+                f"`{self._folder}` is in use: {holder(self._folder / 'trials.jsonl')} sweeps "
+                "there. Wait until it has ended, or end it: the same command then continues that "
+                "sweep. In another folder, a sweep begins from nothing."
             )
         if "sweep.json" not in found:
             if self._read():
-                raise ValueError(f"`{self._folder}` has trials and no `sweep.json`. Name an empty folder.")
+                raise ValueError(
+                    f"`{self._folder}` has trials and no `sweep.json`. Name an empty folder."
+                )
             self.write()
             return settings
         try:
@@ -114,7 +121,8 @@ class TrialLog:
             earlier = before["settings"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"`{self._folder / 'sweep.json'}` is not of a sweep ({error}). Name an empty folder."
+                f"`{self._folder / 'sweep.json'}` is not of a sweep ({error}). Name an empty "
+                "folder."
             ) from None
         self._read()
         return earlier
@@ -142,10 +150,19 @@ class TrialLog:
     def pruned(self, pruned: Pruned) -> None:
         """Notes that a trial is pruned, once."""
         if self.trials[pruned.number].status is None:
-            self._add({"trial": pruned.number, "pruned": pruned.step, "time": pruned.time}, forced=True)
+            self._add(
+                {"trial": pruned.number, "pruned": pruned.step, "time": pruned.time}, forced=True
+            )
 
     def end(
-        self, number: int, status: Status, step: int, value: float | None, *, digest: str = "", error: str = ""
+        self,
+        number: int,
+        status: Status,
+        step: int,
+        value: float | None,
+        *,
+        digest: str = "",
+        error: str = "",
     ) -> None:
         """Notes the end of a trial, once."""
         if self.trials[number].status is None:
@@ -177,7 +194,9 @@ class TrialLog:
                 "params": each.parameters,
                 "status": each.status or "running",
                 "step": each.step,
-                "value": each.value if each.value is None or math.isfinite(each.value) else str(each.value),
+                "value": each.value
+                if each.value is None or math.isfinite(each.value)
+                else str(each.value),
                 "digest": each.digest,
                 "error": each.error,
             }
@@ -201,7 +220,9 @@ class TrialLog:
             self.sync()
 
     def _read(self) -> bool:
-        """Reads the file; drops a last line that a kill cut short. Returns whether there was any."""
+        """Reads the file; drops a last line that a kill cut short. Returns whether there was
+        any.
+        """
         self._file.seek(0)
         text = self._file.read()
         whole = text.rpartition("\n")[0]
@@ -218,7 +239,9 @@ class TrialLog:
     def _take(self, line: Mapping[str, Any]) -> None:
         number = line["trial"]
         if "params" in line:
-            begun = TrialRecord(number=number, name=line["name"], parameters=line["params"], after=line["after"])
+            begun = TrialRecord(
+                number=number, name=line["name"], parameters=line["params"], after=line["after"]
+            )
             self.trials.setdefault(number, begun)
             if begun.after is not None:
                 self.known_until = max(self.known_until, (line["time"], begun.after))
@@ -235,6 +258,8 @@ class TrialLog:
             trial.digest, trial.error = line["digest"], line["error"]
         else:
             trial.values.setdefault(line["step"], line["value"])
-            trial.latest = max(trial.latest, line["step"])  # no search among all: a file may have 100,000 lines
+            trial.latest = max(
+                trial.latest, line["step"]
+            )  # no search among all: a file may have 100,000 lines
             trial.step = max(trial.step, line["step"])
             trial.value = trial.values[trial.latest]

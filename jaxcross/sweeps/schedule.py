@@ -1,12 +1,14 @@
 """`Schedule`: in which order a search hears of its trials, and when which trial begins. Pure.
 
-Which trial ends first on a machine depends on that machine's moods; what a search asks next must not. So the schedule
-has a clock of its own, which counts steps: a trial that began at time t makes its step n at time t + n. What happens is
-handed to the search in the order of that clock, and at one time in the order of the trials' numbers, as if the steps
-of all trials took equally long. It therefore waits: something at time t is handed on once every trial that runs has
-come that far. In crossover the trials take turns, so that this is a step or two.
+Which trial ends first on a machine depends on that machine's moods; what a search asks next must
+not. So the schedule has a clock of its own, which counts steps: a trial that began at time t makes
+its step n at time t + n. What happens is handed to the search in the order of that clock, and at
+one time in the order of the trials' numbers, as if the steps of all trials took equally long. It
+therefore waits: something at time t is handed on once every trial that runs has come that far. In
+crossover the trials take turns, so that this is a step or two.
 
-What the search answers is a function of what each trial did at which of its steps. Neither threads nor kills enter it.
+What the search answers is a function of what each trial did at which of its steps. Neither threads
+nor kills enter it.
 """
 
 from __future__ import annotations
@@ -91,19 +93,24 @@ class _Event:
 
 @final
 class Schedule:
-    """Call `begin` once, then the other methods as things happen, in any order that keeps each trial's own.
+    """Call `begin` once, then the other methods as things happen, in any order that keeps each
+    trial's own.
 
     Args:
         search: Where trials come from.
         concurrent: Number of trials at a time.
-        known_until: After a restart: what happened up to this time, in this trial, is known in full. It is handed on by
-            `repeat`, once everything that is known of the trials that have begun was noted.
+        known_until: After a restart: what happened up to this time, in this trial, is known in
+            full. It is handed on by `repeat`, once everything that is known of the trials that have
+            begun was noted.
 
     Attributes:
-        error: What the search raised, if anything. It is not called again: no trial begins, and none is pruned.
+        error: What the search raised, if anything. It is not called again: no trial begins, and
+            none is pruned.
     """
 
-    def __init__(self, search: Search, *, concurrent: int, known_until: tuple[int, int] = (-1, -1)) -> None:
+    def __init__(
+        self, search: Search, *, concurrent: int, known_until: tuple[int, int] = (-1, -1)
+    ) -> None:
         self._search, self._concurrent, self._known_until = search, concurrent, known_until
         self._repeating = known_until >= (0, 0)
         self._running: dict[int, _Running] = {}
@@ -141,14 +148,18 @@ class Schedule:
         return found
 
     def advance(self, number: int, step: int) -> list[Decision]:
-        """Notes that a trial has made `step` steps, so that nothing more can happen in it before that step."""
+        """Notes that a trial has made `step` steps, so that nothing more can happen in it before
+        that step.
+        """
         trial = self._running.get(number)
         if trial is not None:
             trial.step = max(trial.step, step)
         return self.settle() if self._queue else []
 
     def report(self, number: int, step: int, value: float) -> list[Decision]:
-        """Notes a value. Of several at one step the first counts; what comes again after a restart is known."""
+        """Notes a value. Of several at one step the first counts; what comes again after a restart
+        is known.
+        """
         trial = self._running.get(number)
         if trial is None or trial.ending or step <= trial.reported:
             return []
@@ -166,8 +177,14 @@ class Schedule:
         return self.settle()
 
     def repeat(self) -> list[Decision] | None:
-        """Hands on one thing that is known from before a restart; returns None, for good, if there is no more."""
-        if self._repeating and self._queue and (self._queue[0].time, self._queue[0].number) <= self._known_until:
+        """Hands on one thing that is known from before a restart; returns None, for good, if there
+        is no more.
+        """
+        if (
+            self._repeating
+            and self._queue
+            and (self._queue[0].time, self._queue[0].number) <= self._known_until
+        ):
             return self._hand_on(heapq.heappop(self._queue))
         self._repeating = False
         return None
@@ -219,7 +236,9 @@ class Schedule:
         return [Started(number=number, parameters=parameters, after=after, time=time)]
 
     def _call(self, call: Callable[[], T]) -> T | None:
-        """Calls the search, as long as it has not raised: the trial whose turn it is has no part in its errors."""
+        """Calls the search, as long as it has not raised: the trial whose turn it is has no part in
+        its errors.
+        """
         if self.error is not None:
             return None
         try:

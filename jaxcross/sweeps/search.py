@@ -1,4 +1,6 @@
-"""Where trials come from: a list, a grid, random draws from a grid, or random draws by a function of one's own."""
+"""Where trials come from: a list, a grid, random draws from a grid, or random draws by a function
+of one's own.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def listed(search: Any, trials: int | None, seed: int) -> list[Parameters]:
     """Returns the parameters of all trials of a search that is not a study. The same on every rank.
 
     Args:
-        search: A grid as `{"lr": [0.1, 0.2]}`, a list of parameters, or a function of a NumPy generator.
+        search: A grid as `{"lr": [0.1, 0.2]}`, a list of parameters, or a function of a NumPy
+            generator.
         trials: How many; of a grid or a list, so many that are drawn from it. All if None.
         seed: For drawing.
 
@@ -55,15 +58,21 @@ def listed(search: Any, trials: int | None, seed: int) -> list[Parameters]:
         found = _grid(search)
     elif callable(search):
         if trials is None:
-            raise ValueError("`search` is a function, so that `trials` must say how often to call it: `trials=20`.")
+            raise ValueError(
+                "`search` is a function, so that `trials` must say how often to call it: "
+                "`trials=20`."
+            )
         # A generator for each trial: its parameters do not depend on how many trials there are.
-        return [checked(search(np.random.default_rng([seed, number])), number) for number in range(trials)]
+        return [
+            checked(search(np.random.default_rng([seed, number])), number)
+            for number in range(trials)
+        ]
     elif isinstance(search, Iterable) and not isinstance(search, str):
         found = [checked(each, number) for number, each in enumerate(search)]
     else:
         raise TypeError(
-            '`search` must be a grid as `{"lr": [0.1, 0.2]}`, a list of dicts, a function of a NumPy generator, or an'
-            f" Optuna study, got {shortened(repr(search), 100)}."
+            '`search` must be a grid as `{"lr": [0.1, 0.2]}`, a list of dicts, a function of a '
+            f"NumPy generator, or an Optuna study, got {shortened(repr(search), 100)}."
         )
     if not found:
         raise ValueError("`search` is empty: there is no trial to run.")
@@ -75,20 +84,29 @@ def listed(search: Any, trials: int | None, seed: int) -> list[Parameters]:
         return found
     if trials > len(found):
         raise ValueError(f"`trials` is {trials}, and `search` has {len(found)}.")
-    order = np.random.default_rng(seed).permutation(len(found))  # a prefix of one order: more trials go on from there
+    order = np.random.default_rng(seed).permutation(
+        len(found)
+    )  # a prefix of one order: more trials go on from there
     return [found[n] for n in order[:trials]]
 
 
 def _grid(search: Mapping[Any, Any]) -> list[Parameters]:
     for name, values in search.items():
         if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-            raise TypeError(f"`search[{name!r}]` must be a list of values, got {shortened(repr(values), 100)}.")
+            raise TypeError(
+                f"`search[{name!r}]` must be a list of values, got {shortened(repr(values), 100)}."
+            )
     axes = [[(name, value) for value in values] for name, values in search.items()]
-    return [checked(dict(each), number) for number, each in enumerate(itertools.product(*axes))] if axes else []
+    return (
+        [checked(dict(each), number) for number, each in enumerate(itertools.product(*axes))]
+        if axes
+        else []
+    )
 
 
 def checked(parameters: Any, number: int) -> Parameters:
-    """Returns the parameters of a trial as plain data, which can be sent to other ranks and kept in a file.
+    """Returns the parameters of a trial as plain data, which can be sent to other ranks and kept in
+    a file.
 
     Raises:
         TypeError: They are not a dict of names, or a value is no data.
@@ -106,9 +124,9 @@ def checked(parameters: Any, number: int) -> Parameters:
             same = False
         if not same:
             raise TypeError(
-                f"`{name}` of trial {number} is {shortened(repr(value), 100)}: parameters are sent to other ranks, and"
-                " kept in a file. Use texts, finite numbers, booleans, None, lists and dicts, and make other objects of"
-                " them in the training function."
+                f"`{name}` of trial {number} is {shortened(repr(value), 100)}: parameters are sent "
+                "to other ranks, and kept in a file. Use texts, finite numbers, booleans, None, "
+                "lists and dicts, and make other objects of them in the training function."
             )
     return plain
 
@@ -122,7 +140,8 @@ def _plain(value: Any) -> Any:
 def name_of(number: int, parameters: Parameters) -> str:
     """Returns the name of a trial's job: its number and its parameters, as `3 lr=0.1 width=32`."""
     words = [
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in parameters.items()
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in parameters.items()
     ]
     text = "".join(c if c.isprintable() else "?" for c in " ".join([str(number), *words]))
     return shortened(text, 60)

@@ -67,13 +67,13 @@ class SweepSettings:
         if differing:
             name = differing[0]
             raise ValueError(
-                f"The sweep in `{self.folder}` began with `{name}` {earlier.get(name)!r}, not {mine[name]!r}. Start it"
-                " as before, or name another folder."
+                f"The sweep in `{self.folder}` began with `{name}` {earlier.get(name)!r}, not "
+                f"{mine[name]!r}. Start it as before, or name another folder."
             )
         if self.trials < earlier.get("trials", 0):
             raise ValueError(
-                f"The sweep in `{self.folder}` began with {earlier['trials']} trials, and can have more but not fewer,"
-                f" got {self.trials}."
+                f"The sweep in `{self.folder}` began with {earlier['trials']} trials, and can have "
+                f"more but not fewer, got {self.trials}."
             )
 
 
@@ -102,7 +102,9 @@ def check_metric(metric: Any, mode: Any) -> None:
         ValueError: `metric` is empty, or `mode` is another word.
     """
     if not isinstance(metric, str):
-        raise TypeError(f"`metric` must be the name under which trials log it, as `accuracy`, got {metric!r}.")
+        raise TypeError(
+            f"`metric` must be the name under which trials log it, as `accuracy`, got {metric!r}."
+        )
     if not metric:
         raise ValueError("`metric` is empty: name what trials log, as `accuracy`.")
     if mode not in (None, "max", "min"):
@@ -113,7 +115,8 @@ def on_every_rank(world: World, what: str, work: Callable[[], T]) -> T:
     """Runs `work` on every rank, and raises on all of them what it raises on one. Waits for all.
 
     Raises:
-        Exception: The error of this rank, else one of the same kind with the text of the first rank that has one.
+        Exception: The error of this rank, else one of the same kind with the text of the first rank
+            that has one.
     """
     error: Exception | None = None
     result: T | None = None
@@ -146,5 +149,6 @@ def check_same(world: World, facts: Mapping[str, Any]) -> None:
             if each.get(name) != value:
                 raise JobError(
                     f"Ranks 0 and {rank} want different sweeps: `{name}` is {json.dumps(value)} and"
-                    f" {json.dumps(each.get(name))}. Call `jaxcross.sweep` with the same arguments on every rank."
+                    f" {json.dumps(each.get(name))}. Call `jaxcross.sweep` with the same arguments "
+                    "on every rank."
                 )

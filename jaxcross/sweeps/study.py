@@ -1,4 +1,6 @@
-"""Trials by Optuna: its samplers and pruners, asked and told in the order of the schedule, on rank 0."""
+"""Trials by Optuna: its samplers and pruners, asked and told in the order of the schedule, on rank
+0.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from jaxcross.errors import require_extra
 from jaxcross.sweeps.schedule import Parameters, Status
 from jaxcross.sweeps.search import checked, name_of
 
-MARK = "jaxcross_sweep"  # the attribute of the trials that a sweep has added to a study of the user's
-_NAME = "sweep"  # Hyperband shares out trials by the study's name, which Optuna makes up for each process
+MARK = (
+    "jaxcross_sweep"  # the attribute of the trials that a sweep has added to a study of the user's
+)
+# Hyperband shares out trials by the study's name, which Optuna makes up for each process
+_NAME = "sweep"
 
 
 def check_pruner(prune: Any) -> None:
@@ -29,7 +34,10 @@ def check_pruner(prune: Any) -> None:
     import optuna
 
     if not isinstance(prune, optuna.pruners.BasePruner):
-        raise TypeError(f"`prune` must be a pruner of Optuna's, as `optuna.pruners.MedianPruner()`, got {prune!r}.")
+        raise TypeError(
+            "`prune` must be a pruner of Optuna's, as `optuna.pruners.MedianPruner()`, got "
+            f"{prune!r}."
+        )
 
 
 def mode_of(study: Any) -> str:
@@ -39,16 +47,20 @@ def mode_of(study: Any) -> str:
         ValueError: It has several objectives.
     """
     if len(study.directions) != 1:
-        raise ValueError(f"The study has {len(study.directions)} objectives; a sweep has one metric.")
+        raise ValueError(
+            f"The study has {len(study.directions)} objectives; a sweep has one metric."
+        )
     return "max" if study.direction.name == "MAXIMIZE" else "min"
 
 
 @final
 class StudySearch:
-    """Asks a study in memory that has the sampler and the pruner of the user's. Implements `Search`.
+    """Asks a study in memory that has the sampler and the pruner of the user's. Implements
+    `Search`.
 
     Args:
-        study: The user's study, left as it is: earlier trials of it count as known. None for a list of trials.
+        study: The user's study, left as it is: earlier trials of it count as known. None for a list
+            of trials.
         listed: The trials, if a list has them.
         pruner: Ends trials early; None for the study's.
         mode: Whether the metric is to become large or small.
@@ -79,12 +91,18 @@ class StudySearch:
         self._listed, self._space, self._trials, self._sweep = listed, space, trials, sweep
         self._check = check
         self._fixed: Mapping[int, Parameters] = fixed or {}
-        sampler = optuna.samplers.RandomSampler(seed=0) if study is None else copy.deepcopy(study.sampler)
+        sampler = (
+            optuna.samplers.RandomSampler(seed=0) if study is None else copy.deepcopy(study.sampler)
+        )
         pruner = pruner or (None if study is None else study.pruner) or optuna.pruners.NopPruner()
-        name = _NAME if study is None or study.study_name.startswith("no-name-") else study.study_name
+        name = (
+            _NAME if study is None or study.study_name.startswith("no-name-") else study.study_name
+        )
         direction: Any = f"{mode}imize"
         with quiet():
-            self._study = optuna.create_study(study_name=name, sampler=sampler, pruner=pruner, direction=direction)
+            self._study = optuna.create_study(
+                study_name=name, sampler=sampler, pruner=pruner, direction=direction
+            )
         self.prunes = not isinstance(pruner, optuna.pruners.NopPruner)
         earlier = [] if study is None else earlier_trials(study, sweep)
         self._study.add_trials(earlier)
@@ -101,7 +119,9 @@ class StudySearch:
             trial = self._study.ask()
         else:
             trial = self._study.ask(distributions(self._space))
-        found = given if self._listed else self._space(trial) if callable(self._space) else trial.params
+        found = (
+            given if self._listed else self._space(trial) if callable(self._space) else trial.params
+        )
         parameters = checked(trial.params if found is None else found, number)
         self._check(name_of(number, parameters), parameters)
         trial.set_user_attr(MARK, self._sweep)
@@ -144,8 +164,9 @@ def check_space(space: Any) -> None:
         return
     if not isinstance(space, Mapping) or not space:
         raise TypeError(
-            "An Optuna study needs `space`: a dict as `{'lr': optuna.distributions.FloatDistribution(1e-3, 1)}`, or a"
-            f" function of a trial that suggests parameters and returns them as a dict. Got {space!r}."
+            "An Optuna study needs `space`: a dict as `{'lr': "
+            "optuna.distributions.FloatDistribution(1e-3, 1)}`, or a function of a trial that "
+            f"suggests parameters and returns them as a dict. Got {space!r}."
         )
     distributions(space)
 
@@ -165,7 +186,9 @@ def distributions(space: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(values, BaseDistribution):
             found[name] = values
         else:
-            raise TypeError(f"`space[{name!r}]` must be a distribution of Optuna's or a list, got {values!r}.")
+            raise TypeError(
+                f"`space[{name!r}]` must be a distribution of Optuna's or a list, got {values!r}."
+            )
     return found
 
 

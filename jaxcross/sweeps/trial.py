@@ -41,7 +41,9 @@ class Finished:
 
 @dataclass(slots=True, kw_only=True)
 class _Shared:
-    """What the threads of this rank's trials share. `finished` is the same on every rank once their jobs are over."""
+    """What the threads of this rank's trials share. `finished` is the same on every rank once their
+    jobs are over.
+    """
 
     finished: dict[int, Finished] = field(default_factory=dict)
     pruned: dict[int, str] = field(default_factory=dict)
@@ -79,16 +81,24 @@ class Trials:
         self._shared = _Shared()
 
     def take_over(
-        self, finished: Mapping[int, Finished], pruned: Mapping[int, str], begins: Sequence[int], prunes: bool
+        self,
+        finished: Mapping[int, Finished],
+        pruned: Mapping[int, str],
+        begins: Sequence[int],
+        prunes: bool,
     ) -> None:
-        """Notes what is over, on whatever rank that is known, and with which trials the next run begins."""
+        """Notes what is over, on whatever rank that is known, and with which trials the next run
+        begins.
+        """
         self.prunes = prunes
         with self._shared.lock:
             self._shared.finished |= finished
             self._shared.pruned |= pruned
             self._shared.closed |= {number: JobDone() for number in begins}
 
-    def run(self, job: JobContext, number: int, params: Mapping[str, Any], after: int | None) -> PyTree:
+    def run(
+        self, job: JobContext, number: int, params: Mapping[str, Any], after: int | None
+    ) -> PyTree:
         """Runs one trial. On every rank."""
         shared = self._shared
         with shared.lock:
@@ -130,8 +140,14 @@ class Trials:
         self._shared.metric_logged = True
 
     def give_up(self, observer: _Observer, error: JobError) -> None:
-        """Ends the sweep and its other trials, unless a trial has logged the metric. Rank 0 decides; does not wait."""
-        if self.coordinator is None or self._shared.metric_logged or not self.coordinator.give_up(error):
+        """Ends the sweep and its other trials, unless a trial has logged the metric. Rank 0
+        decides; does not wait.
+        """
+        if (
+            self.coordinator is None
+            or self._shared.metric_logged
+            or not self.coordinator.give_up(error)
+        ):
             return
         with self._shared.lock:
             others = [job for job in self._shared.jobs.values() if job is not observer.job]
@@ -151,14 +167,26 @@ class Trials:
     def _ranked(self, count: int) -> list[int]:
         """Returns the numbers of so many of the best trials that finished, best first."""
         sign = -1 if self.settings.mode == "max" else 1
-        finished = [(number, each.value) for number, each in self._shared.finished.items() if each.value == each.value]
-        return [number for number, _ in nsmallest(count, finished, key=lambda pair: (sign * pair[1], pair[0]))]
+        finished = [
+            (number, each.value)
+            for number, each in self._shared.finished.items()
+            if each.value == each.value
+        ]
+        return [
+            number
+            for number, _ in nsmallest(count, finished, key=lambda pair: (sign * pair[1], pair[0]))
+        ]
 
     def over(self, observer: _Observer, *, asked: bool) -> None:
-        """Notes that a trial's job is over, and frees what is not to be kept. Called once on every rank."""
+        """Notes that a trial's job is over, and frees what is not to be kept. Called once on every
+        rank.
+        """
         job, number, shared = observer.job, observer.number, self._shared
         with shared.lock:
-            failed, stopped = job.status in ("failed", "ejected", "left out"), job.status == "stopped"
+            failed, stopped = (
+                job.status in ("failed", "ejected", "left out"),
+                job.status == "stopped",
+            )
             finished = None if failed or stopped else observer.finished
             if finished is not None:
                 shared.finished[number] = finished
@@ -174,7 +202,9 @@ class Trials:
             if not stopped or asked:  # else the run was stopped, and saves this state
                 best = self.best()
                 for other, each in [*shared.jobs.items()]:
-                    if other != best and (each is job or (each.done.is_set() and each.status != "stopped")):
+                    if other != best and (
+                        each is job or (each.done.is_set() and each.status != "stopped")
+                    ):
                         each.state = None
                         del shared.jobs[other]
             if not failed and not stopped:
@@ -182,7 +212,9 @@ class Trials:
             shared.closed[number].set()
 
     def clean(self) -> None:
-        """Deletes this rank's checkpoints of all trials that are over and not among the best. Waits for the disk."""
+        """Deletes this rank's checkpoints of all trials that are over and not among the best. Waits
+        for the disk.
+        """
         folder, keep, shared = self.settings.checkpoint_folder, self.settings.keep, self._shared
         if folder is None or keep is None:
             return
@@ -190,9 +222,13 @@ class Trials:
             kept = set(self._ranked(keep))
             names = {each.name for number, each in shared.finished.items() if number not in kept}
             for name in names.union(shared.pruned.values()) - shared.cleaned:
-                folders = Folders(folder / folder_name(name), rank=self._world.rank, ranks=self._world.size)
+                folders = Folders(
+                    folder / folder_name(name), rank=self._world.rank, ranks=self._world.size
+                )
                 folders.delete(folders.names())
-                if not folders.names():  # else another rank's part is there, or the disk did not let go of it
+                if (
+                    not folders.names()
+                ):  # else another rank's part is there, or the disk did not let go of it
                     shared.cleaned.add(name)
 
 
@@ -259,18 +295,22 @@ class _Observer:
             raise TrialPruned
 
     def _check_evaluation(self, names: list[str]) -> None:
-        """Makes sure that the first evaluation from which the metric can come has it. The same on every rank.
+        """Makes sure that the first evaluation from which the metric can come has it. The same on
+        every rank.
 
         Raises:
             JobError: It has not. If no trial has logged the metric, the whole sweep ends.
         """
         evaluation = self.metric.partition("/")[0]
         returned = {name.partition("/")[0] for name in names} == {evaluation}
-        earlier = self._has_metric or any(self.metric in dict(flat(values)) for _, values in self.job.history)
+        earlier = self._has_metric or any(
+            self.metric in dict(flat(values)) for _, values in self.job.history
+        )
         if returned and not earlier and self.job.host.evaluations.provide(self.metric):
             error = JobError(
-                f"Trial `{self.job.name}` is to be compared by `{self.metric}`, which its evaluation `{evaluation}`"
-                f" after step {self.job.step} has not returned. It returned: {_listed(names)}."
+                f"Trial `{self.job.name}` is to be compared by `{self.metric}`, which its "
+                f"evaluation `{evaluation}` after step {self.job.step} has not returned. It "
+                f"returned: {_listed(names)}."
             )
             self._trials.give_up(self, error)
             raise error
@@ -283,8 +323,9 @@ class _Observer:
         """
         if self._late is not None and step > self._late:
             raise JobError(
-                f"Trial `{self.job.name}` logged `{self.metric}` after it had saved its state, at step {self._late}: a"
-                " restart between the two would lose the value. Call `job.log` before `job.save`."
+                f"Trial `{self.job.name}` logged `{self.metric}` after it had saved its state, at "
+                f"step {self._late}: a restart between the two would lose the value. Call "
+                "`job.log` before `job.save`."
             )
         if step == self._saved:
             self._late = step
@@ -308,28 +349,40 @@ class _Observer:
             if value is None:
                 continue
             if not isinstance(value, bool | int | float):
-                raise JobError(f"Trial `{self.job.name}` logged {value!r} as `{self.metric}`, which must be a number.")
+                raise JobError(
+                    f"Trial `{self.job.name}` logged {value!r} as `{self.metric}`, which must be a "
+                    "number."
+                )
             self._coordinator.value(self.number, step, float(value))
 
     def finish(self, state: PyTree) -> PyTree:
-        """Notes on all ranks that the function has returned. Waits for them, and for the state's values."""
+        """Notes on all ranks that the function has returned. Waits for them, and for the state's
+        values.
+        """
         job, coordinator = self.job, self._coordinator
         job.read_back()
         self._write_values()
         value = None if coordinator is None else coordinator.last_value(self.number)
         mine = json.dumps([value, _digest(job.state)])
-        everyone = job.run_on_all_ranks("end of the trial", lambda control: control.allgather_text(mine))
+        everyone = job.run_on_all_ranks(
+            "end of the trial", lambda control: control.allgather_text(mine)
+        )
         value = json.loads(everyone[0])[0]
         if value is None:
             names = sorted({name for _, metrics in job.history for name, _ in flat(metrics)})
             error = JobError(
-                f"Trial `{job.name}` has come to its end and never logged `{self.metric}`, by which trials are"
-                f" compared. It logged: {_listed(names)}. Call `job.log({{{self.metric!r}: ...}})`, on rank 0 at least."
+                f"Trial `{job.name}` has come to its end and never logged `{self.metric}`, by "
+                f"which trials are compared. It logged: {_listed(names)}. Call "
+                f"`job.log({{{self.metric!r}: ...}})`, on rank 0 at least."
             )
             self._trials.give_up(self, error)
             raise error
         digests = [json.loads(each)[1] for each in everyone]
-        digest = digests[0] if len(set(digests)) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+        digest = (
+            digests[0]
+            if len(set(digests)) == 1
+            else hashlib.sha256("".join(digests).encode()).hexdigest()
+        )
         self.finished = Finished(name=job.name, value=value, digest=digest)
         if coordinator is not None:
             coordinator.came_to_end(self.number, job.step, value)
@@ -337,11 +390,15 @@ class _Observer:
 
     def ended(self, *, asked: bool) -> bool:
         stopped = self.job.status == "stopped"
-        if stopped:  # the state that is saved next covers what was logged since `job.save`: no restart logs it again
+        # the state that is saved next covers what was logged since `job.save`: no restart logs it
+        # again
+        if stopped:
             try:
                 self._write_values()
             except JobError as error:  # the other ranks save, so that this one must
-                _log.warning("Values of trial `%s` are missing from the sweep: %s", self.job.name, error)
+                _log.warning(
+                    "Values of trial `%s` are missing from the sweep: %s", self.job.name, error
+                )
         self._trials.over(self, asked=asked)
         return stopped and not asked
 
@@ -351,7 +408,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _digest(state: PyTree) -> str:
-    """Returns a digest of all bytes of a state; empty where there is none, or one with leaves that are no numbers."""
+    """Returns a digest of all bytes of a state; empty where there is none, or one with leaves that
+    are no numbers.
+    """
     try:
         leaves = snapshot(state)
     except TypeError:

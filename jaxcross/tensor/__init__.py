@@ -1,12 +1,16 @@
-"""Tensor parallelism: Megatron-LM's 1-D, Optimus' 2-D and the 2.5-D of SUMMA2.5-LM and Tesseract, as Flax layers.
+"""Tensor parallelism: Megatron-LM's 1-D, Optimus' 2-D and the 2.5-D of SUMMA2.5-LM and Tesseract,
+as Flax layers.
 
-A model is written once, with a field `mesh`; `Mesh()` is the serial model. See `docs/reference/tensor-layouts.md`.
+A model is written once, with a field `mesh`; `Mesh()` is the serial model. See
+`docs/reference/tensor-layouts.md`.
 
 mesh          axes and layouts: which rank holds which part of a tensor
-layers        dense, normalisation, embedding; `transformer` is made of them, `normalise` and `loss` compute
+layers        dense, normalisation, embedding; `transformer` is made of them, `normalise` and `loss`
+              compute
 summa         products of matrices in q x q blocks
 collectives   the two halves of 1-D parallelism, with their derivatives
-shards        the serial model's parameters and each rank's: partition, initialise, split, join, compare
+shards        the serial model's parameters and each rank's: partition, initialise, split, join,
+              compare
 optimize      norms of trees that are split over ranks
 cost          bytes, messages, operations and memory of a step, and an estimate of its time
 """
@@ -17,7 +21,16 @@ from jaxcross.tensor.layers import Dense, Embedding, LayerNorm, RMSNorm, paramet
 from jaxcross.tensor.loss import cross_entropy
 from jaxcross.tensor.mesh import Mesh
 from jaxcross.tensor.optimize import clip_by_global_norm, global_norm
-from jaxcross.tensor.shards import check_replicas, gather, init, partition, replica_spread, shard, state_specs, unshard
+from jaxcross.tensor.shards import (
+    check_replicas,
+    gather,
+    init,
+    partition,
+    replica_spread,
+    shard,
+    state_specs,
+    unshard,
+)
 from jaxcross.tensor.summa import ab, abt, atb
 from jaxcross.tensor.transformer import MLP, Attention, Block, Transformer
 

@@ -1,8 +1,9 @@
 """The two halves of tensor parallelism, with derivatives of their own.
 
-JAX transposes `psum` to `psum` where axes are bound by `vmap`, by `crossover`, or by `shard_map(check_vma=False)`.
-There both directions are written out. Under `check_vma=True` JAX's own transposes are these. So a gradient is the same
-everywhere: a rank's gradient is that of the one global loss, of which every rank holds a copy.
+JAX transposes `psum` to `psum` where axes are bound by `vmap`, by `crossover`, or by
+`shard_map(check_vma=False)`. There both directions are written out. Under `check_vma=True` JAX's
+own transposes are these. So a gradient is the same everywhere: a rank's gradient is that of the one
+global loss, of which every rank holds a copy.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ Arrays = TypeVar("Arrays")
 
 
 def copy_to(x: Arrays, axes: Axes) -> Arrays:
-    """Returns `x`, equal on all ranks of `axes`, for ranks that go on differently; sums the gradient over them.
+    """Returns `x`, equal on all ranks of `axes`, for ranks that go on differently; sums the
+    gradient over them.
 
-    Sends nothing forward and makes one all-reduce backward. Megatron-LM's operator f (arXiv 1909.08053, section 3).
+    Sends nothing forward and makes one all-reduce backward. Megatron-LM's operator f (arXiv
+    1909.08053, section 3).
 
     Args:
         x: A tree of arrays.
@@ -32,9 +35,11 @@ def copy_to(x: Arrays, axes: Axes) -> Arrays:
 
 
 def reduce_from(x: Arrays, axes: Axes) -> Arrays:
-    """Returns the sum of `x` over the ranks of `axes`, which all go on alike; each takes the whole gradient.
+    """Returns the sum of `x` over the ranks of `axes`, which all go on alike; each takes the whole
+    gradient.
 
-    Makes one all-reduce forward, sends nothing backward; the same on every rank of `axes`. Megatron-LM's operator g.
+    Makes one all-reduce forward, sends nothing backward; the same on every rank of `axes`.
+    Megatron-LM's operator g.
 
     Args:
         x: A tree of arrays.

@@ -1,11 +1,13 @@
-"""Cost of a training step of a `Transformer` for one rank: messages, bytes, operations, memory; and an alpha-beta time.
+"""Cost of a training step of a `Transformer` for one rank: messages, bytes, operations, memory; and
+an alpha-beta time.
 
     seconds = alpha_s * messages + received_bytes / bytes_per_s + operations / operations_per_s
 
-Pure arithmetic over shapes; nothing runs and nothing is sent. Bytes are those of the layers' own exchanges, exactly: a
-test holds them to the traced step. The time is a model: exchanges and computation one after the other, every link as
-fast as every other, collectives that receive no more than they must. With P ranks and n bytes a rank, an all-reduce has
-2(P-1) messages and 2(P-1)/P n bytes (a ring), an all-gather P-1 and (P-1) n, a reduce-scatter P-1 and (P-1)/P n.
+Pure arithmetic over shapes; nothing runs and nothing is sent. Bytes are those of the layers' own
+exchanges, exactly: a test holds them to the traced step. The time is a model: exchanges and
+computation one after the other, every link as fast as every other, collectives that receive no more
+than they must. With P ranks and n bytes a rank, an all-reduce has 2(P-1) messages and 2(P-1)/P n
+bytes (a ring), an all-gather P-1 and (P-1) n, a reduce-scatter P-1 and (P-1)/P n.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ class Cost:
     Attributes:
         messages: That it waits for, one after the other.
         received_bytes: On the wire.
-        operations: Floating-point operations of the matrix products, two for a multiplication and an addition.
-        weights_bytes: Of its parameters, once: an Adam holds three times as many, and gradients come for a while.
+        operations: Floating-point operations of the matrix products, two for a multiplication and
+            an addition.
+        weights_bytes: Of its parameters, once: an Adam holds three times as many, and gradients
+            come for a while.
     """
 
     messages: int = 0
@@ -85,7 +89,8 @@ class Cost:
 
 
 def step_cost(model: Transformer, batch: int, length: int) -> Cost:
-    """One rank's cost of the loss and its gradients, `cross_entropy` included, the optimizer's own exchanges not.
+    """One rank's cost of the loss and its gradients, `cross_entropy` included, the optimizer's own
+    exchanges not.
 
     ```python
     model = tensor.Transformer(50304, 4096, 32, 64, 512, tensor.Mesh(side=4, depth=4))
@@ -98,16 +103,22 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
         length: Tokens a sequence.
 
     Raises:
-        ValueError: The model would refuse such a batch (chunks, length, heads), or is not of float32.
+        ValueError: The model would refuse such a batch (chunks, length, heads), or is not of
+            float32.
     """
     if any(jnp.dtype(kind) != jnp.float32 for kind in (model.dtype, model.param_dtype)):
         raise ValueError(
-            f"The model computes in `{model.dtype}` and keeps `{model.param_dtype}`, but costs are those of float32:"
-            " sums of 16 bits travel otherwise. Clone it with dtype=jnp.float32, param_dtype=jnp.float32."
+            f"The model computes in `{model.dtype}` and keeps `{model.param_dtype}`, but costs are "
+            "those of float32: sums of 16 bits travel otherwise. Clone it with dtype=jnp.float32, "
+            "param_dtype=jnp.float32."
         )
     if batch < 1 or length < 1:
-        raise ValueError(f"A step of {batch} sequences of {length} tokens computes nothing: both count from 1.")
-    partition(model.clone(layers=1), jax.ShapeDtypeStruct((batch, length), jnp.int32))  # the model's own refusals
+        raise ValueError(
+            f"A step of {batch} sequences of {length} tokens computes nothing: both count from 1."
+        )
+    partition(
+        model.clone(layers=1), jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    )  # the model's own refusals
     mesh, h, v = model.mesh, model.features, model.vocabulary
     (sequences,) = mesh.block((batch,), (tuple(mesh.batch) or None,), "A batch")
     tokens = sequences * length
@@ -132,16 +143,27 @@ def _block(model: Transformer, tokens: int, length: int) -> Cost:
     """Both passes of a block, and the forward pass again where it is rematerialised."""
     mesh, h = model.mesh, model.features
     work = Cost(operations=4 * tokens * length * (h // mesh.size(mesh.inner)))  # scores and context
-    attention = [_dense(mesh, tokens, h, 3 * h, "column"), (work, work * 2), _dense(mesh, tokens, h, h, "row")]
+    attention = [
+        _dense(mesh, tokens, h, 3 * h, "column"),
+        (work, work * 2),
+        _dense(mesh, tokens, h, h, "row"),
+    ]
     up, down = _dense(mesh, tokens, h, 4 * h, "column"), _dense(mesh, tokens, 4 * h, h, "row")
-    passes = zip(_normalisation(mesh, tokens), _normalisation(mesh, tokens), *attention, up, strict=True)
+    passes = zip(
+        _normalisation(mesh, tokens), _normalisation(mesh, tokens), *attention, up, strict=True
+    )
     forward, backward = (sum(costs, start=Cost()) for costs in passes)
     # What the last product gives is not needed for the backward pass.
     return forward * (2 if model.remat else 1) + backward + down[0] + down[1]
 
 
 def _block_shapes(h: int) -> Shapes:
-    matrices: Shapes = [((h, 3 * h), "column"), ((h, h), "row"), ((h, 4 * h), "column"), ((4 * h, h), "row")]
+    matrices: Shapes = [
+        ((h, 3 * h), "column"),
+        ((h, h), "row"),
+        ((h, 4 * h), "column"),
+        ((4 * h, h), "row"),
+    ]
     biases: Shapes = [((3 * h,), "inner"), ((4 * h,), "inner"), ((h,), "hidden"), ((h,), "hidden")]
     norms: Shapes = [((h,), "hidden")]
     return matrices + biases + norms * 4
@@ -180,16 +202,24 @@ def _tied_head(mesh: Mesh, tokens: int, v: int, h: int) -> Cost:
 
 def _loss(mesh: Mesh, tokens: int) -> Cost:
     inner = mesh.size(mesh.inner)
-    return _all_reduce(inner, tokens) + _all_reduce(inner, 2 * tokens) + _all_reduce(mesh.size(mesh.batch), 1)
+    return (
+        _all_reduce(inner, tokens)
+        + _all_reduce(inner, 2 * tokens)
+        + _all_reduce(mesh.size(mesh.batch), 1)
+    )
 
 
 def _parameters(mesh: Mesh, shapes: Shapes) -> Cost:
-    """Returns the cost of a rank's parameters: their memory, and the sums of gradients over ranks with other data."""
+    """Returns the cost of a rank's parameters: their memory, and the sums of gradients over ranks
+    with other data.
+    """
     cost = Cost()
     for shape, role in shapes:
         spec = mesh.spec(role)
         elements = math.prod(mesh.block(shape, spec, f"A parameter `{role}`"))
-        cost += Cost(weights_bytes=elements * ITEM_BYTES) + _all_reduce(mesh.size(mesh.summed(spec)), elements)
+        cost += Cost(weights_bytes=elements * ITEM_BYTES) + _all_reduce(
+            mesh.size(mesh.summed(spec)), elements
+        )
     return cost
 
 

@@ -1,9 +1,10 @@
 """Flax layers over a mesh: dense, layer and RMS normalisation, token and position embedding.
 
-Each is written once. On `Mesh()` it is the ordinary layer; on a larger mesh its parameters are the rank's own blocks of
-the same global ones, drawn from the same key, and its exchanges are named-axis collectives in both directions. Features
-that a layer takes and gives are cut over `mesh.hidden` between blocks and over `mesh.inner` inside one. The gradient of
-a parameter that several ranks hold is summed over them in the backward pass, and comes out equal on all of them.
+Each is written once. On `Mesh()` it is the ordinary layer; on a larger mesh its parameters are the
+rank's own blocks of the same global ones, drawn from the same key, and its exchanges are named-axis
+collectives in both directions. Features that a layer takes and gives are cut over `mesh.hidden`
+between blocks and over `mesh.inner` inside one. The gradient of a parameter that several ranks hold
+is summed over them in the backward pass, and comes out equal on all of them.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from jaxcross.tensor.normalise import normalise
 Initializer = Callable[..., Any]
 
 
-def parameter(module: Any, name: str, init: Initializer, shape: Sequence[int], role: Role) -> jax.Array:
-    """This rank's part of a parameter of `module`; its gradient is summed over the ranks that hold it with other data.
+def parameter(
+    module: Any, name: str, init: Initializer, shape: Sequence[int], role: Role
+) -> jax.Array:
+    """This rank's part of a parameter of `module`; its gradient is summed over the ranks that hold
+    it with other data.
 
-    The global array is drawn from the key that the serial model would use, and cut: peak memory holds it once. One
-    all-reduce backward, none forward; the same on every rank that holds the part.
+    The global array is drawn from the key that the serial model would use, and cut: peak memory
+    holds it once. One all-reduce backward, none forward; the same on every rank that holds the
+    part.
 
     Args:
         module: Has `mesh` and `param_dtype`.
@@ -37,7 +42,8 @@ def parameter(module: Any, name: str, init: Initializer, shape: Sequence[int], r
         role: How it is cut.
 
     Raises:
-        ValueError: A dimension cannot be cut into equal parts, or the step's axes are not the mesh's.
+        ValueError: A dimension cannot be cut into equal parts, or the step's axes are not the
+            mesh's.
     """
     mesh: Mesh = module.mesh
     spec: Any = mesh.spec(role)
@@ -54,9 +60,10 @@ def parameter(module: Any, name: str, init: Initializer, shape: Sequence[int], r
 class Dense(nn.Module):
     """`y = x W + b`: column or row parallel on a line of ranks, SUMMA on a grid.
 
-    A block's first layer is a `"column"` (`[..., hidden]` in, `[..., inner]` out), its last a `"row"` (the reverse). In
-    1-D (Megatron-LM, section 3) a column layer makes an all-reduce of its input backward, a row layer one of its output
-    forward. In 2-D and 2.5-D both are `summa.ab`, and their weights' gradients are summed over `depth`.
+    A block's first layer is a `"column"` (`[..., hidden]` in, `[..., inner]` out), its last a
+    `"row"` (the reverse). In 1-D (Megatron-LM, section 3) a column layer makes an all-reduce of its
+    input backward, a row layer one of its output forward. In 2-D and 2.5-D both are `summa.ab`, and
+    their weights' gradients are summed over `depth`.
 
     Attributes:
         features: Global length of the output's last dimension.
@@ -84,13 +91,15 @@ class Dense(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.cut not in ("column", "row"):
             raise ValueError(
-                f"`cut` of a dense layer is `{self.cut!r}`: choose `'column'` for a block's first layer, `'row'` for"
-                " its last."
+                f"`cut` of a dense layer is `{self.cut!r}`: choose `'column'` for a block's first "
+                "layer, `'row'` for its last."
             )
         mesh, column = self.mesh, self.cut == "column"
         y: Any
         width = x.shape[-1] * mesh.size(mesh.hidden if column else mesh.inner)
-        kernel = parameter(self, "kernel", self.kernel_init, (width, self.features), self.cut).astype(self.dtype)
+        kernel = parameter(
+            self, "kernel", self.kernel_init, (width, self.features), self.cut
+        ).astype(self.dtype)
         x = x.astype(self.dtype)
         if mesh.col:
             y = summa.ab(x, kernel, mesh.row, mesh.col)
@@ -99,13 +108,16 @@ class Dense(nn.Module):
         else:
             y = reduce_from(summa.ab(x, kernel, (), ()), mesh.inner)
         if self.use_bias:
-            bias = parameter(self, "bias", self.bias_init, (self.features,), "inner" if column else "hidden")
+            bias = parameter(
+                self, "bias", self.bias_init, (self.features,), "inner" if column else "hidden"
+            )
             y = y + bias.astype(self.dtype)
         return y
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation of `[..., hidden]`: two all-reduces of a number a token forward, one of two backward, in 2-D.
+    """Layer normalisation of `[..., hidden]`: two all-reduces of a number a token forward, one of
+    two backward, in 2-D.
 
     The variance is computed in two passes and in float32 at least. In 1-D nothing is sent.
 
@@ -124,12 +136,15 @@ class LayerNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         y = _normalised(self, x, centred=True)
-        bias = parameter(self, "bias", nn.initializers.zeros_init(), (_width(self.mesh, x),), "hidden")
+        bias = parameter(
+            self, "bias", nn.initializers.zeros_init(), (_width(self.mesh, x),), "hidden"
+        )
         return (y + bias).astype(self.dtype)
 
 
 class RMSNorm(nn.Module):
-    """RMS normalisation of `[..., hidden]`: one all-reduce of a number a token in each direction in 2-D, none in 1-D.
+    """RMS normalisation of `[..., hidden]`: one all-reduce of a number a token in each direction in
+    2-D, none in 1-D.
 
     Attributes:
         mesh: The ranks.
@@ -149,13 +164,16 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens `[batch, length]` to the sum of a token's and its place's vectors, `[batch, length, hidden]`; and back.
+    """Tokens `[batch, length]` to the sum of a token's and its place's vectors, `[batch, length,
+    hidden]`; and back.
 
-    The token table is cut over the vocabulary in 1-D (one all-reduce of the result forward; Megatron-LM, section 3) and
-    into blocks in 2-D (its column is gathered forward, and its gradient reduce-scattered backward).
+    The token table is cut over the vocabulary in 1-D (one all-reduce of the result forward;
+    Megatron-LM, section 3) and into blocks in 2-D (its column is gathered forward, and its gradient
+    reduce-scattered backward).
 
     Attributes:
-        vocabulary: Rows of the token table. A token below 0 or not below `vocabulary` has a vector of NaN.
+        vocabulary: Rows of the token table. A token below 0 or not below `vocabulary` has a vector
+            of NaN.
         features: Global width.
         positions: Rows of the position table, or 0 for none.
         mesh: The ranks.
@@ -176,9 +194,13 @@ class Embedding(nn.Module):
     table_init: Initializer = nn.initializers.normal(0.02)
 
     def setup(self) -> None:
-        self.table = parameter(self, "tokens", self.table_init, (self.vocabulary, self.features), "table")
+        self.table = parameter(
+            self, "tokens", self.table_init, (self.vocabulary, self.features), "table"
+        )
         if self.positions:
-            self.places = parameter(self, "places", self.table_init, (self.positions, self.features), "positions")
+            self.places = parameter(
+                self, "places", self.table_init, (self.positions, self.features), "positions"
+            )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         mesh, table = self.mesh, self.table.astype(self.dtype)
@@ -186,20 +208,23 @@ class Embedding(nn.Module):
             x = jnp.take(_rows(table, mesh), tokens, axis=0)
         else:
             place, mine = owned(tokens, table.shape[0], mesh)
-            x = reduce_from(jnp.where(mine[..., None], jnp.take(table, place, axis=0), 0), mesh.inner)
+            x = reduce_from(
+                jnp.where(mine[..., None], jnp.take(table, place, axis=0), 0), mesh.inner
+            )
         x = jnp.where(in_vocabulary(tokens, self.vocabulary)[..., None], x, jnp.nan)
         if not self.positions:
             return x
         length = tokens.shape[1]
         if length > self.positions:
             raise ValueError(
-                f"Sequences of {length} tokens are longer than the {self.positions} positions of the embedding. Cut"
-                " them, or make `positions` larger."
+                f"Sequences of {length} tokens are longer than the {self.positions} positions of "
+                "the embedding. Cut them, or make `positions` larger."
             )
         return x + self.places[:length].astype(self.dtype)
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """`[..., hidden]` to logits `[..., vocabulary]`, cut over `mesh.inner`: a head that shares the token table.
+        """`[..., hidden]` to logits `[..., vocabulary]`, cut over `mesh.inner`: a head that shares
+        the token table.
 
         `summa.abt` in 2-D; in 1-D an all-reduce of the input's gradient.
         """
@@ -209,7 +234,9 @@ class Embedding(nn.Module):
 
 
 def owned(labels: jax.Array, rows: int, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """Returns each label's row among this rank's `rows` of the vocabulary, and whether it is one. Sends nothing."""
+    """Returns each label's row among this rank's `rows` of the vocabulary, and whether it is one.
+    Sends nothing.
+    """
     first = jax.lax.axis_index(mesh.inner[0]) * rows if mesh.inner else 0
     row = labels - first
     mine = (row >= 0) & (row < rows)
@@ -217,12 +244,15 @@ def owned(labels: jax.Array, rows: int, mesh: Mesh) -> tuple[jax.Array, jax.Arra
 
 
 def in_vocabulary(labels: jax.Array, vocabulary: int) -> jax.Array:
-    """Whether each label is one of the vocabulary. Sends nothing; the same on every rank that holds the labels."""
+    """Whether each label is one of the vocabulary. Sends nothing; the same on every rank that holds
+    the labels.
+    """
     return (labels >= 0) & (labels < vocabulary)
 
 
 def _rows(table: jax.Array, mesh: Mesh) -> jax.Array:
-    # JAX's own transpose, a reduce-scatter, is right on every backend, and nothing but tokens is kept for it.
+    # JAX's own transpose, a reduce-scatter, is right on every backend, and nothing but tokens is
+    # kept for it.
     return jax.lax.all_gather(table, *mesh.row, axis=0, tiled=True)
 
 

@@ -1,7 +1,8 @@
-"""The mesh of ranks that hold one model, and how a tensor of each role is cut over it. Pure; no communication.
+"""The mesh of ranks that hold one model, and how a tensor of each role is cut over it. Pure; no
+communication.
 
-Three layouts: Megatron-LM's 1-D (arXiv 1909.08053), Optimus' 2-D (arXiv 2104.05343), and the 2.5-D of SUMMA2.5-LM and
-Tesseract (arXiv 2105.14500). A mesh of one rank is the serial model.
+Three layouts: Megatron-LM's 1-D (arXiv 1909.08053), Optimus' 2-D (arXiv 2104.05343), and the 2.5-D
+of SUMMA2.5-LM and Tesseract (arXiv 2105.14500). A mesh of one rank is the serial model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 ArrayT = TypeVar("ArrayT", np.ndarray, jax.Array)
 
-# Role -> the axis that each dimension is cut over. These tables are the whole difference in storage between layouts.
+# Role -> the axis that each dimension is cut over. These tables are the whole difference in storage
+# between layouts.
 _GRID: dict[Role, Spec] = {
     "column": ("row", "col"),
     "row": ("row", "col"),
@@ -45,9 +47,10 @@ _LINE: dict[Role, Spec] = {
 class Mesh:
     """Grid of the ranks that hold one model, by named axes.
 
-    `Mesh()` is the serial model, `Mesh(tensor=p)` 1-D, `Mesh(side=q)` 2-D on q x q ranks, `Mesh(side=q, depth=d)` 2.5-D
-    on q x q x d; `data=n` puts n replicas of any of them next to each other. Ranks are row-major over `axes`. Layers
-    take the mesh as an argument and use its axes by name; the same on every rank.
+    `Mesh()` is the serial model, `Mesh(tensor=p)` 1-D, `Mesh(side=q)` 2-D on q x q ranks,
+    `Mesh(side=q, depth=d)` 2.5-D on q x q x d; `data=n` puts n replicas of any of them next to each
+    other. Ranks are row-major over `axes`. Layers take the mesh as an argument and use its axes by
+    name; the same on every rank.
 
     ```python
     mesh = jaxcross.tensor.Mesh(side=2, depth=2)
@@ -59,7 +62,8 @@ class Mesh:
         tensor: Ranks along the axis `tensor` (1-D).
         depth: Layers along `depth` that hold equal weights and different data (2.5-D).
         side: Ranks along `row` and along `col` (2-D, 2.5-D).
-        whole: The same cut, but held by one rank alone: what is saved, and what the other ranks' shares are cut from.
+        whole: The same cut, but held by one rank alone: what is saved, and what the other ranks'
+            shares are cut from.
 
     Raises:
         ValueError: A size is below 1, or a line is requested together with a grid.
@@ -75,16 +79,21 @@ class Mesh:
         for name in ("data", "tensor", "depth", "side"):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"`{name}` of the mesh is `{size!r}`: it counts ranks and must be an integer from 1.")
+                raise ValueError(
+                    f"`{name}` of the mesh is `{size!r}`: it counts ranks and must be an integer "
+                    "from 1."
+                )
         if self.tensor > 1 and self.side * self.depth > 1:
             raise ValueError(
-                f"The mesh has {self.tensor} ranks along `tensor` and a grid of side {self.side} and depth"
-                f" {self.depth}. Choose 1-D (`tensor`) or 2-D and 2.5-D (`side`, `depth`)."
+                f"The mesh has {self.tensor} ranks along `tensor` and a grid of side {self.side} "
+                f"and depth {self.depth}. Choose 1-D (`tensor`) or 2-D and 2.5-D (`side`, `depth`)."
             )
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axis name -> ranks, outermost first, as `crossover` takes it: those longer than 1, or `{"data": 1}`."""
+        """Axis name -> ranks, outermost first, as `crossover` takes it: those longer than 1, or
+        `{"data": 1}`.
+        """
         return {name: size for name, size in self._sizes().items() if size > 1} or {"data": 1}
 
     @property
@@ -94,27 +103,37 @@ class Mesh:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """The axis over which the rows of a matrix are cut, as a tuple; empty where nothing is sent."""
+        """The axis over which the rows of a matrix are cut, as a tuple; empty where nothing is
+        sent.
+        """
         return self._live("row")
 
     @property
     def col(self) -> tuple[str, ...]:
-        """The axis over which the columns of a matrix are cut in 2-D and 2.5-D; empty where nothing is sent."""
+        """The axis over which the columns of a matrix are cut in 2-D and 2.5-D; empty where nothing
+        is sent.
+        """
         return self._live("col")
 
     @property
     def batch(self) -> tuple[str, ...]:
-        """The axes over which the batch is cut: chunk `c = (data d + depth) q + row` (SUMMA2.5-LM, section 3)."""
+        """The axes over which the batch is cut: chunk `c = (data d + depth) q + row` (SUMMA2.5-LM,
+        section 3).
+        """
         return self._live("data", "depth", "row")
 
     @property
     def hidden(self) -> tuple[str, ...]:
-        """The axis over which features are cut between blocks: none in 1-D, where every rank holds them all."""
+        """The axis over which features are cut between blocks: none in 1-D, where every rank holds
+        them all.
+        """
         return self.col
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """The axis over which features are cut inside a block: heads, the MLP's units, the logits."""
+        """The axis over which features are cut inside a block: heads, the MLP's units, the
+        logits.
+        """
         return self._live("tensor", "col")
 
     def size(self, axes: Sequence[str]) -> int:
@@ -122,19 +141,24 @@ class Mesh:
         return 1 if self.whole else math.prod(self._sizes()[a] for a in axes)
 
     def spec(self, role: Role) -> Spec:
-        """The axis that each dimension of a parameter of this role is cut over, None where it is not.
+        """The axis that each dimension of a parameter of this role is cut over, None where it is
+        not.
 
         Raises:
             ValueError: There is no such role.
         """
         if role not in _LINE:
-            raise ValueError(f"There is no role `{role!r}` of a parameter: choose one of {', '.join(_LINE)}.")
+            raise ValueError(
+                f"There is no role `{role!r}` of a parameter: choose one of {', '.join(_LINE)}."
+            )
         if self.side > 1:
             return _GRID[role]
         return _LINE[role] if self.tensor > 1 else (None,) * len(_LINE[role])
 
     def summed(self, spec: Spec) -> tuple[str, ...]:
-        """The axes over which such a parameter's gradient must be summed: the batch's, but for its own."""
+        """The axes over which such a parameter's gradient must be summed: the batch's, but for its
+        own.
+        """
         return tuple(a for a in self.batch if a not in named(spec))
 
     def block(self, shape: Sequence[int], spec: Spec, what: str) -> tuple[int, ...]:
@@ -148,8 +172,9 @@ class Mesh:
             parts = math.prod(self._sizes()[a] for a in named((axes,)))
             if length % parts:
                 raise ValueError(
-                    f"{what} of shape {tuple(shape)} cannot be cut: dimension {dim} has length {length}, which is no"
-                    f" multiple of the {parts} ranks along {_names(axes)}. Pad it, or choose another mesh."
+                    f"{what} of shape {tuple(shape)} cannot be cut: dimension {dim} has length "
+                    f"{length}, which is no multiple of the {parts} ranks along {_names(axes)}. "
+                    "Pad it, or choose another mesh."
                 )
         padded = [*spec, *[None] * (len(shape) - len(spec))]
         return tuple(n // self.size(named((axes,))) for n, axes in zip(shape, padded, strict=True))
@@ -159,11 +184,15 @@ class Mesh:
         for dim, entry in enumerate(spec):
             if axes := self._live(*named((entry,))):
                 length = value.shape[dim] // self.size(axes)
-                value = jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(axes) * length, length, dim)
+                value = jax.lax.dynamic_slice_in_dim(
+                    value, jax.lax.axis_index(axes) * length, length, dim
+                )
         return value
 
     def part(self, value: ArrayT, spec: Spec, rank: int) -> ArrayT:
-        """The part of `value` that `rank` holds: a static slice, on the host or in a `jit`. Sends nothing."""
+        """The part of `value` that `rank` holds: a static slice, on the host or in a `jit`. Sends
+        nothing.
+        """
         where, sizes = self.coords(rank), self._sizes()
         index = []
         for axes, length in zip(spec, self.block(value.shape, spec, "A tensor"), strict=False):
@@ -174,34 +203,42 @@ class Mesh:
         return value[(*index, ...)]
 
     def local_batch(self, batch: PyTree, rank: int) -> PyTree:
-        """The rows of a global batch that `rank` computes: tokens and labels alike, so that they cannot be told apart.
+        """The rows of a global batch that `rank` computes: tokens and labels alike, so that they
+        cannot be told apart.
 
         Ranks that differ along `col` or `tensor` alone get the same rows. Sends nothing.
 
         Raises:
-            ValueError: The batch cannot be cut into equal chunks, a leaf has no rows, or there is no such rank.
+            ValueError: The batch cannot be cut into equal chunks, a leaf has no rows, or there is
+                no such rank.
         """
 
         def rows(path: jax.tree_util.KeyPath, leaf: ArrayT) -> ArrayT:
             if not np.ndim(leaf):
                 raise ValueError(
-                    f"The batch's `{jax.tree_util.keystr(path)}` is a number, of which ranks cannot each take their"
-                    " rows. Leave it out, or give it a first dimension."
+                    f"The batch's `{jax.tree_util.keystr(path)}` is a number, of which ranks "
+                    "cannot each take their rows. Leave it out, or give it a first dimension."
                 )
             return self.part(leaf, (self.batch or None,), rank)
 
         return jax.tree_util.tree_map_with_path(rows, batch)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Returns `rank`'s coordinate along every axis, of length 1, too: `rank = (data d + depth) q^2 + row q + col`.
+        """Returns `rank`'s coordinate along every axis, of length 1, too: `rank = (data d + depth)
+        q^2 + row q + col`.
 
         Raises:
             ValueError: There is no such rank.
         """
         if not 0 <= rank < self.ranks:
-            raise ValueError(f"There is no rank {rank} on a mesh of {self.ranks} ranks, {self.axes}.")
+            raise ValueError(
+                f"There is no rank {rank} on a mesh of {self.ranks} ranks, {self.axes}."
+            )
         sizes = self._sizes()
-        return {a: int(c) for a, c in zip(sizes, np.unravel_index(rank, tuple(sizes.values())), strict=True)}
+        return {
+            a: int(c)
+            for a, c in zip(sizes, np.unravel_index(rank, tuple(sizes.values())), strict=True)
+        }
 
     def check_ranks(self, ranks: int) -> None:
         """Makes sure that a run has as many ranks as the mesh.
@@ -211,12 +248,13 @@ class Mesh:
         """
         if ranks != self.ranks:
             raise ValueError(
-                f"The mesh {self.axes} needs {self.ranks} ranks, but there are {ranks}. Start {self.ranks}, or change"
-                " the mesh."
+                f"The mesh {self.axes} needs {self.ranks} ranks, but there are {ranks}. Start "
+                f"{self.ranks}, or change the mesh."
             )
 
     def check_bound(self) -> None:
-        """Makes sure, inside a step, that every axis has the length that the mesh says; under `crossover` in its order.
+        """Makes sure, inside a step, that every axis has the length that the mesh says; under
+        `crossover` in its order.
 
         Raises:
             ValueError: One has not, or they stand in another order.
@@ -225,28 +263,41 @@ class Mesh:
         for axis, size in {} if self.whole else self.axes.items():
             if size > 1 and (bound := jax.lax.axis_size(axis)) != size:
                 raise ValueError(
-                    f"The mesh has {size} ranks along `{axis}`, but the step runs with {bound}. Give `crossover` (or"
-                    " `vmap`, `shard_map`) the mesh's own `axes`."
+                    f"The mesh has {size} ranks along `{axis}`, but the step runs with {bound}. "
+                    "Give `crossover` (or `vmap`, `shard_map`) the mesh's own `axes`."
                 )
         trace = current_tracing()
-        bound = [] if self.whole or trace is None else [axis for axis in trace.axes if axis in self.axes]
+        bound = (
+            []
+            if self.whole or trace is None
+            else [axis for axis in trace.axes if axis in self.axes]
+        )
         if bound != [axis for axis in self.axes if axis in bound]:
             raise ValueError(
-                f"The mesh has its axes in the order {_listed(self.axes)}, the step in the order {_listed(bound)}:"
-                " ranks would hold each other's parts. Give `crossover` the mesh's own `axes`."
+                f"The mesh has its axes in the order {_listed(self.axes)}, the step in the order "
+                f"{_listed(bound)}: ranks would hold each other's parts. Give `crossover` the "
+                "mesh's own `axes`."
             )
 
     def check_spec(self, spec: Spec, what: str) -> None:
-        """Makes sure that what cuts a tensor is this mesh's, or that of one which has all of its axes.
+        """Makes sure that what cuts a tensor is this mesh's, or that of one which has all of its
+        axes.
 
         Raises:
             ValueError: An axis is that of the other layout.
         """
-        foreign = {"tensor"} if self.side * self.depth > 1 else {"depth", "row", "col"} if self.tensor > 1 else set()
+        foreign = (
+            {"tensor"}
+            if self.side * self.depth > 1
+            else {"depth", "row", "col"}
+            if self.tensor > 1
+            else set()
+        )
         if wrong := [a for a in named(spec) if a in foreign]:
             raise ValueError(
-                f"{what} is cut over {_listed(wrong)} by its spec, but the mesh has {_listed(self.axes)}: the spec is"
-                " another mesh's. Take it from `partition` of a model with this mesh."
+                f"{what} is cut over {_listed(wrong)} by its spec, but the mesh has "
+                f"{_listed(self.axes)}: the spec is another mesh's. Take it from `partition` of a "
+                "model with this mesh."
             )
 
     def as_whole(self) -> Mesh:
@@ -254,7 +305,13 @@ class Mesh:
         return replace(self, whole=True)
 
     def _sizes(self) -> dict[str, int]:
-        return {"data": self.data, "depth": self.depth, "row": self.side, "col": self.side, "tensor": self.tensor}
+        return {
+            "data": self.data,
+            "depth": self.depth,
+            "row": self.side,
+            "col": self.side,
+            "tensor": self.tensor,
+        }
 
     def _live(self, *axes: str) -> tuple[str, ...]:
         return tuple(a for a in axes if self.size((a,)) > 1)

@@ -1,4 +1,6 @@
-"""Normalisation over features that are cut over ranks, in two passes, with the backward pass in one exchange."""
+"""Normalisation over features that are cut over ranks, in two passes, with the backward pass in one
+exchange.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +14,27 @@ Axes = tuple[str, ...]
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def normalise(x: jax.Array, features: int, axes: Axes, epsilon: float, centred: bool) -> jax.Array:
-    """`(x - mean) / sqrt(variance + epsilon)` over the last dimension; without the mean if not `centred`.
+    """`(x - mean) / sqrt(variance + epsilon)` over the last dimension; without the mean if not
+    `centred`.
 
-    The variance is the mean of squared differences, from a second pass: E[x^2] - E[x]^2 loses it if the mean is large.
-    One all-reduce of one number a row for each pass, and one of as many numbers together backward. The result is the
-    rank's own part.
+    The variance is the mean of squared differences, from a second pass: E[x^2] - E[x]^2 loses it if
+    the mean is large. One all-reduce of one number a row for each pass, and one of as many numbers
+    together backward. The result is the rank's own part.
 
     Args:
         x: `[..., features / ranks]`, float32 or wider.
         features: Length of the whole dimension.
         axes: The axis over which it is cut; none if it is not.
         epsilon: Added to the variance.
-        centred: Layer normalisation (Ba et al., arXiv 1607.06450) or RMS normalisation (arXiv 1910.07467).
+        centred: Layer normalisation (Ba et al., arXiv 1607.06450) or RMS normalisation (arXiv
+            1910.07467).
     """
     return _passes(x, features, axes, epsilon, centred)[0]
 
 
-def _passes(x: jax.Array, features: int, axes: Axes, epsilon: float, centred: bool) -> tuple[jax.Array, jax.Array]:
+def _passes(
+    x: jax.Array, features: int, axes: Axes, epsilon: float, centred: bool
+) -> tuple[jax.Array, jax.Array]:
     if centred:
         x = x - _total(jnp.sum(x, -1, keepdims=True), axes) / features
     variance = _total(jnp.sum(x * x, -1, keepdims=True), axes) / features
@@ -44,7 +50,12 @@ def _forward(
 
 
 def _backward(
-    features: int, axes: Axes, epsilon: float, centred: bool, saved: tuple[jax.Array, jax.Array], g: jax.Array
+    features: int,
+    axes: Axes,
+    epsilon: float,
+    centred: bool,
+    saved: tuple[jax.Array, jax.Array],
+    g: jax.Array,
 ) -> tuple[jax.Array]:
     # dx = r (u - mean(u) - x' mean(u x')), r the scale, x' the normalised input, u its cotangent.
     del epsilon

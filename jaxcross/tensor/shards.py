@@ -1,6 +1,8 @@
-"""Between the serial model's tree of parameters and each rank's: partition, initialise, cut, join, compare.
+"""Between the serial model's tree of parameters and each rank's: partition, initialise, cut, join,
+compare.
 
-`shard` and `unshard` are pure and need no mesh of running ranks: a checkpoint is always the serial model's.
+`shard` and `unshard` are pure and need no mesh of running ranks: a checkpoint is always the serial
+model's.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Tokens = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 def partition(model: nn.Module, tokens: Tokens) -> PyTree:
-    """Returns a tree of a `PartitionSpec` for each parameter of `model`. Computes and sends nothing.
+    """Returns a tree of a `PartitionSpec` for each parameter of `model`. Computes and sends
+    nothing.
 
     Args:
         model: Has a field `mesh`, which its layers are given.
@@ -38,10 +41,12 @@ def partition(model: nn.Module, tokens: Tokens) -> PyTree:
 
 
 def init(model: nn.Module, key: jax.Array, tokens: Tokens, rank: int = 0) -> PyTree:
-    """Returns the parameters that `rank` holds: those of the serial model from the same key, cut. Sends nothing.
+    """Returns the parameters that `rank` holds: those of the serial model from the same key, cut.
+    Sends nothing.
 
-    Equal to `shard` of the serial model's parameters, which this gives too, bit for bit. One parameter is drawn after
-    the other, and cut at once: of the serial model, memory never holds more than that one, a few times.
+    Equal to `shard` of the serial model's parameters, which this gives too, bit for bit. One
+    parameter is drawn after the other, and cut at once: of the serial model, memory never holds
+    more than that one, a few times.
 
     Args:
         model: Has a field `mesh`.
@@ -68,7 +73,8 @@ def init(model: nn.Module, key: jax.Array, tokens: Tokens, rank: int = 0) -> PyT
 
 
 def shard(tree: PyTree, specs: PyTree, mesh: Mesh, rank: int) -> PyTree:
-    """Returns the part of a serial tree that `rank` holds. Sends nothing; works on the host and in a `jit`.
+    """Returns the part of a serial tree that `rank` holds. Sends nothing; works on the host and in
+    a `jit`.
 
     Args:
         tree: Global arrays: parameters, or an optimizer state with `state_specs`.
@@ -83,32 +89,46 @@ def shard(tree: PyTree, specs: PyTree, mesh: Mesh, rank: int) -> PyTree:
 
 
 def unshard(trees: Sequence[PyTree], specs: PyTree, mesh: Mesh) -> PyTree:
-    """Returns the serial tree, as NumPy arrays, of what every rank holds, in rank order. Sends nothing.
+    """Returns the serial tree, as NumPy arrays, of what every rank holds, in rank order. Sends
+    nothing.
 
     Raises:
-        ValueError: There are not as many trees as ranks, or ranks that should hold equal parts do not.
+        ValueError: There are not as many trees as ranks, or ranks that should hold equal parts do
+            not.
     """
     mesh.check_ranks(len(trees))
 
-    def join(path: jax.tree_util.KeyPath, cut: PartitionSpec, *held: jax.typing.ArrayLike) -> np.ndarray:
+    def join(
+        path: jax.tree_util.KeyPath, cut: PartitionSpec, *held: jax.typing.ArrayLike
+    ) -> np.ndarray:
         spec, parts = tuple(cut), tuple(np.asarray(p) for p in held)
         sizes = mesh.axes
         cuts = [int(np.prod([sizes.get(a, 1) for a in named((axes,))])) for axes in spec]
-        shape = [n * c for n, c in zip(parts[0].shape, [*cuts, *[1] * (parts[0].ndim - len(cuts))], strict=True)]
+        shape = [
+            n * c
+            for n, c in zip(
+                parts[0].shape, [*cuts, *[1] * (parts[0].ndim - len(cuts))], strict=True
+            )
+        ]
         out, holder = np.zeros(shape, parts[0].dtype), {}
         for rank, part in enumerate(parts):
             where = tuple(mesh.coords(rank)[a] for a in named(spec))
             first = holder.setdefault(where, rank)
             if part.tobytes() != parts[first].tobytes():
-                raise ValueError(_unequal(jax.tree_util.keystr(path), f"ranks {first} and {rank} differ"))
+                raise ValueError(
+                    _unequal(jax.tree_util.keystr(path), f"ranks {first} and {rank} differ")
+                )
             mesh.part(out, spec, rank)[...] = part
         return out
 
-    return jax.tree_util.tree_map_with_path(join, specs, *trees, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree_util.tree_map_with_path(
+        join, specs, *trees, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
 
 
 def gather(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
-    """Gathers the serial tree on every rank, inside a step: one all-gather for each dimension that is cut.
+    """Gathers the serial tree on every rank, inside a step: one all-gather for each dimension that
+    is cut.
 
     A rank receives what it does not hold: for saving and sampling, not for every step.
     """
@@ -125,7 +145,8 @@ def gather(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
 
 
 def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: PyTree) -> PyTree:
-    """Returns the specs of `tx`'s state: a parameter's for what is shaped like it, none for counters. Computes nothing.
+    """Returns the specs of `tx`'s state: a parameter's for what is shaped like it, none for
+    counters. Computes nothing.
 
     What `optax.masked` leaves out of the state has no spec either.
     """
@@ -146,13 +167,16 @@ def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: P
 
 
 def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
-    """For each leaf and rank, inside a step, how far a rank's copy is from the first rank's that should hold the same.
+    """For each leaf and rank, inside a step, how far a rank's copy is from the first rank's that
+    should hold the same.
 
-    0 if equal, inf if one of them is not finite. An all-reduce of each leaf, and one of a number a rank; a tree of
-    vectors `[ranks]`, the same on every rank. Hand it to `check_replicas` before the first step.
+    0 if equal, inf if one of them is not finite. An all-reduce of each leaf, and one of a number a
+    rank; a tree of vectors `[ranks]`, the same on every rank. Hand it to `check_replicas` before
+    the first step.
 
     Args:
-        tree: What this rank holds: parameters; or a batch, whose specs are all `PartitionSpec(mesh.batch or None)`.
+        tree: What this rank holds: parameters; or a batch, whose specs are all
+            `PartitionSpec(mesh.batch or None)`.
         specs: Of each leaf.
         mesh: The ranks.
     """
@@ -163,11 +187,19 @@ def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
         if not over:
             return jnp.zeros(mesh.ranks)
         floating = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        wide = jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32 if floating else jnp.int32))
-        first = jax.lax.psum(jnp.where(jax.lax.axis_index(over) == 0, wide, jnp.zeros_like(wide)), over)
-        apart = jnp.abs(wide - first if floating else wide.astype(jnp.float32) - first.astype(jnp.float32))
+        wide = jnp.asarray(
+            leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32 if floating else jnp.int32)
+        )
+        first = jax.lax.psum(
+            jnp.where(jax.lax.axis_index(over) == 0, wide, jnp.zeros_like(wide)), over
+        )
+        apart = jnp.abs(
+            wide - first if floating else wide.astype(jnp.float32) - first.astype(jnp.float32)
+        )
         # Large integers may differ and round to the same number.
-        apart = jnp.max(jnp.where(wide != first, jnp.maximum(apart, jnp.finfo(jnp.float32).tiny), 0), initial=0)
+        apart = jnp.max(
+            jnp.where(wide != first, jnp.maximum(apart, jnp.finfo(jnp.float32).tiny), 0), initial=0
+        )
         # XLA's maximum on a CPU may lose a NaN.
         apart = jnp.where(jnp.all(jnp.isfinite(wide) & jnp.isfinite(first)), apart, jnp.inf)
         here = jnp.arange(mesh.ranks) == jax.lax.axis_index(every)
@@ -177,7 +209,8 @@ def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
 
 
 def check_replicas(spread: PyTree, *, batch: bool = False) -> None:
-    """Refuses leaves whose copies differ between ranks; call it with the result of `replica_spread`. Sends nothing.
+    """Refuses leaves whose copies differ between ranks; call it with the result of
+    `replica_spread`. Sends nothing.
 
     Args:
         spread: Of parameters, or of a batch.
@@ -192,32 +225,34 @@ def check_replicas(spread: PyTree, *, batch: bool = False) -> None:
             continue
         several = len(ranks) > 1
         how = (
-            f"{'those' if several else 'that'} of rank{'s' * several} {', '.join(map(str, ranks))}"
-            f" {'are' if several else 'is'} up to {float(apart.max()):g} apart from that of the first rank which holds"
-            " the same part"
+            f"{'those' if several else 'that'} of rank{'s' * several} {', '.join(map(str, ranks))} "
+            f"{'are' if several else 'is'} up to {float(apart.max()):g} apart from that of the "
+            "first rank which holds the same part"
         )
         raise ValueError((_different_rows if batch else _unequal)(jax.tree_util.keystr(path), how))
 
 
 def _unequal(path: str, how: str) -> str:
     return (
-        f"The parts of `{path}` that several ranks hold are not equal: {how}. Steps would drift apart. Initialise every"
-        " rank from one key, or from one checkpoint."
+        f"The parts of `{path}` that several ranks hold are not equal: {how}. Steps would drift "
+        "apart. Initialise every rank from one key, or from one checkpoint."
     )
 
 
 def _different_rows(path: str, how: str) -> str:
     return (
-        f"The rows of the batch's `{path}` that several ranks compute together are not equal: {how}. Losses would be"
-        " equal and wrong: along `tensor` and `col` ranks share their rows. Draw the same global batch on every rank,"
-        " and pass `mesh.local_batch(global rows, rank)`."
+        f"The rows of the batch's `{path}` that several ranks compute together are not equal: "
+        f"{how}. Losses would be equal and wrong: along `tensor` and `col` ranks share their rows. "
+        "Draw the same global batch on every rank, and pass `mesh.local_batch(global rows, rank)`."
     )
 
 
 def _mesh_of(model: nn.Module) -> Mesh:
     mesh = getattr(model, "mesh", None)
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"`{type(model).__name__}` has no field `mesh` that is a `jaxcross.tensor.Mesh`.")
+        raise TypeError(
+            f"`{type(model).__name__}` has no field `mesh` that is a `jaxcross.tensor.Mesh`."
+        )
     return mesh
 
 

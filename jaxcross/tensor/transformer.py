@@ -1,6 +1,8 @@
-"""A decoder-only Transformer over a mesh: attention, MLP, block, and the whole model. The mesh changes, not the model.
+"""A decoder-only Transformer over a mesh: attention, MLP, block, and the whole model. The mesh
+changes, not the model.
 
-Pre-normalised as GPT-2. No dropout. Exchanges are those of its dense layers, normalisations and embedding.
+Pre-normalised as GPT-2. No dropout. Exchanges are those of its dense layers, normalisations and
+embedding.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from jaxcross.tensor.mesh import Mesh
 
 
 class Attention(nn.Module):
-    """Self-attention, `[batch, length, hidden]` to the same: each rank computes its own heads over whole sequences.
+    """Self-attention, `[batch, length, hidden]` to the same: each rank computes its own heads over
+    whole sequences.
 
-    Scores, softmax and context send nothing. Columns of the query-key-value layer are head-major, `[heads, 3, width]`,
-    so that a rank's columns are whole heads on every mesh. Source: Vaswani et al., arXiv 1706.03762.
+    Scores, softmax and context send nothing. Columns of the query-key-value layer are head-major,
+    `[heads, 3, width]`, so that a rank's columns are whole heads on every mesh. Source: Vaswani et
+    al., arXiv 1706.03762.
 
     Attributes:
         heads: Of all ranks together.
@@ -43,10 +47,17 @@ class Attention(nn.Module):
         mesh = self.mesh
         features = x.shape[-1] * mesh.size(mesh.hidden)
         if features % self.heads:
-            raise ValueError(f"{features} features cannot be shared by {self.heads} heads: choose a divisor.")
-        (heads,) = mesh.block((self.heads,), mesh.spec("inner"), "The heads of an attention layer, an array")
+            raise ValueError(
+                f"{features} features cannot be shared by {self.heads} heads: choose a divisor."
+            )
+        (heads,) = mesh.block(
+            (self.heads,), mesh.spec("inner"), "The heads of an attention layer, an array"
+        )
         batch, length, _ = x.shape
-        width, kinds = features // self.heads, {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        width, kinds = (
+            features // self.heads,
+            {"dtype": self.dtype, "param_dtype": self.param_dtype},
+        )
         qkv = Dense(3 * features, mesh, "column", name="qkv", **kinds)(x)
         q, k, v = jnp.moveaxis(qkv.reshape(batch, length, heads, 3, width), 3, 0)
         wide = jnp.promote_types(self.dtype, jnp.float32)
@@ -82,12 +93,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP of four times the features, each after a layer normalisation and with a residual.
+    """Attention and an MLP of four times the features, each after a layer normalisation and with a
+    residual.
 
-    For b sequences of s tokens and h features a rank receives, in elements of float32, normalisations and biases apart:
-    1-D on p ranks 4(p-1)/p bsh forward and as much backward; on [q, q, d] (q-1)/q (7bsh/(dq) + 12h^2/q) forward, twice
-    that backward, and 2(d-1)/d 12h^2/q^2 for the weights' gradients. In 16 bits half the bytes, but for sums of less
-    than 64 KiB on all ranks together.
+    For b sequences of s tokens and h features a rank receives, in elements of float32,
+    normalisations and biases apart: 1-D on p ranks 4(p-1)/p bsh forward and as much backward; on
+    [q, q, d] (q-1)/q (7bsh/(dq) + 12h^2/q) forward, twice that backward, and 2(d-1)/d 12h^2/q^2 for
+    the weights' gradients. In 16 bits half the bytes, but for sums of less than 64 KiB on all ranks
+    together.
 
     Attributes:
         heads: Attention heads of all ranks together.
@@ -112,7 +125,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens `[batch, length]` to logits `[batch, length, vocabulary]`, cut over `mesh.inner`; see `cross_entropy`.
+    """Tokens `[batch, length]` to logits `[batch, length, vocabulary]`, cut over `mesh.inner`; see
+    `cross_entropy`.
 
     Attributes:
         vocabulary: Tokens there are. Pad it to a multiple of the ranks that share it.
@@ -122,7 +136,8 @@ class Transformer(nn.Module):
         positions: Longest sequence.
         mesh: The ranks; `Mesh()` is the serial model.
         tied: Whether the head shares the token table.
-        remat: Whether a block's activations are computed again in the backward pass, exchanges included.
+        remat: Whether a block's activations are computed again in the backward pass, exchanges
+            included.
         dtype: Of the computation.
         param_dtype: Of the parameters.
     """
@@ -141,7 +156,9 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         mesh, kinds = self.mesh, {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        embedding = Embedding(self.vocabulary, self.features, self.positions, mesh, name="embedding", **kinds)
+        embedding = Embedding(
+            self.vocabulary, self.features, self.positions, mesh, name="embedding", **kinds
+        )
         x = embedding(tokens)
         block = nn.remat(Block) if self.remat else Block
         for n in range(self.layers):

@@ -5,7 +5,8 @@ lower         a jaxpr with exchanges -> one with messages; `coalesce` joins smal
 collectives   sums, gathers and the like made of messages; 16-bit floats are summed in float32
 messages      the five calls for any element type and any number of elements
 primitive     messages by mpi4jax: calls inside one executable
-host_program  messages by mpi4py: the host makes them between executables; `host_calls`, and `arena` for their memory
+host_program  messages by mpi4py: the host makes them between executables; `host_calls`, and `arena`
+              for their memory
 mpi_wire      `Wire` of program/ir.py over MPI: `World.wire` returns it
 rank_grid     axes over ranks: names, sizes, coordinates, groups
 job_comms     a job's own communicators in place of those that its mpi4jax calls name; `calls`

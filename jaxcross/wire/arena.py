@@ -1,10 +1,12 @@
-"""Page-aligned memory that exchanges receive into, used again as soon as nothing refers to it any more.
+"""Page-aligned memory that exchanges receive into, used again as soon as nothing refers to it any
+more.
 
-A page of fresh memory costs a fault when it is first written, 25 ms per 100 MB; the same pages again cost nothing. And
-JAX takes an aligned NumPy array as it is, without a copy, so whoever holds a result of an exchange holds a part of an
-arena. No analysis of the program decides when that memory is free. Instead, each array that `take` returns is a new
-NumPy object over its slot. All views of it and all JAX arrays made from it keep the object alive, and the slot is free
-once the object is gone. A result that the user keeps forever just keeps its slot.
+A page of fresh memory costs a fault when it is first written, 25 ms per 100 MB; the same pages
+again cost nothing. And JAX takes an aligned NumPy array as it is, without a copy, so whoever holds
+a result of an exchange holds a part of an arena. No analysis of the program decides when that
+memory is free. Instead, each array that `take` returns is a new NumPy object over its slot. All
+views of it and all JAX arrays made from it keep the object alive, and the slot is free once the
+object is gone. A result that the user keeps forever just keeps its slot.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from jaxcross._jax_compat import collect_garbage
 
 # Below this size, NumPy's own allocator is at least as fast, and a page would be mostly empty.
 SMALLEST_BYTES = 64 * 1024
-# Idle slots are kept so long: jobs of one run alternate within seconds, and a slot of a finished job is to go.
+# Idle slots are kept so long: jobs of one run alternate within seconds, and a slot of a finished
+# job is to go.
 IDLE_S = 60.0
 
 
@@ -48,7 +51,9 @@ class Arena:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Returns an array with undefined content that shares memory with nothing that anyone can still reach."""
+        """Returns an array with undefined content that shares memory with nothing that anyone can
+        still reach.
+        """
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST_BYTES:
@@ -60,7 +65,8 @@ class Arena:
             slots = self._slots.setdefault(size, [])
             slot = _free(slots)
             if slot is None:
-                # A JAX array that is gone leaves the NumPy array it was made from to JAX's next call.
+                # A JAX array that is gone leaves the NumPy array it was made from to JAX's next
+                # call.
                 collect_garbage()
                 slot = _free(slots)
             if slot is None:
@@ -87,7 +93,8 @@ def _free(slots: list[_Slot]) -> _Slot | None:
 
 
 def _memory(size: int) -> mmap.mmap:
-    # Private, so that a forked process keeps what it had of a slot when this process uses the slot again.
+    # Private, so that a forked process keeps what it had of a slot when this process uses the slot
+    # again.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,6 @@
-"""Bytes that a rank receives in an exchange, from the formula and from the messages that were lowered."""
+"""Bytes that a rank receives in an exchange, from the formula and from the messages that were
+lowered.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ _BLOCKS = ("all_to_all", "reduce_scatter", "mpi.alltoall")
 
 
 def wire_bytes(exchange: Exchange, sizes: Mapping[str, int]) -> int:
-    """Bytes that the exchange brings to the rank that receives most, by its algorithm's formula. Communicates nothing.
+    """Bytes that the exchange brings to the rank that receives most, by its algorithm's formula.
+    Communicates nothing.
 
     Inside a loop it counts once for each iteration, if the number is known; inside a `while` once.
 
-    With P ranks and n bytes a rank: all-reduce 2(P-1)/P n (ring and recursive halving alike), all-gather (P-1) n,
-    all-to-all and reduce-scatter (P-1)/P n, permutation and broadcast n.
+    With P ranks and n bytes a rank: all-reduce 2(P-1)/P n (ring and recursive halving alike),
+    all-gather (P-1) n, all-to-all and reduce-scatter (P-1)/P n, permutation and broadcast n.
 
     Args:
         exchange: What is sent.
@@ -34,10 +37,18 @@ def wire_bytes(exchange: Exchange, sizes: Mapping[str, int]) -> int:
 
 
 def group_size(exchange: Exchange, sizes: Mapping[str, int]) -> int:
-    """Returns the number of ranks in the largest group that exchanges, for these sizes of the axes."""
+    """Returns the number of ranks in the largest group that exchanges, for these sizes of the
+    axes.
+    """
     params = dict(exchange.params)
     groups, ranks = params.get("groups"), params.get("ranks")
-    return max(map(len, groups)) if groups else len(ranks) if ranks else math.prod(sizes[a] for a in exchange.axes)
+    return (
+        max(map(len, groups))
+        if groups
+        else len(ranks)
+        if ranks
+        else math.prod(sizes[a] for a in exchange.axes)
+    )
 
 
 def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
@@ -47,7 +58,9 @@ def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
         if collectives.gathers(count, item, size):
             return (size - 1) * count * item
         return 2 * (size - 1) * -(-count // size) * item
-    if exchange.op in ("pmax", "pmin") and jnp.issubdtype(jnp.dtype(exchange.dtype), jnp.complexfloating):
+    if exchange.op in ("pmax", "pmin") and jnp.issubdtype(
+        jnp.dtype(exchange.dtype), jnp.complexfloating
+    ):
         return (size - 1) * count * item
     if exchange.op in ("pmax", "pmin") and exchange.dtype.endswith("fnuz"):
         item = _itemsize("float32")  # which they travel as
@@ -58,7 +71,9 @@ def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
 
 
 def issued_bytes(jaxpr: compat.Jaxpr, size: int) -> int:
-    """Bytes that one run of a lowered jaxpr brings to this rank when every message goes over `size` ranks."""
+    """Bytes that one run of a lowered jaxpr brings to this rank when every message goes over `size`
+    ranks.
+    """
     return math.ceil(sum((_messages(jaxpr, size)), Fraction(0)))
 
 
@@ -76,7 +91,9 @@ def _messages(jaxpr: compat.Jaxpr, size: int) -> list[Fraction]:
 
 
 def call_of(eqn: compat.Equation) -> str | None:
-    """Returns the call that an equation of a lowered jaxpr makes, such as `allreduce`, by mpi4jax or by the host."""
+    """Returns the call that an equation of a lowered jaxpr makes, such as `allreduce`, by mpi4jax
+    or by the host.
+    """
     name = eqn.primitive.name
     if host_calls.is_message(eqn):
         return name.removeprefix(host_calls.PREFIX)

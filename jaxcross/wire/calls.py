@@ -1,4 +1,6 @@
-"""mpi4jax's own calls in a program: what each rank's list of them says, and the communicators that they go over."""
+"""mpi4jax's own calls in a program: what each rank's list of them says, and the communicators that
+they go over.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,13 @@ from jaxcross.wire.job_comms import Key
 from jaxcross.wire.recognise import recognise, unwrap
 
 
-def calls_of(program: Program, members: Callable[[Exchange], tuple[int, ...]]) -> tuple[Exchange, ...]:
+def calls_of(
+    program: Program, members: Callable[[Exchange], tuple[int, ...]]
+) -> tuple[Exchange, ...]:
     """Returns all exchanges of a program in order, each with the `ranks` of its group.
 
-    A communicator with the same ranks and name as an earlier one of the list gets a number after its name: `#1`.
+    A communicator with the same ranks and name as an earlier one of the list gets a number after
+    its name: `#1`.
 
     Args:
         program: Any.
@@ -27,7 +32,9 @@ def calls_of(program: Program, members: Callable[[Exchange], tuple[int, ...]]) -
         comms = _comms_in(segment.jaxpr, dict(program.axes))
         for exchange, comm in zip(segment.exchanges, comms, strict=True):
             if comm is None:
-                found.append(replace(exchange, params=(*exchange.params, ("ranks", members(exchange)))))
+                found.append(
+                    replace(exchange, params=(*exchange.params, ("ranks", members(exchange))))
+                )
                 continue
             handles = alike.setdefault(key_of(exchange), [])
             handle = handle_of(comm)
@@ -54,7 +61,9 @@ def handle_of(comm: Any) -> int:
 
 
 def with_communicators(jaxpr: compat.Jaxpr, comms: Mapping[Key, Any]) -> compat.Jaxpr:
-    """Returns the open jaxpr with mpi4jax's calls over `comms` instead of the user's, inner jaxprs included."""
+    """Returns the open jaxpr with mpi4jax's calls over `comms` instead of the user's, inner jaxprs
+    included.
+    """
 
     def changed(eqn: compat.Equation) -> compat.Equation:
         found = recognise(eqn, {}) if eqn.primitive.name.endswith("_mpi") else None
@@ -68,11 +77,15 @@ def with_communicators(jaxpr: compat.Jaxpr, comms: Mapping[Key, Any]) -> compat.
 
 
 def _comms_in(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> Iterator[Any]:
-    """The communicator of each exchange, None for those over named axes, in the order of `Segment.exchanges`."""
+    """The communicator of each exchange, None for those over named axes, in the order of
+    `Segment.exchanges`.
+    """
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         found = recognise(eqn, axes)
         if found is not None:
-            yield from (unwrap(eqn.params["comm"]) if x.op.startswith("mpi.") else None for x in found)
+            yield from (
+                unwrap(eqn.params["comm"]) if x.op.startswith("mpi.") else None for x in found
+            )
             continue
         for sub in compat.sub_jaxprs(eqn):
             yield from _comms_in(sub, axes)

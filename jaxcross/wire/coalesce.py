@@ -1,7 +1,8 @@
 """Small sums with no other exchange between them travel as one message.
 
-Ranks wait for each other once a message, and a rank whose core computes takes its time to answer; what joining them
-gains is in benchmarks/results/benchmarks.md. Pure; the same on every rank, as it follows from the equations.
+Ranks wait for each other once a message, and a rank whose core computes takes its time to answer;
+what joining them gains is in benchmarks/results/benchmarks.md. Pure; the same on every rank, as it
+follows from the equations.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from jaxcross.wire.collectives import gathers
 from jaxcross.wire.messages import is_narrow_float
 from jaxcross.wire.recognise import involves_axes, recognise
 
-# What is larger is not worth the copy into the common message and out of it; messages are limited for their memory.
+# What is larger is not worth the copy into the common message and out of it; messages are limited
+# for their memory.
 SMALL_BYTES = 4 * 2**20
 MESSAGE_BYTES = 32 * 2**20
 
 
 def groups(eqns: Sequence[compat.Equation], axes: Mapping[str, int]) -> Iterator[list[Any]]:
-    """The equations, in an order in which each follows those that it reads; sums of one list may be one message.
+    """The equations, in an order in which each follows those that it reads; sums of one list may be
+    one message.
 
-    What only computes (a shared buffer that is filled or emptied) does not part the sums before it from those behind:
-    it comes before all of them, or behind them where it reads one. Callbacks of `ordered=True` do part them.
+    What only computes (a shared buffer that is filled or emptied) does not part the sums before it
+    from those behind: it comes before all of them, or behind them where it reads one. Callbacks of
+    `ordered=True` do part them.
     """
     run: list[tuple[Any, Exchange]] = []
     behind: list[list[Any]] = []
@@ -54,16 +58,25 @@ def groups(eqns: Sequence[compat.Equation], axes: Mapping[str, int]) -> Iterator
 
 
 def packed(values: Sequence[jax.Array], multiple: int = 1) -> jax.Array:
-    """Returns all elements in one vector, value by value, each padded with zeros to a multiple of elements."""
+    """Returns all elements in one vector, value by value, each padded with zeros to a multiple of
+    elements.
+    """
     return buffers.packed(
-        [jnp.pad(jnp.ravel(value), (0, -value.size % multiple)) if value.size % multiple else value for value in values]
+        [
+            jnp.pad(jnp.ravel(value), (0, -value.size % multiple))
+            if value.size % multiple
+            else value
+            for value in values
+        ]
     )
 
 
 def unpacked(flat: jax.Array, like: Sequence[jax.Array], multiple: int = 1) -> list[jax.Array]:
     """Returns the values that `packed` joined."""
     pieces = offsets.split(flat, [value.size + -value.size % multiple for value in like])
-    return [piece[: value.size].reshape(value.shape) for piece, value in zip(pieces, like, strict=True)]
+    return [
+        piece[: value.size].reshape(value.shape) for piece, value in zip(pieces, like, strict=True)
+    ]
 
 
 def sum_of(eqn: compat.Equation, axes: Mapping[str, int]) -> Exchange | None:

@@ -1,7 +1,8 @@
-"""JAX's named-axis collectives built from messages: one function a collective, with the shapes that JAX gives it.
+"""JAX's named-axis collectives built from messages: one function a collective, with the shapes that
+JAX gives it.
 
-Each takes the equation's operand and its parameters by name, communicates when the region runs, and is the same on
-every rank of the channel.
+Each takes the equation's operand and its parameters by name, communicates when the region runs, and
+is the same on every rank of the channel.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import numpy as np
 from jaxcross.wire import messages
 from jaxcross.wire.messages import Channel
 
-# Up to here a 16-bit sum is one all-gather of everything instead of an all-to-all and an all-gather: latency counts.
+# Up to here a 16-bit sum is one all-gather of everything instead of an all-to-all and an
+# all-gather: latency counts.
 GATHER_BYTES = 64 * 1024
-# Adding rank after rank fixes the order of a float sum; beyond this many ranks the program would grow too long.
+# Adding rank after rank fixes the order of a float sum; beyond this many ranks the program would
+# grow too long.
 _UNROLLED_RANKS = 64
 
 
@@ -61,13 +64,20 @@ def all_gather(x: jax.Array, channel: Channel, *, dimension: int, tiled: bool) -
 def reduce_scatter(x: jax.Array, channel: Channel, *, dimension: int, tiled: bool) -> jax.Array:
     """This rank's block of the sum: an all-to-all and a local sum in rank order."""
     if tiled:
-        shape = (*x.shape[:dimension], channel.size, x.shape[dimension] // channel.size, *x.shape[dimension + 1 :])
+        shape = (
+            *x.shape[:dimension],
+            channel.size,
+            x.shape[dimension] // channel.size,
+            *x.shape[dimension + 1 :],
+        )
         x = x.reshape(shape)
     return _sum_ranks(messages.alltoall(jnp.moveaxis(x, dimension, 0), channel))
 
 
 def all_to_all(x: jax.Array, channel: Channel, *, split_axis: int, concat_axis: int) -> jax.Array:
-    """Block `j` of `split_axis` goes to rank `j`; received blocks are joined along `concat_axis`."""
+    """Block `j` of `split_axis` goes to rank `j`; received blocks are joined along
+    `concat_axis`.
+    """
     block = x.shape[split_axis] // channel.size
     blocks = x.reshape(*x.shape[:split_axis], channel.size, block, *x.shape[split_axis + 1 :])
     received = messages.alltoall(jnp.moveaxis(blocks, split_axis, 0), channel)
@@ -100,7 +110,9 @@ def _sum_narrow(x: jax.Array, channel: Channel) -> jax.Array:
 
 
 def _sum_ranks(parts: jax.Array) -> jax.Array:
-    """Sum along the first axis, first rank first; floats narrower than float32 in float32, rounded once."""
+    """Sum along the first axis, first rank first; floats narrower than float32 in float32, rounded
+    once.
+    """
     narrow = messages.is_narrow_float(parts.dtype)
     wide = parts.astype(jnp.float32) if narrow else parts
     if parts.shape[0] <= _UNROLLED_RANKS:
@@ -126,13 +138,16 @@ def _extreme(x: jax.Array, channel: Channel, *, largest: bool) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return messages.allreduce(x, op, channel)
     if x.dtype == jnp.float8_e8m0fnu:  # without a sign: ordered as they are, NaN last
-        keys = jax.lax.bitcast_convert_type(x, jnp.uint8) + jnp.uint8(not largest)  # first, where the smallest wins
+        keys = jax.lax.bitcast_convert_type(x, jnp.uint8) + jnp.uint8(
+            not largest
+        )  # first, where the smallest wins
         keys = messages.allreduce(keys, op, channel) - jnp.uint8(not largest)
         return jax.lax.bitcast_convert_type(keys, x.dtype)
     if x.dtype.name.endswith("fnuz"):  # NaN lies among the numbers, and neither end is free for it
         return _extreme(x.astype(jnp.float32), channel, largest=largest).astype(x.dtype)
-    # MPI's maximum of NaN and a number depends on which comes first. Integers that are ordered as the floats are,
-    # with NaN at the end that wins, give XLA's answer and the same bits on every rank.
+    # MPI's maximum of NaN and a number depends on which comes first. Integers that are ordered as
+    # the floats are, with NaN at the end that wins, give XLA's answer and the same bits on every
+    # rank.
     signed = np.dtype(f"int{wire.itemsize * 8}")
     bits = jax.lax.bitcast_convert_type(x, signed)
     limits = jnp.iinfo(signed)
@@ -146,7 +161,9 @@ def _flip(bits: jax.Array) -> jax.Array:
 
 
 def reduce_locally(op: str, x: jax.Array, positions: tuple[int, ...]) -> jax.Array:
-    """The local half of a reduction that also names array dimensions (a step inside `vmap` makes such)."""
+    """The local half of a reduction that also names array dimensions (a step inside `vmap` makes
+    such).
+    """
     if not positions:
         return x
     if op == "psum":

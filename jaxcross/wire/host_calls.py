@@ -1,8 +1,9 @@
-"""mpi4jax's five calls as equations that no executable contains: the host makes them, between executables, by mpi4py.
+"""mpi4jax's five calls as equations that no executable contains: the host makes them, between
+executables, by mpi4py.
 
-A trace that calls `allreduce` of this module instead of mpi4jax's has one equation per message, which `HostProgram`
-carries out. Signatures and results are mpi4jax's. The buffers are NumPy arrays, so Python's MPI binding sends and
-receives in place: no copy is made on either side.
+A trace that calls `allreduce` of this module instead of mpi4jax's has one equation per message,
+which `HostProgram` carries out. Signatures and results are mpi4jax's. The buffers are NumPy arrays,
+so Python's MPI binding sends and receives in place: no copy is made on either side.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ def bcast(x: jax.Array, root: int, *, comm: Any) -> jax.Array:
     return _bind("bcast", x, x.shape, comm, root=root)
 
 
-def sendrecv(x: jax.Array, like: jax.Array, source: Any, dest: Any, *, recvtag: int, comm: Any) -> jax.Array:
+def sendrecv(
+    x: jax.Array, like: jax.Array, source: Any, dest: Any, *, recvtag: int, comm: Any
+) -> jax.Array:
     """Sends `x` to `dest` and returns what `source` sends, which has the shape of `like`."""
-    return _bind("sendrecv", x, like.shape, comm, source=int(source), dest=int(dest), recvtag=recvtag)
+    return _bind(
+        "sendrecv", x, like.shape, comm, source=int(source), dest=int(dest), recvtag=recvtag
+    )
 
 
 def _allreduce(x: np.ndarray, receive: Receive, *, comm: Any, op: Any, **_: Any) -> np.ndarray:
@@ -65,7 +70,8 @@ def _alltoall(x: np.ndarray, receive: Receive, *, comm: Any, **_: Any) -> np.nda
 
 
 def _bcast(x: np.ndarray, receive: Receive, *, comm: Any, root: int, **_: Any) -> np.ndarray:
-    # The root gets a copy as well: a later segment may overwrite the result, and `x` may be the user's.
+    # The root gets a copy as well: a later segment may overwrite the result, and `x` may be the
+    # user's.
     result = receive(x.shape, x.dtype)
     if comm.Get_rank() == root:
         result[...] = x
@@ -74,7 +80,14 @@ def _bcast(x: np.ndarray, receive: Receive, *, comm: Any, root: int, **_: Any) -
 
 
 def _sendrecv(
-    x: np.ndarray, receive: Receive, *, comm: Any, source: int, dest: int, recvtag: int, shape: tuple[int, ...]
+    x: np.ndarray,
+    receive: Receive,
+    *,
+    comm: Any,
+    source: int,
+    dest: int,
+    recvtag: int,
+    shape: tuple[int, ...],
 ) -> np.ndarray:
     result = receive(shape, x.dtype)
     comm.Sendrecv(x, dest, 0, result, source, recvtag)
@@ -97,7 +110,9 @@ for _primitive in _PRIMITIVES.values():
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Handle:
-    """An object of MPI as a parameter of an equation. JAX asks for a hash, which mpi4py's objects don't have."""
+    """An object of MPI as a parameter of an equation. JAX asks for a hash, which mpi4py's objects
+    don't have.
+    """
 
     wrapped: Any
 
@@ -113,7 +128,8 @@ def is_message(eqn: Any) -> bool:
 
 
 def maker(eqn: Any, receive: Receive) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function that makes an equation's exchange: it takes the operand and returns the result.
+    """Returns a function that makes an equation's exchange: it takes the operand and returns the
+    result.
 
     The function waits for the peers. The operand must be contiguous, and is only read.
 
@@ -121,7 +137,10 @@ def maker(eqn: Any, receive: Receive) -> Callable[[np.ndarray], np.ndarray]:
         eqn: One that `is_message`.
         receive: Returns the memory for the result.
     """
-    params = {key: value.wrapped if isinstance(value, _Handle) else value for key, value in eqn.params.items()}
+    params = {
+        key: value.wrapped if isinstance(value, _Handle) else value
+        for key, value in eqn.params.items()
+    }
     return partial(_MAKE[eqn.primitive.name.removeprefix(PREFIX)], receive=receive, **params)
 
 

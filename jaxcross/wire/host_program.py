@@ -1,15 +1,18 @@
-"""A collective segment as a list of executables and host exchanges, carried out in order by the exchange lane.
+"""A collective segment as a list of executables and host exchanges, carried out in order by the
+exchange lane.
 
-XLA can't call Python from the middle of an executable without giving it one of its threads, so the segment is split:
-casts, concatenations and small arithmetic stay compiled, and each message between them is one mpi4py call on NumPy
-views of the arrays. A loop or a conditional that holds an exchange is carried out by the host as well: its body is such
-a list again. This costs a few dispatches per iteration and needs no callback.
+XLA can't call Python from the middle of an executable without giving it one of its threads, so the
+segment is split: casts, concatenations and small arithmetic stay compiled, and each message between
+them is one mpi4py call on NumPy views of the arrays. A loop or a conditional that holds an exchange
+is carried out by the host as well: its body is such a list again. This costs a few dispatches per
+iteration and needs no callback.
 
-There are as few executables as the exchanges' order allows. What a later message sends is computed together with what
-the next one sends, unless it depends on a result in between, and everything else is computed after the last message.
+There are as few executables as the exchanges' order allows. What a later message sends is computed
+together with what the next one sends, unless it depends on a result in between, and everything else
+is computed after the last message.
 
-A large result becomes a JAX array where it is. This takes 15 us for any array, so a small result stays a NumPy array
-until an executable reads it, which takes 5 us.
+A large result becomes a JAX array where it is. This takes 15 us for any array, so a small result
+stays a NumPy array until an executable reads it, which takes 5 us.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ class HostLowered:
     Attributes:
         jaxpr: The jaxpr.
         receive: Returns memory for a result.
-        abort: Ends all ranks with a text. It's called if MPI fails, because the peers wait in the exchange.
+        abort: Ends all ranks with a text. It's called if MPI fails, because the peers wait in the
+            exchange.
     """
 
     jaxpr: Any
@@ -56,13 +60,17 @@ class HostLowered:
 
     @property
     def lent(self) -> Sequence[int]:
-        """Positions of the results that may be receive buffers: large results of messages, and all results of loops."""
+        """Positions of the results that may be receive buffers: large results of messages, and all
+        results of loops.
+        """
         inner, _ = compat.open_jaxpr(self.jaxpr)
         own, _ = _own_results(inner)
         messages = _vars(var for eqn in inner.eqns if _by_host(eqn) for var in eqn.outvars)
         return [n for n, var in enumerate(own) if var in messages]
 
-    def compile(self, _structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None) -> HostProgram:
+    def compile(
+        self, _structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None
+    ) -> HostProgram:
         """Compiles the parts between the messages. Waits for XLA."""
         site = _Site(name, host, place, self.receive, self.abort)
         with site.default():
@@ -84,10 +92,17 @@ class _Site:
         return jax.default_device(self.host)
 
     def put(self, x: np.ndarray) -> jax.Array:
-        """Returns a NumPy array as a JAX array on the host, committed to it only if the program's arguments are."""
+        """Returns a NumPy array as a JAX array on the host, committed to it only if the program's
+        arguments are.
+        """
         return compat.put_on_host(x, self.host, committed=self.place is not None)
 
-    def compile(self, function: Callable[..., Sequence[Any]], avals: Sequence[Any], donate: Sequence[int] = ()) -> Any:
+    def compile(
+        self,
+        function: Callable[..., Sequence[Any]],
+        avals: Sequence[Any],
+        donate: Sequence[int] = (),
+    ) -> Any:
         structs = [struct_of(aval, self.place) for aval in avals]
         return compile_with_arguments(
             function, structs, name=self.name, host=self.host, place=self.place, donate=donate
@@ -96,7 +111,9 @@ class _Site:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """As of an executable's `memory_analysis`: what a run needs besides its arguments and results."""
+    """As of an executable's `memory_analysis`: what a run needs besides its arguments and
+    results.
+    """
 
     temp_size_in_bytes: int
     output_size_in_bytes: int
@@ -144,10 +161,11 @@ class HostProgram:
         self._done = _last_uses(self._stages, _vars(self._outvars))
 
     def __call__(self, *args: Any) -> list[Any]:
-        # JAX's check for invalid values could stop this rank between two messages, while its peers wait in the second
-        # one. It's off while messages are sent, and `_check` looks at the results afterwards. The thread isn't in the
-        # step's contexts, either, and without the setting JAX would make 32-bit arrays of NumPy's 64-bit ones. A user's
-        # guard against implicit transfers isn't about these.
+        # JAX's check for invalid values could stop this rank between two messages, while its peers
+        # wait in the second one. It's off while messages are sent, and `_check` looks at the
+        # results afterwards. The thread isn't in the step's contexts, either, and without the
+        # setting JAX would make 32-bit arrays of NumPy's 64-bit ones. A user's guard against
+        # implicit transfers isn't about these.
         with (
             self._site.default(),
             jax.enable_x64(True),
@@ -176,10 +194,12 @@ class HostProgram:
         return [values[var] for var in self._outvars]
 
     def _give_up(self, n: int, error: Exception) -> None:
-        """Ends all ranks if stage `n` failed between two messages, because the peers wait in the later one.
+        """Ends all ranks if stage `n` failed between two messages, because the peers wait in the
+        later one.
 
-        A failure before the first message or after the last one only fails the step. The failure of a computation may
-        come up in the message that waits for it. A loop that fails may have sent some of its messages.
+        A failure before the first message or after the last one only fails the step. The failure of
+        a computation may come up in the message that waits for it. A loop that fails may have sent
+        some of its messages.
         """
         kinds = [stage.kind for stage in self._stages]
         sends = [kind != "executable" for kind in kinds]
@@ -190,18 +210,25 @@ class HostProgram:
     def memory_analysis(self) -> _Memory:
         """Returns the bytes that a run needs besides arguments and results.
 
-        These are the values that one stage passes to another, and the temporaries of the stage with the most.
+        These are the values that one stage passes to another, and the temporaries of the stage with
+        the most.
         """
-        between = _vars(var for stage in self._stages for var in stage.outputs) - _vars(self._outvars)
+        between = _vars(var for stage in self._stages for var in stage.outputs) - _vars(
+            self._outvars
+        )
         own = max((stage.temp_nbytes() for stage in self._stages), default=0)
         return _Memory(_nbytes(between) + own, _nbytes(self._outvars))
 
 
 def _check(results: Sequence[Any]) -> None:
-    """Raises JAX's error for an invalid value if the user has asked for it, which waits for the results."""
+    """Raises JAX's error for an invalid value if the user has asked for it, which waits for the
+    results.
+    """
     for name in compat.invalid_values_to_find():
         found = {"nan": np.isnan, "inf": np.isinf}[name]
-        if any(jnp.issubdtype(x.dtype, jnp.inexact) and found(np.asarray(x)).any() for x in results):
+        if any(
+            jnp.issubdtype(x.dtype, jnp.inexact) and found(np.asarray(x)).any() for x in results
+        ):
             raise compat.InternalFloatingPointError("exchange", name)
 
 
@@ -234,13 +261,17 @@ def _stages(
         if group and _by_host(group[0]):
             yield _carried_out(group[0], site)
         elif group or (copies and group is groups[-1]):
-            yield _executable(inner, group, later, copies if group is groups[-1] else {}, donated - later, site)
+            yield _executable(
+                inner, group, later, copies if group is groups[-1] else {}, donated - later, site
+            )
 
 
 def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
-    """Returns the equations of each stage: one message, loop or conditional, or the equations of an executable.
+    """Returns the equations of each stage: one message, loop or conditional, or the equations of an
+    executable.
 
-    Messages keep their order. Executables come before the message that needs them; the last one may be empty.
+    Messages keep their order. Executables come before the message that needs them; the last one may
+    be empty.
     """
     needs = _dependences(eqns)
     by_host = [_by_host(eqn) for eqn in eqns]
@@ -268,7 +299,8 @@ def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
 def _dependences(eqns: Sequence[Any]) -> list[set[int]]:
     """Returns the earlier equations that each one must come after.
 
-    Messages keep their order, which is the same on all ranks. So does whatever has an effect, such as a callback.
+    Messages keep their order, which is the same on all ranks. So does whatever has an effect, such
+    as a callback.
     """
     maker: dict[Any, int] = {}
     found: list[set[int]] = []
@@ -284,11 +316,19 @@ def _dependences(eqns: Sequence[Any]) -> list[set[int]]:
 
 
 def _executable(
-    inner: Any, eqns: Sequence[Any], later: set[Any], copies: Mapping[Any, Any], donated: set[Any], site: _Site
+    inner: Any,
+    eqns: Sequence[Any],
+    later: set[Any],
+    copies: Mapping[Any, Any],
+    donated: set[Any],
+    site: _Site,
 ) -> _Stage:
     """Compiles equations; `later` are the values that are needed afterwards."""
     made = [var for eqn in eqns for var in eqn.outvars]
-    inputs = sorted(_vars([*(a for eqn in eqns for a in eqn.invars), *copies.values()]) - {*made}, key=_order(inner))
+    inputs = sorted(
+        _vars([*(a for eqn in eqns for a in eqn.invars), *copies.values()]) - {*made},
+        key=_order(inner),
+    )
     outputs = [var for var in made if var in later]
     jaxpr = compat.make_jaxpr_of(inputs, [*outputs, *copies.values()], eqns, inner)
     free = Counter((var.aval.shape, var.aval.dtype) for var in outputs)
@@ -337,7 +377,9 @@ def _message(eqn: Any, site: _Site) -> Callable[[Any], Sequence[Any]]:
 
 
 def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
-    """The host starts the iterations one by one; the body takes its slice of the operands, and adds its results."""
+    """The host starts the iterations one by one; the body takes its slice of the operands, and adds
+    its results.
+    """
     n_consts, n_carry = compat.scan_counts(eqn)
     length, iteration = eqn.params["length"], jaxpr_as_fun(eqn.params["jaxpr"])
     avals = [atom.aval for atom in eqn.invars]
@@ -345,10 +387,19 @@ def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
     stacked = [var.aval for var in eqn.outvars[n_carry:]]
 
     def body(i: Any, *values: Any) -> list[Any]:
-        consts, xs, carry = values[:n_consts], values[n_consts:][:n_xs], values[n_consts + n_xs :][:n_carry]
-        results = iteration(*consts, *carry, *(lax.dynamic_index_in_dim(x, i, keepdims=False) for x in xs))
+        consts, xs, carry = (
+            values[:n_consts],
+            values[n_consts:][:n_xs],
+            values[n_consts + n_xs :][:n_carry],
+        )
+        results = iteration(
+            *consts, *carry, *(lax.dynamic_index_in_dim(x, i, keepdims=False) for x in xs)
+        )
         ys = values[n_consts + n_xs + n_carry :]
-        added = (lax.dynamic_update_index_in_dim(y, new, i, 0) for y, new in zip(ys, results[n_carry:], strict=True))
+        added = (
+            lax.dynamic_update_index_in_dim(y, new, i, 0)
+            for y, new in zip(ys, results[n_carry:], strict=True)
+        )
         return [*results[:n_carry], *added]
 
     types = [*avals[:n_consts], *avals[n_consts + n_carry :], *avals[n_consts:][:n_carry], *stacked]
@@ -371,8 +422,8 @@ def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
 def _while(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
     """The host reads the condition before each iteration.
 
-    Under `vmap`, each element of the batch has a condition of its own. The loop continues while any of them holds, and
-    an element whose condition no longer holds keeps its values.
+    Under `vmap`, each element of the batch has a condition of its own. The loop continues while any
+    of them holds, and an element whose condition no longer holds keeps its values.
     """
     n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition = HostProgram(eqn.params["cond_jaxpr"], site)
@@ -388,7 +439,9 @@ def _while(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequenc
         ]
 
     if is_batched:
-        body = HostProgram(jax.make_jaxpr(selected)(*map(struct_of, [predicate, *iteration.in_avals])), site)
+        body = HostProgram(
+            jax.make_jaxpr(selected)(*map(struct_of, [predicate, *iteration.in_avals])), site
+        )
     else:
         body = HostProgram(iteration, site)
 
@@ -416,10 +469,15 @@ def _cond(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
 def _own_results(inner: Any) -> tuple[list[Any], dict[Any, Any]]:
     """Returns a variable for each result, and those that are copies with what they are copies of.
 
-    A later segment may overwrite a result, so none of them may be an argument's array, or another result's. Messages'
-    small results are copied because they are NumPy arrays.
+    A later segment may overwrite a result, so none of them may be an argument's array, or another
+    result's. Messages' small results are copied because they are NumPy arrays.
     """
-    small = (var for eqn in inner.eqns if host_calls.is_message(eqn) and _is_small(eqn) for var in eqn.outvars)
+    small = (
+        var
+        for eqn in inner.eqns
+        if host_calls.is_message(eqn) and _is_small(eqn)
+        for var in eqn.outvars
+    )
     taken = _vars([*inner.invars, *inner.constvars, *small])
     copies: dict[Any, Any] = {}
     own = []
@@ -452,11 +510,17 @@ def _vars(atoms: Iterable[Any]) -> set[Any]:
 
 
 def _value(atom: Any, values: Values) -> Any:
-    return np.asarray(atom.val, compat.array_type(atom).dtype) if isinstance(atom, compat.Literal) else values[atom]
+    return (
+        np.asarray(atom.val, compat.array_type(atom).dtype)
+        if isinstance(atom, compat.Literal)
+        else values[atom]
+    )
 
 
 def _order(inner: Any) -> Callable[[Any], int]:
-    """Returns the place of a variable in a jaxpr: executables' arguments are in this order on every rank."""
+    """Returns the place of a variable in a jaxpr: executables' arguments are in this order on every
+    rank.
+    """
     every = [*inner.constvars, *inner.invars, *(var for eqn in inner.eqns for var in eqn.outvars)]
     return {var: n for n, var in enumerate(every)}.__getitem__
 

@@ -1,4 +1,6 @@
-"""From a jaxpr with exchanges to one with messages: calls of mpi4jax, or equations that the host carries out."""
+"""From a jaxpr with exchanges to one with messages: calls of mpi4jax, or equations that the host
+carries out.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from jaxcross.wire.calls import with_communicators
 from jaxcross.wire.job_comms import Key
 from jaxcross.wire.messages import Channel, is_narrow_float
 from jaxcross.wire.rank_grid import RankGrid
-from jaxcross.wire.recognise import LOCAL, REDUCTIONS, group_of, names_axis, names_axis_inside, recognise
+from jaxcross.wire.recognise import (
+    LOCAL,
+    REDUCTIONS,
+    group_of,
+    names_axis,
+    names_axis_inside,
+    recognise,
+)
 
 # How exchanges reach their peers: (axes, groups) -> channel.
 Connect = Callable[[Sequence[str], Any], Channel]
@@ -27,12 +36,15 @@ Connect = Callable[[Sequence[str], Any], Channel]
 _LOOPS = ("scan", "while", "cond")
 
 
-def lower(jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect, comms: Mapping[Key, Any] | None = None) -> Any:
-    """Returns a closed jaxpr with the same arguments and results, in which every exchange is messages.
+def lower(
+    jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect, comms: Mapping[Key, Any] | None = None
+) -> Any:
+    """Returns a closed jaxpr with the same arguments and results, in which every exchange is
+    messages.
 
-    Messages are sent in equation order, except for sums with no other exchange between them, which may be one message
-    in the place of the last. Communicators are made here, so all members of a group must lower. mpi4jax's own calls
-    go over `comms` if it has a communicator for theirs.
+    Messages are sent in equation order, except for sums with no other exchange between them, which
+    may be one message in the place of the last. Communicators are made here, so all members of a
+    group must lower. mpi4jax's own calls go over `comms` if it has a communicator for theirs.
     """
     if comms:
         jaxpr = compat.close(with_communicators(compat.open_jaxpr(jaxpr)[0], comms))
@@ -50,9 +62,13 @@ def _retrace(jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect) -> Any:
     return jax.make_jaxpr(lambda *args: _evaluate(jaxpr, args, mesh, connect))(*structs)
 
 
-def _evaluate(jaxpr: compat.Jaxpr, args: Sequence[Any], mesh: RankGrid, connect: Connect) -> list[Any]:
+def _evaluate(
+    jaxpr: compat.Jaxpr, args: Sequence[Any], mesh: RankGrid, connect: Connect
+) -> list[Any]:
     inner, consts = compat.open_jaxpr(jaxpr)
-    env: dict[Any, Any] = dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
+    env: dict[Any, Any] = dict(
+        zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True)
+    )
 
     def read(atom: compat.Atom) -> Any:
         return atom.val if isinstance(atom, compat.Literal) else env[atom]
@@ -68,13 +84,19 @@ def _evaluate(jaxpr: compat.Jaxpr, args: Sequence[Any], mesh: RankGrid, connect:
     return [read(v) for v in inner.outvars]
 
 
-def _equation(eqn: compat.Equation, values: list[Any], mesh: RankGrid, connect: Connect) -> Sequence[Any]:
+def _equation(
+    eqn: compat.Equation, values: list[Any], mesh: RankGrid, connect: Connect
+) -> Sequence[Any]:
     name = eqn.primitive.name
     exchanges = recognise(eqn, mesh.sizes)
     if exchanges is not None and not name.endswith("_mpi"):
         results = [_exchange(x, v, mesh, connect) for x, v in zip(exchanges, values, strict=True)]
-        # JAX's types may say more of a result than ours do (a weak type), never another element type.
-        return [jnp.asarray(r, dtype=compat.array_type(o).dtype) for r, o in zip(results, eqn.outvars, strict=True)]
+        # JAX's types may say more of a result than ours do (a weak type), never another element
+        # type.
+        return [
+            jnp.asarray(r, dtype=compat.array_type(o).dtype)
+            for r, o in zip(results, eqn.outvars, strict=True)
+        ]
     if name == "axis_index" and names_axis(eqn, mesh.sizes):
         axis = eqn.params["axis_name"]
         return [jnp.int32(mesh.index(axis if isinstance(axis, str) else axis[0]))]
@@ -84,7 +106,9 @@ def _equation(eqn: compat.Equation, values: list[Any], mesh: RankGrid, connect: 
         return offsets.split(values[0], eqn.params["sizes"])
     inside = [j for j in compat.sub_jaxprs(eqn) if names_axis_inside(j, mesh.sizes)]
     if inside and name in _LOOPS:
-        return compat.bind_equation(eqn, values, _map_closed(eqn.params, lambda j: _retrace(j, mesh, connect)))
+        return compat.bind_equation(
+            eqn, values, _map_closed(eqn.params, lambda j: _retrace(j, mesh, connect))
+        )
     if inside and name not in INLINED:
         raise ExchangeError(
             f"An exchange inside `{name}` cannot be reached, at {compat.source_of(eqn)}. "
@@ -95,7 +119,9 @@ def _equation(eqn: compat.Equation, values: list[Any], mesh: RankGrid, connect: 
     return compat.bind_equation(eqn, values, eqn.params)
 
 
-def _sums(eqns: Sequence[compat.Equation], values: list[Any], mesh: RankGrid, connect: Connect) -> Sequence[Any]:
+def _sums(
+    eqns: Sequence[compat.Equation], values: list[Any], mesh: RankGrid, connect: Connect
+) -> Sequence[Any]:
     """Several sums over the same ranks by one message."""
     exchange = coalesce.sum_of(eqns[0], mesh.sizes)
     assert exchange is not None
@@ -103,11 +129,14 @@ def _sums(eqns: Sequence[compat.Equation], values: list[Any], mesh: RankGrid, co
     ranks = connect(*group_of(exchange, mesh)).size
     if ranks == 1:
         return values
-    # A sum in 16 bits is cut into a block a rank: filled one by one, values take the bytes together that each takes.
+    # A sum in 16 bits is cut into a block a rank: filled one by one, values take the bytes together
+    # that each takes.
     blocks = ranks if is_narrow_float(values[0].dtype) else 1
-    # Barriers: around the message XLA computes as around a call, so that one executable of a whole step gives the bits
-    # that its segments give.
-    flat = jax.lax.optimization_barrier(coalesce.packed(jax.lax.optimization_barrier(values), blocks))
+    # Barriers: around the message XLA computes as around a call, so that one executable of a whole
+    # step gives the bits that its segments give.
+    flat = jax.lax.optimization_barrier(
+        coalesce.packed(jax.lax.optimization_barrier(values), blocks)
+    )
     sums = coalesce.unpacked(_exchange(exchange, flat, mesh, connect), values, blocks)
     return jax.lax.optimization_barrier(sums)
 
@@ -123,7 +152,10 @@ def _exchange(exchange: Exchange, x: Any, mesh: RankGrid, connect: Connect) -> A
 
 def _map_closed(params: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
     def convert(value: Any) -> Any:
-        if type(value) in (tuple, list):  # named tuples of loops hold no jaxprs, and are built otherwise
+        if type(value) in (
+            tuple,
+            list,
+        ):  # named tuples of loops hold no jaxprs, and are built otherwise
             return type(value)(convert(v) for v in value)
         return function(value) if compat.is_closed_jaxpr(value) else value
 

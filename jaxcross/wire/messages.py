@@ -1,7 +1,9 @@
-"""Messages of any element type that JAX has and of any number of elements, by mpi4jax's calls or the host's.
+"""Messages of any element type that JAX has and of any number of elements, by mpi4jax's calls or
+the host's.
 
-Every function is traced inside a wire region, communicates over `channel` when the region runs, and must be reached by
-all of the channel's ranks in the same order. Nothing is copied unless a message has to be split.
+Every function is traced inside a wire region, communicates over `channel` when the region runs, and
+must be reached by all of the channel's ranks in the same order. Nothing is copied unless a message
+has to be split.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Channel:
 
 
 def split_counts(count: int, max_count: int = MAX_COUNT) -> tuple[int, ...]:
-    """Returns the element counts of the messages that carry `count` elements: as few as possible, nearly equal."""
+    """Returns the element counts of the messages that carry `count` elements: as few as possible,
+    nearly equal.
+    """
     if count == 0:
         return ()
     pieces = -(-count // max_count)
@@ -64,8 +68,8 @@ def carrier(dtype: Any) -> np.dtype:
     plain = np.dtype(dtype) if not jnp.issubdtype(dtype, jax.dtypes.extended) else None
     if plain is None or plain.kind not in "biufc" or plain.itemsize > 16:
         raise ExchangeError(
-            f"An exchange of `{dtype}` cannot be made: MPI has no such element type. Convert it first, as with "
-            "`astype(jnp.int8)`."
+            f"An exchange of `{dtype}` cannot be made: MPI has no such element type. Convert it "
+            "first, as with `astype(jnp.int8)`."
         )
     return plain
 
@@ -74,7 +78,9 @@ def allreduce(x: jax.Array, op: Any, channel: Channel) -> jax.Array:
     """Elementwise reduction by an MPI operator; the element type must be one that MPI reduces."""
     if channel.size == 1 or x.size == 0:
         return x
-    return _in_pieces(lambda piece: channel.calls.allreduce(piece, op, comm=channel.comm), x, channel)
+    return _in_pieces(
+        lambda piece: channel.calls.allreduce(piece, op, comm=channel.comm), x, channel
+    )
 
 
 def allgather(x: jax.Array, channel: Channel) -> jax.Array:
@@ -84,7 +90,10 @@ def allgather(x: jax.Array, channel: Channel) -> jax.Array:
     return _as_carrier(
         x,
         lambda bits: _in_pieces(
-            lambda piece: channel.calls.allgather(piece, comm=channel.comm), bits, channel, stacked=True
+            lambda piece: channel.calls.allgather(piece, comm=channel.comm),
+            bits,
+            channel,
+            stacked=True,
         ),
     )
 
@@ -111,7 +120,10 @@ def bcast(x: jax.Array, root: int, channel: Channel) -> jax.Array:
     if channel.size == 1 or x.size == 0:
         return x
     return _as_carrier(
-        x, lambda bits: _in_pieces(lambda piece: channel.calls.bcast(piece, root, comm=channel.comm), bits, channel)
+        x,
+        lambda bits: _in_pieces(
+            lambda piece: channel.calls.bcast(piece, root, comm=channel.comm), bits, channel
+        ),
     )
 
 
@@ -152,7 +164,9 @@ def _as_carrier(x: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Arr
 def _in_pieces(
     send: Callable[[jax.Array], jax.Array], x: jax.Array, channel: Channel, *, stacked: bool = False
 ) -> jax.Array:
-    """One message where it fits, else the flat array in pieces; `stacked` results have a leading rank axis."""
+    """One message where it fits, else the flat array in pieces; `stacked` results have a leading
+    rank axis.
+    """
     counts = split_counts(x.size, channel.max_count)
     if len(counts) == 1:
         return send(x)

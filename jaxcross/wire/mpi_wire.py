@@ -1,7 +1,8 @@
 """The wire of one exchange lane: recogniser and lowerer over a world's communicators.
 
-Exchanges go over MPI in one of two ways, the world's choice. By *mpi4jax* they are calls inside one XLA executable. By
-*mpi4py* the host makes them between executables, on buffers of its own (`host_program`).
+Exchanges go over MPI in one of two ways, the world's choice. By *mpi4jax* they are calls inside one
+XLA executable. By *mpi4py* the host makes them between executables, on buffers of its own
+(`host_program`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ class WireWorld(Protocol):
     def abort(self, message: str, *, code: int = 1) -> NoReturn: ...
     def rank_grid(self, axes: str | Mapping[str, int]) -> RankGrid: ...
     def communicator(
-        self, grid: RankGrid, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None, *, lane: int = 0
+        self,
+        grid: RankGrid,
+        axes: Sequence[str],
+        groups: Sequence[Sequence[int]] | None = None,
+        *,
+        lane: int = 0,
     ) -> Any: ...
 
 
@@ -71,15 +77,19 @@ class MpiWire:
         self._max_count = max_count
         self._comms = dict(comms or {})
 
-    def recognise(self, eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
+    def recognise(
+        self, eqn: compat.Equation, axes: Mapping[str, int]
+    ) -> tuple[Exchange, ...] | None:
         """The equation's exchanges over `axes`, or None. Neither waits nor communicates."""
         return recognise(eqn, axes)
 
     def lower(self, jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> Lowered:
-        """Returns what compiles to the closed `jaxpr`, with its exchanges made over MPI in equation order.
+        """Returns what compiles to the closed `jaxpr`, with its exchanges made over MPI in equation
+        order.
 
-        Waits for the other members of each group that has no communicator yet. If the jaxpr calls mpi4jax itself, all
-        its exchanges go over mpi4jax, whatever the world's choice is: their order is then XLA's.
+        Waits for the other members of each group that has no communicator yet. If the jaxpr calls
+        mpi4jax itself, all its exchanges go over mpi4jax, whatever the world's choice is: their
+        order is then XLA's.
         """
         grid = self._world.rank_grid(axes)
         if self._over == "mpi4jax" or calls_mpi4jax(jaxpr):
@@ -93,7 +103,9 @@ class MpiWire:
             ranks = grid.group(names, groups)
             comm = self._world.communicator(grid, names, groups, lane=self._lane)
             place = ranks.index(grid.rank)
-            return Channel(calls=calls, comm=comm, rank=place, size=len(ranks), max_count=self._max_count)
+            return Channel(
+                calls=calls, comm=comm, rank=place, size=len(ranks), max_count=self._max_count
+            )
 
         lowered = lower(jaxpr, grid, connect, self._comms)
         if holds_message(lowered):
@@ -104,12 +116,15 @@ class MpiWire:
         return Traceable(lambda *args: primitive.bind(lowered, *consts, *args))
 
     def calls(self, program: Program) -> tuple[Exchange, ...]:
-        """Returns all exchanges of a program in order, each with its `ranks`. Neither waits nor communicates."""
+        """Returns all exchanges of a program in order, each with its `ranks`. Neither waits nor
+        communicates.
+        """
         grid = self._world.rank_grid(dict(program.axes))
         return calls_of(program, lambda exchange: grid.group(*group_of(exchange, grid)))
 
     def create_communicators(self, exchanges: Iterable[Exchange], axes: Mapping[str, int]) -> None:
-        """Makes the communicators that these exchanges need, so that `lower` does not have to wait for other ranks.
+        """Makes the communicators that these exchanges need, so that `lower` does not have to wait
+        for other ranks.
 
         Waits for the other members of each group that has none yet, in the order of `exchanges`.
         """
@@ -129,7 +144,9 @@ class MpiWire:
         return hash(self._identity())
 
     def _identity(self) -> tuple[Any, ...]:
-        """Returns all that executables depend on: they hold handles of this world's communicators of this lane."""
+        """Returns all that executables depend on: they hold handles of this world's communicators
+        of this lane.
+        """
         return (
             id(self._world),
             self._lane,

@@ -1,8 +1,9 @@
-"""Pieces of a vector at places that are constants of the trace, which `compile_with_arguments` makes arguments of.
+"""Pieces of a vector at places that are constants of the trace, which `compile_with_arguments`
+makes arguments of.
 
-XLA's CPU backend compiles one kernel for all operations that are alike, and slices at different literal places are not:
-5 ms each, 8 s for the 1,500 small gradients of a shared buffer. With the place as an argument, pieces of one size share
-a kernel. An argument costs 0.3 us a call.
+XLA's CPU backend compiles one kernel for all operations that are alike, and slices at different
+literal places are not: 5 ms each, 8 s for the 1,500 small gradients of a shared buffer. With the
+place as an argument, pieces of one size share a kernel. An argument costs 0.3 us a call.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _LARGEST = np.iinfo(np.uint32).max
 
 
 def split(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    """Returns consecutive pieces of a vector; those of a size that occurs once at literal places."""
+    """Returns consecutive pieces of a vector; those of a size that occurs once at literal
+    places.
+    """
     times, starts = Counter(sizes), itertools.accumulate(sizes, initial=0)
     return [
         _at_constant(flat, start, size)

@@ -1,10 +1,12 @@
-"""The one primitive of the wire: a stretch of a program that holds exchanges, called like an ordinary operation.
+"""The one primitive of the wire: a stretch of a program that holds exchanges, called like an
+ordinary operation.
 
-mpi4jax orders its calls by a JAX effect, and a jitted function with that effect costs hundreds of microseconds a call
-and cannot be compiled ahead of time (`benchmarks/wire_call.py`). The region has no effect of its own: when it is
-lowered it makes an XLA token, and JAX threads that through the mpi4jax calls inside, in equation order, loops and
-branches included. The calls are marked as having side effects, so XLA neither drops nor merges them. One call costs
-what any small jitted function costs.
+mpi4jax orders its calls by a JAX effect, and a jitted function with that effect costs hundreds of
+microseconds a call and cannot be compiled ahead of time (`benchmarks/wire_call.py`). The region has
+no effect of its own: when it is lowered it makes an XLA token, and JAX threads that through the
+mpi4jax calls inside, in equation order, loops and branches included. The calls are marked as having
+side effects, so XLA neither drops nor merges them. One call costs what any small jitted function
+costs.
 """
 
 from __future__ import annotations
@@ -36,11 +38,14 @@ def _abstract(*_avals: Any, jaxpr: Jaxpr) -> Sequence[Any]:
 
 def _lower(ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
     tokens = mlir.TokenSet({effect: stablehlo.create_token() for effect in jaxpr.effects})
-    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx.replace(tokens_in=tokens), *args)
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(
+        ctx.replace(tokens_in=tokens), *args
+    )
 
 
 def _keep(*asked: Any) -> tuple[list[bool], Any]:
-    # The peers take part whether or not this rank reads the result. JAX 0.12 asks of what is used and what lives.
+    # The peers take part whether or not this rank reads the result. JAX 0.12 asks of what is used
+    # and what lives.
     eqn = asked[-1]
     return [True] * len(eqn.invars), eqn
 

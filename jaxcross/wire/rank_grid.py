@@ -38,8 +38,11 @@ class RankGrid:
         """This rank's position along one axis: what `jax.lax.axis_index` gives."""
         return self.coords[self._position(axis)]
 
-    def group(self, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None) -> tuple[int, ...]:
-        """World ranks that exchange with this one over `axes`, in the order of JAX's flattened axis index.
+    def group(
+        self, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None
+    ) -> tuple[int, ...]:
+        """World ranks that exchange with this one over `axes`, in the order of JAX's flattened axis
+        index.
 
         Args:
             axes: In the order the user wrote them; the first varies slowest.
@@ -61,16 +64,21 @@ class RankGrid:
         for members in groups:
             if mine in members:
                 return tuple(flat[i] for i in members)
-        raise ValueError(f"No group of `axis_index_groups`={groups!r} holds position {mine} of {tuple(axes)!r}.")
+        raise ValueError(
+            f"No group of `axis_index_groups`={groups!r} holds position {mine} of {tuple(axes)!r}."
+        )
 
     def _position(self, axis: str) -> int:
         if axis not in self.names:
-            raise ValueError(f"Unknown axis {axis!r}: the mesh has {', '.join(map(repr, self.names))}.")
+            raise ValueError(
+                f"Unknown axis {axis!r}: the mesh has {', '.join(map(repr, self.names))}."
+            )
         return self.names.index(axis)
 
 
 def axis_sizes(axes: str | Mapping[str, int]) -> dict[str, int]:
-    """Name to size, one of which may be -1: what can be said of `axes` before the number of ranks is known.
+    """Name to size, one of which may be -1: what can be said of `axes` before the number of ranks
+    is known.
 
     Raises:
         TypeError: `axes` is neither a name nor a mapping.
@@ -80,16 +88,16 @@ def axis_sizes(axes: str | Mapping[str, int]) -> dict[str, int]:
         return {axes: -1}
     if not isinstance(axes, Mapping):
         raise TypeError(
-            f'`axes` is `{axes!r}`: it is one name, such as "batch", for an axis over all ranks, or a mapping of names'
-            ' to sizes, such as {"batch": -1}.'
+            f'`axes` is `{axes!r}`: it is one name, such as "batch", for an axis over all ranks, '
+            'or a mapping of names to sizes, such as {"batch": -1}.'
         )
     if not axes:
         raise ValueError("A mesh needs at least one axis.")
     for name, n in axes.items():
         if not isinstance(name, str) or not is_whole(n) or (n < 1 and n != -1):
             raise ValueError(
-                f"Axis {name!r} has size {n!r}: a size is 1 or more, or -1 for what is left. Names are strings,"
-                " sizes are whole numbers."
+                f"Axis {name!r} has size {n!r}: a size is 1 or more, or -1 for what is left. Names "
+                "are strings, sizes are whole numbers."
             )
     free = [name for name, n in axes.items() if n == -1]
     if len(free) > 1:
@@ -101,7 +109,8 @@ def make_rank_grid(axes: str | Mapping[str, int], *, rank: int, size: int) -> Ra
     """The mesh that `axes` describes, seen from `rank` of `size`.
 
     Args:
-        axes: One name (an axis over all ranks), or name to size, outermost first; one size may be -1.
+        axes: One name (an axis over all ranks), or name to size, outermost first; one size may be
+            -1.
         rank: Whose coordinates.
         size: Number of ranks.
 

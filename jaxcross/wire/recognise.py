@@ -1,6 +1,8 @@
-"""Recognises exchanges among equations: JAX's named-axis collectives over our axes, and mpi4jax's own primitives.
+"""Recognises exchanges among equations: JAX's named-axis collectives over our axes, and mpi4jax's
+own primitives.
 
-Pure: reads one equation, communicates nothing. The same on every rank, mpi4jax's point-to-point calls apart.
+Pure: reads one equation, communicates nothing. The same on every rank, mpi4jax's point-to-point
+calls apart.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from jaxcross.program.ir import Exchange
 from jaxcross.program.jaxpr_utils import holds
 from jaxcross.wire.rank_grid import RankGrid
 
-# Primitive name -> our name. The variants differ in what JAX's types say of the result, not in what is sent.
+# Primitive name -> our name. The variants differ in what JAX's types say of the result, not in what
+# is sent.
 _OPS = {
     "psum": "psum",
     "psum_invariant": "psum",
@@ -49,7 +52,8 @@ LOCAL = frozenset({"pvary", "preduced", "vary_unreduced_cast", "vary_unreduced_c
 
 
 def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
-    """The exchanges of an equation, one per operand in operand order; None if it is not one over `axes`.
+    """The exchanges of an equation, one per operand in operand order; None if it is not one over
+    `axes`.
 
     An mpi4jax equation gives exactly one exchange, whatever its operands.
 
@@ -65,17 +69,20 @@ def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, 
         return None
     if name not in _OPS:
         if name in _UNSUPPORTED or name.endswith(("_start", "_done")):
-            remedy = _UNSUPPORTED.get(name, "use the blocking collective: jaxcross overlaps it by itself")
+            remedy = _UNSUPPORTED.get(
+                name, "use the blocking collective: jaxcross overlaps it by itself"
+            )
             raise ExchangeError(
-                f"`{name}` over {', '.join(map(repr, ours))} cannot be made over MPI, at {compat.source_of(eqn)}. "
-                f"Instead, {remedy}."
+                f"`{name}` over {', '.join(map(repr, ours))} cannot be made over MPI, at "
+                f"{compat.source_of(eqn)}. Instead, {remedy}."
             )
         return None
     foreign = [a for a in named if not isinstance(a, int) and a not in axes]
     if foreign:
         raise ExchangeError(
             f"`{name}` mixes axes of jaxcross ({', '.join(map(repr, ours))}) with others "
-            f"({', '.join(map(repr, foreign))}), at {compat.source_of(eqn)}. Exchange over them one after the other."
+            f"({', '.join(map(repr, foreign))}), at {compat.source_of(eqn)}. Exchange over them "
+            "one after the other."
         )
     op = _OPS[name]
     positions = tuple(a for a in named if isinstance(a, int))
@@ -96,30 +103,43 @@ def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, 
 
 
 def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
-    """The axes and groups over whose ranks an exchange goes, in the order in which it counts them."""
-    # Positions count in the order in which the user names the axes. XLA's permutation alone counts in mesh order.
-    axes = tuple(a for a in mesh.names if a in exchange.axes) if exchange.op == "ppermute" else exchange.axes
+    """The axes and groups over whose ranks an exchange goes, in the order in which it counts
+    them.
+    """
+    # Positions count in the order in which the user names the axes. XLA's permutation alone counts
+    # in mesh order.
+    axes = (
+        tuple(a for a in mesh.names if a in exchange.axes)
+        if exchange.op == "ppermute"
+        else exchange.axes
+    )
     return axes, dict(exchange.params).get("groups")
 
 
-def _check_indices(op: str, params: Mapping[str, Any], axes: Sequence[str], size: int, source: str) -> None:
-    """Makes sure that a collective names indices of its axes, as XLA does for `pmap`. MPI would end all ranks.
+def _check_indices(
+    op: str, params: Mapping[str, Any], axes: Sequence[str], size: int, source: str
+) -> None:
+    """Makes sure that a collective names indices of its axes, as XLA does for `pmap`. MPI would end
+    all ranks.
 
     Raises:
         ExchangeError: It does not.
     """
     perm = params.get("perm", ((params["source"], 0),) if op == "pbroadcast" else ())
-    for what, indices in (("sources", [s for s, _ in perm]), ("destinations", [d for _, d in perm])):
+    for what, indices in (
+        ("sources", [s for s, _ in perm]),
+        ("destinations", [d for _, d in perm]),
+    ):
         if len(set(indices)) < len(indices) or not set(indices) <= set(range(size)):
             raise ExchangeError(
-                f"{what} of `{op}` over {', '.join(map(repr, axes))} must be indices from 0 to {size - 1}, each at most"
-                f" once, got {indices}, at {source}."
+                f"{what} of `{op}` over {', '.join(map(repr, axes))} must be indices from 0 to "
+                f"{size - 1}, each at most once, got {indices}, at {source}."
             )
     groups = params.get("groups")
     if groups is not None and sorted(i for group in groups for i in group) != list(range(size)):
         raise ExchangeError(
-            f"`axis_index_groups` of `{op}` over {', '.join(map(repr, axes))} must name each index from 0 to {size - 1}"
-            f" once, got {[list(group) for group in groups]}, at {source}."
+            f"`axis_index_groups` of `{op}` over {', '.join(map(repr, axes))} must name each index "
+            f"from 0 to {size - 1} once, got {[list(group) for group in groups]}, at {source}."
         )
 
 
@@ -149,7 +169,9 @@ def _axes_of(eqn: compat.Equation) -> tuple[Any, ...]:
 
 
 def _params(op: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Returns all parameters but operand and axes that the message depends on, hashable and free of handles."""
+    """Returns all parameters but operand and axes that the message depends on, hashable and free of
+    handles.
+    """
     found: list[tuple[str, Any]] = []
     if op == "all_gather":
         found += [("dimension", params["all_gather_dimension"]), ("tiled", params["tiled"])]
@@ -168,7 +190,9 @@ def _params(op: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
-    """mpi4jax's primitives on the user's communicator; its members, never its handle, go into the signature."""
+    """mpi4jax's primitives on the user's communicator; its members, never its handle, go into the
+    signature.
+    """
     params = eqn.params
     if params.get("transpose"):
         return None  # The transpose of an all-reduce is the identity: nothing is sent.
@@ -176,8 +200,9 @@ def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
     source = compat.source_of(eqn, outside="mpi4jax/_src")
     if not comm:  # as `MPI.COMM_NULL` counts
         raise ExchangeError(
-            f"`mpi4jax.{op}` goes over `MPI.COMM_NULL`, at {source}: this rank is not a member of that communicator"
-            " (`Split` gives it none for the color `MPI.UNDEFINED`), or it was freed. Make the call on members only."
+            f"`mpi4jax.{op}` goes over `MPI.COMM_NULL`, at {source}: this rank is not a member of "
+            "that communicator (`Split` gives it none for the color `MPI.UNDEFINED`), or it was "
+            "freed. Make the call on members only."
         )
     found: list[tuple[str, Any]] = [("ranks", world_ranks(comm))]
     if label := comm.Get_name():
@@ -205,7 +230,8 @@ def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
 
 
 def _check_numbers(call: str, params: Mapping[str, Any], size: int, source: str) -> None:
-    """Makes sure that a call names ranks of its communicator and tags that MPI has: MPI would end the whole job.
+    """Makes sure that a call names ranks of its communicator and tags that MPI has: MPI would end
+    the whole job.
 
     Raises:
         ExchangeError: It does not; says where it is made.
@@ -217,18 +243,20 @@ def _check_numbers(call: str, params: Mapping[str, Any], size: int, source: str)
         number = int(params.get(name, 0))
         if not 0 <= number < size and number not in others.get(name, ()):
             raise ExchangeError(
-                f"`{name}` of `mpi4jax.{call}` must be a rank of its communicator, 0 to {size - 1}, got {number}, at"
-                f" {source}."
+                f"`{name}` of `mpi4jax.{call}` must be a rank of its communicator, 0 to "
+                f"{size - 1}, got {number}, at {source}."
             )
     for name in ("tag", "sendtag", "recvtag"):
         tag = int(params.get(name, 0))
         if tag < 0 and (tag != MPI.ANY_TAG or name == "sendtag" or call == "send"):
-            raise ExchangeError(f"`{name}` of `mpi4jax.{call}` must be 0 or more, got {tag}, at {source}.")
+            raise ExchangeError(
+                f"`{name}` of `mpi4jax.{call}` must be 0 or more, got {tag}, at {source}."
+            )
 
 
 def _point_to_point(op: str, params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Peers and tags of a send or a receive. A peer is a rank of the communicator, None for `PROC_NULL`, or `any`; a
-    tag is a number or `any`.
+    """Peers and tags of a send or a receive. A peer is a rank of the communicator, None for
+    `PROC_NULL`, or `any`; a tag is a number or `any`.
     """
     from mpi4py import MPI
 

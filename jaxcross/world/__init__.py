@@ -1,13 +1,15 @@
 """The MPI world: who this process is, its communicators, its start and its end.
 
-start           `initialize`: MPI, the thread pool, the device, the hooks that end all ranks together
+start           `initialize`: MPI, the thread pool, the device, the hooks that end all ranks
+                together
 wire_choice     which library makes the exchanges, the same one on every rank
 start_limit     a time limit for the start of MPI; `start_notice`: lines while nothing has begun
 world           `World`: rank, size, communicators, agreements, the watchdog
 exchange_owner  which thread or run may exchange now
 control_plane   small agreements between all ranks, on a communicator of their own
 replicas        makes a pytree equal on all ranks, or checks that it is
-mailbox         flat messages without waiting; `neighbours`: texts of the ranks that exchange with one another
+mailbox         flat messages without waiting; `neighbours`: texts of the ranks that exchange with
+                one another
 workers         worker processes of a rank, such as a data loader's
 launch_env      the launcher's variables for this process; `probe` prints it
 malloc          memory that is kept; `xla_pool` and `sched_slice`: threads

@@ -9,7 +9,9 @@ import numpy as np
 
 
 class Control(Protocol):
-    """The messages that votes and agreements need. Every call waits for every rank; one thread uses it."""
+    """The messages that votes and agreements need. Every call waits for every rank; one thread uses
+    it.
+    """
 
     rank: int
     size: int
@@ -45,13 +47,19 @@ class MpiControl:
 
 
 def gather(control: Control, value: object) -> list[Any]:
-    """Returns every rank's value, by rank. Values travel as JSON: tuples arrive as lists. Waits for all ranks."""
+    """Returns every rank's value, by rank. Values travel as JSON: tuples arrive as lists. Waits for
+    all ranks.
+    """
     text = json.dumps(value)
-    return [json.loads(each) for each in (control.allgather_text(text) if control.size > 1 else [text])]
+    return [
+        json.loads(each) for each in (control.allgather_text(text) if control.size > 1 else [text])
+    ]
 
 
 def all_equal(control: Control, number: int) -> bool:
-    """Whether all ranks give the same number below 2**62; the same on every rank. Waits for all ranks."""
+    """Whether all ranks give the same number below 2**62; the same on every rank. Waits for all
+    ranks.
+    """
     low, high = control.allreduce_min(np.array([number, -number], np.int64))  # -high is the maximum
     return bool(low == -high)
 

@@ -1,7 +1,9 @@
-"""The right to exchange with other ranks: one run of jobs has it, or one thread that calls a step outside any run.
+"""The right to exchange with other ranks: one run of jobs has it, or one thread that calls a step
+outside any run.
 
-Ranks match exchanges by their order alone. Two threads that exchange at once would each be in an order of their own,
-which may differ between ranks, and one step's sums would be mixed with the other's.
+Ranks match exchanges by their order alone. Two threads that exchange at once would each be in an
+order of their own, which may differ between ranks, and one step's sums would be mixed with the
+other's.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ def check_interval(environ: Mapping[str, str]) -> int:
     text = environ.get(VARIABLE, "").strip() or "1"
     if not (text.isdecimal() and int(text) >= 1):
         raise ValueError(
-            f"`{VARIABLE}` in the environment must be a whole number of at least 1, the calls of steps from one"
-            f" comparison of the ranks to the next, got {text!r}."
+            f"`{VARIABLE}` in the environment must be a whole number of at least 1, the calls of "
+            f"steps from one comparison of the ranks to the next, got {text!r}."
         )
     return int(text)
 
@@ -36,11 +38,12 @@ class ExchangeOwner:
     """Whether a thread of this process may exchange now. Nothing in it waits or communicates.
 
     Attributes:
-        broken_step: The step, if any, that failed outside a run before it had made all of its exchanges: other ranks
-            may be in the rest.
-        must_agree: Whether a step outside a run failed before its first exchange, perhaps on this rank alone: the ranks
-            must agree on the next one.
-        check_every: The ranks compare which step they call on every such call outside a run; the same on every rank.
+        broken_step: The step, if any, that failed outside a run before it had made all of its
+            exchanges: other ranks may be in the rest.
+        must_agree: Whether a step outside a run failed before its first exchange, perhaps on this
+            rank alone: the ranks must agree on the next one.
+        check_every: The ranks compare which step they call on every such call outside a run; the
+            same on every rank.
         unchecked: Calls since they last did so.
         functions: Number of steps outside a run that the ranks have agreed on.
         lane_threads: Living threads of the lanes of a run.
@@ -48,9 +51,17 @@ class ExchangeOwner:
     """
 
     __slots__ = (
-        "_caller", "_run", "_step", "broken_step", "check_every", "functions", "job_threads", "lane_threads",
-        "must_agree", "unchecked",
-    )  # fmt: skip
+        "_caller",
+        "_run",
+        "_step",
+        "broken_step",
+        "check_every",
+        "functions",
+        "job_threads",
+        "lane_threads",
+        "must_agree",
+        "unchecked",
+    )
 
     def __init__(self, check_every: int = 1) -> None:
         self.check_every = check_every
@@ -70,14 +81,16 @@ class ExchangeOwner:
         return bool(self.lane_threads or self.job_threads)
 
     def run(self) -> ExitStack:
-        """Returns a context in which one run may exchange, from before its first message to its last one.
+        """Returns a context in which one run may exchange, from before its first message to its
+        last one.
 
         Raises:
             JobError: Another run is in progress, or one that broke has left a lane.
         """
         refusal = JobError(
-            "A run is in progress in this process, and two at once would mix up their messages. Add these jobs to "
-            "its runner (`runner.add(name, fn)`, on every rank), or run them after it. A job calls its step itself."
+            "A run is in progress in this process, and two at once would mix up their messages. "
+            "Add these jobs to its runner (`runner.add(name, fn)`, on every rank), or run them "
+            "after it. A job calls its step itself."
         )
         if not self._run.acquire(blocking=False):
             raise refusal
@@ -95,26 +108,30 @@ class ExchangeOwner:
         """
         if self.broken_step:
             raise ExchangeError(
-                f"`{name}` cannot exchange: `{self.broken_step}` failed halfway on this rank. Other ranks may be in the"
-                " rest of its exchanges, and what comes now would be mixed with them. Restart all ranks. A job of a"
-                " `jaxcross.Runner` that fails leaves on all ranks at once."
+                f"`{name}` cannot exchange: `{self.broken_step}` failed halfway on this rank. "
+                "Other ranks may be in the rest of its exchanges, and what comes now would be "
+                "mixed with them. Restart all ranks. A job of a `jaxcross.Runner` that fails "
+                "leaves on all ranks at once."
             )
         if not self._step.acquire(blocking=False):
             ident, theirs = self._caller
             other = next((t.name for t in threading.enumerate() if t.ident == ident), ident)
             raise JobError(
-                f"`{name}` was called from thread `{threading.current_thread().name}` while thread `{other}` is in"
-                f" `{theirs}`. Ranks meet in the order of the calls, and which of two threads calls first may differ"
-                " between them: one step's sums would be mixed with the other's. Call steps from one thread, or make"
-                " the threads' work jobs of a `jaxcross.Runner`, which agrees on an order."
+                f"`{name}` was called from thread `{threading.current_thread().name}` while thread "
+                f"`{other}` is in `{theirs}`. Ranks meet in the order of the calls, and which of "
+                "two threads calls first may differ between them: one step's sums would be mixed "
+                "with the other's. Call steps from one thread, or make the threads' work jobs of a "
+                "`jaxcross.Runner`, which agrees on an order."
             )
         self._caller = (threading.get_ident(), name)
         return _releasing(self._step)
 
     def check_due(self) -> bool:
-        """Counts a call outside a run that is about to exchange. Returns whether the ranks compare what they call.
+        """Counts a call outside a run that is about to exchange. Returns whether the ranks compare
+        what they call.
 
-        The count is the same on every rank: each call is counted where the ranks meet, not where it begins.
+        The count is the same on every rank: each call is counted where the ranks meet, not where it
+        begins.
         """
         self.unchecked += 1
         if self.unchecked < self.check_every:
@@ -131,15 +148,16 @@ class ExchangeOwner:
         thread = threading.current_thread()
         if self.in_run and thread not in self.job_threads:
             raise JobError(
-                f"`{step}` was called from thread `{thread.name}`, which is not a job of the runner that "
-                "is in progress. Its exchanges would have no place in the order that all ranks share. Call it in a "
-                "job's own function (`runner.add(name, fn)`), not in a thread started there, or before or after "
-                "`runner.run()`."
+                f"`{step}` was called from thread `{thread.name}`, which is not a job of the "
+                "runner that is in progress. Its exchanges would have no place in the order that "
+                "all ranks share. Call it in a job's own function (`runner.add(name, fn)`), not in "
+                "a thread started there, or before or after `runner.run()`."
             )
 
 
 def _releasing(lock: threading.Lock) -> ExitStack:
-    # The caller holds the lock already: a refusal is raised in its own frame, not in one of `contextlib`.
+    # The caller holds the lock already: a refusal is raised in its own frame, not in one of
+    # `contextlib`.
     context = ExitStack()
     context.callback(lock.release)
     return context

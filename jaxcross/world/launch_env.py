@@ -1,4 +1,6 @@
-"""The launcher's variables for this process, compared with MPI. Pure: the environment is an argument."""
+"""The launcher's variables for this process, compared with MPI. Pure: the environment is an
+argument.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,23 @@ from dataclasses import dataclass
 
 from jaxcross.errors import ExchangeError
 
-# Set per process by the launchers that start MPI ranks. SLURM's counts only where no MPI launcher speaks: under
-# `mpirun` inside a SLURM job it counts mpirun's own helpers. SLURM_NTASKS would not do: a batch script has it, too.
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+# Set per process by the launchers that start MPI ranks. SLURM's counts only where no MPI launcher
+# speaks: under `mpirun` inside a SLURM job it counts mpirun's own helpers. SLURM_NTASKS would not
+# do: a batch script has it, too.
+_SIZES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MPI_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
 
 MPI_SETTINGS = {"OMPI_MCA_btl_tcp_flags": "send", "OMPI_MCA_mpi_yield_when_idle": "1"}
-"""Settings with which Open MPI is started, measured by `benchmarks/exchange_cost.py`. By default it puts long messages
-over TCP in one direction at a time, and an all-reduce takes 1.7 times as long as with messages that are sent; and a
-rank that waits takes the core from computation. They overrule Open MPI's parameter files."""
+"""Settings with which Open MPI is started, measured by `benchmarks/exchange_cost.py`. By default it
+puts long messages over TCP in one direction at a time, and an all-reduce takes 1.7 times as long as
+with messages that are sent; and a rank that waits takes the core from computation. They overrule
+Open MPI's parameter files.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +45,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def check_launch(launch: Launch | None, *, world_size: int, vendor: str) -> None:
-    """Refuse a world that is smaller than what was launched: N processes that each believe to be alone.
+    """Refuse a world that is smaller than what was launched: N processes that each believe to be
+    alone.
 
     Raises:
         ExchangeError: With the remedy for the launcher at hand.
@@ -42,22 +54,31 @@ def check_launch(launch: Launch | None, *, world_size: int, vendor: str) -> None
     if launch is None or launch.size == world_size:
         return
     if launch.variable.startswith("SLURM"):
-        remedy = "start with `srun --mpi=pmix` (or `--mpi=pmi2`), as `srun --mpi=list` offers, or with `mpirun`"
+        remedy = (
+            "start with `srun --mpi=pmix` (or `--mpi=pmi2`), as `srun --mpi=list` offers, or with "
+            "`mpirun`"
+        )
     else:
         remedy = (
-            f"use the `mpirun` of the same MPI that mpi4py loaded ({vendor}): `jaxcross launch -n {launch.size} ...` "
-            "finds it, and `jaxcross doctor` shows both"
+            f"use the `mpirun` of the same MPI that mpi4py loaded ({vendor}): `jaxcross launch -n "
+            f"{launch.size} ...` finds it, and `jaxcross doctor` shows both"
         )
     raise ExchangeError(
-        f"The launcher started {launch.size} ranks (`{launch.variable}={launch.size}`), but MPI sees a world of "
-        f"{world_size}. Each process would train alone and nothing would be exchanged. Remedy: {remedy}."
+        f"The launcher started {launch.size} ranks (`{launch.variable}={launch.size}`), but MPI "
+        f"sees a world of {world_size}. Each process would train alone and nothing would be "
+        f"exchanged. Remedy: {remedy}."
     )
 
 
 def vendor_of(library_version: str) -> str:
     """`mpich`, `openmpi`, `intel`, ... from `MPI.Get_library_version()`."""
     text = library_version.lower()
-    for mark, vendor in (("open mpi", "openmpi"), ("intel", "intel"), ("mvapich", "mvapich"), ("cray", "cray")):
+    for mark, vendor in (
+        ("open mpi", "openmpi"),
+        ("intel", "intel"),
+        ("mvapich", "mvapich"),
+        ("cray", "cray"),
+    ):
         if mark in text:
             return vendor
     return "mpich" if "mpich" in text else (text.split() or ["unknown"])[0]

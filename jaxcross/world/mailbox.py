@@ -1,4 +1,6 @@
-"""Flat messages between ranks on a communicator of their own, sent and received without waiting for anybody."""
+"""Flat messages between ranks on a communicator of their own, sent and received without waiting for
+anybody.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import numpy as np
 
 
 class Mailbox(Protocol):
-    """One thread's messages to and from all ranks, itself included. Those of one rank come in the order sent."""
+    """One thread's messages to and from all ranks, itself included. Those of one rank come in the
+    order sent.
+    """
 
     rank: int
     size: int
@@ -19,7 +23,9 @@ class Mailbox(Protocol):
         ...
 
     def receive(self) -> tuple[int, int, np.ndarray] | None:
-        """Sender, tag and bytes of a message that has come, if one has. Waits at most for the rest of it."""
+        """Sender, tag and bytes of a message that has come, if one has. Waits at most for the rest
+        of it.
+        """
         ...
 
     def sent(self) -> bool:
@@ -45,13 +51,17 @@ class MpiMailbox:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self._own: deque[tuple[int, np.ndarray]] = deque()
-        self._leaving: list[tuple[Any, np.ndarray]] = []  # MPI reads a message until its request is complete
+        self._leaving: list[
+            tuple[Any, np.ndarray]
+        ] = []  # MPI reads a message until its request is complete
 
     def send(self, rank: int, tag: int, message: np.ndarray) -> None:
         if rank == self.rank:
             self._own.append((tag, message))
         else:
-            self._leaving.append((self._comm.Isend([message, self._mpi.BYTE], dest=rank, tag=tag), message))
+            self._leaving.append(
+                (self._comm.Isend([message, self._mpi.BYTE], dest=rank, tag=tag), message)
+            )
 
     def receive(self) -> tuple[int, int, np.ndarray] | None:
         if self._own:
@@ -66,7 +76,9 @@ class MpiMailbox:
         return status.Get_source(), status.Get_tag(), message
 
     def sent(self) -> bool:
-        self._leaving = [(request, message) for request, message in self._leaving if not request.Test()]
+        self._leaving = [
+            (request, message) for request, message in self._leaving if not request.Test()
+        ]
         return not self._leaving
 
     def close(self) -> None:

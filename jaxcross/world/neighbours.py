@@ -1,8 +1,10 @@
-"""Texts of the ranks that exchange with one another, directly or through others; the rest of the world takes no part.
+"""Texts of the ranks that exchange with one another, directly or through others; the rest of the
+world takes no part.
 
-Each rank sends what it knows to its partners and receives what they know, in rounds, until it knows every rank that a
-known rank is a partner of. Its last message to a partner says so. The partner then knows everything, too, so that each
-rank receives exactly the messages that its partners send, and none is left over for the next gathering.
+Each rank sends what it knows to its partners and receives what they know, in rounds, until it knows
+every rank that a known rank is a partner of. Its last message to a partner says so. The partner
+then knows everything, too, so that each rank receives exactly the messages that its partners send,
+and none is left over for the next gathering.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# A round's messages must not be taken for those of another one: a rank that waits for any sender looks at the tag.
+# A round's messages must not be taken for those of another one: a rank that waits for any sender
+# looks at the tag.
 _FIRST_TAG = 1000
 
 Known = dict[int, tuple[str, frozenset[int]]]
@@ -28,17 +31,22 @@ class Neighbours:
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-        self._early: dict[int, Any] = {}  # first messages of ranks that are partners in a later gathering
+        self._early: dict[
+            int, Any
+        ] = {}  # first messages of ranks that are partners in a later gathering
 
-    def gather(self, text: str, partners: Iterable[int], *, accepts: Accepts | None = None) -> dict[int, str]:
-        """The texts of all ranks that are connected with this one. Waits for them; each must call it.
+    def gather(
+        self, text: str, partners: Iterable[int], *, accepts: Accepts | None = None
+    ) -> dict[int, str]:
+        """The texts of all ranks that are connected with this one. Waits for them; each must call
+        it.
 
         Args:
             text: This rank's.
             partners: The ranks it exchanges with. A rank is a partner of its partners.
-            accepts: Given for a rank that cannot name all of its partners. Of the texts by rank that it has, and the
-                text of another rank that names this one: whether that is a partner, too. With None for that text:
-                whether more partners are to come.
+            accepts: Given for a rank that cannot name all of its partners. Of the texts by rank
+                that it has, and the text of another rank that names this one: whether that is a
+                partner, too. With None for that text: whether more partners are to come.
 
         Returns:
             The texts by rank, this one's included; the same on all connected ranks.
@@ -49,7 +57,9 @@ class Neighbours:
         received = {p: self._first_from(p) for p in sorted(mine)}
         sent_to: dict[int, Known] = {p: dict(known) for p in mine}
         while accepts is not None and accepts(_texts(known, received), None):
-            p, message = self._first_from_any(lambda theirs: accepts(_texts(known, received), theirs))
+            p, message = self._first_from_any(
+                lambda theirs: accepts(_texts(known, received), theirs)
+            )
             received[p] = message
             mine.add(p)
             known[me] = (text, frozenset(mine))
@@ -98,12 +108,16 @@ class Neighbours:
 
 def _learn(known: Known, theirs: Known) -> None:
     for rank, (text, partners) in theirs.items():
-        if rank not in known or len(known[rank][1]) < len(partners):  # a rank may find partners while it waits
+        if rank not in known or len(known[rank][1]) < len(
+            partners
+        ):  # a rank may find partners while it waits
             known[rank] = text, partners
 
 
 def _is_closed(known: Known) -> bool:
-    return all(p in known and r in known[p][1] for r, (_, partners) in known.items() for p in partners)
+    return all(
+        p in known and r in known[p][1] for r, (_, partners) in known.items() for p in partners
+    )
 
 
 def _texts(known: Known, received: Mapping[int, tuple[Known, bool]]) -> dict[int, str]:

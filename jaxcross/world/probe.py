@@ -1,7 +1,9 @@
-"""Prints findings about MPI, mpi4jax and JAX as JSON: `python -m jaxcross.world.probe [exchange | versions]`.
+"""Prints findings about MPI, mpi4jax and JAX as JSON: `python -m jaxcross.world.probe [exchange |
+versions]`.
 
-It runs in a process of its own, because a broken MPI may end the process that touches it. `jaxcross doctor --hosts`
-sends this file to Python on other hosts. They may lack jaxcross, so only the function that needs it imports it.
+It runs in a process of its own, because a broken MPI may end the process that touches it. `jaxcross
+doctor --hosts` sends this file to Python on other hosts. They may lack jaxcross, so only the
+function that needs it imports it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ def probe_mpi() -> dict[str, Any]:
     """MPI's library, version and thread level. Starts MPI."""
     from mpi4py import MPI
 
-    levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+    }
     return {
         "library": _first_line(MPI.Get_library_version()),
         "standard": ".".join(map(str, MPI.Get_version())),
@@ -38,7 +44,9 @@ def _first_line(version: str) -> str:
 
 
 def probe_mpi4jax() -> dict[str, Any]:
-    """mpi4jax's version and warnings, the MPI it was built for, and whether it can send from GPUs. Starts MPI."""
+    """mpi4jax's version and warnings, the MPI it was built for, and whether it can send from GPUs.
+    Starts MPI.
+    """
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         import mpi4jax
@@ -51,7 +59,11 @@ def probe_mpi4jax() -> dict[str, Any]:
         "version": mpi4jax.__version__,
         "built_for": _first_line(str(built.get("mpi_library_version", "unknown"))),
         "cuda": bool(mpi4jax.has_cuda_support()),
-        "warnings": [str(w.message).strip().split("\n")[0] for w in raised if issubclass(w.category, UserWarning)],
+        "warnings": [
+            str(w.message).strip().split("\n")[0]
+            for w in raised
+            if issubclass(w.category, UserWarning)
+        ],
     }
 
 
@@ -67,7 +79,9 @@ def probe_jax() -> dict[str, Any]:
 
 
 def probe_versions() -> dict[str, str | None]:
-    """Versions of what must be the same on all hosts, None for what is not there. Starts nothing."""
+    """Versions of what must be the same on all hosts, None for what is not there. Starts
+    nothing.
+    """
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -85,22 +99,31 @@ def probe_versions() -> dict[str, str | None]:
 
 
 def probe_exchange() -> dict[str, Any]:
-    """One all-reduce over all ranks, through the whole wire, and the connections that it took. Waits for every rank."""
+    """One all-reduce over all ranks, through the whole wire, and the connections that it took.
+    Waits for every rank.
+    """
     import jax
 
-    # Exchanges run on the host's CPU device. An accelerator would lend its memory to the first rank that asks for it.
+    # Exchanges run on the host's CPU device. An accelerator would lend its memory to the first rank
+    # that asks for it.
     jax.config.update("jax_platforms", "cpu")
     import jax.numpy as jnp
 
     from jaxcross.world import initialize
 
     world = initialize(stall_timeout_s=20.0)
-    jaxpr = jax.make_jaxpr(lambda x: jax.lax.psum(x, "ranks"), axis_env=[("ranks", world.size)])(jnp.zeros(4))
+    jaxpr = jax.make_jaxpr(lambda x: jax.lax.psum(x, "ranks"), axis_env=[("ranks", world.size)])(
+        jnp.zeros(4)
+    )
     with world.monitor(job="doctor", step=0, segment=0, what="psum"):
         lowered = world.wire().lower(jaxpr, {"ranks": world.size})
-        exchange = lowered.compile(jaxpr.in_avals, name="doctor", host=jax.devices("cpu")[0], place=None)
+        exchange = lowered.compile(
+            jaxpr.in_avals, name="doctor", host=jax.devices("cpu")[0], place=None
+        )
         (total,) = jax.block_until_ready(exchange(jnp.full(4, world.rank + 1.0)))
-        from mpi4py import MPI  # not before `initialize`, which limits how long MPI may take to start
+        from mpi4py import (
+            MPI,
+        )  # not before `initialize`, which limits how long MPI may take to start
 
         ends = MPI.COMM_WORLD.gather(tcp_ends())
     expected = world.size * (world.size + 1) / 2
@@ -114,7 +137,9 @@ def probe_exchange() -> dict[str, Any]:
 
 
 def tcp_ends() -> list[tuple[str, str]]:
-    """Returns the two ends of each TCP connection of this process, its own first, as `address:port`. Linux only."""
+    """Returns the two ends of each TCP connection of this process, its own first, as
+    `address:port`. Linux only.
+    """
     own = set()
     for link in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # closed since
@@ -127,22 +152,34 @@ def tcp_ends() -> list[tuple[str, str]]:
 
 
 def ends_of(table: Iterable[str], own: set[str]) -> list[tuple[str, str]]:
-    """Returns both ends of the established connections in `/proc/net/tcp` whose sockets are in `own`. Pure."""
+    """Returns both ends of the established connections in `/proc/net/tcp` whose sockets are in
+    `own`. Pure.
+    """
     rows = (line.split() for line in table)
-    return [(_end(row[1]), _end(row[2])) for row in rows if row[3] == "01" and f"socket:[{row[9]}]" in own]
+    return [
+        (_end(row[1]), _end(row[2]))
+        for row in rows
+        if row[3] == "01" and f"socket:[{row[9]}]" in own
+    ]
 
 
 def _end(text: str) -> str:
-    """`0200000A:B461` -> `10.0.0.2:46177`. The kernel prints words of 32 bits as this machine has them in memory."""
+    """`0200000A:B461` -> `10.0.0.2:46177`. The kernel prints words of 32 bits as this machine has
+    them in memory.
+    """
     digits, port = text.split(":")
     words = [bytes.fromhex(digits[n : n + 8]) for n in range(0, len(digits), 8)]
-    address = ipaddress.ip_address(b"".join(w[::-1] if sys.byteorder == "little" else w for w in words))
+    address = ipaddress.ip_address(
+        b"".join(w[::-1] if sys.byteorder == "little" else w for w in words)
+    )
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return f"{mapped or address}:{int(port, 16)}"
 
 
 def connections(ends: Sequence[Iterable[tuple[str, str]]]) -> list[tuple[str, str]]:
-    """Returns the pairs of addresses between which ranks are connected, from the `tcp_ends` of each rank. Pure."""
+    """Returns the pairs of addresses between which ranks are connected, from the `tcp_ends` of each
+    rank. Pure.
+    """
     found = {
         (own.rpartition(":")[0], other.rpartition(":")[0])
         for first, second in combinations(ends, 2)

@@ -22,18 +22,22 @@ class _Attributes(ctypes.Structure):
 
 
 def ask_for_short_slices(slice_ns: int = _SLICE_NS) -> bool:
-    """Asks Linux to give this thread the core for a quarter of a millisecond at a time; returns whether it agreed.
+    """Asks Linux to give this thread the core for a quarter of a millisecond at a time; returns
+    whether it agreed.
 
-    MPI waits by polling and yields the core after each poll. A yield forfeits the thread's slice, 3 ms by default, and
-    where a computation shares the core, the thread polls but once in that time: the link runs dry. With
-    slices of 0.25 ms an exchange of 102 MB next to a computation takes 1.07 s instead of 1.25 (alone 1.05), and
-    the computation hardly longer. Needs no privilege; kernels before 6.12 ignore it. The thread keeps its niceness.
+    MPI waits by polling and yields the core after each poll. A yield forfeits the thread's slice, 3
+    ms by default, and where a computation shares the core, the thread polls but once in that time:
+    the link runs dry. With slices of 0.25 ms an exchange of 102 MB next to a computation takes 1.07
+    s instead of 1.25 (alone 1.05), and the computation hardly longer. Needs no privilege; kernels
+    before 6.12 ignore it. The thread keeps its niceness.
     """
     number = _SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    request = _Attributes(size=ctypes.sizeof(_Attributes), policy=os.SCHED_OTHER, nice=nice, runtime=slice_ns)
+    request = _Attributes(
+        size=ctypes.sizeof(_Attributes), policy=os.SCHED_OTHER, nice=nice, runtime=slice_ns
+    )
     if os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False  # the user has chosen another scheduler
     return ctypes.CDLL(None).syscall(number, 0, ctypes.byref(request), 0) == 0

@@ -47,9 +47,15 @@ from jaxcross.world.world import World
 
 _log = logging.getLogger(__name__)
 
-# The one world of this process, as MPI is one: steps are decorated before it exists, and find it when called.
+# The one world of this process, as MPI is one: steps are decorated before it exists, and find it
+# when called.
 _CURRENT: list[World] = []
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES")
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "JAX_CUDA_VISIBLE_DEVICES",
+)
 
 
 def initialize(
@@ -61,57 +67,67 @@ def initialize(
 ) -> World:
     """Joins the MPI world. Call it before the first JAX array; waits for every rank.
 
-    From here on an uncaught exception, the end of a rank's process or its silence ends all ranks, each with
-    an error that names the rank; an exception at Python's prompt or in a notebook ends nothing. SIGTERM is an interrupt
-    with exit code 143. Where the variable `JAXCROSS_EVENTS` names a folder, each rank writes down there what it does,
-    for `jaxcross doctor --post-mortem`. Outside a run, the ranks compare on every call that they call the same step, or
-    on every n-th call if the variable `JAXCROSS_CHECK_CALLS` is n on some rank. XLA's CPU pool is large enough for
-    `lanes` waiting exchanges, and several ranks on one node each take their own accelerator. Without a launcher the
-    world has one rank.
-    A second call returns the same world; it cannot ask for another one.
+    From here on an uncaught exception, the end of a rank's process or its silence ends all ranks,
+    each with an error that names the rank; an exception at Python's prompt or in a notebook ends
+    nothing. SIGTERM is an interrupt with exit code 143. Where the variable `JAXCROSS_EVENTS` names
+    a folder, each rank writes down there what it does, for `jaxcross doctor --post-mortem`. Outside
+    a run, the ranks compare on every call that they call the same step, or on every n-th call if
+    the variable `JAXCROSS_CHECK_CALLS` is n on some rank. XLA's CPU pool is large enough for
+    `lanes` waiting exchanges, and several ranks on one node each take their own accelerator.
+    Without a launcher the world has one rank. A second call returns the same world; it cannot ask
+    for another one.
 
-    In a worker process that a rank has started (`multiprocessing`, Grain) it neither joins nor waits: the world that it
-    returns there has the numbers of that rank, and whatever would exchange with other ranks raises `ExchangeError`.
+    In a worker process that a rank has started (`multiprocessing`, Grain) it neither joins nor
+    waits: the world that it returns there has the numbers of that rank, and whatever would exchange
+    with other ranks raises `ExchangeError`.
 
     Args:
-        stall_timeout_s: Seconds after which a wait for other ranks is reported, and all ranks are aborted. The start
-            of MPI itself counts as one.
-        heartbeat_timeout_s: Seconds after which a rank whose process does not show that it lives is reported, and all
-            ranks are aborted; 0 for never. It shows it about once a second, from a thread of its own, whatever it
-            computes.
+        stall_timeout_s: Seconds after which a wait for other ranks is reported, and all ranks are
+            aborted. The start of MPI itself counts as one.
+        heartbeat_timeout_s: Seconds after which a rank whose process does not show that it lives is
+            reported, and all ranks are aborted; 0 for never. It shows it about once a second, from
+            a thread of its own, whatever it computes.
         lanes: Exchanges that your own code may have under way at once on a rank; a run has one.
-        wire: The library that makes the exchanges, the same on every rank: `mpi4jax`, in XLA executables, or `mpi4py`,
-            between them. If None, the variable `JAXCROSS_WIRE` decides. Without it, that's mpi4jax, but mpi4py on
-            accelerators and where mpi4jax isn't installed; rank 0 says so.
+        wire: The library that makes the exchanges, the same on every rank: `mpi4jax`, in XLA
+            executables, or `mpi4py`, between them. If None, the variable `JAXCROSS_WIRE` decides.
+            Without it, that's mpi4jax, but mpi4py on accelerators and where mpi4jax isn't
+            installed; rank 0 says so.
 
     Raises:
-        ExchangeError: MPI or the wire cannot be used, ranks have different wires, only a part of the launched ranks can
-            be seen, JAX started too early, or this process is a subprocess of a rank that is not a worker of
-            `multiprocessing`.
-        ValueError: An argument or a variable that makes no sense, or an argument that differs from the first call's.
+        ExchangeError: MPI or the wire cannot be used, ranks have different wires, only a part of
+            the launched ranks can be seen, JAX started too early, or this process is a subprocess
+            of a rank that is not a worker of `multiprocessing`.
+        ValueError: An argument or a variable that makes no sense, or an argument that differs from
+            the first call's.
     """
     _check_arguments(stall_timeout_s, heartbeat_timeout_s, lanes)
     over = wire_choice.chosen(wire, os.environ)
     if _CURRENT:
         started = _CURRENT[0]
         wanted = (stall_timeout_s, lanes, heartbeat_timeout_s)
-        if wanted not in ((300.0, 1, 30.0), (started.stall_timeout_s, started.lanes, started.heartbeat_timeout_s)):
+        if wanted not in (
+            (300.0, 1, 30.0),
+            (started.stall_timeout_s, started.lanes, started.heartbeat_timeout_s),
+        ):
             raise ValueError(
-                f"jaxcross is initialised already, with `stall_timeout_s={started.stall_timeout_s}` and "
-                f"`lanes={started.lanes}`, `heartbeat_timeout_s={started.heartbeat_timeout_s}`: it cannot change to "
+                "jaxcross is initialised already, with "
+                f"`stall_timeout_s={started.stall_timeout_s}` and `lanes={started.lanes}`, "
+                f"`heartbeat_timeout_s={started.heartbeat_timeout_s}`: it cannot change to "
                 f"{stall_timeout_s}, {lanes}, {heartbeat_timeout_s}. Give them to the first call."
             )
         if wire not in (None, started.over):
             raise ValueError(
-                f"jaxcross is initialised already, with `wire={started.over!r}`: it cannot change to {wire!r}. Give it"
-                " to the first call."
+                f"jaxcross is initialised already, with `wire={started.over!r}`: it cannot change "
+                f"to {wire!r}. Give it to the first call."
             )
         return started
     if (worker := world_of_worker(os.environ, _make_world)) is not None:
         _CURRENT.append(worker)
         return worker
     launch = read_launch(os.environ)
-    own_handler = install_interrupt()  # else this is a rank of `jaxcross launch`, whose words these are
+    own_handler = (
+        install_interrupt()
+    )  # else this is a rank of `jaxcross launch`, whose words these are
     try:
         return _start(launch, stall_timeout_s, heartbeat_timeout_s, lanes, over)
     except KeyboardInterrupt:
@@ -123,15 +139,20 @@ def initialize(
 
 
 def _start(
-    launch: Launch | None, stall_timeout_s: float, heartbeat_timeout_s: float, lanes: int, over: Over | None
+    launch: Launch | None,
+    stall_timeout_s: float,
+    heartbeat_timeout_s: float,
+    lanes: int,
+    over: Over | None,
 ) -> World:
     """Starts MPI, joins the other ranks and returns the world. Waits for every rank."""
     with limited_start(1 if launch is None else launch.size, stall_timeout_s, os.environ):
         mpi = load_mpi()
     if mpi.Is_finalized():
         raise ExchangeError(
-            "MPI was finalized in this process (`MPI.Finalize()`), and cannot start again. Call"
-            " `jaxcross.initialize()` before that, and leave finalizing to mpi4py, which does it at exit."
+            "MPI was finalized in this process (`MPI.Finalize()`), and cannot start again. Call "
+            "`jaxcross.initialize()` before that, and leave finalizing to mpi4py, which does it at "
+            "exit."
         )
     world = mpi.COMM_WORLD
     vendor = vendor_of(mpi.Get_library_version())
@@ -139,8 +160,9 @@ def _start(
     check_launch(launch, world_size=size, vendor=vendor)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise ExchangeError(
-            "MPI does not allow calls from several threads (`MPI_THREAD_MULTIPLE`). The exchange lane and the watchdog "
-            "are threads. Use an MPI built with it, and leave `mpi4py.rc.thread_level` at 'multiple'."
+            "MPI does not allow calls from several threads (`MPI_THREAD_MULTIPLE`). The exchange "
+            "lane and the watchdog are threads. Use an MPI built with it, and leave "
+            "`mpi4py.rc.thread_level` at 'multiple'."
         )
     hooks = ExceptionHooks(rank, size)
     hooks.install()
@@ -176,12 +198,15 @@ def _check_arguments(stall_timeout_s: Any, heartbeat_timeout_s: Any, lanes: Any)
 
 @contextmanager
 def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
-    """Ends all ranks if some other one does not come: there is no watchdog yet that could tell which."""
+    """Ends all ranks if some other one does not come: there is no watchdog yet that could tell
+    which.
+    """
     reason = f"rank {rank} has waited {limit_s:g} s for all ranks to call `jaxcross.initialize()`"
     message = (
-        f"jaxcross: {reason}; all {size} ranks end. Either the script of some rank ended before this call or hangs (in"
-        " a lock, a file system?), or ranks can't reach each other, which `jaxcross doctor --hosts A,B` checks. If the"
-        " start takes longer, raise `initialize(stall_timeout_s=...)`."
+        f"jaxcross: {reason}; all {size} ranks end. Either the script of some rank ended before "
+        "this call or hangs (in a lock, a file system?), or ranks can't reach each other, which "
+        "`jaxcross doctor --hosts A,B` checks. If the start takes longer, raise "
+        "`initialize(stall_timeout_s=...)`."
     )
     timer = threading.Timer(
         min(limit_s, threading.TIMEOUT_MAX),
@@ -211,9 +236,12 @@ def _join(
     rank, size = world.Get_rank(), world.Get_size()
     node = world.Split_type(mpi.COMM_TYPE_SHARED)
     local_rank, local_size = node.Get_rank(), node.Get_size()
-    settings_of_node = node.allgather({name: os.environ[name] for name in _VISIBLE if os.environ.get(name)})
+    settings_of_node = node.allgather(
+        {name: os.environ[name] for name in _VISIBLE if os.environ.get(name)}
+    )
     node.Free()
-    # One size for all ranks: replicated values stay equal to the bit even where nodes have unequal cores.
+    # One size for all ranks: replicated values stay equal to the bit even where nodes have unequal
+    # cores.
     own_cores = xla_pool.cores()
     cores = world.allreduce(own_cores, op=mpi.MAX)
     size_of_pool = _prepare_pool(cores, own_cores, lanes)
@@ -238,7 +266,11 @@ def _join(
         sigterm=sigterm,
     )
     watchdog.start()
-    hooks.notify, hooks.failed_alike, hooks.report = watchdog.notify, watchdog.failed_alike, watchdog.report
+    hooks.notify, hooks.failed_alike, hooks.report = (
+        watchdog.notify,
+        watchdog.failed_alike,
+        watchdog.report,
+    )
     atexit.register(watchdog.stop)
     return _make_world(
         rank=rank,
@@ -262,7 +294,8 @@ def _join(
 
 
 def current_world() -> World:
-    """The world that `initialize` made in this process, or the rank's numbers in its worker. Does not communicate.
+    """The world that `initialize` made in this process, or the rank's numbers in its worker. Does
+    not communicate.
 
     Raises:
         RuntimeError: `initialize` was not called.
@@ -271,19 +304,22 @@ def current_world() -> World:
         _CURRENT.append(worker)
     if not _CURRENT:
         raise RuntimeError(
-            "jaxcross is not initialised: call `world = jaxcross.initialize()` at the start of the script, before the"
-            " first step and the first JAX array."
+            "jaxcross is not initialised: call `world = jaxcross.initialize()` at the start of the "
+            "script, before the first step and the first JAX array."
         )
     return _CURRENT[0]
 
 
 def _make_world(**fields: Any) -> World:
-    """Returns a world of these fields, handed what the layers above it provide: its wire and its executables."""
+    """Returns a world of these fields, handed what the layers above it provide: its wire and its
+    executables.
+    """
     return World(executables=ExecutableCache(), make_wire=MpiWire, unpickle=current_world, **fields)
 
 
 def load_mpi() -> Any:
-    """mpi4py's MPI module. Starts MPI, with `MPI_SETTINGS` where the environment has none, unless the script has.
+    """mpi4py's MPI module. Starts MPI, with `MPI_SETTINGS` where the environment has none, unless
+    the script has.
 
     Raises:
         ExchangeError: No MPI library can be loaded.
@@ -295,8 +331,8 @@ def load_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ExchangeError(
-            f"MPI cannot be loaded: {clause(str(error))}. Install one (`pip install mpich`), or load your"
-            " cluster's MPI module; `jaxcross doctor` shows what is found."
+            f"MPI cannot be loaded: {clause(str(error))}. Install one (`pip install mpich`), or "
+            "load your cluster's MPI module; `jaxcross doctor` shows what is found."
         ) from error
     return MPI
 
@@ -321,24 +357,32 @@ def load_mpi4jax() -> Any:
     """mpi4jax, its calls registered with XLA.
 
     Raises:
-        ExchangeError: It is missing, or was built for another MPI or a newer jaxlib than those that are loaded.
+        ExchangeError: It is missing, or was built for another MPI or a newer jaxlib than those that
+            are loaded.
     """
     try:
         with warnings.catch_warnings():
-            # That JAX is newer than those it was tested with: jaxcross's own range says which ones work.
+            # That JAX is newer than those it was tested with: jaxcross's own range says which ones
+            # work.
             warnings.filterwarnings("ignore", message=r"\s*The latest supported JAX version")
             import mpi4jax
         compat.register_host_calls()  # otherwise the first array of the script would fail
     except (ImportError, RuntimeError) as error:
         jaxlib = importlib.metadata.version("jaxlib")
-        raise ExchangeError(f"{mpi4jax_fault(str(error), jaxlib)}\n{mpi4jax_remedy(jaxlib)}") from error
+        raise ExchangeError(
+            f"{mpi4jax_fault(str(error), jaxlib)}\n{mpi4jax_remedy(jaxlib)}"
+        ) from error
     return mpi4jax
 
 
 def _prepare_pool(cores: int, own_cores: int, lanes: int) -> int:
     wanted = xla_pool.needed(cores, lanes)
     settings = xla_pool.plan_pool(
-        wanted, minimum=lanes + 1, started=compat.backends_started(), core_count=own_cores, environ=os.environ
+        wanted,
+        minimum=lanes + 1,
+        started=compat.backends_started(),
+        core_count=own_cores,
+        environ=os.environ,
     )
     os.environ.update(settings)
     return xla_pool.effective(os.environ, own_cores)
@@ -359,11 +403,14 @@ def _accelerators() -> int:
     return len([p for p in Path("/dev").glob("nvidia*") if p.name.removeprefix("nvidia").isdigit()])
 
 
-def _take_device(settings: Sequence[Mapping[str, str]], *, local_rank: int, accelerators: int) -> None:
+def _take_device(
+    settings: Sequence[Mapping[str, str]], *, local_rank: int, accelerators: int
+) -> None:
     choice = device_of(settings, local_rank=local_rank, accelerators=accelerators)
     if local_rank == 0 and not any(settings) and 0 < accelerators < len(settings):
         _log.warning(
-            "%d ranks of this node share %d accelerator%s. Start one rank an accelerator, unless this is meant.",
+            "%d ranks of this node share %d accelerator%s. Start one rank an accelerator, unless "
+            "this is meant.",
             len(settings),
             accelerators,
             "s" * (accelerators > 1),
@@ -374,11 +421,14 @@ def _take_device(settings: Sequence[Mapping[str, str]], *, local_rank: int, acce
         jax.config.update("jax_cuda_visible_devices", str(choice))
 
 
-def device_of(settings: Sequence[Mapping[str, str]], *, local_rank: int, accelerators: int) -> int | None:
-    """Returns which of the accelerators that a rank can see it takes, or None to leave the choice alone. Pure.
+def device_of(
+    settings: Sequence[Mapping[str, str]], *, local_rank: int, accelerators: int
+) -> int | None:
+    """Returns which of the accelerators that a rank can see it takes, or None to leave the choice
+    alone. Pure.
 
-    A rank that is alone on its node keeps all. Where a batch system shows the same several to each rank, each takes its
-    own; a setting that differs between ranks, or that is JAX's, stands.
+    A rank that is alone on its node keeps all. Where a batch system shows the same several to each
+    rank, each takes its own; a setting that differs between ranks, or that is JAX's, stands.
 
     Args:
         settings: Of each rank of the node, those variables that hide accelerators.
@@ -389,7 +439,9 @@ def device_of(settings: Sequence[Mapping[str, str]], *, local_rank: int, acceler
     if own:
         if list(own) != ["CUDA_VISIBLE_DEVICES"] or any(other != own for other in settings):
             return None
-        accelerators = len([device for device in own["CUDA_VISIBLE_DEVICES"].split(",") if device.strip()])
+        accelerators = len(
+            [device for device in own["CUDA_VISIBLE_DEVICES"].split(",") if device.strip()]
+        )
     if len(settings) == 1 or accelerators < 2:
         return None
     return local_rank % accelerators

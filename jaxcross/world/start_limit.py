@@ -1,8 +1,10 @@
-"""A time limit for the start of MPI, kept by a second process, because a rank's own threads do not run meanwhile.
+"""A time limit for the start of MPI, kept by a second process, because a rank's own threads do not
+run meanwhile.
 
-`MPI_Init` waits for every rank with Python's lock held. If a firewall lets a rank's messages disappear, or a rank never
-comes, it never returns, and no thread or signal handler of this process gets a turn. So a small process waits next to
-it, which ends as soon as its pipe is closed: when MPI has started, or the rank has ended.
+`MPI_Init` waits for every rank with Python's lock held. If a firewall lets a rank's messages
+disappear, or a rank never comes, it never returns, and no thread or signal handler of this process
+gets a turn. So a small process waits next to it, which ends as soon as its pipe is closed: when MPI
+has started, or the rank has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ if not select.select([0], [], [], limit_s)[0]:
 
 @contextmanager
 def limited_start(size: int, limit_s: float, environ: Mapping[str, str]) -> Iterator[None]:
-    """Ends this rank, with a message, if the block has not ended in time; `mpirun` then ends the others.
+    """Ends this rank, with a message, if the block has not ended in time; `mpirun` then ends the
+    others.
 
     Args:
         size: Number of ranks; nothing is limited for a single one.
@@ -39,10 +42,23 @@ def limited_start(size: int, limit_s: float, environ: Mapping[str, str]) -> Iter
         yield
         return
     rank = next((environ[name] for name in _RANKS if environ.get(name, "").isdecimal()), "")
-    wait_s = min(limit_s, threading.TIMEOUT_MAX / 2) + (_SPEAKER_FIRST_S if rank not in ("", "0") else 0.0)
-    line = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(wait_s), limit_text(rank, size, limit_s)]
+    wait_s = min(limit_s, threading.TIMEOUT_MAX / 2) + (
+        _SPEAKER_FIRST_S if rank not in ("", "0") else 0.0
+    )
+    line = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        _GUARD,
+        str(os.getpid()),
+        str(wait_s),
+        limit_text(rank, size, limit_s),
+    ]
     try:
-        guard = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+        guard = subprocess.Popen(
+            line, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+        )
     except OSError:  # without a guard, MPI may still start
         yield
         return
@@ -55,18 +71,22 @@ def limited_start(size: int, limit_s: float, environ: Mapping[str, str]) -> Iter
 
 
 def limit_text(rank: str, size: int, limit_s: float) -> str:
-    """Returns the message of a rank that has waited too long; `rank` is "" if it is not known. Pure."""
+    """Returns the message of a rank that has waited too long; `rank` is "" if it is not known.
+    Pure.
+    """
     return (
-        f"jaxcross: {f'rank {rank}' if rank else 'a rank'} of {size} has waited {limit_s:g} s in the start of MPI; all"
-        f" ranks end. Either the script of some rank hangs before `jaxcross.initialize()`, or ranks cannot reach each"
-        f" other. {CHECKS} For start-ups that take longer, raise `initialize(stall_timeout_s=...)`."
+        f"jaxcross: {f'rank {rank}' if rank else 'a rank'} of {size} has waited {limit_s:g} s in "
+        "the start of MPI; all ranks end. Either the script of some rank hangs before "
+        f"`jaxcross.initialize()`, or ranks cannot reach each other. {CHECKS} For start-ups that "
+        "take longer, raise `initialize(stall_timeout_s=...)`."
     )
 
 
 CHECKS = (
-    "Check, with `jaxcross doctor --hosts A,B`, that no firewall is between the hosts (MPI uses any TCP port), that"
-    " each host's name means the same address on all hosts (`getent hosts NAME`), and which network interface MPI"
-    " takes: name the one that the hosts share by `UCX_NET_DEVICES=eth0` (MPICH with UCX), `FI_TCP_IFACE=eth0` (MPICH"
-    " with libfabric) or `OMPI_MCA_btl_tcp_if_include=eth0` (Open MPI)."
+    "Check, with `jaxcross doctor --hosts A,B`, that no firewall is between the hosts (MPI uses "
+    "any TCP port), that each host's name means the same address on all hosts (`getent hosts "
+    "NAME`), and which network interface MPI takes: name the one that the hosts share by "
+    "`UCX_NET_DEVICES=eth0` (MPICH with UCX), `FI_TCP_IFACE=eth0` (MPICH with libfabric) or "
+    "`OMPI_MCA_btl_tcp_if_include=eth0` (Open MPI)."
 )
 """What users should check if ranks on different hosts cannot reach each other."""

@@ -1,4 +1,6 @@
-"""Tells a log now and then that the ranks have joined, while their script prepares what it will run."""
+"""Tells a log now and then that the ranks have joined, while their script prepares what it will
+run.
+"""
 
 from __future__ import annotations
 
@@ -47,4 +49,8 @@ class StartNotice:
         """Prints one notice."""
         ranks = f"{self._ranks} ranks have" if self._ranks > 1 else "1 rank has"
         with suppress(OSError, ValueError, AttributeError):  # a closed log ends no training
-            print(f"[jaxcross] {ranks} joined; no job has begun, {since_s:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"[jaxcross] {ranks} joined; no job has begun, {since_s:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )

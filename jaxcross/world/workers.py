@@ -1,7 +1,9 @@
-"""Worker processes of a rank, such as those of a data loader: each has the rank's numbers and never takes part in MPI.
+"""Worker processes of a rank, such as those of a data loader: each has the rank's numbers and never
+takes part in MPI.
 
-`spawn` and `forkserver` of `multiprocessing` import the script again in every worker, `initialize()` included; a forked
-worker inherits communicators. MPI allows neither: a worker that joined would end the run, or start again for ever.
+`spawn` and `forkserver` of `multiprocessing` import the script again in every worker,
+`initialize()` included; a forked worker inherits communicators. MPI allows neither: a worker that
+joined would end the run, or start again for ever.
 """
 
 from __future__ import annotations
@@ -24,22 +26,48 @@ from jaxcross.health.process import ProcessId, process_state, this_process
 from jaxcross.world.world import World
 
 VARIABLE = "JAXCROSS_RANK"
-"""Set by `initialize()` for the processes that a rank starts: its process, its numbers, where it listens."""
+"""Set by `initialize()` for the processes that a rank starts: its process, its numbers, where it
+listens.
+"""
 
-_NUMBERS = ("rank", "size", "local_rank", "local_size", "vendor", "lanes", "over", "pool_size", "heartbeat_timeout_s")
-_TALKING = ("control", "flight", "exchanger", "_base", "_watchdog", "_neighbours")  # all of a world that communicates
+_NUMBERS = (
+    "rank",
+    "size",
+    "local_rank",
+    "local_size",
+    "vendor",
+    "lanes",
+    "over",
+    "pool_size",
+    "heartbeat_timeout_s",
+)
+_TALKING = (
+    "control",
+    "flight",
+    "exchanger",
+    "_base",
+    "_watchdog",
+    "_neighbours",
+)  # all of a world that communicates
 _PACKAGE = str(Path(__file__).parents[1])
 _REMEDY = (
-    "Workers must not train: put what trains under `if __name__ == '__main__':`. `jaxcross.initialize()` may stay at"
-    " the top of the script, a worker gets the rank's numbers from it."
+    "Workers must not train: put what trains under `if __name__ == '__main__':`. "
+    "`jaxcross.initialize()` may stay at the top of the script, a worker gets the rank's numbers "
+    "from it."
 )
 
 
 def mark(world: World) -> None:
-    """Tells the processes that this rank starts or forks, by the environment, that they are its workers."""
+    """Tells the processes that this rank starts or forks, by the environment, that they are its
+    workers.
+    """
     listener, process = _listen(world), this_process()
     numbers = {name: getattr(world, name) for name in _NUMBERS}
-    reached = {"process": asdict(process), "listener": listener, "stall_timeout_s": world.stall_timeout_s}
+    reached = {
+        "process": asdict(process),
+        "listener": listener,
+        "stall_timeout_s": world.stall_timeout_s,
+    }
     os.environ[VARIABLE] = json.dumps({**reached, **numbers})
     os.register_at_fork(after_in_child=lambda: _disarm(world, process))
 
@@ -47,15 +75,16 @@ def mark(world: World) -> None:
 def world_of_worker(environ: Mapping[str, str], make_world: Callable[..., World]) -> World | None:
     """The world of a worker process, None in any other process.
 
-    It has the numbers of the rank that started the worker; everything that communicates raises. Does not start MPI.
+    It has the numbers of the rank that started the worker; everything that communicates raises.
+    Does not start MPI.
 
     Args:
         environ: The environment of this process.
         make_world: Makes a `World` of the fields that belong to this process.
 
     Raises:
-        ExchangeError: This process was started by a rank, though not by `multiprocessing`, and has the rank's launcher
-            variables: MPI would fail in it.
+        ExchangeError: This process was started by a rank, though not by `multiprocessing`, and has
+            the rank's launcher variables: MPI would fail in it.
     """
     text = environ.get(VARIABLE)
     if text is not None and _is_worker():
@@ -64,14 +93,18 @@ def world_of_worker(environ: Mapping[str, str], make_world: Callable[..., World]
             import jax
 
             jax.config.update("jax_platforms", "cpu")  # the accelerator is the rank's
-        refusal: Any = Refusal(mine["rank"], ProcessId(**mine["process"]), mine["listener"], mine["stall_timeout_s"])
-        return make_world(**dict.fromkeys(_TALKING, refusal), **{name: mine[name] for name in _NUMBERS})
+        refusal: Any = Refusal(
+            mine["rank"], ProcessId(**mine["process"]), mine["listener"], mine["stall_timeout_s"]
+        )
+        return make_world(
+            **dict.fromkeys(_TALKING, refusal), **{name: mine[name] for name in _NUMBERS}
+        )
     if _is_subprocess(environ, text):
         raise ExchangeError(
-            "`jaxcross.initialize()` was called in a process that a rank has started: it has the rank's launcher"
-            " variables but is not a rank, and MPI would fail. Pass it `world.rank` and `world.size` as arguments if it"
-            " needs no more; for a run of its own start it without the variables whose names begin with `PMI`, `PMIX`"
-            " or `OMPI_`."
+            "`jaxcross.initialize()` was called in a process that a rank has started: it has the "
+            "rank's launcher variables but is not a rank, and MPI would fail. Pass it `world.rank` "
+            "and `world.size` as arguments if it needs no more; for a run of its own start it "
+            "without the variables whose names begin with `PMI`, `PMIX` or `OMPI_`."
         )
     return None
 
@@ -88,18 +121,30 @@ class Refusal:
     """
 
     def __init__(self, rank: int, process: ProcessId, listener: int, timeout_s: float) -> None:
-        self._rank, self._process, self._listener, self.timeout_s = rank, process, listener, timeout_s
+        self._rank, self._process, self._listener, self.timeout_s = (
+            rank,
+            process,
+            listener,
+            timeout_s,
+        )
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        what = f"a worker process of rank {self._rank} came to {_users_line()}, which exchanges with other ranks"
+        what = (
+            f"a worker process of rank {self._rank} came to {_users_line()}, which exchanges with "
+            "other ranks"
+        )
         if _imports_script() and self._notify(what):
-            raise SystemExit(1)  # a pool would start the next worker, for ever; the rank ends instead, and says why
+            raise SystemExit(
+                1
+            )  # a pool would start the next worker, for ever; the rank ends instead, and says why
         raise ExchangeError(f"{what[0].upper()}{what[1:]}. {_REMEDY}")
 
     def _notify(self, what: str) -> bool:
-        """Ends the rank, and with it all others. Whether it ends, or has ended: another worker may have been first."""
+        """Ends the rank, and with it all others. Whether it ends, or has ended: another worker may
+        have been first.
+        """
         if self._listener < 0:
             return False
         try:
@@ -111,16 +156,20 @@ class Refusal:
 
 
 def _listen(world: World) -> int:
-    """Ends all ranks once a worker says that it runs the script. A pipe to write to by way of `/proc`, else -1."""
+    """Ends all ranks once a worker says that it runs the script. A pipe to write to by way of
+    `/proc`, else -1.
+    """
     if not Path("/proc/self/fd").exists():
         return -1
     reader, writer = os.pipe()
 
     def wait() -> None:
-        what = os.read(reader, 4096).decode(errors="replace").partition("\n")[0]  # of the first worker
+        what = (
+            os.read(reader, 4096).decode(errors="replace").partition("\n")[0]
+        )  # of the first worker
         abort_everywhere(
-            f"jaxcross: {what}; all {world.size} ranks end. `multiprocessing` imports the script again in every worker,"
-            f" unless it forks. {_REMEDY}",
+            f"jaxcross: {what}; all {world.size} ranks end. `multiprocessing` imports the script "
+            f"again in every worker, unless it forks. {_REMEDY}",
             AbortReason(text=f"{what}: put what trains under `if __name__ == '__main__':`"),
             world._watchdog.notify,
         )
@@ -130,7 +179,9 @@ def _listen(world: World) -> int:
 
 
 def _disarm(world: World, process: ProcessId) -> None:
-    """Makes the world of a rank that of its worker, in the child of a fork, for all references to it."""
+    """Makes the world of a rank that of its worker, in the child of a fork, for all references to
+    it.
+    """
     refusal = Refusal(world.rank, process, -1, world.stall_timeout_s)
     atexit.unregister(world._watchdog.stop)
     for name in _TALKING:
@@ -144,13 +195,17 @@ def _is_worker() -> bool:
 
 
 def _imports_script() -> bool:
-    """Whether `multiprocessing` imports the script in this worker, before it has work for it. Its own check is this."""
+    """Whether `multiprocessing` imports the script in this worker, before it has work for it. Its
+    own check is this.
+    """
     module: Any = sys.modules.get("multiprocessing.process")
     return module is not None and getattr(module.current_process(), "_inheriting", False)
 
 
 def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
-    """Whether a rank started this process, which is not a rank itself: MPICH gives each rank an open pipe."""
+    """Whether a rank started this process, which is not a rank itself: MPICH gives each rank an
+    open pipe.
+    """
     if (descriptor := environ.get("PMI_FD", "")).isdecimal():
         try:
             os.fstat(int(descriptor))
@@ -163,6 +218,8 @@ def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
 def _users_line() -> str:
     """Returns file and line of the caller of jaxcross."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(
+        (_PACKAGE, contextlib.__file__)
+    ):
         frame = frame.f_back
     return f"line {frame.f_lineno} of `{frame.f_code.co_filename}`"

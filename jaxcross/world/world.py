@@ -33,7 +33,9 @@ _AGREEMENT = "agreement of the ranks that exchange with one another"
 
 @dataclass(slots=True)
 class _Slot:
-    """A communicator that is being made: its own lock, so that one group never waits for another."""
+    """A communicator that is being made: its own lock, so that one group never waits for
+    another.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     comm: Any = None
@@ -52,18 +54,20 @@ class World:
         lanes: Exchange lanes a rank may have.
         over: The library that makes the exchanges, `mpi4jax` or `mpi4py`; the same on every rank.
         arena: Memory into which exchanges over mpi4py receive.
-        pool_size: Threads of XLA's CPU pool, the same on every rank: results depend on it in the last bits.
+        pool_size: Threads of XLA's CPU pool, the same on every rank: results depend on it in the
+            last bits.
         control: Small agreements between all ranks, for one thread at a time.
         executables: Everything that this process has compiled, shared by like jobs.
         make_wire: Makes the wire of one lane; see `wire`.
         unpickle: Returns the world of the process that calls it.
         exchange_owner: Which thread or run may exchange now.
-        heartbeat_timeout_s: Seconds after which a rank that does not beat is reported, and all ranks are aborted; 0 for
-            never.
+        heartbeat_timeout_s: Seconds after which a rank that does not beat is reported, and all
+            ranks are aborted; 0 for never.
         flight: What this rank is in, and its event file.
-        exchanger: The one thread that makes exchanges next to computation where no runner has lanes.
-        estimate_request: What `jaxcross estimate` asks of the script's first step, as JSON; empty if the script is to
-            train.
+        exchanger: The one thread that makes exchanges next to computation where no runner has
+            lanes.
+        estimate_request: What `jaxcross estimate` asks of the script's first step, as JSON; empty
+            if the script is to train.
     """
 
     rank: int
@@ -83,7 +87,8 @@ class World:
     unpickle: Callable[[], World] = field(repr=False)
     exchange_owner: ExchangeOwner = field(default_factory=ExchangeOwner, repr=False)
     exchanger: ThreadPoolExecutor = field(
-        default_factory=partial(ThreadPoolExecutor, 1, "jaxcross-exchanges", ask_for_short_slices), repr=False
+        default_factory=partial(ThreadPoolExecutor, 1, "jaxcross-exchanges", ask_for_short_slices),
+        repr=False,
     )
     estimate_request: str = field(default="", repr=False)
     _base: Any = field(repr=False)
@@ -94,7 +99,9 @@ class World:
     _slots_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __reduce__(self) -> tuple[Callable[[], World], tuple[()]]:
-        """Pickles as "the world of the process that reads it": what a worker is sent may hold one."""
+        """Pickles as "the world of the process that reads it": what a worker is sent may hold
+        one.
+        """
         return self.unpickle, ()
 
     def rank_grid(self, axes: str | Mapping[str, int]) -> RankGrid:
@@ -106,12 +113,19 @@ class World:
         return make_rank_grid(axes, rank=self.rank, size=self.size)
 
     def communicator(
-        self, grid: RankGrid, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None, *, lane: int = 0
+        self,
+        grid: RankGrid,
+        axes: Sequence[str],
+        groups: Sequence[Sequence[int]] | None = None,
+        *,
+        lane: int = 0,
     ) -> Any:
-        """The mpi4py communicator of this rank's group over `axes`, for one lane; made once, then kept.
+        """The mpi4py communicator of this rank's group over `axes`, for one lane; made once, then
+        kept.
 
-        The first call for a group waits until each of its members calls; others are not involved. Threads may ask
-        for different groups in any order, and on different ranks in different orders.
+        The first call for a group waits until each of its members calls; others are not involved.
+        Threads may ask for different groups in any order, and on different ranks in different
+        orders.
 
         Raises:
             ValueError: An unknown axis or lane.
@@ -128,7 +142,10 @@ class World:
             slot = self._slots.setdefault(key, _Slot())
         with slot.lock:
             if slot.comm is None:
-                what, others = f"making a communicator of ranks {ranks}", [r for r in ranks if r != self.rank]
+                what, others = (
+                    f"making a communicator of ranks {ranks}",
+                    [r for r in ranks if r != self.rank],
+                )
                 # In a job's thread, hence in no order with what the lanes do.
                 waiting_for = partial(missing_ranks, "", what, others, excuse_local=False)
                 with self.monitor(job="", step=0, segment=-1, what=what, waiting_for=waiting_for):
@@ -137,7 +154,9 @@ class World:
         return slot.comm
 
     def new_communicator(self, ranks: Sequence[int], what: str) -> Any:
-        """A new mpi4py communicator of these ranks in this order. Waits for them; all must call it in one order."""
+        """A new mpi4py communicator of these ranks in this order. Waits for them; all must call it
+        in one order.
+        """
         group = self._base.Get_group().Incl(ranks)
         try:
             return self._base.Create_group(group, zlib.crc32(what.encode()) % 2**20)
@@ -156,7 +175,8 @@ class World:
         *,
         accepts: Accepts | None = None,
     ) -> dict[int, str]:
-        """The texts of the ranks that exchange with this one in step `name`, directly or through others, by rank.
+        """The texts of the ranks that exchange with this one in step `name`, directly or through
+        others, by rank.
 
         Waits for those ranks only, each of which must call it. See `jaxcross.world.neighbours`.
         """
@@ -168,7 +188,9 @@ class World:
             return self._neighbours.gather(text, partners, accepts=accepts)
 
     def mailbox(self) -> Mailbox:
-        """Messages between all ranks, apart from all others. Waits for all ranks, which must call it in one order."""
+        """Messages between all ranks, apart from all others. Waits for all ranks, which must call
+        it in one order.
+        """
         with self.monitor(job="", step=0, segment=-1, what="making a mailbox"):
             return MpiMailbox(self._base.Dup())
 
@@ -182,17 +204,19 @@ class World:
         waiting_for: WaitingFor | None = None,
         local: bool = False,
     ) -> Monitor:
-        """Returns a context in which this rank waits for others; the watchdog aborts all ranks if it lasts too long.
+        """Returns a context in which this rank waits for others; the watchdog aborts all ranks if
+        it lasts too long.
 
-        Costs about a microsecond; does not communicate. Every rank must enter these contexts in the same order, with
-        two exceptions.
+        Costs about a microsecond; does not communicate. Every rank must enter these contexts in the
+        same order, with two exceptions.
 
         Args:
             job: The job that waits, "" for none.
             step: Its step.
             segment: The segment in its program, -1 for none.
             what: Names the wait in reports.
-            waiting_for: Returns the ranks that the wait is for: such a context has no place in the order.
+            waiting_for: Returns the ranks that the wait is for: such a context has no place in the
+                order.
             local: Whether this rank alone decides when it ends: no place in the order either.
         """
         return self._watchdog.monitor(
@@ -201,7 +225,10 @@ class World:
 
     def abort(self, message: str, *, code: int = 1) -> NoReturn:
         """Print `message` with this rank and end all ranks. Does not return."""
-        first, size = clause(first_line(message)), self._base.Get_size()  # raises in a worker: it ends no rank
+        first, size = (
+            clause(first_line(message)),
+            self._base.Get_size(),
+        )  # raises in a worker: it ends no rank
         kind = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}.get(code, "failed")
         abort_everywhere(
             f"jaxcross: rank {self.rank} aborts all {size} ranks: {message}",
@@ -214,18 +241,23 @@ class World:
         """Seconds after which a wait for other ranks is reported, and all ranks are aborted."""
         return self._watchdog.timeout_s
 
-    def broadcast_or_check(self, state: Any, *, mode: str = "check", rank_local: Collection[str] = ()) -> Any:
+    def broadcast_or_check(
+        self, state: Any, *, mode: str = "check", rank_local: Collection[str] = ()
+    ) -> Any:
         """A job's initial state, made sure to be equal on all ranks. Waits for every rank.
 
         All ranks must call it in the same order, one thread at a time.
 
         Args:
             state: A pytree of arrays.
-            mode: `check` compares and returns `state`; `broadcast` returns rank 0's values in this rank's places.
-            rank_local: Paths of leaves that stay as they are: each rank has its own. The same on every rank.
+            mode: `check` compares and returns `state`; `broadcast` returns rank 0's values in this
+                rank's places.
+            rank_local: Paths of leaves that stay as they are: each rank has its own. The same on
+                every rank.
 
         Raises:
-            ExchangeError: The trees or, when checking, the values differ; on every rank, with the leaf and two ranks.
+            ExchangeError: The trees or, when checking, the values differ; on every rank, with the
+                leaf and two ranks.
         """
         from jaxcross.world.replicas import broadcast, check_equal
 

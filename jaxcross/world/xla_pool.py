@@ -1,4 +1,6 @@
-"""Size of XLA's CPU thread pool: a blocked exchange holds a thread of it and must never starve compute."""
+"""Size of XLA's CPU thread pool: a blocked exchange holds a thread of it and must never starve
+compute.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ def cores() -> int:
 
 
 def needed(core_count: int, lanes: int) -> int:
-    """Threads for `core_count` cores of compute while `lanes` exchanges wait: one a core, and one more than lanes.
+    """Threads for `core_count` cores of compute while `lanes` exchanges wait: one a core, and one
+    more than lanes.
 
-    No more than that: on 2 cores a convolution took 26 ms with 2 threads, 40 with 3 and 50 with 4. A waiting exchange
-    runs in its lane's own thread, and holds a thread of the pool only where its program has other work as well.
+    No more than that: on 2 cores a convolution took 26 ms with 2 threads, 40 with 3 and 50 with 4.
+    A waiting exchange runs in its lane's own thread, and holds a thread of the pool only where its
+    program has other work as well.
     """
     return max(core_count, lanes + 1)
 
@@ -28,7 +32,8 @@ def needed(core_count: int, lanes: int) -> int:
 def plan_pool(
     wanted: int, *, minimum: int, started: bool, core_count: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables to set before XLA's CPU client starts; empty if the pool is already large enough.
+    """The variables to set before XLA's CPU client starts; empty if the pool is already large
+    enough.
 
     Args:
         wanted: Threads to set where the user set none.
@@ -49,9 +54,10 @@ def plan_pool(
     if size >= minimum:
         return {}
     raise ExchangeError(
-        f"JAX started before `jaxcross.initialize()`, with a CPU pool of {size} threads where {minimum} are "
-        "needed. A waiting exchange holds a thread, and the ranks would stop for ever. Call `jaxcross.initialize()` "
-        f"before the first JAX array or `jax.devices()`, or set `{variable or 'PJRT_NPROC'}={wanted}`."
+        f"JAX started before `jaxcross.initialize()`, with a CPU pool of {size} threads where "
+        f"{minimum} are needed. A waiting exchange holds a thread, and the ranks would stop for "
+        "ever. Call `jaxcross.initialize()` before the first JAX array or `jax.devices()`, or set "
+        f"`{variable or 'PJRT_NPROC'}={wanted}`."
     )
 
 

@@ -1,6 +1,8 @@
-"""What the tests of this folder run in processes of their own: `python case.py NAME [--stand-in]`, alone or by mpirun.
+"""What the tests of this folder run in processes of their own: `python case.py NAME [--stand-in]`,
+alone or by mpirun.
 
-With `--stand-in` a second CPU device stands for the accelerator, so that the code itself is tested everywhere.
+With `--stand-in` a second CPU device stands for the accelerator, so that the code itself is tested
+everywhere.
 """
 
 from __future__ import annotations
@@ -46,7 +48,11 @@ def exchanged(work: Workload) -> Callable[..., Any]:
 def close(got: Any, expected: Any, where: str) -> None:
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(
-            np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-4, err_msg=f"{where} {jax.tree_util.keystr(path)}"
+            np.asarray(a),
+            np.asarray(b),
+            rtol=1e-3,
+            atol=1e-4,
+            err_msg=f"{where} {jax.tree_util.keystr(path)}",
         )
 
 
@@ -72,7 +78,9 @@ def step(world: Any, device: Any, host: Any) -> None:
 
 
 def placement(world: Any, device: Any, host: Any) -> None:
-    """Collective segments run on the host's CPU device; results come back with the sharding that the user chose."""
+    """Collective segments run on the host's CPU device; results come back with the sharding that
+    the user chose.
+    """
     work = workloads()["mlp"]
     chosen = NamedSharding(Mesh(np.array([device]), ("local",)), PartitionSpec())
     for sharding in (SingleDeviceSharding(device), chosen):
@@ -93,7 +101,9 @@ def placement(world: Any, device: Any, host: Any) -> None:
             execution.wait_inputs(segment.index)
             execution.run(segment.index)
             execution.wait_outputs(segment.index)
-            for value in segment.outputs:  # before the next segment reads them, which would fetch them by itself
+            for value in (
+                segment.outputs
+            ):  # before the next segment reads them, which would fetch them by itself
                 assert execution._env[value].devices() == {device}, segment
         state, _ = execution.outputs()
         for before, after in zip(jax.tree.leaves(args[0]), jax.tree.leaves(state), strict=True):
@@ -103,7 +113,9 @@ def placement(world: Any, device: Any, host: Any) -> None:
 
 
 def dependent(world: Any, device: Any, host: Any) -> None:
-    """A segment may overwrite a value, and makes two of its shape: one to hand on, and one that is only exchanged."""
+    """A segment may overwrite a value, and makes two of its shape: one to hand on, and one that is
+    only exchanged.
+    """
 
     def step(x: Any) -> Any:
         h = jax.numpy.tanh(x)
@@ -115,7 +127,11 @@ def dependent(world: Any, device: Any, host: Any) -> None:
     with jax.default_device(host):
         (expected,) = vmap_oracle(step, {"batch": 1}, [(jax.device_put(x, host),)])
     for cut in ("whole", 2):
-        close(jaxcross.crossover(step, axes="batch", cut=cut)(jax.device_put(x, device)), expected, f"cut {cut}:")
+        close(
+            jaxcross.crossover(step, axes="batch", cut=cut)(jax.device_put(x, device)),
+            expected,
+            f"cut {cut}:",
+        )
 
 
 def handed_over(traced: Any, leaves: list[Any], host: Any) -> tuple[list[int], Any]:
@@ -123,11 +139,15 @@ def handed_over(traced: Any, leaves: list[Any], host: Any) -> tuple[list[int], A
     found: list[int] = []
 
     def to_host(values: Any, where: Any, through: Any) -> Any:
-        found.append(sum(x.nbytes for x in values if isinstance(x, jax.Array) and x.devices() != {where}))
+        found.append(
+            sum(x.nbytes for x in values if isinstance(x, jax.Array) and x.devices() != {where})
+        )
         return hand_over.to_host(values, where, through)
 
     def from_host(values: Any, shardings: Any) -> Any:
-        found.append(sum(x.nbytes for x, place in zip(values, shardings, strict=True) if place is not None))
+        found.append(
+            sum(x.nbytes for x, place in zip(values, shardings, strict=True) if place is not None)
+        )
         return hand_over.from_host(values, shardings)
 
     execution = stages.compile(stages.cut(traced), leaves, host_device=host).execution(leaves)
@@ -140,15 +160,24 @@ def handed_over(traced: Any, leaves: list[Any], host: Any) -> tuple[list[int], A
 
 
 def small_work(world: Any, device: Any, host: Any) -> None:
-    """Arrays go to the host once for Adasum and come back once: nothing is handed over between its exchanges."""
+    """Arrays go to the host once for Adasum and come back once: nothing is handed over between its
+    exchanges.
+    """
     tx = jaxcross.exchange.adasum("batch")
-    weights = {"kernel": np.linspace(-1.0, 1.0, 64 * 32, dtype=np.float32).reshape(64, 32), "bias": np.ones(32, "f")}
+    weights = {
+        "kernel": np.linspace(-1.0, 1.0, 64 * 32, dtype=np.float32).reshape(64, 32),
+        "bias": np.ones(32, "f"),
+    }
 
     def step(params: Any, x: Any) -> Any:
-        grads = jax.grad(lambda p: jax.numpy.sum(jax.numpy.tanh(x @ p["kernel"] + p["bias"])))(params)
+        grads = jax.grad(lambda p: jax.numpy.sum(jax.numpy.tanh(x @ p["kernel"] + p["bias"])))(
+            params
+        )
         return tx.update(grads, optax.EmptyState())[0]
 
-    args = jax.device_put((weights, np.linspace(0.0, 1.0, 8 * 64, dtype=np.float32).reshape(8, 64)), device)
+    args = jax.device_put(
+        (weights, np.linspace(0.0, 1.0, 8 * 64, dtype=np.float32).reshape(8, 64)), device
+    )
     leaves = jax.tree.leaves((args, {}))
     traced = trace(step, args, axes={"batch": 4}, wire=LocalRanks(1))
 
@@ -165,7 +194,9 @@ def small_work(world: Any, device: Any, host: Any) -> None:
 
 
 def constants(world: Any, device: Any, host: Any) -> None:
-    """A constant that a computation and work between two exchanges read goes to the host once, not in each step."""
+    """A constant that a computation and work between two exchanges read goes to the host once, not
+    in each step.
+    """
     table = jax.device_put(np.linspace(0.5, 1.5, 5000, dtype=np.float32), device)
 
     def step(x: Any) -> Any:
@@ -179,7 +210,10 @@ def constants(world: Any, device: Any, host: Any) -> None:
         program = stages.cut(traced)
         (there, back), got = handed_over(traced, leaves, host)
     (constant,) = program.inputs[: program.constants]
-    assert {program.segments[n].kind for n in program.order.readers[constant]} == {"compute", "collective"}
+    assert {program.segments[n].kind for n in program.order.readers[constant]} == {
+        "compute",
+        "collective",
+    }
     assert there == back == table.nbytes, (there, back)  # what is exchanged, and what comes of it
     mean = np.sin(np.asarray(args[0]) * np.asarray(table))
     close(got, mean * np.asarray(table) + np.asarray(table), "constants:")
@@ -190,7 +224,9 @@ def crossover(world: Any, device: Any, host: Any) -> None:
     for name, work in workloads().items():
         crossed = jaxcross.crossover(exchanged(work), axes="batch", donate_argnums=0)
 
-        def run(numbers: tuple[int, ...], work: Any = work, crossed: Any = crossed) -> dict[int, str]:
+        def run(
+            numbers: tuple[int, ...], work: Any = work, crossed: Any = crossed
+        ) -> dict[int, str]:
             jobs = {
                 n: jaxcross.Job(
                     f"job{n}", crossed, jax.device_put(work.state(n), device),
@@ -240,12 +276,16 @@ def selection(world: Any, device: Any, host: Any) -> None:
         got = jaxcross.crossover(step, axes="batch")(*jax.device_put(args, device))
         with jax.default_device(host):
             (expected,) = vmap_oracle(step, {"batch": 1}, [jax.device_put(args, host)])
-        assert any(np.asarray(leaf).any() for leaf in jax.tree.leaves(got[1].residual)), "nothing was left out"
+        assert any(np.asarray(leaf).any() for leaf in jax.tree.leaves(got[1].residual)), (
+            "nothing was left out"
+        )
         close(got, expected, f"{way}:")
 
 
 def ranks(world: Any, device: Any, host: Any) -> None:
-    """Two ranks share the accelerator, agree to the bit, and compute what `vmap` computes on the CPU."""
+    """Two ranks share the accelerator, agree to the bit, and compute what `vmap` computes on the
+    CPU.
+    """
     assert world.size == 2
     for name, work in workloads().items():
         state, batches = work.state(0), [work.batch(rank) for rank in range(world.size)]
@@ -264,7 +304,8 @@ def ranks(world: Any, device: Any, host: Any) -> None:
 
 
 CASES = {
-    case.__name__: case for case in (step, placement, dependent, small_work, constants, crossover, selection, ranks)
+    case.__name__: case
+    for case in (step, placement, dependent, small_work, constants, crossover, selection, ranks)
 }
 
 if __name__ == "__main__":

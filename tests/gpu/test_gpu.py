@@ -1,4 +1,6 @@
-"""On an accelerator: a cut step computes what the CPU computes, hands over and back, and shares the device."""
+"""On an accelerator: a cut step computes what the CPU computes, hands over and back, and shares the
+device.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def environment() -> dict[str, str]:
-    """Several processes share the device, the one of pytest among them; sums must not depend on timing."""
+    """Several processes share the device, the one of pytest among them; sums must not depend on
+    timing.
+    """
     memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".3"}
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
     return {**os.environ, **memory, "XLA_FLAGS": flags}
@@ -40,11 +44,17 @@ def test_two_ranks_share_one_accelerator() -> None:
     mpirun = find_mpirun()
     if mpirun is None:
         pytest.skip("no mpirun")
-    env = environment() | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    env = environment() | {
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    }
     line, extra = mpirun_command(
-        mpirun=mpirun, ranks=2, program=[sys.executable, "-m", "mpi4py", str(CASE), "ranks"], root=os.geteuid() == 0,
-        cores=len(os.sched_getaffinity(0)), environ=env,
-    )  # fmt: skip
+        mpirun=mpirun,
+        ranks=2,
+        program=[sys.executable, "-m", "mpi4py", str(CASE), "ranks"],
+        root=os.geteuid() == 0,
+        cores=len(os.sched_getaffinity(0)),
+        environ=env,
+    )
     output = run(line, {**env, **extra})
     assert all(f"rank {rank}: ranks holds" in output for rank in range(2))
 
@@ -60,6 +70,7 @@ def test_the_benchmark_runs_and_reads_the_profile(tmp_path: Path) -> None:
         row = result["profile"][case]
         assert row["overlap"]["kernels_s"] > 0, row
         assert 0 <= row["idleness"]["idle_share"] < 1
-    # A cut step hands its gradients to the host and back: the copies are in the profile, and the profile is understood.
+    # A cut step hands its gradients to the host and back: the copies are in the profile, and the
+    # profile is understood.
     assert result["profile"]["2_jobs"]["overlap"]["to_host_s"] > 0
     assert result["profile"]["2_jobs"]["overlap"]["to_device_s"] > 0

@@ -1,19 +1,22 @@
 """All orders in which a small case can happen, on all ranks: no clock, no luck.
 
-`explore` takes every move of every thread in every order, with one real interleaver a rank, and looks at each state
-that can come of it. It raises if a rule is broken (`model_spec`, `check_lanes`), if ranks stand at different slots of
-the exchange lane or count differently, if a rank can come to a stand, if from some state the end can no longer be
-reached, or if a thread is left behind.
+`explore` takes every move of every thread in every order, with one real interleaver a rank, and
+looks at each state that can come of it. It raises if a rule is broken (`model_spec`,
+`check_lanes`), if ranks stand at different slots of the exchange lane or count differently, if a
+rank can come to a stand, if from some state the end can no longer be reached, or if a thread is
+left behind.
 
-**Why it need not try orders across ranks.** Between two slots ranks do not touch each other, and what passes between
-them at a slot is what each says there. So two orders that differ only in which *rank* moved first lead to the same
-joint state; and where it is given what every rank has said at every slot so far, whatever one rank can be in is
-independent of what the others are in. A node of the search is therefore one set of states a rank, and stands for all
-combinations of them. Within a rank nothing is left out.
+**Why it need not try orders across ranks.** Between two slots ranks do not touch each other, and
+what passes between them at a slot is what each says there. So two orders that differ only in which
+*rank* moved first lead to the same joint state; and where it is given what every rank has said at
+every slot so far, whatever one rank can be in is independent of what the others are in. A node of
+the search is therefore one set of states a rank, and stands for all combinations of them. Within a
+rank nothing is left out.
 
-**Why the end can be reached from every state, not from every set.** Any move that can be taken is taken in the end. So
-if from a joint state the one course leads to the end in which all threads move until they can no more, then the ranks
-meet, and so on, the end can be reached from it. That course is followed from all combinations of states of all nodes.
+**Why the end can be reached from every state, not from every set.** Any move that can be taken is
+taken in the end. So if from a joint state the one course leads to the end in which all threads move
+until they can no more, then the ranks meet, and so on, the end can be reached from it. That course
+is followed from all combinations of states of all nodes.
 """
 
 from __future__ import annotations
@@ -37,11 +40,13 @@ class Explored:
     """What was found: nothing wrong.
 
     Attributes:
-        outcomes: Every way in which the case can end: committed steps of each job; how it ended, and what ranks said.
+        outcomes: Every way in which the case can end: committed steps of each job; how it ended,
+            and what ranks said.
         states: Different states of one rank.
         moves: Moves between them.
         meetings: Different sets of states in which the ranks meet at a slot.
-        joint_states: States of all ranks together that they stand for, at the least: of each slot, the largest meeting.
+        joint_states: States of all ranks together that they stand for, at the least: of each slot,
+            the largest meeting.
     """
 
     outcomes: frozenset[Any]
@@ -53,7 +58,9 @@ class Explored:
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """All states in which one rank can stand at a slot, given what all ranks said before and what it says here."""
+    """All states in which one rank can stand at a slot, given what all ranks said before and what
+    it says here.
+    """
 
     arrival: Arrival
     states: frozenset[int]
@@ -89,11 +96,17 @@ class _Search:
         self.fine: set[tuple[int, ...]] = set()  # joint states from which the end was reached
 
     def run(self, case: Case) -> Explored:
-        starts = [self._number(RankModel(case, rank), -1, f"rank {rank} starts") for rank in range(len(case.scripts))]
+        starts = [
+            self._number(RankModel(case, rank), -1, f"rank {rank} starts")
+            for rank in range(len(case.scripts))
+        ]
         after: dict[tuple[int, Any], list[int]] = {}
         largest: dict[Any, int] = defaultdict(int)
         outcomes: set[Any] = set()
-        seen = {tuple(sorted(node)) for node in itertools.product(*(self._standings([start]) for start in starts))}
+        seen = {
+            tuple(sorted(node))
+            for node in itertools.product(*(self._standings([start]) for start in starts))
+        }
         todo = deque(seen)
         while todo:
             node = todo.popleft()
@@ -108,17 +121,25 @@ class _Search:
                 continue
             for n in node:
                 if (n, result) not in after:
-                    after[n, result] = self._standings([self._leave(state, result) for state in self._waiting(n)])
-            # Nothing asks for a rank's number, so that joint states which differ in those alone are one.
-            for successor in {tuple(sorted(s)) for s in itertools.product(*(after[n, result] for n in node))} - seen:
+                    after[n, result] = self._standings(
+                        [self._leave(state, result) for state in self._waiting(n)]
+                    )
+            # Nothing asks for a rank's number, so that joint states which differ in those alone are
+            # one.
+            for successor in {
+                tuple(sorted(s)) for s in itertools.product(*(after[n, result] for n in node))
+            } - seen:
                 seen.add(successor)
                 todo.append(successor)
             if len(seen) > self.limit:
                 raise MemoryError(f"more than {self.limit} meetings: make the case smaller")
         return Explored(
-            outcomes=frozenset(outcomes), states=len(self.models), moves=sum(len(t or ()) for t in self.taken),
-            meetings=len(seen), joint_states=sum(largest.values()),
-        )  # fmt: skip
+            outcomes=frozenset(outcomes),
+            states=len(self.models),
+            moves=sum(len(t or ()) for t in self.taken),
+            meetings=len(seen),
+            joint_states=sum(largest.values()),
+        )
 
     # One rank.
 
@@ -141,9 +162,12 @@ class _Search:
             model = self._model(number)
             moves = model.moves()
             for move in moves:
-                # A state at a slot is left from there again and again. Others end with their last move.
+                # A state at a slot is left from there again and again. Others end with their last
+                # move.
                 ends = move is moves[-1] and model.arrival is None
-                after = self._changed(number, move, lambda model, move=move: model.take(move), copy=not ends)
+                after = self._changed(
+                    number, move, lambda model, move=move: model.take(move), copy=not ends
+                )
                 taken.append((move, self._number(after, number, move)))
                 if ends:
                     self.models[number] = None
@@ -157,7 +181,9 @@ class _Search:
             known = self.left[number, result] = self._number(model, number, move)
         return known
 
-    def _changed(self, number: int, move: Any, change: Callable[[RankModel], None], copy: bool = True) -> RankModel:
+    def _changed(
+        self, number: int, move: Any, change: Callable[[RankModel], None], copy: bool = True
+    ) -> RankModel:
         model = self._model(number).copy() if copy else self._model(number)
         try:
             change(model)
@@ -189,7 +215,9 @@ class _Search:
         return self.waits[standing]
 
     def _standings(self, states: Iterable[int]) -> list[int]:
-        """Every way in which a rank that is at no slot, or has just come to one, can come to the next."""
+        """Every way in which a rank that is at no slot, or has just come to one, can come to the
+        next.
+        """
         found, arrived = set(states), defaultdict[Arrival, set[int]](set)
         todo = list(found)
         while todo:
@@ -203,7 +231,10 @@ class _Search:
                 if successor not in found:
                     found.add(successor)
                     todo.append(successor)
-        return [self._standing(_Standing(arrival, frozenset(numbers))) for arrival, numbers in arrived.items()]
+        return [
+            self._standing(_Standing(arrival, frozenset(numbers)))
+            for arrival, numbers in arrived.items()
+        ]
 
     def _standing(self, standing: _Standing) -> int:
         number = self.standing_numbers.setdefault(standing, len(self.standings))
@@ -246,7 +277,9 @@ class _Search:
             joint, course = tuple(sorted(combination)), set[tuple[int, ...]]()
             while joint not in self.fine:
                 if joint in course:
-                    raise InternalError(f"ranks meet for ever and nothing comes of it\n{self._stories(joint)}")
+                    raise InternalError(
+                        f"ranks meet for ever and nothing comes of it\n{self._stories(joint)}"
+                    )
                 course.add(joint)
                 result = self._meet(joint)
                 if self._model(joint[0]).through:

@@ -22,17 +22,21 @@ class Case:
     """What is to be explored.
 
     Attributes:
-        scripts: `scripts[rank][job]`, the actions of the simulator; their seconds mean nothing here. A job whose
-            `Batch` is refused ends. `fails` of a `Step` may say of an exchange that its values are not finite on this
-            rank, and what its job does about it: `skip`, `raise` or `eject`.
+        scripts: `scripts[rank][job]`, the actions of the simulator; their seconds mean nothing
+            here. A job whose `Batch` is refused ends. `fails` of a `Step` may say of an exchange
+            that its values are not finite on this rank, and what its job does about it: `skip`,
+            `raise` or `eject`.
         policy: Whose turn it is.
         depth: Compute segments on the device at once.
-        outside: What comes to each rank from outside its jobs, in that order and at any time: an interrupt, a wish (to
-            stop or to rest perhaps never), an `Add`, a `TextSubmitted` with the name of one of `submitted`.
+        outside: What comes to each rank from outside its jobs, in that order and at any time: an
+            interrupt, a wish (to stop or to rest perhaps never), an `Add`, a `TextSubmitted` with
+            the name of one of `submitted`.
         submitted: Scripts of jobs that are added on every rank when it hears their name.
         together: Whether the jobs start together.
-        slow: Jobs that a rank may excuse from that at any moment; one that waits for another job, it does excuse.
-        opening: Votes that may wait for every job's first step. Fewer than in life, where they only add states.
+        slow: Jobs that a rank may excuse from that at any moment; one that waits for another job,
+            it does excuse.
+        opening: Votes that may wait for every job's first step. Fewer than in life, where they only
+            add states.
         make: The interleaver; a wrong one shows that the check can fail.
     """
 
@@ -48,11 +52,23 @@ class Case:
 
     @property
     def strictly_together(self) -> bool:
-        """Whether no job of several may make a step before all have called one or are over: nothing excuses any."""
-        actions = {type(action) for scripts in self.scripts for script in scripts for action in script}
+        """Whether no job of several may make a step before all have called one or are over: nothing
+        excuses any.
+        """
+        actions = {
+            type(action) for scripts in self.scripts for script in scripts for action in script
+        }
         sequential = len(self.policy.running((0, 1))) == 1
-        alone = sequential or self.slow or any(self.outside) or actions & {Add, Await} or len(self.scripts[0]) == 1
-        alone = alone or len({repr(scripts) for scripts in self.scripts}) > 1  # a job may fail before it has come
+        alone = (
+            sequential
+            or self.slow
+            or any(self.outside)
+            or actions & {Add, Await}
+            or len(self.scripts[0]) == 1
+        )
+        alone = (
+            alone or len({repr(scripts) for scripts in self.scripts}) > 1
+        )  # a job may fail before it has come
         return self.together and not alone
 
 
@@ -62,8 +78,8 @@ class Arrival:
 
     Attributes:
         slot: Which.
-        said: What it gives to it: its ballot and which jobs have failed or made infinite values on it; a text; whether
-            an exchange is made with zeros.
+        said: What it gives to it: its ballot and which jobs have failed or made infinite values on
+            it; a text; whether an exchange is made with zeros.
         shared: What it believes all ranks to agree on.
     """
 
@@ -79,13 +95,17 @@ def meet(arrivals: Sequence[Arrival]) -> Any:
         InternalError: They stand at different ones, or believe different things.
     """
     if len({arrival.slot for arrival in arrivals}) > 1:
-        raise InternalError(f"ranks meet in different slots: {[arrival.slot for arrival in arrivals]}")
+        raise InternalError(
+            f"ranks meet in different slots: {[arrival.slot for arrival in arrivals]}"
+        )
     if len({arrival.shared for arrival in arrivals}) > 1:
         raise InternalError(f"ranks count differently: {[arrival.shared for arrival in arrivals]}")
     said = [arrival.said for arrival in arrivals]
     if arrivals[0].slot[0] == "vote":
         ballots = np.stack([np.frombuffer(ballot, np.int64) for ballot, _, _ in said])
-        failed, infinite = (frozenset[int]().union(*sets) for sets in list(zip(*said, strict=True))[1:])
+        failed, infinite = (
+            frozenset[int]().union(*sets) for sets in list(zip(*said, strict=True))[1:]
+        )
         return ballots.min(axis=0).tobytes(), failed, infinite
     # In life the texts are in the order of the ranks, which nobody asks for here.
     return tuple(sorted(said)) if arrivals[0].slot[0] in ("compare", "gather") else None

@@ -1,7 +1,9 @@
-"""One rank as a value: a real interleaver, and the events that the driver's threads have not posted yet.
+"""One rank as a value: a real interleaver, and the events that the driver's threads have not posted
+yet.
 
-The threads are those of `Driver`. Each is a queue, and a move is: one thread posts its next event. `moves` lists all
-moves, `take` makes one. There is no time. Other ranks reach a rank by `leave` alone.
+The threads are those of `Driver`. Each is a queue, and a move is: one thread posts its next event.
+`moves` lists all moves, `take` makes one. There is no time. Other ranks reach a rank by `leave`
+alone.
 """
 
 from __future__ import annotations
@@ -40,9 +42,25 @@ class RankModel:
     """One rank's state. Equal states have equal `name()`s."""
 
     __slots__ = (
-        "arrival", "broken", "case", "device", "excusing", "feeds", "gathers", "heard", "interleaver", "joining",
-        "lane", "late", "outside", "patient", "rest", "scripts", "spec", "threads",
-    )  # fmt: skip
+        "arrival",
+        "broken",
+        "case",
+        "device",
+        "excusing",
+        "feeds",
+        "gathers",
+        "heard",
+        "interleaver",
+        "joining",
+        "lane",
+        "late",
+        "outside",
+        "patient",
+        "rest",
+        "scripts",
+        "spec",
+        "threads",
+    )
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case = case
@@ -58,13 +76,17 @@ class RankModel:
         self.lane: deque[m.Event] = deque()  # what the compute lane is about to post
         self.device: deque[m.Event] = deque()  # and the thread that waits for the device
         self.feeds: dict[tuple[int, int], deque[m.Event]] = {}
-        self.broken: dict[tuple[int, int, int], str] = {}  # segments without outputs, and how that shows
+        self.broken: dict[
+            tuple[int, int, int], str
+        ] = {}  # segments without outputs, and how that shows
         self.rest: deque[m.Event] = deque()  # what the exchange lane is about to post
         self.patient = False
         self.outside = deque(case.outside[rank] if case.outside else ())
         self.late: m.RunExchange | None = None  # an exchange that has yet to find its inputs broken
         self.arrival: Arrival | None = None
-        self.excusing = set(case.slow if case.together else ())  # what the driver's clock is about to post
+        self.excusing = set(
+            case.slow if case.together else ()
+        )  # what the driver's clock is about to post
         self._post(m.RunStarted(case.together))
 
     def copy(self) -> RankModel:
@@ -93,7 +115,8 @@ class RankModel:
         if self.lane:
             found.append(("lane",))
         if self.device and not any(_same(self.device[0], ahead) for ahead in list(self.lane)[1:]):
-            # A segment may be computed before the lane has said that it was dispatched, but not before it was.
+            # A segment may be computed before the lane has said that it was dispatched, but not
+            # before it was.
             found.append(("device",))
         if self.rest:
             found.append(("rest",))
@@ -179,7 +202,11 @@ class RankModel:
                 if found in ("raise", "eject"):
                     self.rest.append(done)
                     number = self.interleaver._jobs[job].calls
-                    self._post(m.SegmentFailed(job, number, segment, "values", "not finite", ejects=found == "eject"))
+                    self._post(
+                        m.SegmentFailed(
+                            job, number, segment, "values", "not finite", ejects=found == "eject"
+                        )
+                    )
                 else:
                     self._post(done)
             case ("compare", job):
@@ -193,9 +220,13 @@ class RankModel:
 
     def check_end(self) -> None:
         """Raises InternalError if a thread is left behind once nothing moves any more."""
-        left = [job for job, thread in self.threads.items() if thread.does not in ("over", "absent")]
+        left = [
+            job for job, thread in self.threads.items() if thread.does not in ("over", "absent")
+        ]
         if left or self.spec.finished.keys() != self.threads.keys():
-            raise InternalError(f"all is over, but the threads of jobs {left} wait; ends are {self.spec.finished}")
+            raise InternalError(
+                f"all is over, but the threads of jobs {left} wait; ends are {self.spec.finished}"
+            )
 
     def _add(self, wanted: str, script: Any) -> None:
         if not self.interleaver.finished:  # else it comes too late
@@ -222,9 +253,15 @@ class RankModel:
                     if last:
                         feed.append(m.StreamEnded(job, stream, count))
                     if stream not in begun:
-                        read = {later.stream for later in script[thread.at :] if isinstance(later, Batch)}
+                        read = {
+                            later.stream
+                            for later in script[thread.at :]
+                            if isinstance(later, Batch)
+                        }
                         self._post(m.StreamBegun(job, tuple(n for n in begun if n in read)))
-                        if begun:  # there is something to forget, and whatever comes next may come between
+                        if (
+                            begun
+                        ):  # there is something to forget, and whatever comes next may come between
                             thread.does = "runs"
                             return None
                     continue
@@ -247,7 +284,8 @@ class RankModel:
         self.spec.happened(event)
         instructions = self.interleaver.handle(event)
         self.interleaver.check()
-        # How long a lane is patient, and what tells a hang, changes nothing that may happen: it would multiply states.
+        # How long a lane is patient, and what tells a hang, changes nothing that may happen: it
+        # would multiply states.
         self.interleaver._idle_votes = self.interleaver._moves = 0
         for instruction in instructions:
             self.spec.told(instruction)
@@ -279,12 +317,16 @@ class RankModel:
                 else:
                     self._arrive(self._exchange(instruction), zero)
             case m.CastVote(ballot):
-                self._arrive(("vote",), (ballot.tobytes(), frozenset(self.spec.failed), self.spec.infinite))
+                self._arrive(
+                    ("vote",), (ballot.tobytes(), frozenset(self.spec.failed), self.spec.infinite)
+                )
             case m.CompareTexts(job, text):
                 call = self.spec.calls.get(job)
                 unknown = call.number if call is not None and not call.committed else 0
                 if any(each.job == job and each.call != unknown for each in self.device):
-                    raise InternalError(f"{instruction}: results that were given, or committed, may still fail")
+                    raise InternalError(
+                        f"{instruction}: results that were given, or committed, may still fail"
+                    )
                 self._arrive(("compare", job), text)
             case m.RunSync(job):
                 self._arrive(("sync", job))
@@ -311,7 +353,9 @@ class RankModel:
         thread = self.threads[job]
         action = self.scripts[job][thread.at - 1] if thread.at else None
         if thread.does != "waits" or not isinstance(action, kind):
-            raise InternalError(f"job {job} is answered, but its thread {thread.does} after {action!r}")
+            raise InternalError(
+                f"job {job} is answered, but its thread {thread.does} after {action!r}"
+            )
         thread.does = "runs"
         return action
 
@@ -327,7 +371,9 @@ class RankModel:
             self.lane.append(m.SegmentFailed(*key, "at dispatch", "failed"))
             return
         self.lane.append(m.SegmentDispatched(*key))
-        self.device.append(m.SegmentFailed(*key, "on the device", "failed") if how else m.SegmentCompleted(*key))
+        self.device.append(
+            m.SegmentFailed(*key, "on the device", "failed") if how else m.SegmentCompleted(*key)
+        )
 
     def _step(self, job: int) -> Step:
         action = self.scripts[job][self.threads[job].at - 1]
@@ -339,15 +385,21 @@ class RankModel:
 
     def _arrive(self, slot: tuple[Any, ...], said: Any = None) -> None:
         if self.arrival is not None or self.gathers:
-            raise InternalError(f"the exchange lane was given {slot} while it is at {self.arrival or 'a gathering'}")
+            raise InternalError(
+                f"the exchange lane was given {slot} while it is at {self.arrival or 'a gathering'}"
+            )
         self.arrival = Arrival(slot, said, self.spec.shared)
 
 
-_HELD = values_of([slot for slot in RankModel.__slots__ if slot not in ("case", "scripts", "joining", "outside")])
+_HELD = values_of(
+    [slot for slot in RankModel.__slots__ if slot not in ("case", "scripts", "joining", "outside")]
+)
 
 
 def _same(done: m.Event, dispatched: m.Event) -> bool:
     match done, dispatched:
-        case m.SegmentCompleted(job, call, segment) | m.SegmentFailed(job, call, segment), m.SegmentDispatched():
+        case m.SegmentCompleted(job, call, segment) | m.SegmentFailed(
+            job, call, segment
+        ), m.SegmentDispatched():
             return (job, call, segment) == (dispatched.job, dispatched.call, dispatched.segment)
     return False

@@ -1,8 +1,10 @@
-"""What must hold on one rank of a model, in words of its own: it hears events and instructions, never the interleaver.
+"""What must hold on one rank of a model, in words of its own: it hears events and instructions,
+never the interleaver.
 
-`check_lanes` states what the interleaver believes of itself; a belief can be consistent and wrong. Here is written down
-once more, from outside, what a job may count on: every step's exchanges in their order, nothing before its inputs,
-nothing that overwrites a step's input state before all ranks have said that the step is good, nothing after the end.
+`check_lanes` states what the interleaver believes of itself; a belief can be consistent and wrong.
+Here is written down once more, from outside, what a job may count on: every step's exchanges in
+their order, nothing before its inputs, nothing that overwrites a step's input state before all
+ranks have said that the step is good, nothing after the end.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class SpecCall:
     @property
     def overwrites(self) -> bool:
         """Whether the state before it may be gone, and the one after it is still to come."""
-        return not self.broken and (self.committed or (bool(self.issued) and not self.graph.collectives))
+        return not self.broken and (
+            self.committed or (bool(self.issued) and not self.graph.collectives)
+        )
 
 
 class Spec:
@@ -49,10 +53,21 @@ class Spec:
         ahead: Steps of each job since, which exchanged nothing.
         finished: How each job that has left did so, with what the ranks said of it.
         failed: Jobs of which something failed on this rank before they left.
-        behind: Jobs without which no other may make a step: they have called none, and are not over.
+        behind: Jobs without which no other may make a step: they have called none, and are not
+            over.
     """
 
-    __slots__ = ("ahead", "behind", "calls", "failed", "finished", "names", "paused", "prepared", "steps")
+    __slots__ = (
+        "ahead",
+        "behind",
+        "calls",
+        "failed",
+        "finished",
+        "names",
+        "paused",
+        "prepared",
+        "steps",
+    )
 
     def __init__(self, jobs: int, *, together: bool = False) -> None:
         self.behind = set(range(jobs)) if together else set[int]()
@@ -62,13 +77,17 @@ class Spec:
         self.finished: dict[int, tuple[str, tuple[str, ...]]] = {}
         self.failed: set[int] = set()
         self.calls: dict[int, SpecCall] = {}
-        self.paused: dict[int, int] = {}  # jobs that are, and how many steps they may have made at most
+        self.paused: dict[
+            int, int
+        ] = {}  # jobs that are, and how many steps they may have made at most
         self.prepared: dict[tuple[int, int], int] = {}
 
     @property
     def shared(self) -> tuple[object, ...]:
         """What all ranks must agree on wherever they meet, and at the end."""
-        jobs = [(self.names.get(job, job), n, self.finished.get(job)) for job, n in self.steps.items()]
+        jobs = [
+            (self.names.get(job, job), n, self.finished.get(job)) for job, n in self.steps.items()
+        ]
         return tuple(jobs), tuple(self.paused)
 
     def happened(self, event: m.Event) -> None:
@@ -127,47 +146,87 @@ class Spec:
         match instruction:
             case m.Dispatch(job, number, _, segment):
                 call = self.call(job)
-                self._must(job not in self.failed or call.overwrites, instruction, "its job has failed here")
+                self._must(
+                    job not in self.failed or call.overwrites,
+                    instruction,
+                    "its job has failed here",
+                )
                 call.number = number
                 self._must(segment not in call.issued, instruction, "it was dispatched before")
                 early = call.graph.is_step and bool(self.behind)
-                self._must(not early, instruction, f"it is of a step, and jobs {self.behind} have not come to theirs")
+                self._must(
+                    not early,
+                    instruction,
+                    f"it is of a step, and jobs {self.behind} have not come to theirs",
+                )
                 self._must(call.graph.kinds[segment] == "compute", instruction, "it is an exchange")
-                self._must(set(call.graph.needs[segment]) <= call.done, instruction, "its inputs are not there")
+                self._must(
+                    set(call.graph.needs[segment]) <= call.done,
+                    instruction,
+                    "its inputs are not there",
+                )
                 early = segment in call.graph.after_commit and not call.committed
-                self._must(not early, instruction, "it overwrites the state of a step that is not committed")
+                self._must(
+                    not early,
+                    instruction,
+                    "it overwrites the state of a step that is not committed",
+                )
                 kept = segment in call.graph.after_commit and call.skipped != call.told
-                self._must(not kept, instruction, f"its step is skipped: {call.skipped}, but told so: {call.told}")
+                self._must(
+                    not kept,
+                    instruction,
+                    f"its step is skipped: {call.skipped}, but told so: {call.told}",
+                )
                 call.issued.add(segment)
             case m.RunExchange(job, _, step, segment, zero):
                 call = self.call(job)
                 order = call.graph.collectives
                 at = len(call.exchanged)
-                self._must(at < len(order) and segment == order[at], instruction, f"exchange {at} of {order} is next")
+                self._must(
+                    at < len(order) and segment == order[at],
+                    instruction,
+                    f"exchange {at} of {order} is next",
+                )
                 made = self.steps[job] + self.ahead.get(job, 0)
                 self._must(step == made + 1, instruction, f"{made} steps are made")
-                self._must(zero == (job in self.failed), instruction, "zeros are for a job that has failed here")
+                self._must(
+                    zero == (job in self.failed),
+                    instruction,
+                    "zeros are for a job that has failed here",
+                )
                 ready = zero or set(call.graph.needs[segment]) <= call.done
                 self._must(ready, instruction, "its inputs are not there")
             case m.SkipStep(job):
                 self.call(job).told = True
             case m.StepReturned(job, step, skipped):
                 call = self.call(job)
-                self._must(skipped == call.skipped, instruction, f"its step is skipped: {call.skipped}")
-                self._must(len(call.done) == len(call.graph.kinds), instruction, "segments are missing")
-                self._must(call.committed or not call.graph.collectives, instruction, "it is not committed")
+                self._must(
+                    skipped == call.skipped, instruction, f"its step is skipped: {call.skipped}"
+                )
+                self._must(
+                    len(call.done) == len(call.graph.kinds), instruction, "segments are missing"
+                )
+                self._must(
+                    call.committed or not call.graph.collectives, instruction, "it is not committed"
+                )
                 self.ahead[job] = self.ahead.get(job, 0) + call.graph.local_step
                 made = self.steps[job] + self.ahead[job]
                 self._must(step == made, instruction, f"{made} steps are made")
                 del self.calls[job]
             case m.JobFinished(job, how, step, texts):
                 self._must(job not in self.finished, instruction, "it was over before")
-                common = self.steps[job] + (self.ahead.get(job, 0) if how in ("ended", "stopped") else 0)
+                common = self.steps[job] + (
+                    self.ahead.get(job, 0) if how in ("ended", "stopped") else 0
+                )
                 self._must(step == common, instruction, f"{common} steps are common to all ranks")
                 self.steps[job] = common
                 self.ahead.pop(job, None)
                 call = self.calls.get(job)
-                self._must(call is None or not call.overwrites, instruction, "its state is being overwritten here")
+                self._must(
+                    call is None or not call.overwrites,
+                    instruction,
+                    "its state is being overwritten here",
+                )
                 self.finished[job] = (how, texts)
                 self.behind.discard(job)
                 self.failed.discard(job)
@@ -177,7 +236,9 @@ class Spec:
                 self.calls.pop(job, None)
             case m.JobJoined(job, name):
                 self._must(job not in self.steps, instruction, "that job was there before")
-                self._must(name not in self.names.values(), instruction, "that job has joined before")
+                self._must(
+                    name not in self.names.values(), instruction, "that job has joined before"
+                )
                 self.names[job], self.steps[job] = name, 0
             case m.JobPaused(job, paused):
                 self._must(paused != (job in self.paused), instruction, "so it was before")
@@ -192,7 +253,9 @@ class Spec:
         """A batch was granted to the job's thread."""
         have = self.prepared.get((job, stream), 0)
         if index >= have:
-            raise InternalError(f"batch {index} of job {job} was granted, but this rank has prepared {have}")
+            raise InternalError(
+                f"batch {index} of job {job} was granted, but this rank has prepared {have}"
+            )
 
     def call(self, job: int) -> SpecCall:
         """The call that the job is in."""

@@ -1,8 +1,9 @@
 """Copies and names of the states of pure objects, for a search that must meet each state once.
 
-Both go through a state by the types of what it holds: one function a type, made when the type is first met. Half of a
-search's time is spent here, which is why what no one changes is asked for before a function is called, and why that
-question is written out wherever it is asked: a call for each item is a fifth of the time.
+Both go through a state by the types of what it holds: one function a type, made when the type is
+first met. Half of a search's time is spent here, which is why what no one changes is asked for
+before a function is called, and why that question is written out wherever it is asked: a call for
+each item is a fifth of the time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from jaxcross.interleave.vote import Ballot, Verdict
 
 
 class _Ways(dict[type, Any]):
-    """What is done with a value of each type, made when the type is first met; None: it stays as it is."""
+    """What is done with a value of each type, made when the type is first met; None: it stays as it
+    is.
+    """
 
     def __init__(self, make: Callable[[type], Callable[[Any], Any] | None]) -> None:
         super().__init__(dict.fromkeys((type(None), bool, int, float, str, bytes)))
@@ -45,7 +48,9 @@ def clone(value: Any) -> Any:
 
 
 def name(value: Any) -> bytes:
-    """16 bytes that are equal for equal states: a digest of what is in them, in an order of its own."""
+    """16 bytes that are equal for equal states: a digest of what is in them, in an order of its
+    own.
+    """
     plain = way(value) if (way := _DESCRIBERS[type(value)]) else value
     # Version 2 knows no references: equal values have equal bytes, whoever shares them.
     return hashlib.blake2b(marshal.dumps(plain, 2), digest_size=16).digest()
@@ -59,18 +64,25 @@ def _cloner(kind: type) -> Callable[[Any], Any] | None:
     if kind is list:
         return lambda value: [way(item) if (way := ways[type(item)]) else item for item in value]
     if kind is deque:
-        return lambda value: deque([way(item) if (way := ways[type(item)]) else item for item in value])
+        return lambda value: deque(
+            [way(item) if (way := ways[type(item)]) else item for item in value]
+        )
     if kind is dict:
         # Most are empty, so that is asked first.
         return lambda value: (
-            {key: way(item) if (way := ways[type(item)]) else item for key, item in value.items()} if value else {}
+            {key: way(item) if (way := ways[type(item)]) else item for key, item in value.items()}
+            if value
+            else {}
         )
     if kind is set:
         return set.copy
     if kind is Ballot:
         return _clone_ballot
     if kind.__module__.partition(".")[0] in (*sys.stdlib_module_names, "numpy"):
-        raise TypeError(f"`{kind.__module__}.{kind.__qualname__}` has no place in a state that is copied and compared")
+        raise TypeError(
+            f"`{kind.__module__}.{kind.__qualname__}` has no place in a state that is copied and "
+            "compared"
+        )
     slots = _slots(kind)
     members = [(getattr(kind, slot).__get__, getattr(kind, slot).__set__) for slot in slots]
     whole = ways[dict] if kind.__dictoffset__ else None
@@ -99,11 +111,18 @@ def _describer(kind: type) -> Callable[[Any], Any]:
     ways = _DESCRIBERS
     if kind in (tuple, list, deque):
         return lambda value: (
-            tuple([way(item) if (way := ways[type(item)]) else item for item in value]) if value else ()
+            tuple([way(item) if (way := ways[type(item)]) else item for item in value])
+            if value
+            else ()
         )
     if kind is dict:
         return lambda value: (
-            tuple([(key, way(item) if (way := ways[type(item := value[key])]) else item) for key in _in_order(value)])
+            tuple(
+                [
+                    (key, way(item) if (way := ways[type(item := value[key])]) else item)
+                    for key in _in_order(value)
+                ]
+            )
             if value
             else ()
         )
@@ -115,12 +134,21 @@ def _describer(kind: type) -> Callable[[Any], Any]:
         return lambda value: value._vector.tobytes()
     if kind is Verdict:
         return lambda value: (value.stop, value.gather, np.ascontiguousarray(value._rows).tobytes())
-    if kind is StepGraph or hasattr(kind, "share"):  # a policy: like a step graph, one object for the whole search
+    if kind is StepGraph or hasattr(
+        kind, "share"
+    ):  # a policy: like a step graph, one object for the whole search
         return id
     slots = tuple(f.name for f in fields(kind)) if is_dataclass(kind) else _slots(kind)
     label = kind.__name__
-    held = values_of(slots) if slots else lambda value: [item for _, item in sorted(value.__dict__.items())]
-    return lambda value: (label, *[way(item) if (way := ways[type(item)]) else item for item in held(value)])
+    held = (
+        values_of(slots)
+        if slots
+        else lambda value: [item for _, item in sorted(value.__dict__.items())]
+    )
+    return lambda value: (
+        label,
+        *[way(item) if (way := ways[type(item)]) else item for item in held(value)],
+    )
 
 
 def values_of(attributes: Sequence[str]) -> Callable[[Any], Sequence[Any]]:
@@ -130,7 +158,9 @@ def values_of(attributes: Sequence[str]) -> Callable[[Any], Sequence[Any]]:
 
 
 def _in_order(value: dict[Any, Any]) -> Iterable[Any]:
-    """Numbers are looked up, in whatever order they came; names are told to other ranks in the order that they have."""
+    """Numbers are looked up, in whatever order they came; names are told to other ranks in the
+    order that they have.
+    """
     return value if isinstance(next(iter(value)), str) else sorted(value)
 
 

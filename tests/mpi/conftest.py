@@ -36,24 +36,35 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def mpirun() -> Callable[..., Finished]:
-    """`mpirun(n, case, *args, timeout=240, env={})`: `case` is a file (relative to `cases/`) or Python source.
+    """`mpirun(n, case, *args, timeout=240, env={})`: `case` is a file (relative to `cases/`) or
+    Python source.
 
-    Ranks are forks of a process that has imported JAX already (`tests/support/warm_python.py`). `warm=False` starts
-    an interpreter for each, for tests of real processes: how a rank starts, dies, or is signalled.
-    The limit is for hangs. 240 s is below the watchdog's default, which what ends by itself shall not wait for; runs
-    that do real work get 900 s, as a machine may be slow and loaded.
+    Ranks are forks of a process that has imported JAX already (`tests/support/warm_python.py`).
+    `warm=False` starts an interpreter for each, for tests of real processes: how a rank starts,
+    dies, or is signalled. The limit is for hangs. 240 s is below the watchdog's default, which what
+    ends by itself shall not wait for; runs that do real work get 900 s, as a machine may be slow
+    and loaded.
     """
     launcher = find_mpirun()
     if launcher is None:
         pytest.skip("no mpirun")
 
     def call(
-        n: int, case: str, *args: str, timeout: float = 240, env: dict[str, str] | None = None, warm: bool = True
+        n: int,
+        case: str,
+        *args: str,
+        timeout: float = 240,
+        env: dict[str, str] | None = None,
+        warm: bool = True,
     ) -> Finished:
         program: Sequence[str] = [str(CASES / case)] if case.endswith(".py") else ["-c", case]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # cases import `tests.support`
+        path = os.pathsep.join(
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        )  # cases import `tests.support`
         environ = {**os.environ, "PYTHONPATH": path, **(env or {})}
-        environ.pop(workers.VARIABLE, None)  # a test that called `initialize` in this process has made it a rank
+        environ.pop(
+            workers.VARIABLE, None
+        )  # a test that called `initialize` in this process has made it a rank
         line, extra = mpirun_command(
             mpirun=launcher,
             ranks=n,
@@ -70,7 +81,12 @@ def mpirun() -> Callable[..., Finished]:
 def finish(line: Sequence[str], environ: dict[str, str], timeout: float) -> Finished:
     """Run to the end, or end the whole process group and fail."""
     process = subprocess.Popen(
-        line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        line,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         stdout, stderr = process.communicate(timeout=timeout)

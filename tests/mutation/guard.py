@@ -1,9 +1,10 @@
 """Runs a command so that no process of it outlives the command: `python guard.py COMMAND ...`.
 
-Tests of jaxcross start `mpirun` in a session of its own, and ranks have process groups of their own, so it isn't enough
-to end the process group of pytest. This process becomes the parent of all orphans instead (Linux calls that a
-subreaper), so everything that the command ever started is among its descendants. They are ended when the command has
-ended, on SIGTERM, and when stdin is closed, which happens even if the process that started this one is killed.
+Tests of jaxcross start `mpirun` in a session of its own, and ranks have process groups of their
+own, so it isn't enough to end the process group of pytest. This process becomes the parent of all
+orphans instead (Linux calls that a subreaper), so everything that the command ever started is among
+its descendants. They are ended when the command has ended, on SIGTERM, and when stdin is closed,
+which happens even if the process that started this one is killed.
 """
 
 import contextlib
@@ -49,7 +50,9 @@ def end_all() -> None:
 
 
 def descendants() -> list[int]:
-    """Returns all descendants of this process, including those in other sessions or process groups."""
+    """Returns all descendants of this process, including those in other sessions or process
+    groups.
+    """
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

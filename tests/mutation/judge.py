@@ -56,7 +56,9 @@ class _Run:
 class Judge:
     """Judges mutants by one suite. Several threads use one, each with its own workspace."""
 
-    def __init__(self, stages: Sequence[Sequence[str]], covering: Covering, *, limit_s: float, grace_s: float) -> None:
+    def __init__(
+        self, stages: Sequence[Sequence[str]], covering: Covering, *, limit_s: float, grace_s: float
+    ) -> None:
         self._stages = stages
         self._covering = covering
         self._limit_s = limit_s
@@ -72,9 +74,10 @@ class Judge:
     def judge(self, mutant: Mutant, workspace: Workspace) -> Outcome:
         """Runs tests until one fails, one hangs, or the time is over.
 
-        A test that fails is run twice more, alone: with the mutant, and (once per test) without it. If it passes with
-        the mutant, something else made it fail. If it fails without, which some tests do when they run alone or on a
-        loaded machine, it says nothing about mutants. In both cases it is left out and the others are tried again.
+        A test that fails is run twice more, alone: with the mutant, and (once per test) without it.
+        If it passes with the mutant, something else made it fail. If it fails without, which some
+        tests do when they run alone or on a loaded machine, it says nothing about mutants. In both
+        cases it is left out and the others are tried again.
         """
         left_out: set[str] = set()
         original = workspace.read(mutant.file)
@@ -82,7 +85,9 @@ class Judge:
             workspace.write(mutant.file, mutant.applied(original))
             try:
                 outcome = self._tried(mutant, workspace, left_out)
-                again = outcome.verdict is not Verdict.KILLED or self._fails_alone(outcome, workspace)
+                again = outcome.verdict is not Verdict.KILLED or self._fails_alone(
+                    outcome, workspace
+                )
             finally:
                 workspace.write(mutant.file, original)
             if not outcome.killer or (again and self._is_trusted(outcome, workspace)):
@@ -102,25 +107,37 @@ class Judge:
             if run.hung:
                 return Outcome(verdict=Verdict.HUNG, killer=run.hung, **facts)
             if run.failed:
-                return Outcome(verdict=Verdict.KILLED, killer=run.failed, reason=run.reason, **facts)
+                return Outcome(
+                    verdict=Verdict.KILLED, killer=run.failed, reason=run.reason, **facts
+                )
             if run.code is None and batch[0] in direct:
-                return Outcome(verdict=Verdict.LIMITED, unrun_direct=max(0, len(direct) - passed), **facts)
+                return Outcome(
+                    verdict=Verdict.LIMITED, unrun_direct=max(0, len(direct) - passed), **facts
+                )
             if run.code is None:
                 unrun = max(0, len(direct) + len(mates) - passed)
                 return Outcome(verdict=Verdict.SURVIVED, unrun_mates=unrun, **facts)
-        return Outcome(verdict=Verdict.SURVIVED if direct else Verdict.UNCOVERED, passed=passed, direct=len(direct))
+        return Outcome(
+            verdict=Verdict.SURVIVED if direct else Verdict.UNCOVERED,
+            passed=passed,
+            direct=len(direct),
+        )
 
     def _stage(self, name: str) -> int:
         return self._covering.tests[name].stage
 
     def _batches(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
-        """Yields the tests for one call of pytest after the other: those of a part of the suite, few at first.
+        """Yields the tests for one call of pytest after the other: those of a part of the suite,
+        few at first.
 
-        Most mutants are killed by one of the first tests, and collecting the files of a thousand takes half a minute.
+        Most mutants are killed by one of the first tests, and collecting the files of a thousand
+        takes half a minute.
         """
         for _, group in groupby(names, self._stage):
             part = [*group]
-            for begin, end in pairwise((0, *(size for size in _BATCHES if size < len(part)), len(part))):
+            for begin, end in pairwise(
+                (0, *(size for size in _BATCHES if size < len(part)), len(part))
+            ):
                 yield part[begin:end]
 
     def _fails_alone(self, outcome: Outcome, workspace: Workspace) -> bool:
@@ -142,16 +159,36 @@ class Judge:
         return known
 
     def _allowed_s(self, name: str) -> float:
-        """Returns the seconds after which a test counts as hung. It may have to set up what its file's tests share."""
+        """Returns the seconds after which a test counts as hung. It may have to set up what its
+        file's tests share.
+        """
         return self._grace_s + 3 * self._covering.longest_s(name)
 
-    def _run(self, names: Sequence[str], workspace: Workspace, deadline_s: float, stage: int | None = None) -> _Run:
-        """Runs tests in their order, up to the first failure. They are of one part of the suite, which is `stage`."""
+    def _run(
+        self,
+        names: Sequence[str],
+        workspace: Workspace,
+        deadline_s: float,
+        stage: int | None = None,
+    ) -> _Run:
+        """Runs tests in their order, up to the first failure. They are of one part of the suite,
+        which is `stage`.
+        """
         if time.monotonic() > deadline_s:
             return _Run(code=None, passed=0)
         log = workspace.folder.with_suffix(".jsonl")
         listed = workspace.folder.with_suffix(".tests")
-        options = ["-n", "0", "-x", "-q", "-p", "mutation_record", f"--mutation-log={log}", "-p", "no:cacheprovider"]
+        options = [
+            "-n",
+            "0",
+            "-x",
+            "-q",
+            "-p",
+            "mutation_record",
+            f"--mutation-log={log}",
+            "-p",
+            "no:cacheprovider",
+        ]
         command = [
             *self._stages[self._stage(names[0]) if stage is None else stage],
             *options,
@@ -169,15 +206,19 @@ class Judge:
             return _read(workspace.pytest(command, watch.is_hopeless), lines(log), watch.hung)
 
         run = attempt(names)
-        if run.failed == COLLECTION and run.code == 4:  # the mutant changes the ids of parametrized tests
+        if (
+            run.failed == COLLECTION and run.code == 4
+        ):  # the mutant changes the ids of parametrized tests
             run = attempt(files)
         return run
 
 
 class _Watch:
-    """Decides when to stop pytest: if a test runs too long, or if one starts after the mutant's time limit.
+    """Decides when to stop pytest: if a test runs too long, or if one starts after the mutant's
+    time limit.
 
-    The test that is running at that time may go on, because only its end tells a hang from a long test.
+    The test that is running at that time may go on, because only its end tells a hang from a long
+    test.
     """
 
     def __init__(
@@ -211,7 +252,11 @@ def _read(code: int | None, log: list[dict], hung: str) -> _Run:
     passed = len(ended) - (code is None and bool(running) and running[0] in ended)
     if failures:
         first = failures[0]
-        return _Run(code=code, passed=passed, failed=first.get("test", COLLECTION), reason=first["reason"])
+        return _Run(
+            code=code, passed=passed, failed=first.get("test", COLLECTION), reason=first["reason"]
+        )
     if code in (0, 5, None):
         return _Run(code=code, passed=passed, hung=hung)
-    return _Run(code=code, passed=passed, failed=COLLECTION, reason=f"pytest ended with exit code {code}")
+    return _Run(
+        code=code, passed=passed, failed=COLLECTION, reason=f"pytest ended with exit code {code}"
+    )

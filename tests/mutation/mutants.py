@@ -1,12 +1,15 @@
-"""Finds the mutants of a source file, and writes the file with one mutant in it or with a probe at each of them.
+"""Finds the mutants of a source file, and writes the file with one mutant in it or with a probe at
+each of them.
 
-A mutant replaces the text of a single node of the syntax tree, in place, by a text with the same number of line breaks.
-All other lines therefore keep their numbers, and comments and formatting stay as they are, which matters here because
-error messages, labels and stack traces of jaxcross quote line numbers.
+A mutant replaces the text of a single node of the syntax tree, in place, by a text with the same
+number of line breaks. All other lines therefore keep their numbers, and comments and formatting
+stay as they are, which matters here because error messages, labels and stack traces of jaxcross
+quote line numbers.
 
-A mutant's key is a hash of the function that it is in and of its position in that function. So the same mutant has the
-same key in another checkout, unless that function differs there, and editing one function leaves the mutants of all
-others alone. `sample` chooses by the order of these hashes, for the same reason.
+A mutant's key is a hash of the function that it is in and of its position in that function. So the
+same mutant has the same key in another checkout, unless that function differs there, and editing
+one function leaves the mutants of all others alone. `sample` chooses by the order of these hashes,
+for the same reason.
 """
 
 from __future__ import annotations
@@ -19,20 +22,55 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 SWAPS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
-NEGATIONS: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt}
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+NEGATIONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.GtE,
+    ast.LtE: ast.Gt,
+    ast.Gt: ast.LtE,
+    ast.GtE: ast.Lt,
+}
 
 # What a reader of a log sees, rather than what the program does.
-_MESSAGES = {"debug", "info", "warning", "error", "exception", "critical", "log", "warn", "print", "print_error"}
+_MESSAGES = {
+    "debug",
+    "info",
+    "warning",
+    "error",
+    "exception",
+    "critical",
+    "log",
+    "warn",
+    "print",
+    "print_error",
+}
 # Fields of a node that hold types, patterns and decorators.
-_NOT_CODE = {"annotation", "returns", "decorator_list", "type_params", "pattern", "bases", "keywords", "type_comment"}
+_NOT_CODE = {
+    "annotation",
+    "returns",
+    "decorator_list",
+    "type_params",
+    "pattern",
+    "bases",
+    "keywords",
+    "type_comment",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One change of one file. `at` are the bytes that it replaces; `place` those of the node that a probe watches."""
+    """One change of one file. `at` are the bytes that it replaces; `place` those of the node that a
+    probe watches.
+    """
 
     key: str
     file: str
@@ -59,10 +97,11 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scope:
-    """Where a node is: the name of its function, and the function or import-time statement that its key is made of.
+    """Where a node is: the name of its function, and the function or import-time statement that its
+    key is made of.
 
-    `watched` is set in the default of a parameter: what its function evaluates first, since a default is evaluated on
-    import, but has no effect before its function is called.
+    `watched` is set in the default of a parameter: what its function evaluates first, since a
+    default is evaluated on import, but has no effect before its function is called.
     """
 
     name: str = ""
@@ -74,7 +113,9 @@ class _Scope:
         name = f"{self.name}.{node.name}".lstrip(".")
         if isinstance(node, ast.ClassDef):
             return replace(self, name=name)
-        return replace(self, name=name, anchor=node if self.on_import else self.anchor, on_import=False)
+        return replace(
+            self, name=name, anchor=node if self.on_import else self.anchor, on_import=False
+        )
 
 
 class _Finder:
@@ -122,12 +163,23 @@ class _Finder:
             self._add(node, scope, operator, at, new)
         for field, value in ast.iter_fields(node):
             for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST) and not (field in _NOT_CODE and not isinstance(node, ast.Call)):
+                if isinstance(child, ast.AST) and not (
+                    field in _NOT_CODE and not isinstance(node, ast.Call)
+                ):
                     self._walk(child, scope)
 
-    def _add(self, node: ast.AST, scope: _Scope, operator: str, at: tuple[int, int], new: str) -> None:
+    def _add(
+        self, node: ast.AST, scope: _Scope, operator: str, at: tuple[int, int], new: str
+    ) -> None:
         first, last = self.span(scope.anchor)  # type: ignore[arg-type]
-        parts = [self._file, scope.name, operator, str(at[0] - first), new, self._source[first:last].decode()]
+        parts = [
+            self._file,
+            scope.name,
+            operator,
+            str(at[0] - first),
+            new,
+            self._source[first:last].decode(),
+        ]
         key = hashlib.sha1("\0".join(parts).encode()).hexdigest()[:12]
         watched = scope.watched or (node.test if isinstance(node, ast.If | ast.IfExp) else node)
         self.found[key] = Mutant(
@@ -147,7 +199,8 @@ class _Finder:
         """Yields operator, bytes that are replaced, and new text."""
         if isinstance(node, ast.If | ast.IfExp) and not isinstance(node.test, ast.Constant):
             yield from (
-                ("condition", self.span(node.test), self._padded(node.test, text)) for text in ("True", "False")
+                ("condition", self.span(node.test), self._padded(node.test, text))
+                for text in ("True", "False")
             )
         elif isinstance(node, ast.Return) and not _is_none(node.value):
             yield "return none", self.span(node), f"return {self._padded(node, 'None')}"
@@ -169,7 +222,9 @@ class _Finder:
                 yield operator, self.span(node), self._padded(node, text)
 
     def _padded(self, node: ast.AST, text: str, else_text: str | None = None) -> str:
-        """Returns the text with the line breaks of the node, in brackets; `else_text` is what may be in brackets."""
+        """Returns the text with the line breaks of the node, in brackets; `else_text` is what may
+        be in brackets.
+        """
         begin, end = self.span(node)
         breaks = self._source.count(b"\n", begin, end)
         return f"({else_text or text}{breaks * chr(10)})" if breaks else text
@@ -185,7 +240,12 @@ def _changed(node: ast.expr) -> Iterator[tuple[str, ast.expr]]:
                     new.ops[index] = table[type(op)]()
                     yield operator, new
     elif isinstance(node, ast.BoolOp):
-        yield "and or", ast.BoolOp(op=ast.Or() if isinstance(node.op, ast.And) else ast.And(), values=node.values)
+        yield (
+            "and or",
+            ast.BoolOp(
+                op=ast.Or() if isinstance(node.op, ast.And) else ast.And(), values=node.values
+            ),
+        )
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
         op = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
         yield "arithmetic", ast.BinOp(left=node.left, op=op, right=node.right)
@@ -202,8 +262,12 @@ def _is_none(node: ast.expr | None) -> bool:
 
 
 def _is_left_out(node: ast.AST) -> bool:
-    """Whether a node and all that is in it has no mutants: texts, what logs or raises them, checks of an invariant."""
-    if isinstance(node, ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.operator):
+    """Whether a node and all that is in it has no mutants: texts, what logs or raises them, checks
+    of an invariant.
+    """
+    if isinstance(
+        node, ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.operator
+    ):
         return True
     if isinstance(node, ast.keyword) and node.arg == "strict":  # of `zip`
         return True
@@ -227,17 +291,23 @@ def in_tree(tree: Path, sources: Iterable[str]) -> dict[str, Mutant]:
     """Returns all mutants of the files and folders `sources`, which are relative to `tree`."""
     found: dict[str, Mutant] = {}
     for name in sources:
-        for path in sorted((tree / name).rglob("*.py")) if (tree / name).is_dir() else [tree / name]:
+        for path in (
+            sorted((tree / name).rglob("*.py")) if (tree / name).is_dir() else [tree / name]
+        ):
             if path.is_file():  # an old checkout may not have it
                 found |= find(path.read_bytes(), path.relative_to(tree).as_posix())
     return found
 
 
 def sample(tree: Path, mutants: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Returns up to `count` mutants, at most one per line. Skips those that don't compile or that change nothing."""
+    """Returns up to `count` mutants, at most one per line. Skips those that don't compile or that
+    change nothing.
+    """
     chosen: list[Mutant] = []
     lines: set[tuple[str, int]] = set()
-    for each in sorted(mutants, key=lambda mutant: hashlib.sha1(f"{seed} {mutant.key}".encode()).hexdigest()):
+    for each in sorted(
+        mutants, key=lambda mutant: hashlib.sha1(f"{seed} {mutant.key}".encode()).hexdigest()
+    ):
         source = (tree / each.file).read_bytes()
         if len(chosen) == count:
             break
@@ -249,7 +319,9 @@ def sample(tree: Path, mutants: Iterable[Mutant], count: int, seed: int) -> list
 
 def _is_valid(source: bytes, mutated: bytes) -> bool:
     try:
-        return ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source)) and bool(compile(mutated, "mutated", "exec"))
+        return ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source)) and bool(
+            compile(mutated, "mutated", "exec")
+        )
     except SyntaxError:
         return False
 
@@ -262,23 +334,30 @@ def readers(tree: Path, file: str) -> set[str]:
     for path in (tree / file.partition("/")[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_bytes())):
             from_here = isinstance(node, ast.ImportFrom) and (
-                node.module == dotted or (node.module == parent and any(each.name == name for each in node.names))
+                node.module == dotted
+                or (node.module == parent and any(each.name == name for each in node.names))
             )
-            if from_here or (isinstance(node, ast.Import) and any(each.name == dotted for each in node.names)):
+            if from_here or (
+                isinstance(node, ast.Import) and any(each.name == dotted for each in node.names)
+            ):
                 found.add(path.relative_to(tree).as_posix())
     return found
 
 
 def with_probes(source: bytes, file: str, mutants: Iterable[Mutant], *, functions: bool) -> bytes:
-    """Returns the source with a probe where each mutant is, and at the start of each function if `functions`.
+    """Returns the source with a probe where each mutant is, and at the start of each function if
+    `functions`.
 
-    `(_mutation_hit("key"), a < b)[1]` has the value of `a < b`, and `_mutation_hit("key"); return a` needs no new line.
+    `(_mutation_hit("key"), a < b)[1]` has the value of `a < b`, and `_mutation_hit("key"); return
+    a` needs no new line.
     """
     finder = _Finder(source, file)
     places = [(each.place, each.statement, each.key) for each in mutants if not each.on_import]
     firsts = filter(None, (_first(node.body) for node in finder.functions if functions))
     places += [(finder.span(first), isinstance(first, ast.stmt), entry(file)) for first in firsts]
-    inserted: list[tuple[int, int, int, str]] = []  # at equal positions: what closes, what precedes, what opens
+    inserted: list[
+        tuple[int, int, int, str]
+    ] = []  # at equal positions: what closes, what precedes, what opens
     for (begin, end), statement, key in places:
         if statement:
             inserted.append((begin, 1, 0, f'_mutation_hit("{key}"); '))
@@ -297,7 +376,9 @@ def entry(file: str) -> str:
 
 
 def _import(finder: _Finder, file: str) -> tuple[int, int, int, str]:
-    """Imports the probe on a line that is there: after the docstring and what comes from `__future__`."""
+    """Imports the probe on a line that is there: after the docstring and what comes from
+    `__future__`.
+    """
     text = f"from {file.partition('/')[0]}._mutation_probe import hit as _mutation_hit"
     heads = [
         node
@@ -309,7 +390,9 @@ def _import(finder: _Finder, file: str) -> tuple[int, int, int, str]:
 
 
 def _first(body: Sequence[ast.AST]) -> ast.AST | None:
-    """Returns what a function evaluates first: a simple statement, or the expression at the head of another one."""
+    """Returns what a function evaluates first: a simple statement, or the expression at the head of
+    another one.
+    """
     for node in body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
@@ -323,6 +406,8 @@ def _first(body: Sequence[ast.AST]) -> ast.AST | None:
             return node.subject
         if isinstance(node, ast.Try):
             return _first(node.body)
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Global | ast.Nonlocal):
+        if not isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Global | ast.Nonlocal
+        ):
             return node
     return None

@@ -1,24 +1,29 @@
-"""Mutation testing of jaxcross, to compare two test suites: `python tests/mutation/mutate.py {coverage,run,show}`.
+"""Mutation testing of jaxcross, to compare two test suites: `python tests/mutation/mutate.py
+{coverage,run,show}`.
 
 README.md in this folder says how to use it and how to read its table. This is how it works.
 
-**Why a tool of our own.** We looked at the two that are maintained. mutmut 3 chooses tests by the functions that they
-call within pytest's process, so it finds none for code that only ranks under `mpirun` execute. It also forks its
-workers from a process in which JAX may already run threads. cosmic-ray takes any command with a time limit, and can
-resume, but it runs the same command for every mutant (25 minutes or more here), and a timeout ends only the process
-group of pytest, which `mpirun` isn't in. Neither draws a sample or compares two suites.
+**Why a tool of our own.** We looked at the two that are maintained. mutmut 3 chooses tests by the
+functions that they call within pytest's process, so it finds none for code that only ranks under
+`mpirun` execute. It also forks its workers from a process in which JAX may already run threads.
+cosmic-ray takes any command with a time limit, and can resume, but it runs the same command for
+every mutant (25 minutes or more here), and a timeout ends only the process group of pytest, which
+`mpirun` isn't in. Neither draws a sample or compares two suites.
 
-**Why probes, rather than coverage.py.** We need to know which tests evaluate 150 places. A tracer watches every line,
-doesn't follow the threads of XLA that call back into Python, needs a hook in the start of every rank, and loses what a
-killed rank had seen. On Python 3.11 it also doubles the CPU time of the model checks (81 s instead of 41 s for
-`test_model_check.py` and `test_properties.py`, 48 s with probes). A probe is a call in the source, at the mutant:
-`(_mutation_hit("key"), a < b)[1]`. It writes its record before it returns; `inside/probe.py` has the details.
+**Why probes, rather than coverage.py.** We need to know which tests evaluate 150 places. A tracer
+watches every line, doesn't follow the threads of XLA that call back into Python, needs a hook in
+the start of every rank, and loses what a killed rank had seen. On Python 3.11 it also doubles the
+CPU time of the model checks (81 s instead of 41 s for `test_model_check.py` and
+`test_properties.py`, 48 s with probes). A probe is a call in the source, at the mutant:
+`(_mutation_hit("key"), a < b)[1]`. It writes its record before it returns; `inside/probe.py` has
+the details.
 
-**A mutant's way.** `mutants.py` finds and applies it. `suite.py` knows which tests evaluate it. `judge.py` runs these
-in a copy of the checkout (`workspace.py`), the cheapest first, until one fails. `guard.py` makes sure that no process
-is left behind. If all of them pass, the other tests of the same files run, because a fixture, a cached function or a
-compiled step may have evaluated the mutant on their behalf, in the name of the first test. Each result is appended to
-`results.jsonl` at once, and a mutant that has a result isn't run again.
+**A mutant's way.** `mutants.py` finds and applies it. `suite.py` knows which tests evaluate it.
+`judge.py` runs these in a copy of the checkout (`workspace.py`), the cheapest first, until one
+fails. `guard.py` makes sure that no process is left behind. If all of them pass, the other tests of
+the same files run, because a fixture, a cached function or a compiled step may have evaluated the
+mutant on their behalf, in the name of the first test. Each result is appended to `results.jsonl` at
+once, and a mutant that has a result isn't run again.
 """
 
 from __future__ import annotations
@@ -48,13 +53,20 @@ from tests.mutation.suite import STAGES, Suite, commit, lines  # noqa: E402
 from tests.mutation.workspace import InterruptedRunError, Workspace  # noqa: E402
 
 SOURCES = [
-    "jaxcross/interleave", "jaxcross/runtime", "jaxcross/checkpoint", "jaxcross/wire", "jaxcross/exchange/top_k.py",
-    "jaxcross/program/cut.py", "jaxcross/program/assemble.py",
-]  # fmt: skip
+    "jaxcross/interleave",
+    "jaxcross/runtime",
+    "jaxcross/checkpoint",
+    "jaxcross/wire",
+    "jaxcross/exchange/top_k.py",
+    "jaxcross/program/cut.py",
+    "jaxcross/program/assemble.py",
+]
 
 
 class Study:
-    """The folder of one comparison: its mutants, what was recorded of each suite, and the results."""
+    """The folder of one comparison: its mutants, what was recorded of each suite, and the
+    results.
+    """
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -73,7 +85,9 @@ class Study:
             before, after = each.difference((tree / each.file).read_bytes())
             described.append({**dataclasses.asdict(each), "before": before, "after": after})
         self.out.mkdir(parents=True, exist_ok=True)
-        self._drawn.write_text(json.dumps({"seed": seed, "sources": list(sources), "mutants": described}, indent=1))
+        self._drawn.write_text(
+            json.dumps({"seed": seed, "sources": list(sources), "mutants": described}, indent=1)
+        )
 
     def described(self) -> list[dict]:
         if not self._drawn.exists():
@@ -83,7 +97,9 @@ class Study:
     def in_tree(self, tree: Path) -> dict[str, m.Mutant]:
         """Returns those of the mutants that a checkout has, with their positions there."""
         every = m.in_tree(tree, {each["file"] for each in self.described()})
-        return {each["key"]: every[each["key"]] for each in self.described() if each["key"] in every}
+        return {
+            each["key"]: every[each["key"]] for each in self.described() if each["key"] in every
+        }
 
     def results(self) -> dict[str, dict[str, dict]]:
         """Returns the latest result of each mutant, by suite and key."""
@@ -111,7 +127,8 @@ def coverage(study: Study, args: argparse.Namespace) -> None:
     found = study.in_tree(tree)
     covered = sum(bool(covering.of(each)[0]) for each in found.values())
     print(
-        f"suite `{suite.name}` evaluates {covered} of {len(study.described())} mutants; its checkout has {len(found)}"
+        f"suite `{suite.name}` evaluates {covered} of {len(study.described())} mutants; its "
+        f"checkout has {len(found)}"
     )
 
 
@@ -119,12 +136,18 @@ def run(study: Study, args: argparse.Namespace) -> None:
     suite = Suite(study.out, args.suite)
     covering = suite.load()
     if suite.commit != commit(suite.tree):
-        print(f"`{suite.tree}` was at {suite.commit} when it was recorded, and is at {commit(suite.tree)} now")
+        print(
+            f"`{suite.tree}` was at {suite.commit} when it was recorded, and is at "
+            f"{commit(suite.tree)} now"
+        )
     todo = chosen(study, args)
     found = study.in_tree(suite.tree)
     judge = Judge(suite.stages, covering, limit_s=args.limit, grace_s=args.grace)
     spaces: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
-    made = [Workspace(suite.tree, study.work / f"{args.suite}-{at}") for at in range(min(args.parallel, len(todo)))]
+    made = [
+        Workspace(suite.tree, study.work / f"{args.suite}-{at}")
+        for at in range(min(args.parallel, len(todo)))
+    ]
     for each in made:
         spaces.put(each)
 
@@ -139,11 +162,17 @@ def run(study: Study, args: argparse.Namespace) -> None:
         finally:
             spaces.put(workspace)
         result = {"mutant": description["key"], "suite": suite.name, **dataclasses.asdict(outcome)}
-        result |= {"seconds": round(time.monotonic() - began_s, 1), "limit_s": args.limit, "commit": suite.commit}
+        result |= {
+            "seconds": round(time.monotonic() - began_s, 1),
+            "limit_s": args.limit,
+            "commit": suite.commit,
+        }
         result["nameless"] = covering.nameless(description["key"])
         study.append(result)
         place = f"{description['file']}:{description['line']} [{description['operator']}]"
-        print(f"{outcome.verdict:9} {result['seconds']:6.1f} s  {place}  {outcome.killer}", flush=True)
+        print(
+            f"{outcome.verdict:9} {result['seconds']:6.1f} s  {place}  {outcome.killer}", flush=True
+        )
 
     pool = ThreadPoolExecutor(max(1, len(made)))
     try:
@@ -166,7 +195,9 @@ def chosen(study: Study, args: argparse.Namespace) -> list[dict]:
     def is_wanted(each: dict) -> bool:
         if args.files and not each["file"].startswith(tuple(args.files)):
             return False
-        if args.survivors_of and (each["key"] not in others or others[each["key"]]["verdict"] in KILLS):
+        if args.survivors_of and (
+            each["key"] not in others or others[each["key"]]["verdict"] in KILLS
+        ):
             return False
         if each["key"] not in done:
             return True
@@ -178,32 +209,73 @@ def chosen(study: Study, args: argparse.Namespace) -> list[dict]:
 
 def parser() -> argparse.ArgumentParser:
     words = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    words.add_argument("--out", type=Path, default=ROOT / ".mutation", help="folder of the comparison [%(default)s]")
-    words.add_argument("--smoke", action="store_true", help="try the tool on a toy package whose verdicts are known")
+    words.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / ".mutation",
+        help="folder of the comparison [%(default)s]",
+    )
+    words.add_argument(
+        "--smoke",
+        action="store_true",
+        help="try the tool on a toy package whose verdicts are known",
+    )
     commands = words.add_subparsers(dest="command")
-    one = commands.add_parser("coverage", help="record which tests of a suite evaluate which mutants")
+    one = commands.add_parser(
+        "coverage", help="record which tests of a suite evaluate which mutants"
+    )
     one.add_argument("--suite", required=True, help="a name, such as `new`")
-    one.add_argument("--tree", type=Path, default=ROOT, help="the checkout that has the suite [%(default)s]")
-    one.add_argument("--tests", nargs="*", default=[], metavar="PATH", help="only these files and folders of tests")
-    one.add_argument("--stage", action="append", default=[], help="pytest's arguments for a part; may be repeated")
-    one.add_argument("--sources", nargs="*", metavar="PATH", help="what is mutated: files and folders")
+    one.add_argument(
+        "--tree", type=Path, default=ROOT, help="the checkout that has the suite [%(default)s]"
+    )
+    one.add_argument(
+        "--tests",
+        nargs="*",
+        default=[],
+        metavar="PATH",
+        help="only these files and folders of tests",
+    )
+    one.add_argument(
+        "--stage",
+        action="append",
+        default=[],
+        help="pytest's arguments for a part; may be repeated",
+    )
+    one.add_argument(
+        "--sources", nargs="*", metavar="PATH", help="what is mutated: files and folders"
+    )
     one.add_argument("--sample", type=int, default=150, help="mutants to draw [%(default)s]")
     one.add_argument("--seed", type=int, default=1)
     one.add_argument("--workers", type=int, default=3, help="of pytest-xdist [%(default)s]")
     two = commands.add_parser("run", help="run the tests that evaluate each mutant")
     two.add_argument("--suite", required=True, help="a suite that was recorded")
-    two.add_argument("--survivors-of", metavar="SUITE", help="only the mutants that this suite did not kill")
-    two.add_argument("--files", nargs="*", metavar="PREFIX", help="only the mutants of these files or folders")
-    two.add_argument("--again", choices=[*map(str, Verdict)], help="repeat the mutants with this verdict")
-    two.add_argument("--limit", type=float, default=120, help="seconds per mutant in which tests start [%(default)s]")
-    two.add_argument("--grace", type=float, default=30, help="seconds that any test may take [%(default)s]")
+    two.add_argument(
+        "--survivors-of", metavar="SUITE", help="only the mutants that this suite did not kill"
+    )
+    two.add_argument(
+        "--files", nargs="*", metavar="PREFIX", help="only the mutants of these files or folders"
+    )
+    two.add_argument(
+        "--again", choices=[*map(str, Verdict)], help="repeat the mutants with this verdict"
+    )
+    two.add_argument(
+        "--limit",
+        type=float,
+        default=120,
+        help="seconds per mutant in which tests start [%(default)s]",
+    )
+    two.add_argument(
+        "--grace", type=float, default=30, help="seconds that any test may take [%(default)s]"
+    )
     two.add_argument("--parallel", type=int, default=2, help="mutants at a time [%(default)s]")
     three = commands.add_parser(
         "show", help="print the table; fails if a mutant is open or killed by the old suite only"
     )
     three.add_argument("--suite", default="new")
     three.add_argument("--against", default="old")
-    three.add_argument("--save", action="store_true", help="keep the verdicts in tests/mutation/results.json")
+    three.add_argument(
+        "--save", action="store_true", help="keep the verdicts in tests/mutation/results.json"
+    )
     return words
 
 
@@ -219,7 +291,11 @@ def main(words: Iterable[str] | None = None) -> int:
     elif args.command == "show":
         if args.save:
             save(study.described(), study.results().get(args.suite, {}))
-        return 0 if show(Console(), study.described(), study.results(), args.suite, args.against) else 1
+        return (
+            0
+            if show(Console(), study.described(), study.results(), args.suite, args.against)
+            else 1
+        )
     else:
         parser().print_help()
     return 0

@@ -19,7 +19,9 @@ COLUMNS = ("mutants", "quick", "integration", "hung", "survive both", "old only"
 
 
 def column(new: Mapping | None, old: Mapping | None) -> str:
-    """Returns the column of a mutant, from its results in both suites. Each mutant is in one column."""
+    """Returns the column of a mutant, from its results in both suites. Each mutant is in one
+    column.
+    """
     if new is None or new["verdict"] == Verdict.ABSENT:
         return "open"
     if new["verdict"] == Verdict.HUNG:
@@ -34,31 +36,48 @@ def column(new: Mapping | None, old: Mapping | None) -> str:
 
 
 def show(
-    console: Console, mutants: Sequence[Mapping], results: Mapping[str, Mapping[str, Mapping]], new: str, old: str
+    console: Console,
+    mutants: Sequence[Mapping],
+    results: Mapping[str, Mapping[str, Mapping]],
+    new: str,
+    old: str,
 ) -> bool:
-    """Prints the table and the lists. Returns whether no mutant is open or killed by the old suite only."""
+    """Prints the table and the lists. Returns whether no mutant is open or killed by the old suite
+    only.
+    """
     columns = {
-        each["key"]: column(*(results.get(name, {}).get(each["key"]) for name in (new, old))) for each in mutants
+        each["key"]: column(*(results.get(name, {}).get(each["key"]) for name in (new, old)))
+        for each in mutants
     }
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for each in mutants:
         for row in (str(PurePosixPath(each["file"]).parent), "all"):
             counts[row].update(["mutants", columns[each["key"]]])
-    table = Table(title=f"Mutants killed by the suite `{new}`, and by `{old}` those that survive it")
+    table = Table(
+        title=f"Mutants killed by the suite `{new}`, and by `{old}` those that survive it"
+    )
     table.add_column("folder", no_wrap=True)
     for name in COLUMNS:
-        table.add_column(name, justify="right", style={"old only": "red", "open": "yellow"}.get(name))
+        table.add_column(
+            name, justify="right", style={"old only": "red", "open": "yellow"}.get(name)
+        )
     for row, count in counts.items():
         if row != "all":
             table.add_row(row, *(str(count[name] or "") for name in COLUMNS))
     table.add_section()
     table.add_row("all", *(str(counts["all"][name]) for name in COLUMNS))
     cut_off = sum(
-        any(results.get(suite, {}).get(each["key"], {}).get("verdict") == Verdict.LIMITED for suite in (new, old))
+        any(
+            results.get(suite, {}).get(each["key"], {}).get("verdict") == Verdict.LIMITED
+            for suite in (new, old)
+        )
         for each in mutants
     )
     if cut_off:
-        table.caption = f"For {cut_off} mutants a suite ran out of time, so it might have killed them: see README.md."
+        table.caption = (
+            f"For {cut_off} mutants a suite ran out of time, so it might have killed them: see "
+            "README.md."
+        )
     console.print(table)
     noted = _saved()
     for name in ("old only", "open", "absent", "survive both", "hung"):
@@ -66,11 +85,16 @@ def show(
         if chosen:
             console.print(f"\n[bold]{name}[/bold]")
         for each in chosen:
-            console.print(f"{each['file']}:{each['line']} {each['function']} \\[{each['operator']}] {each['key']}")
+            console.print(
+                f"{each['file']}:{each['line']} {each['function']} \\[{each['operator']}] "
+                f"{each['key']}"
+            )
             if note := noted.get(each["key"], {}).get("note"):
                 console.print(f"  {escape(note)}", soft_wrap=True)
             console.print(
-                f"  [red]- {escape(each['before'])}[/red]\n  [green]+ {escape(each['after'])}[/green]", soft_wrap=True
+                f"  [red]- {escape(each['before'])}[/red]\n  [green]+ "
+                f"{escape(each['after'])}[/green]",
+                soft_wrap=True,
             )
             for suite in (new, old):
                 if result := results.get(suite, {}).get(each["key"]):
@@ -84,19 +108,26 @@ def _verdict(result: Mapping) -> str:
         return f"{verdict} by {result['killer']} {result['reason']}".strip()
     if verdict is Verdict.LIMITED:
         return (
-            f"survived {result['passed']} tests in {result['seconds']:.0f} s; {result['unrun_direct']} more evaluate it"
+            f"survived {result['passed']} tests in {result['seconds']:.0f} s; "
+            f"{result['unrun_direct']} more evaluate it"
         )
     if verdict is Verdict.UNCOVERED:
         lost = ", but a process without a test's name did" if result.get("nameless") else ""
         return f"no test evaluates it{lost}"
     if verdict is Verdict.ABSENT:
         return "its function differs in this checkout"
-    mates = f"; of their files, {result['unrun_mates']} other tests were left" if result["unrun_mates"] else ""
+    mates = (
+        f"; of their files, {result['unrun_mates']} other tests were left"
+        if result["unrun_mates"]
+        else ""
+    )
     return f"survived {result['passed']} tests, {result['direct']} of which evaluate it{mates}"
 
 
 def save(mutants: Sequence[Mapping], results: Mapping[str, Mapping]) -> None:
-    """Writes what a suite did to `results.json`. Notes on mutants stay, as long as their functions don't change."""
+    """Writes what a suite did to `results.json`. Notes on mutants stay, as long as their functions
+    don't change.
+    """
     noted = _saved()
     left = {
         each["key"]: {
@@ -111,7 +142,9 @@ def save(mutants: Sequence[Mapping], results: Mapping[str, Mapping]) -> None:
     }
     verdicts = Counter(result["verdict"] for result in results.values())
     commits = sorted({result["commit"] for result in results.values()})
-    RESULTS.write_text(json.dumps({"commits": commits, "verdicts": verdicts, "not killed": left}, indent=1) + "\n")
+    RESULTS.write_text(
+        json.dumps({"commits": commits, "verdicts": verdicts, "not killed": left}, indent=1) + "\n"
+    )
 
 
 def _saved() -> Mapping[str, Mapping[str, str]]:

@@ -1,4 +1,6 @@
-"""Which tests of a suite evaluate which mutants, recorded once by running the suite with a probe at each mutant."""
+"""Which tests of a suite evaluate which mutants, recorded once by running the suite with a probe at
+each mutant.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ from tests.mutation import mutants as m
 from tests.mutation.workspace import INSIDE, Workspace
 
 STAGES = (("-m", "not exhaustive and not integration"), ("-m", "integration and not exhaustive"))
-"""Pytest's arguments for each part of a suite. A mutant is tried on the first part, then on the next."""
+"""Pytest's arguments for each part of a suite. A mutant is tried on the first part, then on the
+next.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """A test as it was recorded: its part of the suite, and its seconds. `setup_s` is the part for its fixtures."""
+    """A test as it was recorded: its part of the suite, and its seconds. `setup_s` is the part for
+    its fixtures.
+    """
 
     stage: int
     duration_s: float
@@ -43,7 +49,9 @@ class Suite:
         self.commit: str = settings.get("commit", "")
 
     def define(self, tree: Path, stages: Sequence[Sequence[str]], paths: Sequence[str]) -> None:
-        """Says what the suite is. Raises SystemExit if something else was recorded under its name."""
+        """Says what the suite is. Raises SystemExit if something else was recorded under its
+        name.
+        """
         settings = {
             "tree": str(tree),
             "stages": [list(stage) for stage in stages],
@@ -52,8 +60,9 @@ class Suite:
         }
         if self._settings.exists() and json.loads(self._settings.read_text()) != settings:
             raise SystemExit(
-                f"`{self._settings}` records a different checkout, commit or selection of tests for the suite "
-                f"`{self.name}`. Remove `{self._folder}` to record it again, along with its lines in the results"
+                f"`{self._settings}` records a different checkout, commit or selection of tests "
+                f"for the suite `{self.name}`. Remove `{self._folder}` to record it again, along "
+                "with its lines in the results"
             )
         self._folder.mkdir(parents=True, exist_ok=True)
         self._settings.write_text(json.dumps(settings, indent=1))
@@ -63,7 +72,9 @@ class Suite:
         return self._folder / f"stage{stage}.tests.jsonl", self._folder / f"stage{stage}.hits"
 
     def record(self, mutants: Iterable[m.Mutant], workspace: Workspace, workers: int) -> None:
-        """Runs each part of the suite that is not recorded yet, with probes in the files of the mutants."""
+        """Runs each part of the suite that is not recorded yet, with probes in the files of the
+        mutants.
+        """
         todo = [stage for stage in range(len(self.stages)) if not self._paths(stage)[0].exists()]
         files = with_probes(workspace.folder, mutants)
         for stage in todo:
@@ -86,28 +97,43 @@ class Suite:
                 str(workers),
             ]
             print(
-                f"suite `{self.name}`, part {stage + 1} of {len(self.stages)}: pytest {self.stages[stage]}", flush=True
+                f"suite `{self.name}`, part {stage + 1} of {len(self.stages)}: pytest "
+                f"{self.stages[stage]}",
+                flush=True,
             )
-            code = workspace.pytest([*self.stages[stage], *self.paths, *options, "--hypothesis-seed=0"])
+            code = workspace.pytest(
+                [*self.stages[stage], *self.paths, *options, "--hypothesis-seed=0"]
+            )
             for file, source in originals.items():
                 workspace.write(file, source)
             if code not in (0, 1, 5):
-                raise SystemExit(f"pytest ended with exit code {code}; its output is in `{workspace.output}`")
+                raise SystemExit(
+                    f"pytest ended with exit code {code}; its output is in `{workspace.output}`"
+                )
             partial.touch()
             failed = {line["test"] for line in lines(partial) if line.get("outcome") == "failed"}
-            print(f"{len(_tests(partial, stage))} tests, of which {len(failed)} failed", *sorted(failed), sep="\n  ")
+            print(
+                f"{len(_tests(partial, stage))} tests, of which {len(failed)} failed",
+                *sorted(failed),
+                sep="\n  ",
+            )
             partial.rename(tests)
 
     def load(self) -> Covering:
         """Returns what was recorded."""
         if not self.stages:
-            raise SystemExit(f"the suite `{self.name}` is not recorded: run `coverage --suite {self.name}` first")
+            raise SystemExit(
+                f"the suite `{self.name}` is not recorded: run `coverage --suite {self.name}` first"
+            )
         tests: dict[str, Test] = {}
         hits: defaultdict[str, set[str]] = defaultdict(set)
         for stage in range(len(self.stages)):
             log, recorded = self._paths(stage)
             if not log.exists():
-                raise SystemExit(f"part {stage + 1} of the suite `{self.name}` is not recorded: run `coverage` first")
+                raise SystemExit(
+                    f"part {stage + 1} of the suite `{self.name}` is not recorded: run `coverage` "
+                    "first"
+                )
             tests |= _tests(log, stage)
             for line in recorded.read_text().splitlines() if recorded.exists() else ():
                 key, _, name = line.partition("\t")
@@ -130,27 +156,34 @@ class Covering:
             self._setup_s[file] = max(self._setup_s[file], test.setup_s)
 
     def longest_s(self, name: str) -> float:
-        """Returns the seconds of a test or file if it has to set up what the tests of its file share."""
+        """Returns the seconds of a test or file if it has to set up what the tests of its file
+        share.
+        """
         test = self.tests.get(name)
         return (test.duration_s if test else 0) + self._setup_s[name.partition("::")[0]]
 
     def of(self, mutant: m.Mutant) -> tuple[list[str], list[str]]:
-        """Returns the tests that evaluate the mutant, and the other tests of their files, both in running order.
+        """Returns the tests that evaluate the mutant, and the other tests of their files, both in
+        running order.
 
-        A mutant that is evaluated on import is covered by whatever enters a function of its file or of a file that
-        imports that one. If its place was evaluated while pytest collected a file, all tests of this file cover it.
+        A mutant that is evaluated on import is covered by whatever enters a function of its file or
+        of a file that imports that one. If its place was evaluated while pytest collected a file,
+        all tests of this file cover it.
         """
         keys = [mutant.key]
         if mutant.on_import:
             keys = [m.entry(file) for file in m.readers(self._tree, mutant.file)]
         names = set().union(*(self._hits.get(key, ()) for key in keys))
         files = [
-            file for file in self._by_file if any("::" not in name and name.endswith(f"/{file}") for name in names)
+            file
+            for file in self._by_file
+            if any("::" not in name and name.endswith(f"/{file}") for name in names)
         ]
         direct = (names & self.tests.keys()).union(*(self._by_file[file] for file in files))
         mates = set().union(*(self._by_file[name.partition("::")[0]] for name in direct)) - direct
 
-        # The cheapest first, but the tests of the mutant's own folder count as ten times cheaper: they kill most.
+        # The cheapest first, but the tests of the mutant's own folder count as ten times cheaper:
+        # they kill most.
         folder = PurePosixPath(mutant.file).parent.name
 
         def cost(name: str) -> tuple[int, float, str]:
@@ -174,13 +207,17 @@ def with_probes(tree: Path, mutants: Iterable[m.Mutant]) -> dict[str, bytes]:
         if each.on_import:
             entries |= m.readers(tree, each.file)
     return {
-        file: m.with_probes((tree / file).read_bytes(), file, by_file[file], functions=file in entries)
+        file: m.with_probes(
+            (tree / file).read_bytes(), file, by_file[file], functions=file in entries
+        )
         for file in sorted({*by_file, *entries})
     }
 
 
 def commit(tree: Path) -> str:
-    """Returns the last commit that changed the package or the tests, with a plus if files differ from it."""
+    """Returns the last commit that changed the package or the tests, with a plus if files differ
+    from it.
+    """
     paths = ["--", "jaxcross", "tests", "benchmarks", "examples", "pyproject.toml"]
 
     def git(*words: str) -> str:
@@ -194,7 +231,11 @@ def lines(path: Path) -> list[dict]:
     """Returns the lines of a file of JSON lines, without a last one that is being written."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def _tests(log: Path, stage: int) -> dict[str, Test]:

@@ -1,4 +1,5 @@
-"""A package of seven lines to mutate, and two suites whose verdict on each line is known, to test the tool itself.
+"""A package of seven lines to mutate, and two suites whose verdict on each line is known, to test
+the tool itself.
 
 Whichever mutant of a line is drawn, its verdict is the same.
 """
@@ -96,7 +97,8 @@ def test_half_tested_is_asserted():
     assert (lines.half_tested(2), lines.half_tested(3)) == (True, False)
 """
 
-# By function: the verdicts of both suites. `LIMIT` and `return_value` are outside of a function and in one.
+# By function: the verdicts of both suites. `LIMIT` and `return_value` are outside of a function and
+# in one.
 EXPECTED = {
     "": ("killed", None),
     "limit": ("killed", None),
@@ -115,7 +117,9 @@ def write(folder: Path, *, old: bool) -> Path:
         "toy/__init__.py": "",
         "toy/lines.py": PACKAGE,
         "tests/test_quick.py": QUICK,
-        "pytest.ini": "[pytest]\nmarkers =\n    integration: slow\n    exhaustive: slower\npythonpath = .\n",
+        "pytest.ini": (
+            "[pytest]\nmarkers =\n    integration: slow\n    exhaustive: slower\npythonpath = .\n"
+        ),
         **({"tests/test_old.py": OLD} if old else {}),
     }
     for name, text in files.items():
@@ -132,11 +136,26 @@ def smoke(main: Callable[[Sequence[str]], int]) -> int:
         out = ["--out", str(folder / "out")]
         for suite in ("new", "old"):
             tree = write(folder / suite, old=suite == "old")
-            main([*out, "coverage", "--suite", suite, "--tree", str(tree), "--sources", "toy", "--workers", "2"])
+            main(
+                [
+                    *out,
+                    "coverage",
+                    "--suite",
+                    suite,
+                    "--tree",
+                    str(tree),
+                    "--sources",
+                    "toy",
+                    "--workers",
+                    "2",
+                ]
+            )
             only = ["--survivors-of", "new"] if suite == "old" else []
             main([*out, "run", "--suite", suite, "--grace", "8", *only])
         failed = main([*out, "show"])
-        results = [json.loads(line) for line in (folder / "out" / "results.jsonl").read_text().splitlines()]
+        results = [
+            json.loads(line) for line in (folder / "out" / "results.jsonl").read_text().splitlines()
+        ]
         mutants = json.loads((folder / "out" / "mutants.json").read_text())["mutants"]
     functions = {each["key"]: each["function"] for each in mutants}
     found = {(functions[each["mutant"]], each["suite"]): each["verdict"] for each in results}
@@ -146,6 +165,14 @@ def smoke(main: Callable[[Sequence[str]], int]) -> int:
         for suite, verdict in zip(("new", "old"), verdicts, strict=True)
         if verdict
     }
-    wrong = {place: (found.get(place), verdict) for place, verdict in expected.items() if found.get(place) != verdict}
-    print(f"unexpected verdicts, each with the expected one: {wrong}" if wrong else "all verdicts are as expected")
+    wrong = {
+        place: (found.get(place), verdict)
+        for place, verdict in expected.items()
+        if found.get(place) != verdict
+    }
+    print(
+        f"unexpected verdicts, each with the expected one: {wrong}"
+        if wrong
+        else "all verdicts are as expected"
+    )
     return int(bool(wrong) or found.keys() != expected.keys() or failed != 1)

@@ -1,4 +1,6 @@
-"""A copy of a checkout, with an environment of its own, in which files are mutated and tests run."""
+"""A copy of a checkout, with an environment of its own, in which files are mutated and tests
+run.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,18 @@ class InterruptedRunError(Exception):
 class Workspace:
     """The files of `tree` that git tracks or would track, copied to `folder`.
 
-    The package is installed there as in the checkout, because some tests start scripts that import it from wherever it
-    is installed. A tree without `pyproject.toml` uses the interpreter of this process.
+    The package is installed there as in the checkout, because some tests start scripts that import
+    it from wherever it is installed. A tree without `pyproject.toml` uses the interpreter of this
+    process.
     """
 
     def __init__(self, tree: Path, folder: Path) -> None:
         self.tree = tree
         self.folder = folder
         self.output = folder.with_suffix(".log")
-        self.scratch = Path(tempfile.mkdtemp(prefix="mutant-"))  # its path is short: tests bind Unix sockets below it
+        self.scratch = Path(
+            tempfile.mkdtemp(prefix="mutant-")
+        )  # its path is short: tests bind Unix sockets below it
         self._copy()
         installed = (folder / "pyproject.toml").exists()
         if installed:
@@ -44,7 +49,9 @@ class Workspace:
             elif path.name != ".venv":
                 path.unlink()
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(listed, cwd=self.tree, check=True, capture_output=True, text=True).stdout
+        names = subprocess.run(
+            listed, cwd=self.tree, check=True, capture_output=True, text=True
+        ).stdout
         for name in [*filter(None, names.split("\0")), "uv.lock"]:
             if os.path.lexists(self.tree / name):
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +62,12 @@ class Workspace:
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
         frozen = ["--frozen"] if (self.folder / "uv.lock").exists() else []
         env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
-        subprocess.run([*uv, "sync", "--quiet", "--python", python, *frozen], cwd=self.folder, check=True, env=env)
+        subprocess.run(
+            [*uv, "sync", "--quiet", "--python", python, *frozen],
+            cwd=self.folder,
+            check=True,
+            env=env,
+        )
 
     def read(self, file: str) -> bytes:
         return (self.folder / file).read_bytes()
@@ -63,7 +75,8 @@ class Workspace:
     def write(self, file: str, source: bytes) -> None:
         """Writes a source file and removes its bytecode.
 
-        Python takes bytecode for current if its source has the same size and was written in the same second.
+        Python takes bytecode for current if its source has the same size and was written in the
+        same second.
         """
         path = self.folder / file
         path.write_bytes(source)
@@ -71,19 +84,27 @@ class Workspace:
             cached.unlink()
 
     def _environment(self) -> dict[str, str]:
-        """Returns an environment as of a shell, without what this process has from `uv run` or from pytest."""
+        """Returns an environment as of a shell, without what this process has from `uv run` or from
+        pytest.
+        """
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         for name in ("VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"):
             env.pop(name, None)
         path = [str(Path(self.python).parent), *env["PATH"].split(os.pathsep)]
         own = str(Path(sys.executable).parent)
-        env["PATH"] = os.pathsep.join(each for at, each in enumerate(path) if at == 0 or each != own)
+        env["PATH"] = os.pathsep.join(
+            each for at, each in enumerate(path) if at == 0 or each != own
+        )
         return {**env, "PYTHONPATH": str(INSIDE), "TMPDIR": str(self.scratch)}
 
-    def pytest(self, arguments: list[str], hopeless: Callable[[], bool] = lambda: False) -> int | None:
-        """Runs pytest, waits for it, and returns its exit code, or `None` if `hopeless` became true and it was ended.
+    def pytest(
+        self, arguments: list[str], hopeless: Callable[[], bool] = lambda: False
+    ) -> int | None:
+        """Runs pytest, waits for it, and returns its exit code, or `None` if `hopeless` became true
+        and it was ended.
 
-        `hopeless` is called twice a second. Nothing that the tests started is left, and no temporary file.
+        `hopeless` is called twice a second. Nothing that the tests started is left, and no
+        temporary file.
         """
         command = [sys.executable, str(HERE / "guard.py"), self.python, "-m", "pytest", *arguments]
         try:
@@ -111,7 +132,9 @@ class Workspace:
                     return code
         finally:
             for left in (*self.scratch.iterdir(), self.folder / ".hypothesis"):
-                shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+                shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(
+                    missing_ok=True
+                )
 
     def close(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)

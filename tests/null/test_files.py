@@ -46,7 +46,9 @@ def test_content_and_name_are_on_disk_in_this_order(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("number", "kept"), [(errno.EINVAL, True), (errno.EIO, False)])
 def test_a_disk_that_does_not_sync_folders_will_do(tmp_path, monkeypatch, number, kept):
-    """The file has its new content then, and nothing more can be done. A disk that fails is another matter."""
+    """The file has its new content then, and nothing more can be done. A disk that fails is another
+    matter.
+    """
     whole = os.fsync
 
     def fsync(fd):

@@ -1,4 +1,6 @@
-"""Texts that come from elsewhere: whatever is in them, they are read or refused with a `ValueError` that says why."""
+"""Texts that come from elsewhere: whatever is in them, they are read or refused with a `ValueError`
+that says why.
+"""
 
 import json
 import shlex
@@ -21,28 +23,75 @@ from jaxcross.world.launch_env import read_launch
 from tests.support.examples import scaled
 
 ODD = st.sampled_from(
-    ["-1", "0", "1", "7", "99999999999999999999", "0-99999999999", "3-1", "1e400", "nan", "²", "٣", "'", '"', "\\",
-     "(" * 300, "[" * 300, "'a'," * 40, "\x00", "\x85", "\u2028", "-", "|", "->", "dies", "psum", "float32[]",
-     "key<fry>", "object", " x=1", " x=", "=", ",", "__import__('os')", "{**1}", "{[]}", "1" * 5000]
-)  # fmt: skip
+    [
+        "-1",
+        "0",
+        "1",
+        "7",
+        "99999999999999999999",
+        "0-99999999999",
+        "3-1",
+        "1e400",
+        "nan",
+        "²",
+        "٣",
+        "'",
+        '"',
+        "\\",
+        "(" * 300,
+        "[" * 300,
+        "'a'," * 40,
+        "\x00",
+        "\x85",
+        "\u2028",
+        "-",
+        "|",
+        "->",
+        "dies",
+        "psum",
+        "float32[]",
+        "key<fry>",
+        "object",
+        " x=1",
+        " x=",
+        "=",
+        ",",
+        "__import__('os')",
+        "{**1}",
+        "{[]}",
+        "1" * 5000,
+    ]
+)
 TEXTS = st.text(max_size=40) | ODD | st.lists(ODD, max_size=4).map(" ".join)
 
 PROGRAM = Program(
-    name="step", axes=(("batch", 2), ("my axis", 3)), values=(Aval(shape=(4, 2), dtype="float32"),) * 5, inputs=(0, 1),
-    outputs=(4,), donated=frozenset({0}),
+    name="step",
+    axes=(("batch", 2), ("my axis", 3)),
+    values=(Aval(shape=(4, 2), dtype="float32"),) * 5,
+    inputs=(0, 1),
+    outputs=(4,),
+    donated=frozenset({0}),
     segments=(
         Segment(index=0, kind="compute", inputs=(0, 1), outputs=(2,), last_uses=(1,)),
         Segment(
-            index=1, kind="collective", inputs=(2,), outputs=(3,), last_uses=(2,),
+            index=1,
+            kind="collective",
+            inputs=(2,),
+            outputs=(3,),
+            last_uses=(2,),
             exchanges=(
                 Exchange(
-                    op="psum", axes=("batch", "my axis"), dtype="float32", shape=(4, 2), params=(("tiled", True),)
+                    op="psum",
+                    axes=("batch", "my axis"),
+                    dtype="float32",
+                    shape=(4, 2),
+                    params=(("tiled", True),),
                 ),
             ),
         ),
         Segment(index=2, kind="compute", inputs=(0, 3), outputs=(4,), last_uses=(0, 3)),
     ),
-)  # fmt: skip
+)
 
 
 def attempt(read):
@@ -120,10 +169,18 @@ def test_a_launchers_variables_never_break_the_start(text):
     assert xla_pool.effective(environ, 7) == (7 if launch is None else launch.size)
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\x00", codec="utf-8"), max_size=20), min_size=1, max_size=6))
+@given(
+    st.lists(
+        st.text(st.characters(exclude_characters="\x00", codec="utf-8"), max_size=20),
+        min_size=1,
+        max_size=6,
+    )
+)
 def test_any_arguments_reach_the_ranks_as_they_are(program):
     mpirun = Mpirun(path="mpirun", vendor="mpich")
-    line, extra = mpirun_command(mpirun=mpirun, ranks=2, program=program, root=False, cores=2, environ={})
+    line, extra = mpirun_command(
+        mpirun=mpirun, ranks=2, program=program, root=False, cores=2, environ={}
+    )
     assert line[3:] == program
     words = shlex.split(printed(line, extra))
     assert words[len(extra) :] == line
@@ -131,14 +188,19 @@ def test_any_arguments_reach_the_ranks_as_they_are(program):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=12,
-)  # fmt: skip
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
 
 
 @pytest.fixture(scope="module")
 def report_text(tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.json"
-    Report.build([], jobs=[], rank=0, size=1, start_ns=0, end_ns=1, policy="p", placement="cpu").to_json(path)
+    Report.build(
+        [], jobs=[], rank=0, size=1, start_ns=0, end_ns=1, policy="p", placement="cpu"
+    ).to_json(path)
     return path.read_text()
 
 
@@ -152,6 +214,10 @@ def test_a_damaged_report_is_refused(data, report_text, tmp_path_factory):
         content[key] = data.draw(JSON)
     else:
         del content[key]
-    path.write_text(data.draw(st.sampled_from([json.dumps(content), "[" * 100_000, json.dumps(content)[:-3], ""])))
+    path.write_text(
+        data.draw(
+            st.sampled_from([json.dumps(content), "[" * 100_000, json.dumps(content)[:-3], ""])
+        )
+    )
     report, why = attempt(lambda: Report.load(path))
     assert report is not None or "is not a report of jaxcross" in why

@@ -1,4 +1,6 @@
-"""The mutation tests' own tool: which mutants a file has, where probes go, and that no process is left."""
+"""The mutation tests' own tool: which mutants a file has, where probes go, and that no process is
+left.
+"""
 
 import ast
 import subprocess
@@ -105,10 +107,17 @@ def f(a, b=2):
     assert probed.count(b"\n") == source.count(b"\n")
     places: list[str] = []
     new, old = ({}, {})
-    exec(probed.decode().replace("from package._mutation_probe import hit as _mutation_hit", "pass"), new)
+    exec(
+        probed.decode().replace("from package._mutation_probe import hit as _mutation_hit", "pass"),
+        new,
+    )
     exec(source.decode(), old)
     new["_mutation_hit"] = places.append
-    for arguments, lines in {(1,): {3, 4, 5}, (5,): {3, 4, 6, 8, 9, 10}, (0, 0): {3, 4, 6, 7, 8, 9, 10}}.items():
+    for arguments, lines in {
+        (1,): {3, 4, 5},
+        (5,): {3, 4, 6, 8, 9, 10},
+        (0, 0): {3, 4, 6, 7, 8, 9, 10},
+    }.items():
         places.clear()
         assert new["f"](*arguments) == old["f"](*arguments)
         assert "entry package/file.py" in places
@@ -130,13 +139,17 @@ def f(a, b=2):
     ],
 )
 def test_a_mutant_is_in_one_column(new, old, named):
-    assert column(*(verdict and {"verdict": verdict, "stage": 0} for verdict in (new, old))) == named
+    assert (
+        column(*(verdict and {"verdict": verdict, "stage": 0} for verdict in (new, old))) == named
+    )
 
 
 def test_guard_leaves_no_process():
     """The grandchild is in a session of its own, and holds stdout open for as long as it lives."""
     grandchild = "import threading; print('started', flush=True); threading.Event().wait()"
-    started = f"subprocess.Popen([sys.executable, '-c', {grandchild!r}], start_new_session=True).wait()"
+    started = (
+        f"subprocess.Popen([sys.executable, '-c', {grandchild!r}], start_new_session=True).wait()"
+    )
     child = f"import subprocess, sys; {started}"
     line = [sys.executable, str(MUTATION / "guard.py"), sys.executable, "-c", child]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as guard:

@@ -1,6 +1,8 @@
-"""`jaxcross` runs nothing that stands in a file: no pickle and its likes, no `eval`, arrays without objects.
+"""`jaxcross` runs nothing that stands in a file: no pickle and its likes, no `eval`, arrays without
+objects.
 
-What ranks tell each other is another thing: mpi4py pickles it, between processes of one program and one user.
+What ranks tell each other is another thing: mpi4py pickles it, between processes of one program and
+one user.
 """
 
 import ast
@@ -9,10 +11,25 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "jaxcross"
-UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve"}
+UNPICKLERS = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "jsonpickle",
+    "marshal",
+    "shelve",
+}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
-METHODS = {"yaml": {"load", "load_all", "full_load", "unsafe_load", "unsafe_load_all"}, "torch": {"load"}}
-WRITES_ONLY = [Path(__file__).parents[1] / "model" / "model_state.py"]  # bytes to hash; nothing reads them back
+METHODS = {
+    "yaml": {"load", "load_all", "full_load", "unsafe_load", "unsafe_load_all"},
+    "torch": {"load"},
+}
+WRITES_ONLY = [
+    Path(__file__).parents[1] / "model" / "model_state.py"
+]  # bytes to hash; nothing reads them back
 
 
 def found_in(source):
@@ -24,7 +41,9 @@ def found_in(source):
             case ast.ImportFrom(module=str(module), names=names):
                 if module.split(".")[0] in UNPICKLERS:
                     yield module
-                yield from (f"{module}.{a.name}" for a in names if a.name in METHODS.get(module, ()))
+                yield from (
+                    f"{module}.{a.name}" for a in names if a.name in METHODS.get(module, ())
+                )
                 yield from (a.name for a in names if module == "builtins" and a.name in BUILTINS)
             case ast.Name(id=name, ctx=ast.Load()) if name in BUILTINS:
                 yield name
@@ -33,21 +52,30 @@ def found_in(source):
                     yield f"{owner}.{name}"
             case ast.Call(keywords=keywords):
                 for keyword in keywords:
-                    refused = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                    refused = (
+                        isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                    )
                     if keyword.arg == "allow_pickle" and not refused:
                         yield "allow_pickle"
 
 
 @pytest.mark.integration
 def test_no_module_runs_what_it_reads():
-    found = {str(path.relative_to(PACKAGE)): set(found_in(path.read_text())) for path in PACKAGE.rglob("*.py")}
+    found = {
+        str(path.relative_to(PACKAGE)): set(found_in(path.read_text()))
+        for path in PACKAGE.rglob("*.py")
+    }
     assert found and {path: names for path, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize("path", WRITES_ONLY)
 def test_what_only_writes_never_reads(path):
     assert set(found_in(path.read_text())) == {"marshal"}
-    used = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
     assert "dumps" in used and not used & {"load", "loads"}
 
 
@@ -72,5 +100,8 @@ def test_the_reader_sees_it(source, name):
 
 
 def test_the_reader_passes_what_is_harmless():
-    harmless = "re.compile(p)\nlowered.compile()\nnp.load(p, allow_pickle=False)\njson.load(f)\nyaml.safe_load(f)"
+    harmless = (
+        "re.compile(p)\nlowered.compile()\nnp.load(p, "
+        "allow_pickle=False)\njson.load(f)\nyaml.safe_load(f)"
+    )
     assert not set(found_in(harmless))

@@ -12,18 +12,25 @@ import jaxcross
 
 def fresh(code: str) -> str:
     """What a new interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def test_import_starts_nothing() -> None:
-    code = "import jaxcross, sys; print([n for n in ('jax', 'mpi4py', 'mpi4jax', 'flax', 'numpy') if n in sys.modules])"
+    code = (
+        "import jaxcross, sys; print([n for n in ('jax', 'mpi4py', 'mpi4jax', 'flax', 'numpy') if "
+        "n in sys.modules])"
+    )
     assert fresh(code) == "[]"
 
 
 def test_the_decisions_of_a_run_need_no_jax() -> None:
-    """Whatever they import in turn: interleaver, policies, vote, simulator and twin run without arrays."""
+    """Whatever they import in turn: interleaver, policies, vote, simulator and twin run without
+    arrays.
+    """
     code = (
         "import sys\n"
         "from jaxcross.interleave import interleaver, policy, simulator, vote\n"

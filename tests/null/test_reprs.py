@@ -1,4 +1,6 @@
-"""What a console or a notebook shows of a result that is not printed: a line, however long the run was."""
+"""What a console or a notebook shows of a result that is not printed: a line, however long the run
+was.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,20 +51,30 @@ def sweep_result() -> SweepResult:
         )
         for n in range(100)
     )
-    return SweepResult(metric="error", mode="min", trials=trials, best=trials[0], reports=(report(),))
+    return SweepResult(
+        metric="error", mode="min", trials=trials, best=trials[0], reports=(report(),)
+    )
 
 
 RESULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "report": (
         report,
-        "<Report of 2 jobs (1 ended, 1 failed): 600 steps in 600.00 s on 1 rank; print() shows the table>",
+        (
+            "<Report of 2 jobs (1 ended, 1 failed): 600 steps in 600.00 s on 1 rank; print() shows the "
+            "table>"
+        ),
     ),
     "sweep": (
         sweep_result,
-        "<Sweep of 100 trials by error (min): 100 finished. Best: lr 0, with error 0 after 300 steps; print() shows ",
+        (
+            "<Sweep of 100 trials by error (min): 100 finished. Best: lr 0, with error 0 after 300 "
+            "steps; print() shows "
+        ),
     ),
     "plan": (
-        lambda: plan.of([plan.Profile.whole(f"job{n}", compute_s=0.2, exchange_s=0.1) for n in range(4)]),
+        lambda: plan.of(
+            [plan.Profile.whole(f"job{n}", compute_s=0.2, exchange_s=0.1) for n in range(4)]
+        ),
         "<Plan of 4 jobs in ",
     ),
     "profile": (
@@ -70,11 +82,15 @@ RESULTS: dict[str, tuple[Callable[[], Any], str]] = {
         "<Profile of `a` on 2 ranks: 200 ms of computation and 100 ms of exchange in 81 segments>",
     ),
     "prediction": (
-        lambda: plan.predict([plan.Profile.whole(name, compute_s=0.2, exchange_s=0.1) for name in "ab"], steps=40),
+        lambda: plan.predict(
+            [plan.Profile.whole(name, compute_s=0.2, exchange_s=0.1) for name in "ab"], steps=40
+        ),
         "<Prediction of 2 jobs, round-robin: 80 steps in ",
     ),
     "estimate": (
-        lambda: estimate_of(StepCost(whole=profile("step"), steps=4, wire_bytes=10**7, narrow_wire_bytes=10**6)),
+        lambda: estimate_of(
+            StepCost(whole=profile("step"), steps=4, wire_bytes=10**7, narrow_wire_bytes=10**6)
+        ),
         "<Estimate of `step`: ",
     ),
     "comparison": (lambda: Comparison.of([report("sequential")], [report()]), "Comparison("),

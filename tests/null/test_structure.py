@@ -13,24 +13,46 @@ STATE = {
     ("world/start.py", "_CURRENT"),  # the current world
     ("_tracing.py", "_CURRENT"),  # of this context, and only while it traces a step
 }
-# Calls that make something which changes. An empty container at a module's top is there to be filled.
-CHANGING = ("ContextVar", "local", "Lock", "RLock", "Event", "deque", "defaultdict", "OrderedDict", "WeakKeyDictionary",
-            "WeakValueDictionary", "SingleFlightCache")  # fmt: skip
+# Calls that make something which changes. An empty container at a module's top is there to be
+# filled.
+CHANGING = (
+    "ContextVar",
+    "local",
+    "Lock",
+    "RLock",
+    "Event",
+    "deque",
+    "defaultdict",
+    "OrderedDict",
+    "WeakKeyDictionary",
+    "WeakValueDictionary",
+    "SingleFlightCache",
+)
 
 
 @functools.cache
 def trees():
     """Parsed when a test asks for them: every worker collects this file."""
-    return {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    return {
+        path.relative_to(PACKAGE): ast.parse(path.read_text())
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
 def module_state():
     for path, tree in trees().items():
         for node in tree.body:
-            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            target = (
+                node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            )
             value = getattr(node, "value", None)
-            empty = isinstance(value, ast.List | ast.Dict | ast.Set) and not ast.unparse(value).strip("[]{}")
-            called = isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1].split("[")[0] in CHANGING
+            empty = isinstance(value, ast.List | ast.Dict | ast.Set) and not ast.unparse(
+                value
+            ).strip("[]{}")
+            called = (
+                isinstance(value, ast.Call)
+                and ast.unparse(value.func).split(".")[-1].split("[")[0] in CHANGING
+            )
             if target is not None and (empty or called):
                 yield str(path), ast.unparse(target)
 
@@ -39,12 +61,19 @@ def is_concrete(method):
     """Whether a method does something: it is not abstract, and not just a docstring or an error."""
     if any("abstract" in ast.unparse(decorator) for decorator in method.decorator_list):
         return False
-    return not all(isinstance(node, ast.Raise | ast.Pass) or isinstance(getattr(node, "value", None), ast.Constant)
-                   for node in method.body)  # fmt: skip
+    return not all(
+        isinstance(node, ast.Raise | ast.Pass)
+        or isinstance(getattr(node, "value", None), ast.Constant)
+        for node in method.body
+    )
 
 
 def methods(node):
-    return {each.name: each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return {
+        each.name: each
+        for each in node.body
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
 
 
 @pytest.mark.integration
@@ -53,7 +82,12 @@ def test_no_module_holds_state_but_what_is_named_here():
 
 
 def test_no_class_overrides_concrete_code():
-    every = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    every = [
+        node
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
     found = {
         f"{node.name}.{method}"
         for node in every

@@ -1,4 +1,6 @@
-"""Type checkers see the types of the public surface: a step keeps the parameters and the result of its function."""
+"""Type checkers see the types of the public surface: a step keeps the parameters and the result of
+its function.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import pytest
 import jaxcross
 
 PACKAGE = Path(jaxcross.__file__).parent
-# A comment names the type that its line reveals, with `...` where the two checkers print different brackets.
+# A comment names the type that its line reveals, with `...` where the two checkers print different
+# brackets.
 SOURCE = """
 import jaxcross
 
@@ -70,14 +73,22 @@ def pyright(folder: Path) -> str:
 
 def mypy(folder: Path) -> str:
     (folder / "mypy.ini").write_text(MYPY_SETTINGS)
-    return run("mypy", "--config-file", "mypy.ini", "--cache-dir", os.devnull, "user.py", folder=folder)
+    return run(
+        "mypy", "--config-file", "mypy.ini", "--cache-dir", os.devnull, "user.py", folder=folder
+    )
 
 
 def run(tool: str, *arguments: str, folder: Path) -> str:
     command = [sys.executable, "-m", tool, *arguments]
     environment = {**os.environ, "NO_COLOR": "1"}
     found = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert found.returncode == 1, found.stdout + found.stderr
     return found.stdout
@@ -89,12 +100,19 @@ def test_checker_sees_the_types_of_steps(checker: Callable[[Path], str], tmp_pat
     (tmp_path / "user.py").write_text(SOURCE)
     printed = checker(tmp_path)
     wrong = {int(number) for number in re.findall(r"user\.py:(\d+).* error: ", printed)}
-    expected = {n: line.partition("  # ")[2] for n, line in enumerate(SOURCE.splitlines(), 1) if "  # " in line}
+    expected = {
+        n: line.partition("  # ")[2]
+        for n, line in enumerate(SOURCE.splitlines(), 1)
+        if "  # " in line
+    }
     assert wrong == {n for n, words in expected.items() if words == "error"}, printed
     for number, words in expected.items():
         if words != "error":
             type_ = ".*".join(map(re.escape, words.split("...")))
-            assert re.search(rf'user\.py:{number}\b.* is "(jaxcross[\w.]*\.)?{type_}"', printed), (words, printed)
+            assert re.search(rf'user\.py:{number}\b.* is "(jaxcross[\w.]*\.)?{type_}"', printed), (
+                words,
+                printed,
+            )
 
 
 def test_wheel_is_marked_as_typed() -> None:

@@ -1,4 +1,6 @@
-"""Unsupported versions of JAX are refused, and the error for a broken mpi4jax names the cause and the remedy."""
+"""Unsupported versions of JAX are refused, and the error for a broken mpi4jax names the cause and
+the remedy.
+"""
 
 import os
 import subprocess
@@ -11,7 +13,10 @@ import pytest
 from jaxcross._versions import JAX_BELOW, JAX_FROM, mpi4jax_fault, mpi4jax_remedy, unsupported_jax
 
 ROOT = Path(__file__).parents[2]
-REFUSED = "jaxcross needs jax 0.10 to 0.12; this is {}. Install one of these: `pip install 'jax>=0.10,<0.13'`."
+REFUSED = (
+    "jaxcross needs jax 0.10 to 0.12; this is {}. Install one of these: `pip install "
+    "'jax>=0.10,<0.13'`."
+)
 
 
 def test_range_is_that_of_the_package():
@@ -45,7 +50,10 @@ def test_import_of_what_needs_jax_names_the_version(tmp_path):
         ("No module named 'mpi4jax'", "mpi4jax is not installed."),
         (
             "the handler's API version (0.5) is incompatible",
-            "mpi4jax was built against a newer jaxlib than the installed 0.11.2: the handler's API version",
+            (
+                "mpi4jax was built against a newer jaxlib than the installed 0.11.2: the handler's API "
+                "version"
+            ),
         ),
         ("MPI ABI incompatibility detected!", "mpi4jax cannot be used with this MPI: MPI ABI"),
     ],

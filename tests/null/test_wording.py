@@ -10,7 +10,9 @@ PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def balanced(text: str) -> bool:
-    """Brackets close in the order in which they open; what stands in backticks is a name and may hold any."""
+    """Brackets close in the order in which they open; what stands in backticks is a name and may
+    hold any.
+    """
     parts = text.split("`")
     opened: list[str] = []
     for character in "".join(parts[::2]):
@@ -26,7 +28,9 @@ texts = st.recursive(
     words | words.map(lambda word: f"`f({word}`"),
     lambda inner: st.one_of(
         st.tuples(inner, inner).map("".join),
-        st.sampled_from(sorted(PAIRS.items())).flatmap(lambda pair: inner.map(lambda text: pair[0] + text + pair[1])),
+        st.sampled_from(sorted(PAIRS.items())).flatmap(
+            lambda pair: inner.map(lambda text: pair[0] + text + pair[1])
+        ),
     ),
     max_leaves=12,
 )
@@ -50,7 +54,10 @@ def test_a_clause_ends_without_a_full_stop(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("flags were not parsed. (-----\nFor simplicity) at end", "flags were not parsed. (----- ...)"),
+        (
+            "flags were not parsed. (-----\nFor simplicity) at end",
+            "flags were not parsed. (----- ...)",
+        ),
         ("one (two) line\nmore", "one (two) line"),
         ("`a\nb` more", "`a ...`"),
         ("(only one", "(only one"),

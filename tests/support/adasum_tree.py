@@ -16,10 +16,15 @@ def pair(a, b):
 
 
 def tree(layer):
-    """The ranks of one layer (first axis), as documented: beyond a power of two fold in, then neighbours pair up."""
+    """The ranks of one layer (first axis), as documented: beyond a power of two fold in, then
+    neighbours pair up.
+    """
     vectors = [np.asarray(x, np.float64) for x in layer]
     base = 1 << (len(vectors).bit_length() - 1)
-    folded = [pair(v, vectors[r + base]) if r + base < len(vectors) else v for r, v in enumerate(vectors[:base])]
+    folded = [
+        pair(v, vectors[r + base]) if r + base < len(vectors) else v
+        for r, v in enumerate(vectors[:base])
+    ]
     while len(folded) > 1:
         folded = [pair(*folded[i : i + 2]) for i in range(0, len(folded), 2)]
     return folded[0]

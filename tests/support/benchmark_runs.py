@@ -26,7 +26,14 @@ def smoke(tmp_path, quick_compiler):
 
     def run(name: str, *options: str) -> dict:
         out = tmp_path / "out.json"
-        line = [*warm_python.COMMAND, str(BENCHMARKS / name), "--smoke", "--json", str(out), *options]
+        line = [
+            *warm_python.COMMAND,
+            str(BENCHMARKS / name),
+            "--smoke",
+            "--json",
+            str(out),
+            *options,
+        ]
         subprocess.run(line, check=True, timeout=900, env={**os.environ, **quick_compiler})
         return json.loads(out.read_text())
 

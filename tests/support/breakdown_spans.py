@@ -1,4 +1,6 @@
-"""Spans of jobs whose steps follow one another or cross over, in seconds, so that every number is known."""
+"""Spans of jobs whose steps follow one another or cross over, in seconds, so that every number is
+known.
+"""
 
 from jaxcross.interleave.instrument import Span
 from jaxcross.report.summary import JobSummary

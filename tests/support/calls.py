@@ -8,7 +8,9 @@ from typing import Any
 
 
 def count_calls(work: Callable[[], Any]) -> int:
-    """Counts the calls of Python's functions and of built-in ones, and the iterations of generators, of `work()`."""
+    """Counts the calls of Python's functions and of built-in ones, and the iterations of
+    generators, of `work()`.
+    """
     counted = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:

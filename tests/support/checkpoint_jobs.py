@@ -1,4 +1,6 @@
-"""Jobs on ranks that are threads, whose whole arithmetic is exact: what a checkpoint brings back can be compared."""
+"""Jobs on ranks that are threads, whose whole arithmetic is exact: what a checkpoint brings back
+can be compared.
+"""
 
 import logging
 
@@ -28,7 +30,9 @@ def make_step(world, name="step", result=lambda new: new):
         if segment == 0:
             return x * (1.0 + state["w"].sum() / 1024)
         new = {"w": state["w"] / 2 + x}
-        return result(new | ({"residual": state["residual"] / 2 + world.rank} if "residual" in state else {}))
+        return result(
+            new | ({"residual": state["residual"] / 2 + world.rank} if "residual" in state else {})
+        )
 
     compiled = FakeCompiled(plain_program(name), world, compute)
     return lambda state, batch: current_job().host.run(compiled, [state, batch], compiled)
@@ -49,7 +53,10 @@ def ending(data, after):
 
 
 def loop(job, world, data, *, own=False, every=3, steps=STEPS):
-    step, state = make_step(world, job.name), job.restore(init(world, own=own), mode="local" if own else "check")
+    step, state = (
+        make_step(world, job.name),
+        job.restore(init(world, own=own), mode="local" if own else "check"),
+    )
     for batch in job.batches(data, steps):
         state = step(state, batch)
         job.state = state
@@ -59,7 +66,18 @@ def loop(job, world, data, *, own=False, every=3, steps=STEPS):
     return state
 
 
-def train(ranks, directory, *, after=None, names=("a", "b"), keep=2, fn=loop, data=batches, metrics=None, **kwargs):
+def train(
+    ranks,
+    directory,
+    *,
+    after=None,
+    names=("a", "b"),
+    keep=2,
+    fn=loop,
+    data=batches,
+    metrics=None,
+    **kwargs,
+):
     """Runs the jobs on so many ranks. By rank: name -> (state, step, history, error).
 
     Args:
@@ -74,13 +92,17 @@ def train(ranks, directory, *, after=None, names=("a", "b"), keep=2, fn=loop, da
         runner = Runner(world, checkpoints=checkpoints, metrics=metrics)
         for n, name in enumerate(names):
             mine = data(world, n)
-            runner.add(name, fn, world=world, data=mine if after is None else ending(mine, after), **kwargs)
+            runner.add(
+                name, fn, world=world, data=mine if after is None else ending(mine, after), **kwargs
+            )
         try:
             runner.run()
         except JobError as error:
             if "BrokenError" not in str(error):
                 raise
-        return {job.name: (job.state, job.step, dict(job.history), job.error) for job in runner.jobs}
+        return {
+            job.name: (job.state, job.step, dict(job.history), job.error) for job in runner.jobs
+        }
 
     return run_ranks(ranks, work)
 
@@ -94,4 +116,8 @@ def same(one, other):
 
 def resumes(caplog):
     """What was said about checkpoints that could not be used."""
-    return [r.getMessage() for r in caplog.records if r.name == "jaxcross" and r.levelno == logging.WARNING]
+    return [
+        r.getMessage()
+        for r in caplog.records
+        if r.name == "jaxcross" and r.levelno == logging.WARNING
+    ]

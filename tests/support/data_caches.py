@@ -1,4 +1,6 @@
-"""What the tests of the data cache share: a small data set, caches of one folder, and hashes of what comes out."""
+"""What the tests of the data cache share: a small data set, caches of one folder, and hashes of
+what comes out.
+"""
 
 import hashlib
 from contextlib import contextmanager
@@ -20,7 +22,9 @@ def caches_in(folder):
     opened = []
 
     def call(**options):
-        cache = Cache(folder / "cache", memory_folder=folder / "memory", **{"ahead_records": 8, **options})
+        cache = Cache(
+            folder / "cache", memory_folder=folder / "memory", **{"ahead_records": 8, **options}
+        )
         opened.append(cache)
         return cache
 
@@ -43,7 +47,10 @@ def digests(batches):
 def tree(folder):
     """Names, times and hashes of all files."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return [(str(path), path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+    return [
+        (str(path), path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in files
+    ]
 
 
 def records_of(cache):

@@ -1,4 +1,6 @@
-"""Training of another quadratic on each rank, all ranks in one process, each with parameters of its own."""
+"""Training of another quadratic on each rank, all ranks in one process, each with parameters of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,19 @@ RTOL = 2e-6
 def starts(ranks, equal=True, seed=0):
     rng = np.random.default_rng(seed)
     shape = (1 if equal else ranks,)
-    tree = {"w": rng.normal(size=(*shape, 3, 2)), "b": rng.normal(size=(*shape, 2)), "s": rng.normal(size=shape)}
+    tree = {
+        "w": rng.normal(size=(*shape, 3, 2)),
+        "b": rng.normal(size=(*shape, 2)),
+        "s": rng.normal(size=shape),
+    }
     return {k: np.repeat(v, ranks // shape[0], 0).astype(np.float32) for k, v in tree.items()}
 
 
 def grads(params, step):
     """Each rank's gradient of its own quadratic, of all ranks at once."""
     return {
-        k: per_rank(p, lambda r: 1 + r) * (p - per_rank(p, lambda r: step + (r - 1) ** 2)) for k, p in params.items()
+        k: per_rank(p, lambda r: 1 + r) * (p - per_rank(p, lambda r: step + (r - 1) ** 2))
+        for k, p in params.items()
     }
 
 
@@ -57,7 +64,10 @@ def assert_close(got, want, rtol=RTOL):
 
 
 def distance(a, b):
-    return max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return max(
+        float(np.abs(x - y).max())
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
 
 
 SGD = optax.sgd(0.1)

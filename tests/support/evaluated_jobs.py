@@ -1,4 +1,6 @@
-"""Jobs that are evaluated, on ranks that are threads: the loop, what it logged, and what is on disk."""
+"""Jobs that are evaluated, on ranks that are threads: the loop, what it logged, and what is on
+disk.
+"""
 
 import json
 
@@ -21,9 +23,22 @@ def scores(step):
 
 
 def train(
-    ranks, folder, *, after=None, fails_at=None, early=None, best=None, keep=2, save_every=3, evaluate=scores,
-    rank=None, metrics=None, n=2, steps=STEPS, own=False,
-):  # fmt: skip
+    ranks,
+    folder,
+    *,
+    after=None,
+    fails_at=None,
+    early=None,
+    best=None,
+    keep=2,
+    save_every=3,
+    evaluate=scores,
+    rank=None,
+    metrics=None,
+    n=2,
+    steps=STEPS,
+    own=False,
+):
     """Runs job `a`. By rank: its context, and the steps after which `fn` was called there.
 
     Args:
@@ -41,10 +56,16 @@ def train(
         def fn(job):
             def evaluation(state):
                 called.append(job.step)
-                if job.step == fails_at and world.rank == (world.size - 1 if rank is None else rank):
+                if job.step == fails_at and world.rank == (
+                    world.size - 1 if rank is None else rank
+                ):
                     raise BrokenError
                 values = evaluate(job.step)
-                return {**values, "w": float(np.sum(state["w"]))} if isinstance(values, dict) else values
+                return (
+                    {**values, "w": float(np.sum(state["w"]))}
+                    if isinstance(values, dict)
+                    else values
+                )
 
             state = job.restore(init(world, own=own), mode="local" if own else "check")
             job.every(n, evaluation, rank=rank)
@@ -82,8 +103,14 @@ def evaluations(job):
 def lines(folder):
     """Every line of metrics on disk, less the time."""
     found = [json.loads(line) for line in (folder / "a.jsonl").read_text().splitlines()]
-    return sorted(((line["step"], {k: v for k, v in line.items() if k != "time"}) for line in found), key=str)
+    return sorted(
+        ((line["step"], {k: v for k, v in line.items() if k != "time"}) for line in found), key=str
+    )
 
 
 def steps_on_disk(folder):
-    return [int(path.name[:12]) for path in sorted((folder / "a").glob("0*/")) if list(path.glob("*/part.json"))]
+    return [
+        int(path.name[:12])
+        for path in sorted((folder / "a").glob("0*/"))
+        if list(path.glob("*/part.json"))
+    ]

@@ -1,4 +1,6 @@
-"""How many examples a Hypothesis test tries: 10 in the quick tier, all of them with `--hypothesis-profile full`."""
+"""How many examples a Hypothesis test tries: 10 in the quick tier, all of them with
+`--hypothesis-profile full`.
+"""
 
 from hypothesis import settings
 

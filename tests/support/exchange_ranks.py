@@ -15,8 +15,12 @@ from jaxcross.testing import vmapped
 RANKS = 4
 
 
-def on_ranks(tx: optax.GradientTransformation, axes: dict[str, int] | None = None) -> Callable[..., Any]:
-    """`tx.update(grads, state)` on all ranks, whose arrays have one first axis for each of `axes`."""
+def on_ranks(
+    tx: optax.GradientTransformation, axes: dict[str, int] | None = None
+) -> Callable[..., Any]:
+    """`tx.update(grads, state)` on all ranks, whose arrays have one first axis for each of
+    `axes`.
+    """
     return jax.jit(vmapped(lambda grads, state: tx.update(grads, state), axes or {"batch": RANKS}))
 
 

@@ -22,23 +22,28 @@ class Row:
 
     Attributes:
         name: The strategy and what is particular of it here.
-        make: Axis names, in the order of `axes` -> the transformation; also `sizes=`, name -> ranks, if `sized`.
-        lossless: The same in the setting in which it loses nothing and must equal `reference`, or None.
+        make: Axis names, in the order of `axes` -> the transformation; also `sizes=`, name ->
+            ranks, if `sized`.
+        lossless: The same in the setting in which it loses nothing and must equal `reference`, or
+            None.
         reference: What `lossless` must equal: `mean` over all axes for exchanges of gradients.
         axes: Ranks -> axis name -> size.
-        identical: Whether updates (kind `gradient`, `delta`) or parameters (kind `parameter`) are the same bits on
-            every rank, while every rank starts from the same parameters.
+        identical: Whether updates (kind `gradient`, `delta`) or parameters (kind `parameter`) are
+            the same bits on every rank, while every rank starts from the same parameters.
         kind: What is exchanged.
         worlds: Ranks -> whether the strategy is defined for them.
-        bytes: (leaf shapes, ranks) -> bytes that one rank receives in step 0 for float32 leaves, by the formula of
-            its docstring.
+        bytes: (leaf shapes, ranks) -> bytes that one rank receives in step 0 for float32 leaves, by
+            the formula of its docstring.
         later: A step of another phase, and the bytes of that step; None where all steps are alike.
         rtol: Of MPI against `vmap`, and of `lossless` against `reference`.
         steps: How many steps are run: enough for counters to come round.
         deterministic: Whether two runs give the same bits.
-        spreads: Ranks -> steps after which all ranks have seen a NaN of one rank's gradient, its own step included.
-        spoils: For how many steps that gradient is spoiled: one that a round did not choose is not looked at.
-        rests: Whether zero gradients give updates of exactly zero. A mean of equal parameters is rounded.
+        spreads: Ranks -> steps after which all ranks have seen a NaN of one rank's gradient, its
+            own step included.
+        spoils: For how many steps that gradient is spoiled: one that a round did not choose is not
+            looked at.
+        rests: Whether zero gradients give updates of exactly zero. A mean of equal parameters is
+            rounded.
         sized: Whether `make` and `lossless` must be told the sizes of the axes.
         shared: State -> what of it is the same bits on every rank.
     """
@@ -108,7 +113,9 @@ def all_gather(nbytes: int, ranks: int) -> int:
 
 
 def blocks(nbytes: int, ranks: int) -> int:
-    """Bytes a rank receives in an all-to-all or reduce-scatter of an operand of `nbytes`, rounded up."""
+    """Bytes a rank receives in an all-to-all or reduce-scatter of an operand of `nbytes`, rounded
+    up.
+    """
     return -(-(ranks - 1) * nbytes // ranks)
 
 

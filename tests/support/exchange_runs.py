@@ -18,10 +18,16 @@ from tests.support.quick_compiler import OPTIONS
 @functools.cache
 def compiled(row: Row, ranks: int, which: str) -> tuple[Any, Any]:
     """One step of a row for all ranks, ranks along the first axis; and the first carry."""
-    tx = row.referred(ranks) if which == "reference" else row.made(ranks, lossless=which == "lossless")
+    tx = (
+        row.referred(ranks)
+        if which == "reference"
+        else row.made(ranks, lossless=which == "lossless")
+    )
     step = flat_ranks(step_of(tx), row.axes(ranks))
     carry = stacked(start(tx), ranks)
-    return jax.jit(step).lower(carry, ranks_of_gradients(ranks, 0)).compile(compiler_options=OPTIONS), carry
+    return jax.jit(step).lower(carry, ranks_of_gradients(ranks, 0)).compile(
+        compiler_options=OPTIONS
+    ), carry
 
 
 def flat_ranks(function: Any, axes: dict[str, int]) -> Any:
@@ -30,7 +36,9 @@ def flat_ranks(function: Any, axes: dict[str, int]) -> Any:
 
     def call(*args: Any) -> Any:
         grid = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), args)
-        return jax.tree.map(lambda x: x.reshape(math.prod(sizes), *x.shape[len(sizes) :]), over(*grid))
+        return jax.tree.map(
+            lambda x: x.reshape(math.prod(sizes), *x.shape[len(sizes) :]), over(*grid)
+        )
 
     return call
 
@@ -44,7 +52,11 @@ def ranks_of_gradients(ranks: int, step: int) -> Any:
 
 
 def run(
-    row: Row, ranks: int, which: str = "make", change: Any = lambda step, grads: grads, steps: int | None = None
+    row: Row,
+    ranks: int,
+    which: str = "make",
+    change: Any = lambda step, grads: grads,
+    steps: int | None = None,
 ) -> tuple[Any, list[Any]]:
     """All steps, or so many: the last carry, and each step's updates."""
     step, carry = compiled(row, ranks, which)
@@ -58,4 +70,6 @@ def run(
 def assert_close(got: Any, expected: Any, rtol: float) -> None:
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         scale = float(np.max(np.abs(b), initial=0))
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            a, b, rtol=rtol, atol=rtol * scale, err_msg=jax.tree_util.keystr(path)
+        )

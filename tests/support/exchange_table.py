@@ -1,4 +1,6 @@
-"""The one table of exchanges, and one step of training around a row of it. A new row is at once tested everywhere."""
+"""The one table of exchanges, and one step of training around a row of it. A new row is at once
+tested everywhere.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ from tests.support.exchange_row import (
 # A kernel, a convolution, a matrix smaller than most worlds, a bias and a scalar.
 SHAPES = {"bias": (5,), "conv": (2, 2, 3, 4), "kernel": (8, 6), "scale": (), "tiny": (1, 2)}
 RTOL16 = 5e-2  # bfloat16 has eight bits, and a ring or a tree rounds at every hop
-EVERYTHING = 0.9999  # a density that rounds to every element of the leaves above, by the way of sparse messages
+# a density that rounds to every element of the leaves above, by the way of sparse messages
+EVERYTHING = 0.9999
 SGD = optax.sgd(0.1)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
@@ -61,14 +64,18 @@ NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 def params() -> dict[str, jax.Array]:
     """What every rank starts from."""
     rng = np.random.default_rng(7)
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+    return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()
+    }
 
 
 def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
     """A rank's own: what all have in common, and noise of different size in different leaves."""
     common, own = np.random.default_rng((step, 10**6)), np.random.default_rng((step, rank))
     return {
-        name: np.asarray((common.normal(size=shape) + own.normal(size=shape)) * 10.0**-n, np.float32)
+        name: np.asarray(
+            (common.normal(size=shape) + own.normal(size=shape)) * 10.0**-n, np.float32
+        )
         for n, (name, shape) in enumerate(SHAPES.items())
     }
 
@@ -98,14 +105,18 @@ def _nothing(shapes: Shapes, ranks: int) -> int:
 
 
 def _two_bytes(shapes: Shapes, ranks: int) -> int:
-    return sum(all_gather(2 * math.prod(s), ranks) for s in shapes)  # few bytes: one all-gather makes the sum
+    return sum(
+        all_gather(2 * math.prod(s), ranks) for s in shapes
+    )  # few bytes: one all-gather makes the sum
 
 
 def _hierarchical(axes: Callable[[int], dict[str, int]], itemsize: int = 4) -> Formula:
     def nbytes(shapes: Shapes, ranks: int) -> int:
         node, local = axes(ranks).values()
         whole = itemsize * padded(count(shapes), ranks)
-        between = all_reduce if itemsize == 4 else all_gather  # few bytes of 16-bit values: one all-gather
+        between = (
+            all_reduce if itemsize == 4 else all_gather
+        )  # few bytes of 16-bit values: one all-gather
         return 2 * blocks(whole, local) + between(whole // local, node)
 
     return nbytes
@@ -154,12 +165,18 @@ def _hitopk_bucket(shapes: Shapes, ranks: int) -> int:
     node, local = node_and_local(ranks).values()
     big, small = _split(shapes)
     elements = sum(-(-math.prod(s) // local) for s in big)
-    return 2 * (local - 1) * 4 * elements + all_gather(6 * slots(0.25, elements), node) + _dense(small, ranks)
+    return (
+        2 * (local - 1) * 4 * elements
+        + all_gather(6 * slots(0.25, elements), node)
+        + _dense(small, ranks)
+    )
 
 
 def _gtop_k(shapes: Shapes, ranks: int) -> int:
     big, small = _split(shapes)
-    return (ranks.bit_length() - 1) * 8 * sum(slots(0.25, math.prod(s)) for s in big) + _dense(small, ranks)
+    return (ranks.bit_length() - 1) * 8 * sum(slots(0.25, math.prod(s)) for s in big) + _dense(
+        small, ranks
+    )
 
 
 def _power_sgd(shapes: Shapes, ranks: int) -> int:
@@ -178,11 +195,17 @@ def _qsgd(shapes: Shapes, ranks: int) -> int:
 
 def _sign_sgd(shapes: Shapes, ranks: int) -> int:
     nbytes = padded(count(shapes), 8 * ranks) // 8
-    return blocks(nbytes, ranks) + all_gather(nbytes // ranks, ranks) + all_reduce(4 * len(shapes), ranks)
+    return (
+        blocks(nbytes, ranks)
+        + all_gather(nbytes // ranks, ranks)
+        + all_reduce(4 * len(shapes), ranks)
+    )
 
 
 def _signs_of_momenta(shapes: Shapes, ranks: int) -> int:
-    nbytes = padded(count(shapes), 8 * ranks) // 8  # a block of eight: one byte of signs and a scale
+    nbytes = (
+        padded(count(shapes), 8 * ranks) // 8
+    )  # a block of eight: one byte of signs and a scale
     return 2 * (blocks(nbytes, ranks) + blocks(4 * nbytes, ranks))
 
 
@@ -217,7 +240,8 @@ def _complete(shapes: Shapes, ranks: int) -> int:
     return all_reduce(4 * count(shapes), ranks)
 
 
-# The most square grids: ranks -> sides. Along a side of two there is one neighbour, along a longer one there are two.
+# The most square grids: ranks -> sides. Along a side of two there is one neighbour, along a longer
+# one there are two.
 _GRIDS = {
     1: (1, 1),
     4: (2, 2),
@@ -241,7 +265,9 @@ def _slice(fragments: int, slices: int, bits: int = 32) -> Formula:
     """One slice of one fragment."""
 
     def nbytes(shapes: Shapes, ranks: int) -> int:
-        elements = padded(-(-count(shapes) // fragments), slices * (BLOCK if bits < 32 else 1)) // slices
+        elements = (
+            padded(-(-count(shapes) // fragments), slices * (BLOCK if bits < 32 else 1)) // slices
+        )
         if bits == 32:
             return all_reduce(4 * elements, ranks)
         return all_gather(elements * bits // 8 + 4 * elements // BLOCK, ranks)
@@ -290,7 +316,9 @@ def _pair(times: int = 1) -> Formula:
 
 
 def exchanges_until_all_heard(ranks: int, seed: int = 0) -> int:
-    """Exchanges of `no_loco` after which what any rank held before any of the first three has reached every rank."""
+    """Exchanges of `no_loco` after which what any rank held before any of the first three has
+    reached every rank.
+    """
     meetings, most = pairings(ranks), 1  # one rank sees its own in the step of an exchange
     for first in range(3):
         for source in range(ranks):
@@ -314,126 +342,429 @@ def _synchronous(*axes: str) -> optax.GradientTransformation:
 TABLE: tuple[Row, ...] = (
     # Sums, and gradients in fewer bytes.
     Row(name="mean", make=mean, lossless=mean, bytes=_dense),
-    Row(name="mean, two axes", make=lambda *axes: mean(axes), lossless=lambda *axes: mean(axes), axes=node_and_local,
-        bytes=_dense),
-    Row(name="mean, bfloat16", make=lambda a: mean(a, jnp.bfloat16), lossless=lambda a: mean(a, jnp.bfloat16),
-        bytes=_two_bytes, rtol=1e-2),
-    Row(name="mean, hierarchical", make=lambda *axes: mean(axes, pattern="hierarchical"), axes=node_and_local,
-        lossless=lambda *axes: mean(axes, pattern="hierarchical"), bytes=_hierarchical(node_and_local)),
-    *(Row(name=f"mean, hierarchical of {n}", make=lambda *axes: mean(axes, pattern="hierarchical"), axes=nodes_of(n),
-          lossless=lambda *axes: mean(axes, pattern="hierarchical"), bytes=_hierarchical(nodes_of(n)),
-          worlds=lambda ranks, n=n: ranks % n == 0) for n in (3, 4)),
-    Row(name="mean, hierarchical, bfloat16", make=lambda *axes: mean(axes, jnp.bfloat16, pattern="hierarchical"),
+    Row(
+        name="mean, two axes",
+        make=lambda *axes: mean(axes),
+        lossless=lambda *axes: mean(axes),
+        axes=node_and_local,
+        bytes=_dense,
+    ),
+    Row(
+        name="mean, bfloat16",
+        make=lambda a: mean(a, jnp.bfloat16),
+        lossless=lambda a: mean(a, jnp.bfloat16),
+        bytes=_two_bytes,
+        rtol=1e-2,
+    ),
+    Row(
+        name="mean, hierarchical",
+        make=lambda *axes: mean(axes, pattern="hierarchical"),
+        axes=node_and_local,
+        lossless=lambda *axes: mean(axes, pattern="hierarchical"),
+        bytes=_hierarchical(node_and_local),
+    ),
+    *(
+        Row(
+            name=f"mean, hierarchical of {n}",
+            make=lambda *axes: mean(axes, pattern="hierarchical"),
+            axes=nodes_of(n),
+            lossless=lambda *axes: mean(axes, pattern="hierarchical"),
+            bytes=_hierarchical(nodes_of(n)),
+            worlds=lambda ranks, n=n: ranks % n == 0,
+        )
+        for n in (3, 4)
+    ),
+    Row(
+        name="mean, hierarchical, bfloat16",
+        make=lambda *axes: mean(axes, jnp.bfloat16, pattern="hierarchical"),
         lossless=lambda *axes: mean(axes, jnp.bfloat16, pattern="hierarchical"),
-        axes=node_and_local, bytes=_hierarchical(node_and_local, 2), rtol=RTOL16),
-    Row(name="mean, ring", make=lambda a: mean(a, pattern="ring"), lossless=lambda a: mean(a, pattern="ring"),
-        bytes=_ring()),
-    Row(name="mean, ring, bfloat16", make=lambda a: mean(a, jnp.bfloat16, pattern="ring"), bytes=_ring(2), rtol=RTOL16,
-        lossless=lambda a: mean(a, jnp.bfloat16, pattern="ring")),
-    Row(name="mean, tree", make=lambda a: mean(a, pattern="tree"), lossless=lambda a: mean(a, pattern="tree"),
-        bytes=_tree()),
-    Row(name="mean, tree, bfloat16", make=lambda a: mean(a, jnp.bfloat16, pattern="tree"), bytes=_tree(2), rtol=RTOL16,
-        lossless=lambda a: mean(a, jnp.bfloat16, pattern="tree")),
-    Row(name="top_k", make=lambda a: top_k(0.25, a), lossless=lambda a: top_k(EVERYTHING, a), bytes=_pairs(0.25)),
-    Row(name="top_k, threshold", make=lambda a: top_k(0.25, a, selection="threshold"),
-        lossless=lambda a: top_k(EVERYTHING, a, selection="threshold"), bytes=_pairs(0.25)),
-    Row(name="top_k, bfloat16", make=lambda a: top_k(0.25, a, values_dtype=jnp.bfloat16), bytes=_pairs(0.25, 2)),
-    Row(name="top_k, bucket", make=lambda a: top_k(0.25, a, bucket=True),
-        lossless=lambda a: top_k(1.0, a, bucket=True), bytes=_bucket),
-    Row(name="top_k, no error feedback", make=lambda a: top_k(0.25, a, error_feedback=False), bytes=_pairs(0.25)),
-    Row(name="top_k, warm-up", make=lambda a: top_k(0.1, a, warm_up=[(1, 0.5), (2, 0.25)]), bytes=_pairs(0.5),
-        later=(2, _pairs(0.1))),
-    Row(name="accumulate, top_k", make=lambda a: accumulate(top_k(0.25, a), every=2), bytes=_nothing,
-        later=(1, _pairs(0.25)), spreads=lambda ranks: 2),
-    Row(name="top_k, hierarchical", axes=node_and_local, bytes=_hitopk, sized=True,
-        make=lambda *axes, sizes: top_k(0.25, axes, pattern="hierarchical", local_size=sizes["local"]),
-        lossless=lambda *axes, sizes: top_k(EVERYTHING, axes, pattern="hierarchical", local_size=sizes["local"])),
-    Row(name="top_k, hierarchical, bfloat16, bucket", axes=node_and_local, bytes=_hitopk_bucket, sized=True,
-        make=lambda *axes, sizes: top_k(0.25, axes, pattern="hierarchical", local_size=sizes["local"], bucket=True,
-                                        values_dtype=jnp.bfloat16)),
-    Row(name="gtop_k", make=lambda a: gtop_k(0.25, a), lossless=lambda a: gtop_k(EVERYTHING, a), bytes=_gtop_k,
-        worlds=lambda ranks: ranks & (ranks - 1) == 0),
-    Row(name="power_sgd", make=lambda a: power_sgd(2, a), lossless=lambda a: power_sgd(99, a, min_ratio=0),
-        bytes=_power_sgd, rtol=2e-4, shared=lambda state: state.factor),
+        axes=node_and_local,
+        bytes=_hierarchical(node_and_local, 2),
+        rtol=RTOL16,
+    ),
+    Row(
+        name="mean, ring",
+        make=lambda a: mean(a, pattern="ring"),
+        lossless=lambda a: mean(a, pattern="ring"),
+        bytes=_ring(),
+    ),
+    Row(
+        name="mean, ring, bfloat16",
+        make=lambda a: mean(a, jnp.bfloat16, pattern="ring"),
+        bytes=_ring(2),
+        rtol=RTOL16,
+        lossless=lambda a: mean(a, jnp.bfloat16, pattern="ring"),
+    ),
+    Row(
+        name="mean, tree",
+        make=lambda a: mean(a, pattern="tree"),
+        lossless=lambda a: mean(a, pattern="tree"),
+        bytes=_tree(),
+    ),
+    Row(
+        name="mean, tree, bfloat16",
+        make=lambda a: mean(a, jnp.bfloat16, pattern="tree"),
+        bytes=_tree(2),
+        rtol=RTOL16,
+        lossless=lambda a: mean(a, jnp.bfloat16, pattern="tree"),
+    ),
+    Row(
+        name="top_k",
+        make=lambda a: top_k(0.25, a),
+        lossless=lambda a: top_k(EVERYTHING, a),
+        bytes=_pairs(0.25),
+    ),
+    Row(
+        name="top_k, threshold",
+        make=lambda a: top_k(0.25, a, selection="threshold"),
+        lossless=lambda a: top_k(EVERYTHING, a, selection="threshold"),
+        bytes=_pairs(0.25),
+    ),
+    Row(
+        name="top_k, bfloat16",
+        make=lambda a: top_k(0.25, a, values_dtype=jnp.bfloat16),
+        bytes=_pairs(0.25, 2),
+    ),
+    Row(
+        name="top_k, bucket",
+        make=lambda a: top_k(0.25, a, bucket=True),
+        lossless=lambda a: top_k(1.0, a, bucket=True),
+        bytes=_bucket,
+    ),
+    Row(
+        name="top_k, no error feedback",
+        make=lambda a: top_k(0.25, a, error_feedback=False),
+        bytes=_pairs(0.25),
+    ),
+    Row(
+        name="top_k, warm-up",
+        make=lambda a: top_k(0.1, a, warm_up=[(1, 0.5), (2, 0.25)]),
+        bytes=_pairs(0.5),
+        later=(2, _pairs(0.1)),
+    ),
+    Row(
+        name="accumulate, top_k",
+        make=lambda a: accumulate(top_k(0.25, a), every=2),
+        bytes=_nothing,
+        later=(1, _pairs(0.25)),
+        spreads=lambda ranks: 2,
+    ),
+    Row(
+        name="top_k, hierarchical",
+        axes=node_and_local,
+        bytes=_hitopk,
+        sized=True,
+        make=lambda *axes, sizes: top_k(
+            0.25, axes, pattern="hierarchical", local_size=sizes["local"]
+        ),
+        lossless=lambda *axes, sizes: top_k(
+            EVERYTHING, axes, pattern="hierarchical", local_size=sizes["local"]
+        ),
+    ),
+    Row(
+        name="top_k, hierarchical, bfloat16, bucket",
+        axes=node_and_local,
+        bytes=_hitopk_bucket,
+        sized=True,
+        make=lambda *axes, sizes: top_k(
+            0.25,
+            axes,
+            pattern="hierarchical",
+            local_size=sizes["local"],
+            bucket=True,
+            values_dtype=jnp.bfloat16,
+        ),
+    ),
+    Row(
+        name="gtop_k",
+        make=lambda a: gtop_k(0.25, a),
+        lossless=lambda a: gtop_k(EVERYTHING, a),
+        bytes=_gtop_k,
+        worlds=lambda ranks: ranks & (ranks - 1) == 0,
+    ),
+    Row(
+        name="power_sgd",
+        make=lambda a: power_sgd(2, a),
+        lossless=lambda a: power_sgd(99, a, min_ratio=0),
+        bytes=_power_sgd,
+        rtol=2e-4,
+        shared=lambda state: state.factor,
+    ),
     Row(name="qsgd", make=lambda a: qsgd(127, a), bytes=_qsgd),
     Row(name="sign_sgd", make=sign_sgd, bytes=_sign_sgd),
-    Row(name="one_bit_adam", bytes=_dense, later=(1, _signs_of_momenta), sized=True, reference=_adam, rtol=2e-4,
+    Row(
+        name="one_bit_adam",
+        bytes=_dense,
+        later=(1, _signs_of_momenta),
+        sized=True,
+        reference=_adam,
+        rtol=2e-4,
         shared=lambda state: (state.step, state.mu, state.nu),
         make=lambda a, sizes: one_bit_adam(1, a, ranks=sizes[a], block=8),
-        lossless=lambda a, sizes: one_bit_adam(99, a, ranks=sizes[a], block=8)),
+        lossless=lambda a, sizes: one_bit_adam(99, a, ranks=sizes[a], block=8),
+    ),
     # Other sums, decentralised training, a sharded optimizer and stale gradients.
-    Row(name="accumulate", make=lambda a: accumulate(optax.chain(mean(a), SGD), every=2), bytes=_nothing,
-        lossless=lambda a: accumulate(optax.chain(mean(a), SGD), every=1), reference=_synchronous, later=(1, _dense),
-        spreads=lambda ranks: 2, shared=lambda state: (state.mini_step, state.inner)),
+    Row(
+        name="accumulate",
+        make=lambda a: accumulate(optax.chain(mean(a), SGD), every=2),
+        bytes=_nothing,
+        lossless=lambda a: accumulate(optax.chain(mean(a), SGD), every=1),
+        reference=_synchronous,
+        later=(1, _dense),
+        spreads=lambda ranks: 2,
+        shared=lambda state: (state.mini_step, state.inner),
+    ),
     Row(name="adasum", make=adasum, bytes=_adasum),
-    Row(name="adasum, delta of adam", make=lambda a: adasum(a, optax.adam(0.1)), kind="delta", bytes=_adasum),
-    *(Row(name=f"adasum, delta of {name}", make=lambda a, own=own: adasum(a, own), kind="delta", bytes=_adasum)
-      for name, own in (("momentum", optax.sgd(0.1, momentum=0.9)), ("lamb", optax.lamb(0.1)))),
-    Row(name="adasum, hierarchical", make=lambda a, b: adasum(a, inner_axis=b), axes=node_and_local,
-        bytes=_adasum_nodes),
-    Row(name="lars, shared norms", make=lambda a: optax.chain(mean(a), parallel_norms.lars(a, 0.1)), bytes=_ratios,
+    Row(
+        name="adasum, delta of adam",
+        make=lambda a: adasum(a, optax.adam(0.1)),
+        kind="delta",
+        bytes=_adasum,
+    ),
+    *(
+        Row(
+            name=f"adasum, delta of {name}",
+            make=lambda a, own=own: adasum(a, own),
+            kind="delta",
+            bytes=_adasum,
+        )
+        for name, own in (("momentum", optax.sgd(0.1, momentum=0.9)), ("lamb", optax.lamb(0.1)))
+    ),
+    Row(
+        name="adasum, hierarchical",
+        make=lambda a, b: adasum(a, inner_axis=b),
+        axes=node_and_local,
+        bytes=_adasum_nodes,
+    ),
+    Row(
+        name="lars, shared norms",
+        make=lambda a: optax.chain(mean(a), parallel_norms.lars(a, 0.1)),
+        bytes=_ratios,
         lossless=lambda a: optax.chain(mean(a), parallel_norms.lars(a, 0.1)),
-        reference=lambda a: optax.chain(mean(a), optax.lars(0.1))),
-    Row(name="lamb, shared norms", make=lambda a: optax.chain(mean(a), parallel_norms.lamb(a, 0.1)), bytes=_ratios,
-        lossless=lambda a: optax.chain(mean(a), parallel_norms.lamb(a, 0.1)), rtol=2e-4,
-        reference=lambda a: optax.chain(mean(a), optax.lamb(0.1))),
-    Row(name="local_sgd", make=lambda a: local_sgd(SGD, a, every=2), lossless=lambda a: local_sgd(SGD, a, every=1),
-        reference=_synchronous, identical=False, kind="parameter", bytes=_nothing, later=(1, _dense), rests=False,
-        spreads=lambda ranks: 2),
-    Row(name="federated_average", make=lambda a: federated_average(SGD, a, every=2, participation=0.5),
-        lossless=lambda a: federated_average(SGD, a, every=1), reference=_synchronous, identical=False,
-        # On 16 ranks the ninth is first chosen in the eleventh round of two steps; on fewer all are earlier.
-        kind="parameter", bytes=_nothing, later=(1, _dense), spreads=lambda ranks: 22, spoils=22, rests=False),
-    Row(name="elastic_average", make=lambda a: elastic_average(SGD, a, every=1, alpha=1 / 16), identical=False,
-        kind="parameter", worlds=lambda ranks: ranks <= 16, bytes=_dense, spreads=lambda ranks: 3,
-        shared=lambda state: state.centre),
-    Row(name="gossip, ring", make=lambda a: gossip(SGD, a, "ring"), identical=False, kind="parameter",
-        bytes=_gossip(lambda ranks: min(ranks - 1, 2)), spreads=lambda ranks: 1 + ranks // 2),
-    Row(name="gossip, torus", make=lambda a: gossip(SGD, a, "torus"), identical=False, kind="parameter",
-        worlds=_GRIDS.__contains__, bytes=_gossip(lambda ranks: sum(min(side - 1, 2) for side in _GRIDS[ranks])),
-        spreads=lambda ranks: 1 + sum(side // 2 for side in _GRIDS[ranks])),
-    Row(name="gossip, exponential", make=lambda a: gossip(SGD, a, "exponential"), identical=False, kind="parameter",
-        bytes=_gossip(lambda ranks: min(ranks - 1, 1)), spreads=lambda ranks: 1 + (ranks - 1).bit_length(), steps=5),
-    Row(name="gossip, complete", make=lambda a: gossip(SGD, a, "complete"), reference=_synchronous, identical=False,
-        lossless=lambda a: gossip(SGD, a, "complete", adapt_first=True), kind="parameter", bytes=_complete,
-        spreads=lambda ranks: 2, rests=False),
-    Row(name="sharded_optimizer", make=lambda a, sizes: sharded_optimizer(SGD, a, ranks=sizes[a]), sized=True,
-        lossless=lambda a, sizes: sharded_optimizer(SGD, a, ranks=sizes[a]), reference=_synchronous, bytes=_sharded),
-    Row(name="bounded_stale", make=lambda a: bounded_stale(SGD, a, bound=2), reference=_synchronous, identical=False,
-        lossless=lambda a: bounded_stale(SGD, a, bound=0), bytes=_dense, spreads=lambda ranks: 3, steps=5),
-    Row(name="asynchronous", make=lambda a: asynchronous(SGD, a, delays=[[1], [0], [2]]), reference=_synchronous,
-        lossless=lambda a: asynchronous(SGD, a, delays=0), bytes=_dense, spreads=lambda ranks: 2, steps=5),
+        reference=lambda a: optax.chain(mean(a), optax.lars(0.1)),
+    ),
+    Row(
+        name="lamb, shared norms",
+        make=lambda a: optax.chain(mean(a), parallel_norms.lamb(a, 0.1)),
+        bytes=_ratios,
+        lossless=lambda a: optax.chain(mean(a), parallel_norms.lamb(a, 0.1)),
+        rtol=2e-4,
+        reference=lambda a: optax.chain(mean(a), optax.lamb(0.1)),
+    ),
+    Row(
+        name="local_sgd",
+        make=lambda a: local_sgd(SGD, a, every=2),
+        lossless=lambda a: local_sgd(SGD, a, every=1),
+        reference=_synchronous,
+        identical=False,
+        kind="parameter",
+        bytes=_nothing,
+        later=(1, _dense),
+        rests=False,
+        spreads=lambda ranks: 2,
+    ),
+    Row(
+        name="federated_average",
+        make=lambda a: federated_average(SGD, a, every=2, participation=0.5),
+        lossless=lambda a: federated_average(SGD, a, every=1),
+        reference=_synchronous,
+        identical=False,
+        # On 16 ranks the ninth is first chosen in the eleventh round of two steps; on fewer all are
+        # earlier.
+        kind="parameter",
+        bytes=_nothing,
+        later=(1, _dense),
+        spreads=lambda ranks: 22,
+        spoils=22,
+        rests=False,
+    ),
+    Row(
+        name="elastic_average",
+        make=lambda a: elastic_average(SGD, a, every=1, alpha=1 / 16),
+        identical=False,
+        kind="parameter",
+        worlds=lambda ranks: ranks <= 16,
+        bytes=_dense,
+        spreads=lambda ranks: 3,
+        shared=lambda state: state.centre,
+    ),
+    Row(
+        name="gossip, ring",
+        make=lambda a: gossip(SGD, a, "ring"),
+        identical=False,
+        kind="parameter",
+        bytes=_gossip(lambda ranks: min(ranks - 1, 2)),
+        spreads=lambda ranks: 1 + ranks // 2,
+    ),
+    Row(
+        name="gossip, torus",
+        make=lambda a: gossip(SGD, a, "torus"),
+        identical=False,
+        kind="parameter",
+        worlds=_GRIDS.__contains__,
+        bytes=_gossip(lambda ranks: sum(min(side - 1, 2) for side in _GRIDS[ranks])),
+        spreads=lambda ranks: 1 + sum(side // 2 for side in _GRIDS[ranks]),
+    ),
+    Row(
+        name="gossip, exponential",
+        make=lambda a: gossip(SGD, a, "exponential"),
+        identical=False,
+        kind="parameter",
+        bytes=_gossip(lambda ranks: min(ranks - 1, 1)),
+        spreads=lambda ranks: 1 + (ranks - 1).bit_length(),
+        steps=5,
+    ),
+    Row(
+        name="gossip, complete",
+        make=lambda a: gossip(SGD, a, "complete"),
+        reference=_synchronous,
+        identical=False,
+        lossless=lambda a: gossip(SGD, a, "complete", adapt_first=True),
+        kind="parameter",
+        bytes=_complete,
+        spreads=lambda ranks: 2,
+        rests=False,
+    ),
+    Row(
+        name="sharded_optimizer",
+        make=lambda a, sizes: sharded_optimizer(SGD, a, ranks=sizes[a]),
+        sized=True,
+        lossless=lambda a, sizes: sharded_optimizer(SGD, a, ranks=sizes[a]),
+        reference=_synchronous,
+        bytes=_sharded,
+    ),
+    Row(
+        name="bounded_stale",
+        make=lambda a: bounded_stale(SGD, a, bound=2),
+        reference=_synchronous,
+        identical=False,
+        lossless=lambda a: bounded_stale(SGD, a, bound=0),
+        bytes=_dense,
+        spreads=lambda ranks: 3,
+        steps=5,
+    ),
+    Row(
+        name="asynchronous",
+        make=lambda a: asynchronous(SGD, a, delays=[[1], [0], [2]]),
+        reference=_synchronous,
+        lossless=lambda a: asynchronous(SGD, a, delays=0),
+        bytes=_dense,
+        spreads=lambda ranks: 2,
+        steps=5,
+    ),
     # Rounds of local steps with an outer optimizer, and exchanges that are carried.
-    Row(name="delayed_mean", make=lambda a: delayed_mean(optax.sgd(0.1, momentum=0.9), a), bytes=_dense,
-        spreads=lambda ranks: 2, shared=lambda state: state.inner),
-    Row(name="diloco", make=lambda a: diloco(SGD, NESTEROV, a, every=2), reference=_synchronous, identical=False,
-        lossless=lambda a: diloco(SGD, optax.sgd(1.0), a, every=1), kind="parameter", bytes=_nothing,
-        later=(1, _dense), spreads=lambda ranks: 2, shared=lambda state: (state.anchor, state.outer)),
-    Row(name="streaming_diloco", reference=_synchronous, identical=False, kind="parameter", steps=7, bytes=_nothing,
+    Row(
+        name="delayed_mean",
+        make=lambda a: delayed_mean(optax.sgd(0.1, momentum=0.9), a),
+        bytes=_dense,
+        spreads=lambda ranks: 2,
+        shared=lambda state: state.inner,
+    ),
+    Row(
+        name="diloco",
+        make=lambda a: diloco(SGD, NESTEROV, a, every=2),
+        reference=_synchronous,
+        identical=False,
+        lossless=lambda a: diloco(SGD, optax.sgd(1.0), a, every=1),
+        kind="parameter",
+        bytes=_nothing,
+        later=(1, _dense),
+        spreads=lambda ranks: 2,
+        shared=lambda state: (state.anchor, state.outer),
+    ),
+    Row(
+        name="streaming_diloco",
+        reference=_synchronous,
+        identical=False,
+        kind="parameter",
+        steps=7,
+        bytes=_nothing,
         make=lambda a: streaming_diloco(SGD, NESTEROV, a, every=4, fragments=2, delay=2),
         lossless=lambda a: streaming_diloco(SGD, optax.sgd(1.0), a, every=1, fragments=1, delay=0),
-        later=(2, _slice(2, 2)), spreads=lambda ranks: 6, shared=_anchor),
-    Row(name="streaming_diloco, 4 bits", identical=False, kind="parameter", steps=5, bytes=_nothing,
+        later=(2, _slice(2, 2)),
+        spreads=lambda ranks: 6,
+        shared=_anchor,
+    ),
+    Row(
+        name="streaming_diloco, 4 bits",
+        identical=False,
+        kind="parameter",
+        steps=5,
+        bytes=_nothing,
         make=lambda a: streaming_diloco(SGD, NESTEROV, a, every=4, fragments=2, delay=1, bits=4),
-        later=(2, _slice(2, 1, 4)), spreads=lambda ranks: 5, shared=_anchor),
-    Row(name="streaming_diloco, at once, 8 bits", identical=False, kind="parameter", bytes=_slice(3, 1, 8), steps=4,
+        later=(2, _slice(2, 1, 4)),
+        spreads=lambda ranks: 5,
+        shared=_anchor,
+    ),
+    Row(
+        name="streaming_diloco, at once, 8 bits",
+        identical=False,
+        kind="parameter",
+        bytes=_slice(3, 1, 8),
+        steps=4,
         make=lambda a: streaming_diloco(SGD, NESTEROV, a, every=3, fragments=3, delay=0, bits=8),
-        spreads=lambda ranks: 3, shared=_anchor),
+        spreads=lambda ranks: 3,
+        shared=_anchor,
+    ),
     # Training with little communication.
-    Row(name="demo", make=lambda a: demo(0.25, a, decay=0.9, chunk=4), lossless=lambda a: demo(1.0, a, chunk=4),
-        bytes=_frequencies(0.25, 4)),
-    Row(name="demo, bfloat16", make=lambda a: demo(0.25, a, chunk=64, values_dtype=jnp.bfloat16),
-        bytes=_frequencies(0.25, 64, 2)),
-    Row(name="demo, sign", make=lambda a: demo(0.25, a, chunk=4, sign=True), bytes=_frequencies(0.25, 4)),
-    Row(name="sparse_loco", identical=False, kind="parameter", bytes=_nothing, later=(1, _two_bits(0.25, 20)),
-        make=lambda a: sparse_loco(SGD, optax.sgd(0.7, momentum=0.9), a, every=2, density=0.25, chunk=20), steps=5,
-        lossless=lambda a: sparse_loco(SGD, optax.sgd(1.0), a, every=1, density=1, chunk=20, two_bits=False),
-        reference=_synchronous, spreads=lambda ranks: 2,
-        shared=lambda state: (state.anchor, state.outer)),
-    Row(name="sparse_loco, every step", kind="parameter", bytes=_two_bits(0.25, 4096),
-        make=lambda a: sparse_loco(SGD, optax.sgd(1.0), a, every=1, density=0.25), shared=lambda state: state.anchor),
-    Row(name="no_loco", make=lambda a: no_loco(SGD, a, every=2), identical=False, kind="parameter", bytes=_nothing,
-        later=(1, _pair()), spreads=lambda ranks: 2 * exchanges_until_all_heard(ranks), steps=5),
-    Row(name="no_loco, pull", make=lambda a: no_loco(SGD, a, every=2, pull=0.3), identical=False, kind="parameter",
-        bytes=_nothing, later=(1, _pair(2)), spreads=lambda ranks: 2 * exchanges_until_all_heard(ranks), steps=5),
-)  # fmt: skip
+    Row(
+        name="demo",
+        make=lambda a: demo(0.25, a, decay=0.9, chunk=4),
+        lossless=lambda a: demo(1.0, a, chunk=4),
+        bytes=_frequencies(0.25, 4),
+    ),
+    Row(
+        name="demo, bfloat16",
+        make=lambda a: demo(0.25, a, chunk=64, values_dtype=jnp.bfloat16),
+        bytes=_frequencies(0.25, 64, 2),
+    ),
+    Row(
+        name="demo, sign",
+        make=lambda a: demo(0.25, a, chunk=4, sign=True),
+        bytes=_frequencies(0.25, 4),
+    ),
+    Row(
+        name="sparse_loco",
+        identical=False,
+        kind="parameter",
+        bytes=_nothing,
+        later=(1, _two_bits(0.25, 20)),
+        make=lambda a: sparse_loco(
+            SGD, optax.sgd(0.7, momentum=0.9), a, every=2, density=0.25, chunk=20
+        ),
+        steps=5,
+        lossless=lambda a: sparse_loco(
+            SGD, optax.sgd(1.0), a, every=1, density=1, chunk=20, two_bits=False
+        ),
+        reference=_synchronous,
+        spreads=lambda ranks: 2,
+        shared=lambda state: (state.anchor, state.outer),
+    ),
+    Row(
+        name="sparse_loco, every step",
+        kind="parameter",
+        bytes=_two_bits(0.25, 4096),
+        make=lambda a: sparse_loco(SGD, optax.sgd(1.0), a, every=1, density=0.25),
+        shared=lambda state: state.anchor,
+    ),
+    Row(
+        name="no_loco",
+        make=lambda a: no_loco(SGD, a, every=2),
+        identical=False,
+        kind="parameter",
+        bytes=_nothing,
+        later=(1, _pair()),
+        spreads=lambda ranks: 2 * exchanges_until_all_heard(ranks),
+        steps=5,
+    ),
+    Row(
+        name="no_loco, pull",
+        make=lambda a: no_loco(SGD, a, every=2, pull=0.3),
+        identical=False,
+        kind="parameter",
+        bytes=_nothing,
+        later=(1, _pair(2)),
+        spreads=lambda ranks: 2 * exchanges_until_all_heard(ranks),
+        steps=5,
+    ),
+)

@@ -1,4 +1,5 @@
-"""Fakes for tests: ranks as threads of one process, a clock by hand, programs without a compiler, the simulator.
+"""Fakes for tests: ranks as threads of one process, a clock by hand, programs without a compiler,
+the simulator.
 
 Nothing here needs MPI, and what runs on it is the real runner, driver and interleaver.
 """
@@ -21,9 +22,22 @@ from jaxcross.program.ir import Aval, Exchange, Program, Segment
 from jaxcross.program.verify import verify
 
 __all__ = [
-    "Batch", "Fail", "FakeCompiled", "FakeControl", "FakeMailbox", "FakeWorld", "ManualClock", "Prepare", "RankResult",
-    "Simulation", "Step", "Sync", "Think", "plain_program", "run_ranks",
-]  # fmt: skip
+    "Batch",
+    "Fail",
+    "FakeCompiled",
+    "FakeControl",
+    "FakeMailbox",
+    "FakeWorld",
+    "ManualClock",
+    "Prepare",
+    "RankResult",
+    "Simulation",
+    "Step",
+    "Sync",
+    "Think",
+    "plain_program",
+    "run_ranks",
+]
 
 
 class ManualClock:
@@ -48,8 +62,8 @@ class _Table:
 
 
 class FakeControl:
-    """`Control` between threads. Also carries the exchanges of a `FakeCompiled`; ranks that meet in different ones
-    get an error.
+    """`Control` between threads. Also carries the exchanges of a `FakeCompiled`; ranks that meet in
+    different ones get an error.
     """
 
     def __init__(self, rank: int, table: _Table) -> None:
@@ -63,7 +77,9 @@ class FakeControl:
         return [FakeControl(rank, table) for rank in range(size)]
 
     def meet(self, what: str, value: Any) -> list[Any]:
-        """Every rank's value, by rank. Waits for all ranks; raises if they have come for different things."""
+        """Every rank's value, by rank. Waits for all ranks; raises if they have come for different
+        things.
+        """
         table = self._table
         table.values[self.rank] = (what, value)
         table.barrier.wait(60)
@@ -92,7 +108,9 @@ class Aborted(BaseException):
 class FakeMailbox:
     """`jaxcross.world.mailbox.Mailbox` between threads, from every rank's box."""
 
-    def __init__(self, rank: int, boxes: Sequence[SimpleQueue[tuple[int, int, np.ndarray]]]) -> None:
+    def __init__(
+        self, rank: int, boxes: Sequence[SimpleQueue[tuple[int, int, np.ndarray]]]
+    ) -> None:
         self.rank, self.size, self._boxes = rank, len(boxes), boxes
         self.closed = False
 
@@ -127,11 +145,16 @@ class FakeWorld:
         self.local_size = self.size
         self.vendor, self.over, self.pool_size, self.estimate_request = "threads", "mpi4jax", 1, ""
         self.watched: list[tuple[str, int, int, str]] = []
-        from jaxcross.health import flight_recorder, process  # the world needs JAX, and much of this kit does not
+        from jaxcross.health import (
+            flight_recorder,
+            process,
+        )  # the world needs JAX, and much of this kit does not
         from jaxcross.world.exchange_owner import ExchangeOwner
 
         self.exchange_owner = ExchangeOwner()
-        self.flight = flight_recorder.FlightRecorder([process.this_process()] * self.size, self.rank)
+        self.flight = flight_recorder.FlightRecorder(
+            [process.this_process()] * self.size, self.rank
+        )
 
     def mailbox(self) -> FakeMailbox:
         """Messages between all ranks, apart from all others. Waits for all ranks."""
@@ -154,21 +177,27 @@ class FakeWorld:
         self.control.leave()
         raise Aborted(message)
 
-    def broadcast_or_check(self, state: Any, *, mode: str = "check", rank_local: Collection[str] = ()) -> Any:
+    def broadcast_or_check(
+        self, state: Any, *, mode: str = "check", rank_local: Collection[str] = ()
+    ) -> Any:
         import jax
 
         def own(path: Any) -> bool:
             return jax.tree_util.keystr(path) in rank_local
 
         by_path = jax.tree_util.tree_map_with_path
-        states = self.control.meet("state", by_path(lambda path, leaf: None if own(path) else leaf, state))
+        states = self.control.meet(
+            "state", by_path(lambda path, leaf: None if own(path) else leaf, state)
+        )
         if mode == "check" and any(repr(other) != repr(states[0]) for other in states):
             raise ExchangeError("The state differs between ranks")
         return by_path(lambda path, mine, first: mine if own(path) else first, state, states[0])
 
 
 def run_ranks(size: int, work: Callable[[FakeWorld], Any]) -> list[Any]:
-    """`work(world)` on `size` ranks, each a thread: what they returned, by rank. Raises what one of them did."""
+    """`work(world)` on `size` ranks, each a thread: what they returned, by rank. Raises what one of
+    them did.
+    """
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
 
@@ -180,7 +209,9 @@ def run_ranks(size: int, work: Callable[[FakeWorld], Any]) -> list[Any]:
             world.control.leave()
 
     threads = [
-        threading.Thread(target=main, args=(FakeWorld(control),), name=f"rank-{control.rank}", daemon=True)
+        threading.Thread(
+            target=main, args=(FakeWorld(control),), name=f"rank-{control.rank}", daemon=True
+        )
         for control in FakeControl.group(size)
     ]
     for thread in threads:
@@ -196,9 +227,11 @@ def run_ranks(size: int, work: Callable[[FakeWorld], Any]) -> list[Any]:
     return results
 
 
-def plain_program(name: str = "step", *, exchanges: int = 1, shape: tuple[int, ...] = ()) -> Program:
-    """compute, exchange, ..., compute: a program of scalars that passes one value along, and the step's input to its
-    end. `exchanges=0` is a single compute segment.
+def plain_program(
+    name: str = "step", *, exchanges: int = 1, shape: tuple[int, ...] = ()
+) -> Program:
+    """compute, exchange, ..., compute: a program of scalars that passes one value along, and the
+    step's input to its end. `exchanges=0` is a single compute segment.
     """
     aval = Aval(shape=shape, dtype="float32")
     segments: list[Segment] = []
@@ -217,18 +250,32 @@ def plain_program(name: str = "step", *, exchanges: int = 1, shape: tuple[int, .
         exchange = Exchange(op="psum", axes=("batch",), dtype="float32", shape=shape)
         segments.append(
             Segment(
-                index=len(segments), kind="collective", inputs=(count,), outputs=(count + 1,), last_uses=(count,),
+                index=len(segments),
+                kind="collective",
+                inputs=(count,),
+                outputs=(count + 1,),
+                last_uses=(count,),
                 exchanges=(exchange,),
             )
-        )  # fmt: skip
+        )
         value, count = count + 1, count + 2
     reads = (0, value) if exchanges else (0, 1)
     last_uses = (value,) if exchanges else ()
-    segments.append(Segment(index=len(segments), kind="compute", inputs=reads, outputs=(count,), last_uses=last_uses))
-    return verify(Program(
-        name=name, axes=(("batch", 1),), values=(aval,) * (count + 1), inputs=(0, 1), outputs=(count,),
-        segments=tuple(segments),
-    ))  # fmt: skip
+    segments.append(
+        Segment(
+            index=len(segments), kind="compute", inputs=reads, outputs=(count,), last_uses=last_uses
+        )
+    )
+    return verify(
+        Program(
+            name=name,
+            axes=(("batch", 1),),
+            values=(aval,) * (count + 1),
+            inputs=(0, 1),
+            outputs=(count,),
+            segments=tuple(segments),
+        )
+    )
 
 
 def carried_program(name: str) -> Program:
@@ -241,7 +288,8 @@ def carried_program(name: str) -> Program:
 
 
 class FakeCompiled:
-    """Runs a program with a Python function a compute segment; exchanges are sums over a `FakeWorld`'s ranks.
+    """Runs a program with a Python function a compute segment; exchanges are sums over a
+    `FakeWorld`'s ranks.
 
     Args:
         program: What is to be run.
@@ -249,7 +297,9 @@ class FakeCompiled:
         compute: Called with (segment, inputs); returns the segment's only output, or raises.
     """
 
-    def __init__(self, program: Program, world: FakeWorld, compute: Callable[[int, Sequence[Any]], Any]) -> None:
+    def __init__(
+        self, program: Program, world: FakeWorld, compute: Callable[[int, Sequence[Any]], Any]
+    ) -> None:
         self.program, self.world, self.compute = program, world, compute
 
     def execution(self, inputs: Sequence[Any]) -> FakeExecution:
@@ -282,7 +332,11 @@ class FakeExecution:
         if segment.kind == "compute":
             result = self._compiled.compute(index, values)
         else:
-            result = sum(self._compiled.world.control.meet(f"{self._compiled.program.name} {index}", values[0]))
+            result = sum(
+                self._compiled.world.control.meet(
+                    f"{self._compiled.program.name} {index}", values[0]
+                )
+            )
         for v in segment.last_uses:
             del self._env[v]
         (out,) = segment.outputs

@@ -1,4 +1,6 @@
-"""Ranks that trace one step each in its own way, and what they say of the order of their exchanges."""
+"""Ranks that trace one step each in its own way, and what they say of the order of their
+exchanges.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ ORDERS = (("a", "b", "c"), ("c", "a", "b"))
 
 
 def program_of(
-    step: Callable[..., Any], *args: Any, axes: Any = None, cut: Any = "whole", bucket_bytes: int = 1 << 20
+    step: Callable[..., Any],
+    *args: Any,
+    axes: Any = None,
+    cut: Any = "whole",
+    bucket_bytes: int = 1 << 20,
 ) -> Program:
     traced = trace(step, args, axes=axes or {"x": 2}, wire=LocalRanks())
     return stages.cut(decide(traced, jax.tree.leaves((args, {}))), cut, bucket_bytes=bucket_bytes)
@@ -30,7 +36,9 @@ def program_of(
 
 def verdict(programs: Sequence[Program]) -> str:
     """The error of ranks with these programs, the same on all of them; empty without one."""
-    assert len({program.exchange_signature() for program in programs}) == 1, "the signatures differ already"
+    assert len({program.exchange_signature() for program in programs}) == 1, (
+        "the signatures differ already"
+    )
 
     def agree(world: Any) -> str:
         try:
@@ -46,4 +54,6 @@ def verdict(programs: Sequence[Program]) -> str:
 
 def both(step: Callable[..., Any], *args: Any, orders: Any = ORDERS, **options: Any) -> str:
     """The verdict of ranks that trace `step(order, *args)`, each with its own order."""
-    return verdict([program_of(lambda *given, o=order: step(o, *given), *args, **options) for order in orders])
+    return verdict(
+        [program_of(lambda *given, o=order: step(o, *given), *args, **options) for order in orders]
+    )

@@ -1,4 +1,6 @@
-"""A step of as many layers as it is given, each with an exchange of its own: what there is to cut."""
+"""A step of as many layers as it is given, each with an exchange of its own: what there is to
+cut.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The one table of loops that exchange and end after another number of iterations on each rank. A new row is at once
-tested in lock step, over MPI, and next to another job.
+"""The one table of loops that exchange and end after another number of iterations on each rank. A
+new row is at once tested in lock step, over MPI, and next to another job.
 
 Each row is a step `(t, x)`: a counter, equal on all ranks, and the rank's own array.
 """
@@ -30,7 +30,8 @@ class Row:
         step: `(t, x)` -> results.
         axes: Ranks -> axis name -> size.
         votes: How many votes the program shows; -1: not compared.
-        oracle: The step that `vmap` is given in its place, and its axes, where it has no rule for the step.
+        oracle: The step that `vmap` is given in its place, and its axes, where it has no rule for
+            the step.
         rtol: Against `vmap`; 0 where all sums are exact.
         calls: How many times it is called, t counting.
     """
@@ -58,7 +59,9 @@ def loops(program: Program) -> list[str]:
 
 def own(rank: int) -> Any:
     """A rank's array: whole numbers, whose sums are exact."""
-    return np.asarray([1, 2, 3 + 2 * rank], np.result_type(float if jax.config.jax_enable_x64 else np.float32))
+    return np.asarray(
+        [1, 2, 3 + 2 * rank], np.result_type(float if jax.config.jax_enable_x64 else np.float32)
+    )
 
 
 def grid(n: int) -> dict[str, int]:
@@ -76,7 +79,9 @@ def micro_batches(t: Any, x: Any) -> Any:
 
     def body(i: Any, c: Any) -> Any:
         total, count = c
-        return total + lax.psum(jnp.where(i < n, x * i, 0), "batch"), count + lax.psum(jnp.where(i < n, 1, 0), "batch")
+        return total + lax.psum(jnp.where(i < n, x * i, 0), "batch"), count + lax.psum(
+            jnp.where(i < n, 1, 0), "batch"
+        )
 
     return lax.fori_loop(0, n, body, (jnp.zeros_like(x), 0))
 
@@ -92,7 +97,9 @@ def equal_counts(t: Any, x: Any) -> Any:
 
 def zero_iterations(t: Any, x: Any) -> Any:
     """Rank 0 makes none, and at the first call no rank makes any."""
-    return lax.fori_loop(0, t * lax.axis_index("batch"), lambda i, c: c + lax.psum(c - i, "batch"), x)
+    return lax.fori_loop(
+        0, t * lax.axis_index("batch"), lambda i, c: c + lax.psum(c - i, "batch"), x
+    )
 
 
 def line_search(_: Any, x: Any) -> Any:
@@ -106,12 +113,16 @@ def line_search(_: Any, x: Any) -> Any:
 
     scale = 2.0 ** (2 * lax.axis_index("batch"))
     return lax.while_loop(
-        lambda c: loss(x - c[0] * grad) >= loss(x), body, (scale.astype(x.dtype), jnp.zeros_like(x[0]))
+        lambda c: loss(x - c[0] * grad) >= loss(x),
+        body,
+        (scale.astype(x.dtype), jnp.zeros_like(x[0])),
     )
 
 
 def early_stop(t: Any, x: Any) -> Any:
-    """Stops by a rank's own value or after a number of iterations, with other types in the carry."""
+    """Stops by a rank's own value or after a number of iterations, with other types in the
+    carry.
+    """
     key = jax.random.key(3)
 
     def body(c: Any) -> Any:
@@ -182,7 +193,9 @@ def in_short_scan(t: Any, x: Any) -> Any:
 
 
 def in_long_scan(t: Any, x: Any) -> Any:
-    return lax.scan(lambda c, s: (frozen_carry(t + s, c) % 13, c.sum()), x, jnp.arange(70), reverse=True)
+    return lax.scan(
+        lambda c, s: (frozen_carry(t + s, c) % 13, c.sum()), x, jnp.arange(70), reverse=True
+    )
 
 
 def in_cond(t: Any, x: Any) -> Any:
@@ -193,7 +206,12 @@ def in_cond(t: Any, x: Any) -> Any:
 
 def scan_inside(t: Any, x: Any) -> Any:
     def body(i: Any, c: Any) -> Any:
-        return lax.scan(lambda d, s: ((d + lax.psum(d % 5 + s, "batch")) % 17, None), c, jnp.arange(2))[0] + i
+        return (
+            lax.scan(
+                lambda d, s: ((d + lax.psum(d % 5 + s, "batch")) % 17, None), c, jnp.arange(2)
+            )[0]
+            + i
+        )
 
     return lax.fori_loop(0, number(t), body, x)
 
@@ -203,7 +221,9 @@ def equal_inside(t: Any, x: Any) -> Any:
 
     def body(i: Any, c: Any) -> Any:
         inner = lax.while_loop(
-            lambda d: d[0] < 40, lambda d: (lax.psum(d[1].sum(), "batch") + d[0], d[1] + 1), (0.0, c)
+            lambda d: d[0] < 40,
+            lambda d: (lax.psum(d[1].sum(), "batch") + d[0], d[1] + 1),
+            (0.0, c),
         )
         return c + inner[0] + i
 
@@ -214,7 +234,11 @@ def cond_inside(t: Any, x: Any) -> Any:
     """By a rank's own counter: a rank that is through would take another branch than the others."""
 
     def body(i: Any, c: Any) -> Any:
-        ways = [lambda v: v + lax.psum(v % 5, "batch"), lambda v: v - 1, lambda v: v + lax.pmax(v, "batch")]
+        ways = [
+            lambda v: v + lax.psum(v % 5, "batch"),
+            lambda v: v - 1,
+            lambda v: v + lax.pmax(v, "batch"),
+        ]
         return lax.switch(i % 3, ways, c)
 
     return lax.fori_loop(0, number(t), body, x)
@@ -286,7 +310,9 @@ def zoom(_: Any, x: Any) -> Any:
     """Each rank searches along its own gradient: ranks need other numbers of iterations."""
     params, loss = least_squares(x)
     coupled = lambda p: loss(p) + 0 * lax.pmean(loss(lax.stop_gradient(p)), "batch")  # noqa: E731
-    tx = optax.chain(optax.sgd(0.3), optax.scale_by_zoom_linesearch(9, initial_guess_strategy="one"))
+    tx = optax.chain(
+        optax.sgd(0.3), optax.scale_by_zoom_linesearch(9, initial_guess_strategy="one")
+    )
     return solved(tx, coupled, params)
 
 

@@ -1,4 +1,6 @@
-"""Jobs that join and leave a run, on ranks that are threads, and the result of a job that runs alone."""
+"""Jobs that join and leave a run, on ranks that are threads, and the result of a job that runs
+alone.
+"""
 
 import numpy as np
 
@@ -24,7 +26,11 @@ def endless(job, step):
 
 def all_see(job, what):
     """Whether something is so on all ranks: the same answer on all."""
-    return bool(job.run_on_all_ranks("all", lambda control: control.allreduce_min(np.array([what()], np.int64)))[0])
+    return bool(
+        job.run_on_all_ranks(
+            "all", lambda control: control.allreduce_min(np.array([what()], np.int64))
+        )[0]
+    )
 
 
 def until(job, step, what):

@@ -1,4 +1,6 @@
-"""Step graphs, scripts and small cases for the model checker, and how the jobs of a case can end."""
+"""Step graphs, scripts and small cases for the model checker, and how the jobs of a case can
+end.
+"""
 
 from dataclasses import replace
 
@@ -11,14 +13,22 @@ from tests.model.explore import explore
 from tests.model.model_case import Case
 
 PLAIN = StepGraph(
-    kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}), signature=1,
+    kinds=("compute", "collective", "compute"),
+    needs=((), (0,), (0, 1)),
+    after_commit=frozenset({2}),
+    signature=1,
     text="x",
-)  # fmt: skip
+)
 TWICE = StepGraph(
-    kinds=("compute", "collective", "compute", "collective"), needs=((), (0,), (1,), (2,)), signature=2, text="y"
+    kinds=("compute", "collective", "compute", "collective"),
+    needs=((), (0,), (1,), (2,)),
+    signature=2,
+    text="y",
 )
 SHORT = StepGraph(kinds=("compute", "collective"), needs=((), (0,)), signature=3, text="z")
-WIDE = StepGraph(kinds=("compute", "compute", "collective"), needs=((), (), (0, 1)), signature=4, text="w")
+WIDE = StepGraph(
+    kinds=("compute", "compute", "collective"), needs=((), (), (0, 1)), signature=4, text="w"
+)
 TRAIN, EVALUATE = (replace(SHORT, function=name) for name in ("train", "evaluate"))
 LOCAL = StepGraph(kinds=("compute",), needs=((),))
 BETWEEN = StepGraph(kinds=("compute",), needs=((),), local_step=True)
@@ -34,12 +44,16 @@ def step(graph, **fails):
 def fed(batches, graph=PLAIN):
     """A loop over so many batches, prepared while it runs."""
     loop = [action for n in range(batches) for action in (Batch(0, n), step(graph))]
-    prepared = [Prepare(0, 0, n + 1, n + 1 == batches) for n in range(batches)] or [Prepare(0, 0, 0, True)]
+    prepared = [Prepare(0, 0, n + 1, n + 1 == batches) for n in range(batches)] or [
+        Prepare(0, 0, 0, True)
+    ]
     return (*prepared, *loop, Batch(0, batches))
 
 
 def loops(*reads):
-    """Batches of several loops, of which all but the first begin when they are read: two batches in each."""
+    """Batches of several loops, of which all but the first begin when they are read: two batches in
+    each.
+    """
     script, index = [], {}
     for stream in reads:
         if stream not in index:
@@ -60,7 +74,9 @@ def unlike(*ranks, **options):
 
 def ends(case):
     """How the jobs can end: (steps, how) of each. Who said what is asked elsewhere."""
-    return {tuple((steps, left[0]) for _, steps, left in jobs) for jobs, _ in explore(case).outcomes}
+    return {
+        tuple((steps, left[0]) for _, steps, left in jobs) for jobs, _ in explore(case).outcomes
+    }
 
 
 def request(what):

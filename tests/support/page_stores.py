@@ -1,4 +1,6 @@
-"""A level of the data cache on its own, and the bytes of its records: for tests, and the processes that they start."""
+"""A level of the data cache on its own, and the bytes of its records: for tests, and the processes
+that they start.
+"""
 
 import numpy as np
 
@@ -14,7 +16,9 @@ def by_number(numbers):
 
 
 def open_store(folder, budget=BUDGET, distances=by_number, records=RECORDS, several=lambda: True):
-    store = PageStore(folder, name="disk", budget_bytes=budget, distances=distances, several_streams=several)
+    store = PageStore(
+        folder, name="disk", budget_bytes=budget, distances=distances, several_streams=several
+    )
     store.grow(records)
     return store
 

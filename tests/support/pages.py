@@ -10,7 +10,9 @@ FENCED = re.compile(r"^(`{3,})([^`\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
-    """A fenced block: its language and options, the number of the line before its first, its text."""
+    """A fenced block: its language and options, the number of the line before its first, its
+    text.
+    """
 
     info: str
     line: int
@@ -20,4 +22,7 @@ class Block(NamedTuple):
 def blocks(page: Path) -> list[Block]:
     text = page.read_text()
     assert len(re.findall(r"^```", text, re.MULTILINE)) % 2 == 0, f"{page}: a fence isn't closed"
-    return [Block(found[2].strip(), text.count("\n", 0, found.start(3)), found[3]) for found in FENCED.finditer(text)]
+    return [
+        Block(found[2].strip(), text.count("\n", 0, found.start(3)), found[3])
+        for found in FENCED.finditer(text)
+    ]

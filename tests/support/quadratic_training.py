@@ -58,12 +58,16 @@ def assert_same(got, want):
 
 def distance(a, b):
     return max(
-        float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True) if x.size
+        float(np.abs(x - y).max())
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        if x.size
     )
 
 
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     "adam": optax.adam(0.1),
-    "adamw": optax.adamw(0.1, weight_decay=0.1, mask={"w": True, "b": False, "s": False, "e": True}),
+    "adamw": optax.adamw(
+        0.1, weight_decay=0.1, mask={"w": True, "b": False, "s": False, "e": True}
+    ),
 }

@@ -22,7 +22,12 @@ def entrants(crossed_bytes: int) -> tuple[Entrants, list]:
 
     def ask(teams, do, **facts):
         told.append((do, teams))
-        answer = {"cpu_s": 1.0, "peak_rss_bytes": 100, "seconds": 1.0, "raw": [float(len(told)), float(len(told))]}
+        answer = {
+            "cpu_s": 1.0,
+            "peak_rss_bytes": 100,
+            "seconds": 1.0,
+            "raw": [float(len(told)), float(len(told))],
+        }
         return [answer] * (2 * len(teams if do == "run" else [teams]))
 
     stage = SimpleNamespace(ask=ask, lab=SimpleNamespace(bytes_crossed=lambda: next(counter)))
@@ -35,10 +40,15 @@ def entrants(crossed_bytes: int) -> tuple[Entrants, list]:
 def raced(made, rates, result, monkeypatch, *, repeats=2):
     """Lets a case race at rates where nothing can be measured but who comes to it."""
     made.case, made.stage.lab.rate = "two", "500mbit"
-    made.stage.lab.set_rate, made.stage.lab.measure_rate = (lambda rate: None), (lambda seconds: (1.0, 1.0))
+    made.stage.lab.set_rate, made.stage.lab.measure_rate = (
+        (lambda rate: None),
+        (lambda seconds: (1.0, 1.0)),
+    )
     made.measure = lambda times, tax=True: {}
     made.calibrated = lambda times: None
     monkeypatch.setattr(race, "find_rate", lambda *_: [])
     monkeypatch.setattr(race, "start", lambda entrants, kind: race.missing(kind))
-    args = SimpleNamespace(apart=made.apart, times=2, steps=4, repeats=repeats, smoke=True, json=None)
+    args = SimpleNamespace(
+        apart=made.apart, times=2, steps=4, repeats=repeats, smoke=True, json=None
+    )
     race.race(made.stage, made, rates, args, result)

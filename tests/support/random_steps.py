@@ -1,4 +1,6 @@
-"""Random train steps for the cutter's fuzzer: a recipe is data (hypothesis shrinks it), `build` makes a function."""
+"""Random train steps for the cutter's fuzzer: a recipe is data (hypothesis shrinks it), `build`
+makes a function.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,40 @@ DTYPES = ("float32", "float32", "int32", "bfloat16", "bool")
 AXES = ({"a": 2}, {"a": 3}, {"a": 2, "b": 2})
 CAPTURED = {s: np.arange(1, math.prod(s) + 1, dtype=np.float32).reshape(s) / 7 for s in SHAPES}
 
-UNARY = ("tanh", "neg", "abs", "scale", "capture", "sum", "sort", "cast", "literal", "reshape", "matmul", "index")
+UNARY = (
+    "tanh",
+    "neg",
+    "abs",
+    "scale",
+    "capture",
+    "sum",
+    "sort",
+    "cast",
+    "literal",
+    "reshape",
+    "matmul",
+    "index",
+)
 BINARY = ("add", "mul", "sub", "where", "maximum", "concatenate")
 EXCHANGES = (
-    "psum", "psum", "psum", "pmean", "pmax", "pmin", "all_gather", "all_gather_tiled", "psum_scatter", "scatter_tiled",
-    "all_to_all", "all_to_all_tiled", "ppermute", "psum_tree", "psum_tree", "psum_tree",
+    "psum",
+    "psum",
+    "psum",
+    "pmean",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "all_gather_tiled",
+    "psum_scatter",
+    "scatter_tiled",
+    "all_to_all",
+    "all_to_all_tiled",
+    "ppermute",
+    "psum_tree",
+    "psum_tree",
+    "psum_tree",
     "vmapped_psum",
-)  # fmt: skip
+)
 NESTED = (
     "cond_counter",
     "cond_data",
@@ -43,7 +72,9 @@ NESTED = (
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: what, on which earlier values (modulo their number), over which axes, and what stands inside."""
+    """One operation: what, on which earlier values (modulo their number), over which axes, and what
+    stands inside.
+    """
 
     kind: str
     x: int = 0
@@ -72,14 +103,23 @@ def _ops(depth: int) -> st.SearchStrategy[tuple[Op, ...]]:
     small = st.integers(0, 11)
     plain = st.builds(
         Op,
-        st.one_of(*map(st.sampled_from, (EXCHANGES, UNARY, BINARY, EXCHANGES))), small, small,
-        st.integers(0, 3), st.integers(0, 3),
-    )  # fmt: skip
+        st.one_of(*map(st.sampled_from, (EXCHANGES, UNARY, BINARY, EXCHANGES))),
+        small,
+        small,
+        st.integers(0, 3),
+        st.integers(0, 3),
+    )
     if depth == 0:
         return st.lists(plain, min_size=1, max_size=4).map(tuple)
     body = _ops(depth - 1)
     nested = st.builds(
-        Op, st.sampled_from(NESTED), small, small, st.integers(0, 3), st.integers(0, 3), st.tuples(body, body)
+        Op,
+        st.sampled_from(NESTED),
+        small,
+        small,
+        st.integers(0, 3),
+        st.integers(0, 3),
+        st.tuples(body, body),
     )
     top = depth == 2
     item = st.one_of(plain, plain, plain, nested)
@@ -87,18 +127,26 @@ def _ops(depth: int) -> st.SearchStrategy[tuple[Op, ...]]:
 
 
 RECIPES = st.builds(
-    Recipe, st.integers(0, len(AXES) - 1),
-    st.lists(st.tuples(st.integers(0, len(SHAPES) - 1), st.integers(0, len(DTYPES) - 1)), min_size=1, max_size=4)
-    .map(tuple),
-    _ops(2), st.lists(st.integers(0, 15), min_size=2, max_size=6).map(tuple), st.integers(0, 3),
-)  # fmt: skip
+    Recipe,
+    st.integers(0, len(AXES) - 1),
+    st.lists(
+        st.tuples(st.integers(0, len(SHAPES) - 1), st.integers(0, len(DTYPES) - 1)),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
+    _ops(2),
+    st.lists(st.integers(0, 15), min_size=2, max_size=6).map(tuple),
+    st.integers(0, 3),
+)
 
 
 def arguments(recipe: Recipe, rank: int) -> list[Any]:
     """This rank's arguments: a counter that is the same everywhere, then arrays that differ."""
     rng = np.random.default_rng((recipe.counter, rank))
     arrays = [
-        jnp.asarray(rng.integers(-4, 5, SHAPES[s]) / (1 if DTYPES[d] in ("int32", "bool") else 8)).astype(DTYPES[d])
+        jnp.asarray(
+            rng.integers(-4, 5, SHAPES[s]) / (1 if DTYPES[d] in ("int32", "bool") else 8)
+        ).astype(DTYPES[d])
         for s, d in recipe.inputs
     ]
     return [jnp.int32(recipe.counter), *arrays]
@@ -110,8 +158,14 @@ def build(recipe: Recipe) -> Callable[..., Any]:
 
     def random_step(counter: Any, *arrays: Any) -> Any:
         values = _run(recipe.ops, [*arrays], counter, sizes)
-        special = (counter, 2.5, jnp.float32(1))  # passed through, and results that no equation makes
-        return [special[o - 13] if o >= 13 else values[-1 - o % len(values)] for o in recipe.outputs]
+        special = (
+            counter,
+            2.5,
+            jnp.float32(1),
+        )  # passed through, and results that no equation makes
+        return [
+            special[o - 13] if o >= 13 else values[-1 - o % len(values)] for o in recipe.outputs
+        ]
 
     return random_step
 
@@ -204,11 +258,15 @@ def _exchange(op: Op, x: Any, y: Any, sizes: dict[str, int]) -> Any:
             ring = [(i, (i + 1) % m) for i in range(m)]
             return lax.ppermute(x, name, ring if op.flag else ring[:-1])
         case "psum_tree":  # one primitive call each, but one bucket
-            a, b, c = lax.psum((x.astype(jnp.float32), y.astype(jnp.float32), 2 * x.astype(jnp.float32)), axes)
+            a, b, c = lax.psum(
+                (x.astype(jnp.float32), y.astype(jnp.float32), 2 * x.astype(jnp.float32)), axes
+            )
             return a + _fit(b, a.shape) * c
         case "vmapped_psum":  # `psum` that also names an array dimension
             over = (*names, "local") if op.axes == 3 else (axes, "local")
-            return jax.vmap(lambda v: lax.psum(v, over), axis_name="local")(jnp.stack([x.astype(jnp.float32)] * 2))[0]
+            return jax.vmap(lambda v: lax.psum(v, over), axis_name="local")(
+                jnp.stack([x.astype(jnp.float32)] * 2)
+            )[0]
     raise AssertionError(op.kind)
 
 
@@ -216,14 +274,18 @@ def _nested(op: Op, x: Any, counter: Any, sizes: dict[str, int]) -> Any:
     f = x.astype(jnp.float32)
 
     def body(which: int, v: Any, n: Any = counter) -> Any:
-        return jnp.tanh(_fit(_run(op.bodies[which], [v, x], n, sizes)[-1], v.shape).astype(jnp.float32))
+        return jnp.tanh(
+            _fit(_run(op.bodies[which], [v, x], n, sizes)[-1], v.shape).astype(jnp.float32)
+        )
 
     match op.kind:
         case "cond_counter":
             return lax.cond(counter % 2 == op.flag % 2, partial(body, 0), partial(body, 1), f)
         case "cond_data":  # the same on every rank, but not known to the host
             agreed = lax.pmax(lax.stop_gradient(jnp.max(f, initial=-1.0)), (*sizes,)) > 0.25
-            return lax.cond(agreed, partial(body, 0), (lambda v: v) if op.flag else partial(body, 1), f)
+            return lax.cond(
+                agreed, partial(body, 0), (lambda v: v) if op.flag else partial(body, 1), f
+            )
         case "cond_literal":
             return lax.cond(bool(op.flag % 2), partial(body, 0), partial(body, 1), f)
         case "scan":
@@ -236,7 +298,9 @@ def _nested(op: Op, x: Any, counter: Any, sizes: dict[str, int]) -> Any:
         case "remat":
             return jax.checkpoint(partial(body, 0))(f)
         case "grad":
-            return jax.grad(lambda v: jnp.sum(jax.checkpoint(partial(body, 0))(v) if op.flag else body(0, v)))(f)
+            return jax.grad(
+                lambda v: jnp.sum(jax.checkpoint(partial(body, 0))(v) if op.flag else body(0, v))
+            )(f)
         case "custom_jvp":
             function = jax.custom_jvp(partial(body, 0))
             function.defjvp(lambda p, t: (body(0, p[0]), t[0]))

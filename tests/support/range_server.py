@@ -1,4 +1,6 @@
-"""An HTTP server with byte ranges over a folder, which counts what it sends. Python's own has no ranges."""
+"""An HTTP server with byte ranges over a folder, which counts what it sends. Python's own has no
+ranges.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def handler(root: Path, sent: Sent, *, ranges: bool) -> type[BaseHTTPRequestHand
                 sent.failures -= fails
             path = root / unquote(self.path).lstrip("/")
             if fails or not path.is_file():
-                self.send_response(HTTPStatus.INTERNAL_SERVER_ERROR if fails else HTTPStatus.NOT_FOUND)
+                self.send_response(
+                    HTTPStatus.INTERNAL_SERVER_ERROR if fails else HTTPStatus.NOT_FOUND
+                )
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
@@ -62,7 +66,10 @@ def handler(root: Path, sent: Sent, *, ranges: bool) -> type[BaseHTTPRequestHand
             self.send_header("Content-Length", str(end - start))
             self.end_headers()
             if body:
-                with path.open("rb") as file, suppress(ConnectionError):  # a client may want the beginning only
+                with (
+                    path.open("rb") as file,
+                    suppress(ConnectionError),
+                ):  # a client may want the beginning only
                     file.seek(start)
                     self.wfile.write(file.read(end - start))
                 with sent.lock:
@@ -91,7 +98,9 @@ def range_server(root: Path, *, ranges: bool = True, host: str = "127.0.0.1", po
 
 
 def main() -> None:
-    """`python range_server.py FOLDER HOST`: prints its address, then at each line of its input the bytes sent."""
+    """`python range_server.py FOLDER HOST`: prints its address, then at each line of its input the
+    bytes sent.
+    """
     with range_server(Path(sys.argv[1]), host=sys.argv[2]) as sent:
         print(sent.url, flush=True)
         for _ in sys.stdin:

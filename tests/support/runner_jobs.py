@@ -1,4 +1,6 @@
-"""Jobs of a runner on ranks that are threads: steps without a compiler, and the loop that trains with them."""
+"""Jobs of a runner on ranks that are threads: steps without a compiler, and the loop that trains
+with them.
+"""
 
 import pytest
 
@@ -15,7 +17,9 @@ def add(segment, values):
 
 def make_step(world, name="step", *, exchanges=1, compute=add, shape=(), program=None):
     """A step as `crossover` would hand it to the job: `step(state, batch) -> state`."""
-    compiled = FakeCompiled(program or plain_program(name, exchanges=exchanges, shape=shape), world, compute)
+    compiled = FakeCompiled(
+        program or plain_program(name, exchanges=exchanges, shape=shape), world, compute
+    )
 
     def step(state, batch):
         return current_job().host.run(compiled, [state, batch], compiled)

@@ -1,4 +1,6 @@
-"""One gradient as a bare function and as the body of a `jax.shard_map`, and how to run both on all ranks."""
+"""One gradient as a bare function and as the body of a `jax.shard_map`, and how to run both on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def gradient(w: Any, x: Any) -> Any:
 
 
 def body(cast: bool) -> Callable[..., Any]:
-    """The same, as `shard_map` maps it over rows; it may say by itself that the weights go on differently."""
+    """The same, as `shard_map` maps it over rows; it may say by itself that the weights go on
+    differently.
+    """
 
     def step(w: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:
@@ -42,7 +46,9 @@ def body(cast: bool) -> Callable[..., Any]:
 def mapped(step: Callable[..., Any], check_vma: bool, **mesh: Any) -> Any:
     spec = PartitionSpec("batch")
     out = PartitionSpec() if check_vma else spec
-    return jax.shard_map(step, in_specs=(PartitionSpec(), spec), out_specs=out, check_vma=check_vma, **mesh)
+    return jax.shard_map(
+        step, in_specs=(PartitionSpec(), spec), out_specs=out, check_vma=check_vma, **mesh
+    )
 
 
 def on_ranks(step: Callable[..., Any], rows: Any) -> list[np.ndarray]:

@@ -18,7 +18,9 @@ def parameters(dtype=jnp.float32):
 
 
 def gradient(params, rank, step):
-    return jax.tree.map(lambda x: ((1 + rank) * (x - rank) * (0.5 + step % 2)).astype(x.dtype), params)
+    return jax.tree.map(
+        lambda x: ((1 + rank) * (x - rank) * (0.5 + step % 2)).astype(x.dtype), params
+    )
 
 
 def constant(params, rank, step):

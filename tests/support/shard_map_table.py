@@ -1,4 +1,5 @@
-"""Steps that are a `jax.shard_map`, with global arguments: every test holds them against JAX's own devices.
+"""Steps that are a `jax.shard_map`, with global arguments: every test holds them against JAX's own
+devices.
 
 A row is written as for a mesh of devices: 2 along `data`, 2 along `tensor`.
 """
@@ -81,7 +82,9 @@ def local_loop(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def fully_sharded(w: jax.Array, x: jax.Array) -> Any:
-    """Parameters cut over `data`: gathered forward, and the gradient is scattered by the transpose."""
+    """Parameters cut over `data`: gathered forward, and the gradient is scattered by the
+    transpose.
+    """
 
     def objective(w: jax.Array) -> jax.Array:
         whole = lax.all_gather(w, "data", tiled=True)
@@ -116,15 +119,19 @@ ROWS: dict[str, Row] = {
     "inserted": Row(inserted, (PARAM_SPECS, X), (P(), PARAM_SPECS), (PARAMS, array(8, 4)), (True,)),
     "written": Row(written, (PARAM_SPECS, X), (W1, W2), (PARAMS, array(8, 4))),
     "remat": Row(remat, (PARAM_SPECS, X), PARAM_SPECS, (PARAMS, array(8, 4)), (True,)),
-    "looped": Row(looped, (P("tensor"), P("data", "tensor")), P("data"), (array(4, 4), array(6, 4)), (True,)),
+    "looped": Row(
+        looped, (P("tensor"), P("data", "tensor")), P("data"), (array(4, 4), array(6, 4)), (True,)
+    ),
     "local loop": Row(local_loop, (W1, P("data", "tensor")), P(), (array(4, 4), array(6, 4))),
     "fully sharded": Row(fully_sharded, (P("data"), X), P("data"), (array(4, 3), array(8, 4))),
-    "moved": Row(moved, (P("data"),), (P("data"), P("data", "tensor"), P(("data", "tensor"))), (array(4, 4),)),
+    "moved": Row(
+        moved, (P("data"),), (P("data"), P("data", "tensor"), P(("data", "tensor"))), (array(4, 4),)
+    ),
     "placed": Row(placed, (P("data", "tensor"),), P("data", "tensor"), (array(4, 4),)),
     "both axes": Row(placed, (P(("data", "tensor")),), P(("data", "tensor")), (array(4, 2),)),
     "random": Row(random, (P(), X), P(), (np.array([0, 7], np.uint32), array(8, 4))),
     "extremes": Row(extremes, (P("data", "tensor"),), P(), (array(4, 4),)),
-}  # fmt: skip
+}
 
 
 def part(x: Any, spec: Any, rank: int, axes: Mapping[str, int] = AXES) -> Any:
@@ -139,22 +146,33 @@ def part(x: Any, spec: Any, rank: int, axes: Mapping[str, int] = AXES) -> Any:
 def parts(tree: Any, specs: Any, rank: int) -> Any:
     """`part` of every leaf; a spec stands for all leaves below it."""
     return jax.tree.map(
-        lambda s, t: jax.tree.map(lambda x: part(x, s, rank), t), specs, tree, is_leaf=lambda s: isinstance(s, P)
+        lambda s, t: jax.tree.map(lambda x: part(x, s, rank), t),
+        specs,
+        tree,
+        is_leaf=lambda s: isinstance(s, P),
     )
 
 
 def cases(names: Iterable[str] = ROWS) -> list[tuple[str, Row, bool]]:
-    return [(f"{name}, check_vma={check}", ROWS[name], check) for name in names for check in ROWS[name].checks]
+    return [
+        (f"{name}, check_vma={check}", ROWS[name], check)
+        for name in names
+        for check in ROWS[name].checks
+    ]
 
 
 def mapped(row: Row, check: bool, mesh: Any) -> Callable[..., Any]:
-    return jax.shard_map(row.body, mesh=mesh, in_specs=row.in_specs, out_specs=row.out_specs, check_vma=check)
+    return jax.shard_map(
+        row.body, mesh=mesh, in_specs=row.in_specs, out_specs=row.out_specs, check_vma=check
+    )
 
 
 def wanted(row: Row, check: bool) -> Any:
     """The global results on four of this process's XLA devices."""
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
-    devices = jax.make_mesh(tuple(AXES.values()), tuple(AXES), axis_types=kinds, devices=jax.devices()[:4])
+    devices = jax.make_mesh(
+        tuple(AXES.values()), tuple(AXES), axis_types=kinds, devices=jax.devices()[:4]
+    )
     return jax.tree.map(np.asarray, jax.jit(mapped(row, check, devices))(*row.args))
 
 

@@ -42,7 +42,9 @@ def gradient(w: Any, x: Any) -> Any:
 
 
 def natural_gradient(w: Any, x: Any) -> Any:
-    """As natural-gradient codes write it: the product with the Fisher matrix by `jvp` and `vjp`, then a solve."""
+    """As natural-gradient codes write it: the product with the Fisher matrix by `jvp` and `vjp`,
+    then a solve.
+    """
 
     def product(v: Any) -> Any:
         model = lambda w: jnp.tanh(x @ w)  # noqa: E731
@@ -57,7 +59,9 @@ def with_a_guess(w: Any, x: Any) -> Any:
 
 
 def through_cg(w: Any, x: Any) -> Any:
-    """The gradient of a loss of the solution, in what the operator and the right side are made of."""
+    """The gradient of a loss of the solution, in what the operator and the right side are made
+    of.
+    """
 
     def loss(w: Any, x: Any) -> Any:
         return jnp.sum(cg(fisher(x * (1 + w**2)), mean(x.T @ jnp.tanh(x @ w)))[0] ** 2)
@@ -109,7 +113,9 @@ def in_a_jitted_function(w: Any, x: Any) -> Any:
 
 
 def root(w: Any, x: Any) -> Any:
-    """`custom_root`: Newton's steps towards a root of an equation over all ranks, differentiated in its data."""
+    """`custom_root`: Newton's steps towards a root of an equation over all ranks, differentiated in
+    its data.
+    """
 
     def step(f: Any, z: Any) -> Any:
         return jnp.linalg.solve(jax.jacobian(f)(z), f(z))
@@ -117,7 +123,9 @@ def root(w: Any, x: Any) -> Any:
     def loss(w: Any, x: Any) -> Any:
         f = lambda z: fisher(x)(z) + 0.1 * z**3 - mean(x.T @ jnp.tanh(x @ w)) / ROWS  # noqa: E731
         newton = lambda f, guess: lax.fori_loop(0, 8, lambda _, z: z - step(f, z), guess)  # noqa: E731
-        z = lax.custom_root(f, jnp.zeros_like(w), newton, lambda g, y: jnp.linalg.solve(jax.jacobian(g)(y), y))
+        z = lax.custom_root(
+            f, jnp.zeros_like(w), newton, lambda g, y: jnp.linalg.solve(jax.jacobian(g)(y), y)
+        )
         return jnp.sum(z**2)
 
     return jax.value_and_grad(loss)(w, x)
@@ -134,7 +142,9 @@ STEPS: dict[str, Any] = {
     "a guess and a preconditioner": with_a_guess,
     "through cg": through_cg,
     "gmres": lambda w, x: gmres(skew(x), gradient(w, x))[0],
-    "gmres, incremental": lambda w, x: gmres(skew(x), gradient(w, x), solve_method="incremental")[0],
+    "gmres, incremental": lambda w, x: gmres(skew(x), gradient(w, x), solve_method="incremental")[
+        0
+    ],
     "bicgstab": lambda w, x: bicgstab(skew(x), gradient(w, x))[0],
     "by hand": by_hand,
     "a solver alone": solver_alone,
@@ -145,6 +155,6 @@ STEPS: dict[str, Any] = {
     "a root": root,
     "iterations by rank": iterations_by_rank,
 }
-# Solvers stop where their residual is 1e-5 of the right side, so that a rounding may cost an iteration; in a gradient
-# two of them stand one after another.
+# Solvers stop where their residual is 1e-5 of the right side, so that a rounding may cost an
+# iteration; in a gradient two of them stand one after another.
 RTOL = 2e-4

@@ -1,4 +1,6 @@
-"""One table of meshes, one model, one train step: what every test of tensor parallelism reads, here and under MPI."""
+"""One table of meshes, one model, one train step: what every test of tensor parallelism reads, here
+and under MPI.
+"""
 
 from __future__ import annotations
 
@@ -32,26 +34,34 @@ def over(meshes: dict[str, Mesh]) -> Any:
     """Runs a test on each of these meshes; in the usual run on the quick ones."""
     import pytest  # ranks that train the table over MPI need none
 
-    params = [pytest.param(m, id=n, marks=[] if n in QUICK else pytest.mark.exhaustive) for n, m in meshes.items()]
+    params = [
+        pytest.param(m, id=n, marks=[] if n in QUICK else pytest.mark.exhaustive)
+        for n, m in meshes.items()
+    ]
     return pytest.mark.parametrize("mesh", params)
 
 
 def transformer(mesh: Mesh, **options: Any) -> tensor.Transformer:
     """The table's model."""
     options = {"layers": 2, "heads": HEADS, "tied": True, **options}
-    return tensor.Transformer(vocabulary=VOCABULARY, features=FEATURES, positions=LENGTH, mesh=mesh, **options)
+    return tensor.Transformer(
+        vocabulary=VOCABULARY, features=FEATURES, positions=LENGTH, mesh=mesh, **options
+    )
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
     """A global batch: other tokens in every row, so that no rank's data equal another's."""
-    tokens = np.random.default_rng(step).integers(0, VOCABULARY, (BATCH, LENGTH + 1)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(step).integers(0, VOCABULARY, (BATCH, LENGTH + 1)).astype(np.int32)
+    )
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
 def optimizer(specs: Any, mesh: Mesh) -> optax.GradientTransformation:
     """Clipping that bites, and an Adam that does not divide rounding errors by themselves.
 
-    The gradient of a key's bias is zero but for rounding; Adam's usual epsilon would make steps of full length of it.
+    The gradient of a key's bias is zero but for rounding; Adam's usual epsilon would make steps of
+    full length of it.
     """
     return optax.chain(tensor.clip_by_global_norm(0.5, specs, mesh), optax.adamw(1e-2, eps=1e-3))
 
@@ -67,7 +77,12 @@ def serial_params(**options: Any) -> Any:
 class Training:
     """The table's model, optimizer and step on a mesh."""
 
-    def __init__(self, mesh: Mesh, make: Callable[..., optax.GradientTransformation] = optimizer, **options: Any):
+    def __init__(
+        self,
+        mesh: Mesh,
+        make: Callable[..., optax.GradientTransformation] = optimizer,
+        **options: Any,
+    ):
         self.mesh, self.model, self.options = mesh, transformer(mesh, **options), options
         self.example = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
         self.specs = tensor.partition(self.model, self.example)
@@ -108,13 +123,17 @@ class Training:
         return states, told
 
 
-def on_ranks(function: Callable[..., Any], mesh: Mesh, args: Callable[[int], Sequence[Any]]) -> list[Any]:
+def on_ranks(
+    function: Callable[..., Any], mesh: Mesh, args: Callable[[int], Sequence[Any]]
+) -> list[Any]:
     """`function(*args(rank))` on every rank of the mesh, under nested `vmap`."""
     return over_ranks(function, mesh.axes)([tuple(args(rank)) for rank in range(mesh.ranks)])
 
 
 def close(got: Any, want: Any, rtol: float, what: str = "") -> None:
-    """Every leaf equal up to `rtol` of its own largest element, however small that is: Adam's moments are small."""
+    """Every leaf equal up to `rtol` of its own largest element, however small that is: Adam's
+    moments are small.
+    """
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         scale = float(np.max(np.abs(np.asarray(b, np.float64)), initial=0))
         where = f"{what}{jax.tree_util.keystr(path)}"

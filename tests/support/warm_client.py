@@ -1,8 +1,10 @@
-"""Stands in for `python`: `python -IS warm_client.py ARGUMENTS` runs what `python ARGUMENTS` would, in a warm process.
+"""Stands in for `python`: `python -IS warm_client.py ARGUMENTS` runs what `python ARGUMENTS` would,
+in a warm process.
 
-The head of `warm_python.py` tells the story. This half is what a launcher starts, once per rank, so it imports next to
-nothing: it hands its arguments, environment, folder and open files to the server, passes signals on, and ends as the
-program ends. A program that needs an interpreter of its own gets one.
+The head of `warm_python.py` tells the story. This half is what a launcher starts, once per rank, so
+it imports next to nothing: it hands its arguments, environment, folder and open files to the
+server, passes signals on, and ends as the program ends. A program that needs an interpreter of its
+own gets one.
 """
 
 import marshal
@@ -26,7 +28,9 @@ TAKEN_OVER = (
 
 
 def fixed():
-    """Returns what a fork of a running process can't take over: variables, namespaces (a lab's) and CPUs."""
+    """Returns what a fork of a running process can't take over: variables, namespaces (a lab's) and
+    CPUs.
+    """
     own = {name: value for name, value in os.environ.items() if name.startswith(_FIXED)}
     for name in ("PYTHONPATH", *TAKEN_OVER):
         own.pop(name, None)
@@ -46,7 +50,13 @@ def main():
     request = marshal.dumps((sys.argv[1:], dict(os.environ), os.getcwd(), files))
     socket.send_fds(connection, [len(request).to_bytes(4, "little")], files)
     connection.sendall(request)
-    for passed_on in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    for passed_on in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):
         signal.signal(passed_on, lambda number, _: connection.sendall(bytes([number])))
     for file in files:  # else a reader at the other end waits for this process, too
         if file != 2:
@@ -60,10 +70,14 @@ def main():
 
 
 def _connect():
-    """Returns a connection to the server, or None if this program needs an interpreter of its own."""
+    """Returns a connection to the server, or None if this program needs an interpreter of its
+    own.
+    """
     address = os.environ.get(VARIABLE)
     options = [word for word in sys.argv[1:2] if word.startswith("-") and word not in ("-c", "-m")]
-    if address is None or options or "JAXCROSS_RANK" in os.environ:  # a rank's child finds its rank by `os.getppid()`
+    if (
+        address is None or options or "JAXCROSS_RANK" in os.environ
+    ):  # a rank's child finds its rank by `os.getppid()`
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

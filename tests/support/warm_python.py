@@ -1,32 +1,38 @@
 """Warm processes: a Python that has imported JAX already, one fork away.
 
-A test over MPI runs a small program on two to four ranks. Importing JAX, Flax, Orbax and the package takes each rank 2
-to 3 s of CPU time, which was more than half of what most of these tests cost. We tried to keep the ranks: one `mpirun`
-per pytest worker whose processes receive one case after another. It needs every case to leave its process as it found
-it, but `jaxcross.initialize` is made for a process that ends with its run: it installs exception hooks, signal handlers
-and exit handlers, starts a watchdog, and sizes XLA's thread pool, once. And half of the cases end badly on purpose.
+A test over MPI runs a small program on two to four ranks. Importing JAX, Flax, Orbax and the
+package takes each rank 2 to 3 s of CPU time, which was more than half of what most of these tests
+cost. We tried to keep the ranks: one `mpirun` per pytest worker whose processes receive one case
+after another. It needs every case to leave its process as it found it, but `jaxcross.initialize` is
+made for a process that ends with its run: it installs exception hooks, signal handlers and exit
+handlers, starts a watchdog, and sizes XLA's thread pool, once. And half of the cases end badly on
+purpose.
 
-So the imports are shared and nothing else is. One process per test session, the server, imports what ranks import and
-stops there: no JAX backend, no MPI, no threads of our own. `mpirun` starts a client instead of Python for each rank;
-the client sends its arguments, environment, folder and open files to the server, which forks; the child takes these
-over and runs the program from its first line. To the program it's a fresh process: its own backend, `MPI_Init`, exit
-handlers and death. There is nothing to clean up or to leak, and a crash takes nobody else along.
+So the imports are shared and nothing else is. One process per test session, the server, imports
+what ranks import and stops there: no JAX backend, no MPI, no threads of our own. `mpirun` starts a
+client instead of Python for each rank; the client sends its arguments, environment, folder and open
+files to the server, which forks; the child takes these over and runs the program from its first
+line. To the program it's a fresh process: its own backend, `MPI_Init`, exit handlers and death.
+There is nothing to clean up or to leak, and a crash takes nobody else along.
 
-In a warm process `sys.executable` starts a warm process as well. So if a test starts a benchmark or a command by
-`COMMAND`, the ranks that this program starts are warm, too.
+In a warm process `sys.executable` starts a warm process as well. So if a test starts a benchmark or
+a command by `COMMAND`, the ranks that this program starts are warm, too.
 
-What a fork can't provide gets an ordinary interpreter: other variables that Python, NumPy or JAX read when they're
-imported (`JAX_ENABLE_X64`, `PYTHONHASHSEED`, `MALLOC_...`), options of Python (`-I`), the network of a lab, fewer CPUs,
-a rank as parent, a server that is gone. `XLA_FLAGS` and `NPROC` are read when the backend starts, so they work as
-usual, and JAX is told where its cache of compiled programs is. `GLIBC_TUNABLES`, which keeps a rank's memory from going
-back to the kernel, is ignored: it changes a rank's speed, but no result.
+What a fork can't provide gets an ordinary interpreter: other variables that Python, NumPy or JAX
+read when they're imported (`JAX_ENABLE_X64`, `PYTHONHASHSEED`, `MALLOC_...`), options of Python
+(`-I`), the network of a lab, fewer CPUs, a rank as parent, a server that is gone. `XLA_FLAGS` and
+`NPROC` are read when the backend starts, so they work as usual, and JAX is told where its cache of
+compiled programs is. `GLIBC_TUNABLES`, which keeps a rank's memory from going back to the kernel,
+is ignored: it changes a rank's speed, but no result.
 
-There are two differences. Forks share the salt of Python's `hash`, so all ranks iterate their sets in the same order;
-with `JAXCROSS_TESTS_COLD=1` no process is warm, and `.ci/more` runs Open MPI's part like that. And a rank is a child of
-the server: its client, the launcher's child, passes on signals and exit codes. Tests of how a rank starts, is signalled
-or dies call `mpirun(..., warm=False)`.
+There are two differences. Forks share the salt of Python's `hash`, so all ranks iterate their sets
+in the same order; with `JAXCROSS_TESTS_COLD=1` no process is warm, and `.ci/more` runs Open MPI's
+part like that. And a rank is a child of the server: its client, the launcher's child, passes on
+signals and exit codes. Tests of how a rank starts, is signalled or dies call `mpirun(...,
+warm=False)`.
 
-    python -m tests.support.warm_python SOCKET EXECUTABLE      # serves until its standard input is closed
+    python -m tests.support.warm_python SOCKET EXECUTABLE      # serves until its standard input is
+                                            closed
 """
 
 from __future__ import annotations
@@ -59,12 +65,29 @@ COMMAND = [sys.executable, "-IS", str(CLIENT)]
 """Stands for `sys.executable` on a command line."""
 
 _IMPORTS = (
-    "jaxcross.testing", "jaxcross.world.start", "jaxcross.world.workers", "jaxcross.wire.mpi_wire",
-    "jaxcross.jobs.runner", "jaxcross.step.crossover", "jaxcross.exchange", "jaxcross.tensor",
-    "jaxcross.server", "jaxcross.checkpoint.arrays", "jaxcross.checkpoint.checkpointer", "jaxcross.data",
-    "jaxcross.sweeps", "jaxcross.plan", "jaxcross.report", "flax.linen", "flax.nnx",
-    "flax.training.train_state", "optax", "jax.numpy", "numpy", "rich.console",
-)  # fmt: skip
+    "jaxcross.testing",
+    "jaxcross.world.start",
+    "jaxcross.world.workers",
+    "jaxcross.wire.mpi_wire",
+    "jaxcross.jobs.runner",
+    "jaxcross.step.crossover",
+    "jaxcross.exchange",
+    "jaxcross.tensor",
+    "jaxcross.server",
+    "jaxcross.checkpoint.arrays",
+    "jaxcross.checkpoint.checkpointer",
+    "jaxcross.data",
+    "jaxcross.sweeps",
+    "jaxcross.plan",
+    "jaxcross.report",
+    "flax.linen",
+    "flax.nnx",
+    "flax.training.train_state",
+    "optax",
+    "jax.numpy",
+    "numpy",
+    "rich.console",
+)
 _PATIENCE_S = 20.0  # a client that is stopped while it connects must not hold up the others
 
 
@@ -85,8 +108,12 @@ def serving() -> Iterator[None]:
         with listener:
             server = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(listener.fileno()), str(executable)],
-                stdin=subprocess.PIPE, env=environ, cwd=root, pass_fds=[listener.fileno()], start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                env=environ,
+                cwd=root,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
         os.environ[VARIABLE] = address
         try:
             yield
@@ -128,7 +155,9 @@ class _Server:
         signal.set_wakeup_fd(self._wake.fileno())
 
     def serve(self) -> _Request | None:
-        """Serves until standard input is closed, then returns None. In a forked child, returns the request to run."""
+        """Serves until standard input is closed, then returns None. In a forked child, returns the
+        request to run.
+        """
         for source in (self._listener, self._woken, sys.stdin):
             self._selector.register(source, selectors.EVENT_READ)
         try:
@@ -179,7 +208,9 @@ class _Server:
         return None
 
     def _received(self, connection: socket.socket) -> _Request | None:
-        """Returns a client's request, or None if the client runs the program itself, or dies before it has sent all."""
+        """Returns a client's request, or None if the client runs the program itself, or dies before
+        it has sent all.
+        """
         here: list[int] = []
         connection.settimeout(_PATIENCE_S)
         try:
@@ -195,7 +226,9 @@ class _Server:
         return _Request(arguments=arguments, environ=environ, folder=folder, there=there, here=here)
 
     def _pass_on(self, client: socket.socket) -> None:
-        """Sends a child the signals that its client received, and kills the child if the client is gone."""
+        """Sends a child the signals that its client received, and kills the child if the client is
+        gone.
+        """
         try:
             numbers = client.recv(16)
         except OSError:
@@ -226,16 +259,21 @@ def _signal(pid: int, number: int) -> None:
 
 def _import_all() -> None:
     for name in _IMPORTS:
-        with contextlib.suppress(Exception):  # an extra that isn't installed, or a bug: the program will meet it, too
+        with contextlib.suppress(
+            Exception
+        ):  # an extra that isn't installed, or a bug: the program will meet it, too
             __import__(name)
-    logging.root.handlers.clear()  # some of them print a warning while they're imported, which installs one
+    # some of them print a warning while they're imported, which installs one
+    logging.root.handlers.clear()
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, all that is shared
 
 
 def _become(request: _Request, started_with: Mapping[str, str]) -> None:
     """Takes over a client's files, environment and folder, in a child."""
-    high = [os.dup2(file, 200 + n, inheritable=False) for n, file in enumerate(request.here)]  # out of each other's way
+    high = [
+        os.dup2(file, 200 + n, inheritable=False) for n, file in enumerate(request.here)
+    ]  # out of each other's way
     for file in request.here:
         os.close(file)
     for file, number in zip(high, request.there, strict=True):
@@ -250,9 +288,13 @@ def _become(request: _Request, started_with: Mapping[str, str]) -> None:
     os.environ.update({**set_by_imports, **request.environ})
     os.chdir(request.folder)
     beside = Path(sys.executable).parent
-    if shutil.which("mpirun", path=str(beside)):  # `find_mpirun` looks next to `sys.executable` first
+    if shutil.which(
+        "mpirun", path=str(beside)
+    ):  # `find_mpirun` looks next to `sys.executable` first
         os.environ["PATH"] = os.pathsep.join([str(beside), os.environ.get("PATH", os.defpath)])
-    multiprocessing.set_executable(sys.executable)  # its children inherit open files that only this process has
+    multiprocessing.set_executable(
+        sys.executable
+    )  # its children inherit open files that only this process has
     sys.executable = sys.argv[2]
     for name in TAKEN_OVER:
         if name in request.environ:

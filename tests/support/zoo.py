@@ -1,7 +1,9 @@
-"""The one table of small train steps. A new row is at once tested in lock step, over MPI, and by every cut.
+"""The one table of small train steps. A new row is at once tested in lock step, over MPI, and by
+every cut.
 
-Each row is a step `(state, batch) -> (state, metrics)` as a JAX user would write it, over the axis `batch` (or more).
-The state is equal on all ranks, the batch is the rank's own; `exact` rows use arithmetic whose sums do not round.
+Each row is a step `(state, batch) -> (state, metrics)` as a JAX user would write it, over the axis
+`batch` (or more). The state is equal on all ranks, the batch is the rank's own; `exact` rows use
+arithmetic whose sums do not round.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class Row:
         rtol: Against `vmap`, whose sums round in another order; 0 where all arithmetic is exact.
         steps: How many are run; enough for counters to come round.
         vmap: Whether `vmap` can stand for it (`axis_index_groups` it cannot).
-        bits: Whether a whole cut gives the bits of one fused executable. Where exchanges stand amid computation, XLA
-            contracts other multiplications with additions once they are apart.
+        bits: Whether a whole cut gives the bits of one fused executable. Where exchanges stand amid
+            computation, XLA contracts other multiplications with additions once they are apart.
     """
 
     name: str
@@ -62,7 +64,9 @@ def integers(rank: int, step: int) -> Any:
     return jnp.asarray(np.random.default_rng((step, rank)).integers(-8, 9, (12, 12)), jnp.int32)
 
 
-def plain(function: Callable[..., Any], state: Callable[[], Any] = lambda: jnp.zeros((12, 12))) -> Any:
+def plain(
+    function: Callable[..., Any], state: Callable[[], Any] = lambda: jnp.zeros((12, 12))
+) -> Any:
     """A row whose step is a bare function of state, batch and number of ranks."""
     return lambda ranks: (partial(_call, function, ranks), state())
 
@@ -72,7 +76,9 @@ def _call(function: Callable[..., Any], ranks: int, state: Any, batch: Any) -> A
 
 
 def dependent(state: Any, batch: Any, ranks: int) -> Any:
-    """Exchanges that need one another: a norm of the sum, a choice by it, a second sum (as Adasum, PowerSGD)."""
+    """Exchanges that need one another: a norm of the sum, a choice by it, a second sum (as Adasum,
+    PowerSGD).
+    """
     g = lax.psum(batch.astype(jnp.float32), "batch")
     p = g @ jnp.ones((12, 2)) / 128
     p = lax.psum(jnp.round(p), "batch")
@@ -92,12 +98,15 @@ def cond_counter(state: Any, batch: Any, ranks: int) -> Any:
     count, params = state
     params = params + batch
     params = lax.cond(count % 2 == 1, lambda p: lax.psum(p * 2, "batch"), lambda p: p, params)
-    # Between averages ranks drift apart; the state handed on is made equal again so that all rows compare alike.
+    # Between averages ranks drift apart; the state handed on is made equal again so that all rows
+    # compare alike.
     return (count + 1, lax.pmax(params, "batch")), params.sum()
 
 
 def cond_data(state: Any, batch: Any, ranks: int) -> Any:
-    """A predicate that no host can know: made from the exchanged data itself, equal on all ranks."""
+    """A predicate that no host can know: made from the exchanged data itself, equal on all
+    ranks.
+    """
     big = lax.pmax(batch.max(), "batch") > 7
 
     def yes(x: Any) -> Any:
@@ -122,7 +131,9 @@ def scan_exchange(state: Any, batch: Any, ranks: int, length: int = 0) -> Any:
 
 def while_exchange(state: Any, batch: Any, ranks: int) -> Any:
     """A loop that all ranks leave together."""
-    total = lax.while_loop(lambda c: jnp.abs(c).max() < 500, lambda c: lax.psum(jnp.abs(c) + 1, "batch"), batch)
+    total = lax.while_loop(
+        lambda c: jnp.abs(c).max() < 500, lambda c: lax.psum(jnp.abs(c) + 1, "batch"), batch
+    )
     return state + lax.pmax(total, "batch"), total.sum()
 
 
@@ -148,7 +159,9 @@ def all_collectives(axis: str, n: int, state: Any, batch: Any, *, scatter: bool 
     }
     if scatter:  # JAX's own is wrong under two `vmap`s: it scatters another dimension
         parts["psum_scatter"] = jnp.broadcast_to(lax.psum_scatter(x[:n], axis), (12, 12))
-        parts["psum_scatter_tiled"] = lax.psum_scatter(jnp.tile(x, (1, n)), axis, scatter_dimension=1, tiled=True)
+        parts["psum_scatter_tiled"] = lax.psum_scatter(
+            jnp.tile(x, (1, n)), axis, scatter_dimension=1, tiled=True
+        )
     total = sum(v.astype(jnp.float32).sum() for v in parts.values())
     return state + lax.psum(total, axis) + lax.psum(x, axis), parts
 
@@ -161,7 +174,9 @@ def over_two_axes(state: Any, batch: Any, ranks: int) -> Any:
     """One axis after the other, both at once, in either order."""
     g = lax.psum(lax.pmax(batch, "col"), "row")
     both = lax.pmin(batch + lax.axis_index("row") * 3, ("row", "col")), lax.psum(g, ("col", "row"))
-    state, parts = all_collectives("col", two_axes(ranks)["col"], state + sum(both), batch, scatter=False)
+    state, parts = all_collectives(
+        "col", two_axes(ranks)["col"], state + sum(both), batch, scatter=False
+    )
     return lax.pmax(state, "row"), parts
 
 
@@ -195,7 +210,9 @@ def tensor_parallel(state: Any, batch: Any, ranks: int) -> Any:
 
 
 def custom_derivatives(state: Any, batch: Any, ranks: int) -> Any:
-    """An exchange in the backward pass only, through `custom_vjp`; one in a `custom_jvp`; one under remat in a jit."""
+    """An exchange in the backward pass only, through `custom_vjp`; one in a `custom_jvp`; one under
+    remat in a jit.
+    """
 
     @jax.custom_vjp
     def copied(x: Any) -> Any:
@@ -216,7 +233,9 @@ def custom_derivatives(state: Any, batch: Any, ranks: int) -> Any:
 def solver(state: Any, batch: Any, ranks: int) -> Any:
     """A rank's index inside an equation that is solved."""
     solved = lax.custom_linear_solve(
-        lambda x: x * 2.0 ** lax.axis_index("batch"), batch * 1.0, lambda _, b: b / 2.0 ** lax.axis_index("batch")
+        lambda x: x * 2.0 ** lax.axis_index("batch"),
+        batch * 1.0,
+        lambda _, b: b / 2.0 ** lax.axis_index("batch"),
     )
     return state + lax.psum(solved, "batch"), ()
 
@@ -237,7 +256,9 @@ def _int_state() -> Any:
     return jnp.zeros((12, 12), jnp.int32)
 
 
-def _exact(name: str, function: Callable[..., Any], state: Callable[[], Any] = _int_state, **options: Any) -> Row:
+def _exact(
+    name: str, function: Callable[..., Any], state: Callable[[], Any] = _int_state, **options: Any
+) -> Row:
     return Row(name=name, build=plain(function, state), batch=integers, rtol=0, **options)
 
 
@@ -245,17 +266,37 @@ ZOO: tuple[Row, ...] = (
     Row(name="linen pmap-style", build=pmap_style(), batch=images),
     Row(name="already jitted", build=pmap_style(jit=True), batch=images),
     Row(name="nn.remat", build=pmap_style(remat=True), batch=images),
-    Row(name="adamw, clipped after the exchange", batch=images,
-        build=pmap_style(lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)))),
+    Row(
+        name="adamw, clipped after the exchange",
+        batch=images,
+        build=pmap_style(lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))),
+    ),
     Row(name="batch norm, local", build=batch_norm(), batch=images),
     Row(name="batch norm, averaged", build=batch_norm(averaged=True), batch=images),
-    Row(name="batch norm, synchronised", build=batch_norm(axis_name="batch"), batch=images, bits=False),
+    Row(
+        name="batch norm, synchronised",
+        build=batch_norm(axis_name="batch"),
+        batch=images,
+        bits=False,
+    ),
     Row(name="dropout", build=dropout, batch=images),
     Row(name="dynamic scale fp16", build=dynamic_scale, batch=images, rtol=2e-3, steps=3),
-    Row(name="MultiSteps", build=exchange_in(partial(optax.MultiSteps, every_k_schedule=2)), batch=images, steps=4),
+    Row(
+        name="MultiSteps",
+        build=exchange_in(partial(optax.MultiSteps, every_k_schedule=2)),
+        batch=images,
+        steps=4,
+    ),
     Row(name="apply_if_finite", build=exchange_in(only_good_gradients), batch=images),
-    Row(name="schedule, injected", batch=images, build=pmap_style(
-        lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=optax.cosine_decay_schedule(0.1, 10)))),
+    Row(
+        name="schedule, injected",
+        batch=images,
+        build=pmap_style(
+            lambda: optax.inject_hyperparams(optax.sgd)(
+                learning_rate=optax.cosine_decay_schedule(0.1, 10)
+            )
+        ),
+    ),
     Row(name="nnx functional", build=nnx_functional, batch=images),
     _exact("dependent exchanges", dependent, lambda: jnp.zeros((12, 12))),
     _exact("clip by a norm over ranks", two_sums_by_two_rules),
@@ -277,7 +318,7 @@ ZOO: tuple[Row, ...] = (
     _exact("custom derivatives", custom_derivatives, lambda: jnp.ones((12, 12))),
     _exact("an index inside a solver", solver, lambda: jnp.zeros((12, 12))),
     _exact("groups, and a partial permutation", grouped, vmap=False),
-)  # fmt: skip
+)
 
 
 def ranks_of(axes: dict[str, int]) -> int:
@@ -285,7 +326,9 @@ def ranks_of(axes: dict[str, int]) -> int:
 
 
 def assert_close(got: Any, expected: Any, rtol: float, what: str) -> None:
-    """Same structure, types, and values within `rtol` of the leaf's largest element (1e-6 at least); equal for 0."""
+    """Same structure, types, and values within `rtol` of the leaf's largest element (1e-6 at
+    least); equal for 0.
+    """
     tree = jax.tree.structure(got)
     expected_leaves, expected_tree = jax.tree.flatten(expected)
     assert tree == expected_tree, what
@@ -294,7 +337,9 @@ def assert_close(got: Any, expected: Any, rtol: float, what: str) -> None:
         if jnp.issubdtype(jnp.asarray(a).dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         a, b = np.asarray(a), np.asarray(b)
-        assert a.dtype == b.dtype and a.shape == b.shape, f"{where}: {a.dtype}{a.shape}, not {b.dtype}{b.shape}"
+        assert a.dtype == b.dtype and a.shape == b.shape, (
+            f"{where}: {a.dtype}{a.shape}, not {b.dtype}{b.shape}"
+        )
         if rtol == 0 or a.dtype.kind not in "f":
             np.testing.assert_array_equal(a, b, err_msg=where)
         else:

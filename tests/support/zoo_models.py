@@ -41,7 +41,9 @@ class MLP(nn.Module):
         dense = nn.remat(nn.Dense) if self.remat else nn.Dense
         x = dense(8)(x)
         if self.norm:
-            x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=self.axis_name)(x)
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=self.axis_name)(
+                x
+            )
         x = nn.relu(x)
         x = nn.Dropout(self.dropout, deterministic=not train)(x)
         return dense(CLASSES)(x)
@@ -67,7 +69,9 @@ def momentum() -> optax.GradientTransformation:
     return optax.sgd(0.1, momentum=0.9)
 
 
-def linen_state(model: MLP, tx: optax.GradientTransformation, cls: Any = TrainState, **extra: Any) -> Any:
+def linen_state(
+    model: MLP, tx: optax.GradientTransformation, cls: Any = TrainState, **extra: Any
+) -> Any:
     variables = model.init(jax.random.key(0), jnp.ones((1, WIDTH)), train=False)
     if "batch_stats" in variables:
         extra["batch_stats"] = variables["batch_stats"]
@@ -75,11 +79,16 @@ def linen_state(model: MLP, tx: optax.GradientTransformation, cls: Any = TrainSt
 
 
 def compute_metrics(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
-    metrics = {"loss": cross_entropy(logits, labels), "accuracy": jnp.mean(jnp.argmax(logits, -1) == labels)}
+    metrics = {
+        "loss": cross_entropy(logits, labels),
+        "accuracy": jnp.mean(jnp.argmax(logits, -1) == labels),
+    }
     return lax.pmean(metrics, axis_name="batch")
 
 
-def pmap_style(tx: Callable[[], optax.GradientTransformation] = momentum, *, jit: bool = False, **model: Any) -> Any:
+def pmap_style(
+    tx: Callable[[], optax.GradientTransformation] = momentum, *, jit: bool = False, **model: Any
+) -> Any:
     """As in Flax's examples: gradients and metrics averaged in the step."""
 
     def build(ranks: int) -> tuple[Any, Any]:
@@ -100,7 +109,9 @@ def pmap_style(tx: Callable[[], optax.GradientTransformation] = momentum, *, jit
 
 
 def batch_norm(*, averaged: bool = False, axis_name: str | None = None) -> Any:
-    """Statistics local to the rank, averaged over ranks (`sync_batch_stats`), or synchronised in the forward pass."""
+    """Statistics local to the rank, averaged over ranks (`sync_batch_stats`), or synchronised in
+    the forward pass.
+    """
 
     def build(ranks: int) -> tuple[Any, Any]:
         state = linen_state(MLP(norm=True, axis_name=axis_name), momentum(), NormState)
@@ -138,14 +149,20 @@ def dropout(ranks: int) -> tuple[Any, Any]:
             return cross_entropy(logits, batch["label"])
 
         loss, grads = jax.value_and_grad(loss_fn)(train.params)
-        return (train.apply_gradients(grads=lax.pmean(grads, "batch")), key), lax.pmean(loss, "batch")
+        return (train.apply_gradients(grads=lax.pmean(grads, "batch")), key), lax.pmean(
+            loss, "batch"
+        )
 
     return train_step, state
 
 
 def dynamic_scale(ranks: int) -> tuple[Any, Any]:
-    """fp16 with `DynamicScale(axis_name=...)`, as Flax's ImageNet example has it; a scale that overflows at first."""
-    state = linen_state(MLP(), momentum(), ScaledState, dynamic_scale=dynamic_scale_lib.DynamicScale(scale=2.0**17))
+    """fp16 with `DynamicScale(axis_name=...)`, as Flax's ImageNet example has it; a scale that
+    overflows at first.
+    """
+    state = linen_state(
+        MLP(), momentum(), ScaledState, dynamic_scale=dynamic_scale_lib.DynamicScale(scale=2.0**17)
+    )
 
     def train_step(state: ScaledState, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
@@ -175,7 +192,9 @@ def exchange_in(wrap: Callable[[optax.GradientTransformation], Any]) -> Any:
 
         def train_step(state: TrainState, batch: Any) -> Any:
             def loss_fn(params: Any) -> Any:
-                return cross_entropy(state.apply_fn({"params": params}, batch["image"]), batch["label"])
+                return cross_entropy(
+                    state.apply_fn({"params": params}, batch["image"]), batch["label"]
+                )
 
             loss, grads = jax.value_and_grad(loss_fn)(state.params)
             return state.apply_gradients(grads=grads), lax.pmean(loss, "batch")
@@ -207,7 +226,9 @@ def nnx_functional(ranks: int) -> tuple[Any, Any]:
 
     def train_step(state: Any, batch: Any) -> Any:
         model, optimizer = nnx.merge(graph, state)
-        loss, grads = nnx.value_and_grad(lambda m: cross_entropy(m(batch["image"]), batch["label"]))(model)
+        loss, grads = nnx.value_and_grad(
+            lambda m: cross_entropy(m(batch["image"]), batch["label"])
+        )(model)
         optimizer.update(model, lax.pmean(grads, "batch"))
         return nnx.state((model, optimizer)), lax.pmean(loss, "batch")
 

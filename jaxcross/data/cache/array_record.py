@@ -1,8 +1,10 @@
-"""Places of records in an ArrayRecord shard, and a reader of some of them without the rest of the file.
+"""Places of records in an ArrayRecord shard, and a reader of some of them without the rest of the
+file.
 
-ArrayRecord's own reader opens a path only, and decodes and verifies a record if its bytes are in place. So the bytes
-that were fetched are put in their places in a sparse file in memory, next to the footer. The reader does not tell where
-a record lies; the footer does, in Riegeli's format (https://github.com/google/riegeli/blob/master/doc).
+ArrayRecord's own reader opens a path only, and decodes and verifies a record if its bytes are in
+place. So the bytes that were fetched are put in their places in a sparse file in memory, next to
+the footer. The reader does not tell where a record lies; the footer does, in Riegeli's format
+(https://github.com/google/riegeli/blob/master/doc).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from jaxcross.errors import require_extra
 
 BLOCK_BYTES = 1 << 16
 BLOCK_HEADER_BYTES = 24
-CHUNK_HEADER = struct.Struct("<QQQQQ")  # hashes of header and data, sizes, and the type with the number of records
+CHUNK_HEADER = struct.Struct(
+    "<QQQQQ"
+)  # hashes of header and data, sizes, and the type with the number of records
 SIMPLE = ord("r")
 PLAIN, ZSTD = 0, ord("z")
 
@@ -43,7 +47,8 @@ class Footer:
 
     @cached_property
     def chunks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Offsets of the chunks and the end of the last; number of the first record of each chunk, and of all.
+        """Offsets of the chunks and the end of the last; number of the first record of each chunk,
+        and of all.
 
         Raises:
             ValueError: The footer is damaged, or compressed in another way than by zstd.
@@ -80,8 +85,11 @@ def footer_start(last_block: bytes, nbytes: int) -> int:
     return start
 
 
-def read_records(footer: Footer, ranges: Mapping[int, bytes], records: Sequence[int]) -> list[bytes]:
-    """Decodes records of one shard from the bytes of their chunks, by offset. ArrayRecord verifies its own hashes.
+def read_records(
+    footer: Footer, ranges: Mapping[int, bytes], records: Sequence[int]
+) -> list[bytes]:
+    """Decodes records of one shard from the bytes of their chunks, by offset. ArrayRecord verifies
+    its own hashes.
 
     Raises:
         ValueError: The bytes are not what was written.
@@ -91,10 +99,14 @@ def read_records(footer: Footer, ranges: Mapping[int, bytes], records: Sequence[
         os.ftruncate(fd, footer.nbytes)
         ends = {footer.start: footer.index, footer.nbytes - BLOCK_BYTES: footer.postscript}
         for offset, content in {**ranges, **ends}.items():
-            os.pwrite(fd, content, offset)  # what is not written reads as zeros, and takes no memory
+            os.pwrite(
+                fd, content, offset
+            )  # what is not written reads as zeros, and takes no memory
         try:
             options = "readahead_buffer_size:0,max_parallelism:0,index_storage_option:in_memory"
-            reader = ArrayRecordReader(f"/proc/self/fd/{fd}", options, file_reader_buffer_size=32768)
+            reader = ArrayRecordReader(
+                f"/proc/self/fd/{fd}", options, file_reader_buffer_size=32768
+            )
             found = reader.read(list(records))
             reader.close()
         except (RuntimeError, IndexError) as error:
@@ -105,7 +117,9 @@ def read_records(footer: Footer, ranges: Mapping[int, bytes], records: Sequence[
 
 
 def _records(content: bytes, offset: int) -> list[bytes]:
-    """Decodes the records of the chunk at the start of `content`, whose place in the file is `offset`."""
+    """Decodes the records of the chunk at the start of `content`, whose place in the file is
+    `offset`.
+    """
     try:
         data = _without_block_headers(content, offset)
         *_, nbytes, _, kind, _ = CHUNK_HEADER.unpack_from(data)
@@ -147,7 +161,10 @@ def _decompressed(compression: int, data: bytes) -> bytes:
         return data
     nbytes, place = _varint(data, 0)
     if compression != ZSTD:
-        raise ValueError(f"the index at its end is compressed as `{chr(compression)}`; only zstd can be read remotely")
+        raise ValueError(
+            f"the index at its end is compressed as `{chr(compression)}`; only zstd can be read "
+            "remotely"
+        )
     require_extra("remote", "a data set at a URL", "zstandard")
     import zstandard
 
@@ -169,7 +186,9 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _fields(message: bytes) -> dict[int, int]:
-    """Reads the whole numbers of a protocol buffer message, by field; other fields count by their length."""
+    """Reads the whole numbers of a protocol buffer message, by field; other fields count by their
+    length.
+    """
     found = {}
     place = 0
     while place < len(message):

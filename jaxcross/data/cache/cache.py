@@ -41,26 +41,30 @@ REPORT_S = 5.0  # statistics are written that often at most
 class Cache:
     """Levels between a data set and training, which all processes and runs of a node share.
 
-    Records are kept in memory as decoded images, in memory as they are stored, and on the node's disk; what none of
-    them has is read from where the data set lies, ahead of its use. Each level keeps what any job on the node needs
-    soonest, since the order of records follows from the seed. Batches have the same bits as without a cache.
+    Records are kept in memory as decoded images, in memory as they are stored, and on the node's
+    disk; what none of them has is read from where the data set lies, ahead of its use. Each level
+    keeps what any job on the node needs soonest, since the order of records follows from the seed.
+    Batches have the same bits as without a cache.
 
-    The data set is never written or deleted. A crash does not damage the cache. A level whose disk or memory is full
-    turns off with one warning. Linux only.
+    The data set is never written or deleted. A crash does not damage the cache. A level whose disk
+    or memory is full turns off with one warning. Linux only.
 
     Args:
-        folder: On a disk of this node: empty, missing, or a cache. All processes of the node name the same one.
+        folder: On a disk of this node: empty, missing, or a cache. All processes of the node name
+            the same one.
         disk_bytes: Budget of the records on disk, for all processes together; 0 for none.
         memory_bytes: Budget of the records in memory, for all processes together; 0 for none.
-        images_bytes: Budget of the decoded images in memory, for all processes together; 0 for none.
+        images_bytes: Budget of the decoded images in memory, for all processes together; 0 for
+            none.
         ahead_records: Records that each stream of batches reads ahead, in memory of its own.
-        memory_folder: Where the levels in memory lie: on a file system in memory, `/dev/shm` if there is one.
+        memory_folder: Where the levels in memory lie: on a file system in memory, `/dev/shm` if
+            there is one.
         storage_options: Of fsspec, for data sets that a URL names.
 
     Raises:
         OSError: The folder cannot be written.
-        ValueError: An argument cannot be meant, or the folder holds something else, belongs to another machine, or is
-            in use with other budgets.
+        ValueError: An argument cannot be meant, or the folder holds something else, belongs to
+            another machine, or is in use with other budgets.
 
     Example:
         >>> cache = Cache("/local/cache", disk_bytes=200 * 10**9, memory_bytes=8 * 10**9)  # doctest: +SKIP
@@ -82,9 +86,13 @@ class Cache:
         budgets = {"disk": disk_bytes, "memory": memory_bytes, "images": images_bytes}
         for name, value in budgets.items():
             if not is_whole(value) or value < 0:
-                raise ValueError(f"`{name}_bytes` must be a whole number of bytes, 0 or more, got {value!r}.")
+                raise ValueError(
+                    f"`{name}_bytes` must be a whole number of bytes, 0 or more, got {value!r}."
+                )
         if not is_whole(ahead_records) or ahead_records < 1:
-            raise ValueError(f"`ahead_records` must be a whole number, at least 1, got {ahead_records!r}.")
+            raise ValueError(
+                f"`ahead_records` must be a whole number, at least 1, got {ahead_records!r}."
+            )
         self.folder = Path(folder).expanduser().resolve()
         self.storage_options = dict(storage_options or {})
         self.ahead_records = ahead_records
@@ -114,7 +122,8 @@ class Cache:
         elif read_json(path).get("machine") != this:
             self._users.leave()
             raise ValueError(
-                f"The cache folder `{self.folder}` is in use by another machine. Name a folder on a disk of this node."
+                f"The cache folder `{self.folder}` is in use by another machine. Name a folder on "
+                "a disk of this node."
             )
 
     def _open(self, budgets: Mapping[str, int]) -> Levels:
@@ -123,7 +132,9 @@ class Cache:
         stores: dict[str, PageStore | None] = {}
         try:
             for name, budget in budgets.items():
-                stores[name] = self._level(folders[name] / name, name, budget, streams) if budget else None
+                stores[name] = (
+                    self._level(folders[name] / name, name, budget, streams) if budget else None
+                )
         except BaseException:
             for store in stores.values():
                 if store is not None:
@@ -141,17 +152,23 @@ class Cache:
                     raise PermissionError(f"`{self._memory}` belongs to another user")
                 write_json(self._memory / MARKER, {"cache": str(self.folder)})
             return PageStore(
-                folder, name=name, budget_bytes=budget, distances=streams.distances, several_streams=streams.are_several
+                folder,
+                name=name,
+                budget_bytes=budget,
+                distances=streams.distances,
+                several_streams=streams.are_several,
             )
         except OSError as error:
             _log.warning(
-                f"The data cache's level `{name}` in `{folder}` stays off, since its files cannot be made: {error}. "
-                "Training reads more from slower levels."
+                f"The data cache's level `{name}` in `{folder}` stays off, since its files cannot "
+                f"be made: {error}. Training reads more from slower levels."
             )
             return None
 
     def split(self, origin: Origin, name: str, parse: Callable[[bytes], Any]) -> CachedSplit:
-        """Reads the records of `origin` through the levels. `parse` makes an example of a record's bytes."""
+        """Reads the records of `origin` through the levels. `parse` makes an example of a record's
+        bytes.
+        """
         levels, base = self._levels, 0
         try:
             base = self._base(origin, name)
@@ -185,12 +202,20 @@ class Cache:
             return known[origin.fingerprint]["base"]
 
     def statistics(self) -> dict[str, LevelStatistics]:
-        """Returns what each level has given to this process so far: `images`, `memory`, `disk` and `origin`."""
+        """Returns what each level has given to this process so far: `images`, `memory`, `disk` and
+        `origin`.
+        """
         return self._statistics.levels()
 
     def usage(self) -> dict[str, tuple[int, int]]:
-        """Returns the records in each level that is on, and their bytes, for all processes together."""
-        stores = {"images": self._levels.images, "memory": self._levels.memory, "disk": self._levels.disk}
+        """Returns the records in each level that is on, and their bytes, for all processes
+        together.
+        """
+        stores = {
+            "images": self._levels.images,
+            "memory": self._levels.memory,
+            "disk": self._levels.disk,
+        }
         return {name: store.usage() for name, store in stores.items() if store is not None}
 
     def _report_now_and_then(self) -> None:
@@ -202,10 +227,14 @@ class Cache:
         self._reported_s = time.monotonic()
         with suppress(OSError):  # a full disk
             self._report_path.parent.mkdir(exist_ok=True)
-            write_json(self._report_path, {"pid": os.getpid(), "levels": as_json(self.statistics())})
+            write_json(
+                self._report_path, {"pid": os.getpid(), "levels": as_json(self.statistics())}
+            )
 
     def close(self) -> None:
-        """Stops reading ahead and leaves the levels. The last user frees the memory; the disk keeps its records."""
+        """Stops reading ahead and leaves the levels. The last user frees the memory; the disk keeps
+        its records.
+        """
         if self.stop.is_set():
             return
         self.stop.set()
@@ -226,7 +255,10 @@ class Cache:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -237,19 +269,32 @@ def _memory_folder(folder: Path, wanted: str | Path | None) -> Path:
         if wanted is not None:
             raise FileNotFoundError(f"`memory_folder` `{parent}` does not exist.")
         parent = Path(tempfile.gettempdir())
-    return parent / f"jaxcross-cache-{os.getuid()}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+    return (
+        parent
+        / f"jaxcross-cache-{os.getuid()}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+    )
 
 
 def _claim_folder(folder: Path, memory: Path) -> None:
-    """Makes the folder a cache, unless it holds something else: nothing but a cache is ever written into."""
+    """Makes the folder a cache, unless it holds something else: nothing but a cache is ever written
+    into.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise type(error)(f"The cache folder `{folder}` cannot be made: {error}.") from error
     if (found := read_json(folder / MARKER)) and found.get("format") != FORMAT:
-        raise ValueError(f"`{folder}` is a cache of another version of jaxcross. Remove it, or choose another folder.")
-    if not found and any(path.name != MARKER and not path.name.startswith(".") for path in folder.iterdir()):
-        raise ValueError(f"`{folder}` holds other files, and not a cache. Choose an empty folder; nothing was written.")
+        raise ValueError(
+            f"`{folder}` is a cache of another version of jaxcross. Remove it, or choose another "
+            "folder."
+        )
+    if not found and any(
+        path.name != MARKER and not path.name.startswith(".") for path in folder.iterdir()
+    ):
+        raise ValueError(
+            f"`{folder}` holds other files, and not a cache. Choose an empty folder; nothing was "
+            "written."
+        )
     if found.get("memory") != str(memory):
         write_json(folder / MARKER, {"format": FORMAT, "memory": str(memory)})
 
@@ -261,7 +306,8 @@ def _remove_abandoned(own: Path) -> None:
         if other == own or not folder.is_absolute():
             continue
         if not folder.is_dir():
-            # Removed, or of a container that shares this memory and has other disks: then its levels have users.
+            # Removed, or of a container that shares this memory and has other disks: then its
+            # levels have users.
             if not any(has_users(users) for users in other.glob("*/users")):
                 shutil.rmtree(other, ignore_errors=True)
             continue

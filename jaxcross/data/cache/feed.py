@@ -45,7 +45,8 @@ class Source(Protocol):
 
 @final
 class Passes:
-    """Record numbers of each pass over a stream. The next pass is computed on a thread while this one is read.
+    """Record numbers of each pass over a stream. The next pass is computed on a thread while this
+    one is read.
 
     Args:
         record_at: Returns the record at a position.
@@ -96,7 +97,14 @@ class Feed:
     """
 
     def __init__(
-        self, split: Source, passes: Passes, *, length: int, start: int, stop: int, ahead_records: int
+        self,
+        split: Source,
+        passes: Passes,
+        *,
+        length: int,
+        start: int,
+        stop: int,
+        ahead_records: int,
     ) -> None:
         self._split = split
         self._passes = passes
@@ -105,7 +113,9 @@ class Feed:
         self._stop = stop
         self._ahead = ahead_records
         self._arrivals: dict[int, Arrival] = {}
-        self._brought = start  # what is below was brought, and what is not in `_arrivals` any more was taken
+        self._brought = (
+            start  # what is below was brought, and what is not in `_arrivals` any more was taken
+        )
         self._wanted = start  # the furthest position that was asked for
         self._fetching = False  # what was found already waits for what is fetched before it, too
         self._waited_s: dict[str, float] = {}
@@ -119,7 +129,8 @@ class Feed:
         self._thread.start()
 
     def take(self, position: int) -> Arrival:
-        """Waits for the record at a position, and returns it. A position is there once; later it is read again.
+        """Waits for the record at a position, and returns it. A position is there once; later it is
+        read again.
 
         Raises:
             OSError: The origin cannot be read.
@@ -130,12 +141,17 @@ class Feed:
             fetching = self._fetching
             self._wanted = max(self._wanted, position)
             self._wake_thread()
-            self._changed.wait_for(lambda: position in self._arrivals or position < self._brought or self._ended)
+            self._changed.wait_for(
+                lambda: position in self._arrivals or position < self._brought or self._ended
+            )
             arrival = self._arrivals.pop(position, None)
             brought = position < self._brought
             self._wake_thread()
             if arrival is not None:
-                level, seconds = "origin" if fetching else arrival.level, time.perf_counter() - began
+                level, seconds = (
+                    "origin" if fetching else arrival.level,
+                    time.perf_counter() - began,
+                )
                 self._waited_s[level] = self._waited_s.get(level, 0.0) + seconds
                 self._split.statistics.add(level, waited_s=seconds)
                 return arrival
@@ -147,7 +163,9 @@ class Feed:
         return Arrival(record, *self._split.read(record))
 
     def waited_s(self) -> dict[str, float]:
-        """Returns the seconds for which `take` has waited so far, all threads together, by level."""
+        """Returns the seconds for which `take` has waited so far, all threads together, by
+        level.
+        """
         with self._changed:
             return dict(self._waited_s)
 
@@ -167,9 +185,13 @@ class Feed:
 
     def _run(self) -> None:
         try:
-            stream = self._split.announce(self._passes, length=self._length, start=self._start, stop=self._stop)
+            stream = self._split.announce(
+                self._passes, length=self._length, start=self._start, stop=self._stop
+            )
             try:
-                for group in groups(self._start, self._stop, self._length, max(1, self._ahead // 2)):
+                for group in groups(
+                    self._start, self._stop, self._length, max(1, self._ahead // 2)
+                ):
                     if not self._has_room(len(group)):
                         return
                     self._bring(stream, group)
@@ -181,7 +203,9 @@ class Feed:
                 self._changed.notify_all()
 
     def _has_room(self, count: int) -> bool:
-        """Waits until a group may be read: there is place, or a reader waits beyond what was brought."""
+        """Waits until a group may be read: there is place, or a reader waits beyond what was
+        brought.
+        """
         with self._changed:
             self._awaited = count
             self._room.wait_for(lambda: self._may_read)
@@ -190,10 +214,16 @@ class Feed:
 
     @property
     def _may_read(self) -> bool:
-        return len(self._arrivals) + self._awaited <= self._ahead or self._wanted >= self._brought or self._ended
+        return (
+            len(self._arrivals) + self._awaited <= self._ahead
+            or self._wanted >= self._brought
+            or self._ended
+        )
 
     def _wake_thread(self) -> None:
-        """Wakes the reading thread where it can go on: not at each record, which takes as long as to read it."""
+        """Wakes the reading thread where it can go on: not at each record, which takes as long as
+        to read it.
+        """
         if self._awaited and self._may_read:
             self._room.notify_all()
 

@@ -1,4 +1,6 @@
-"""Contents of a cache's folder and what its last or present run has read: for people, without joining its users."""
+"""Contents of a cache's folder and what its last or present run has read: for people, without
+joining its users.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,14 @@ def cache_info(folder: Path) -> list[LevelInfo]:
     The processes of a run that goes on write their statistics every few seconds.
     """
     memory = Path(str(read_json(folder / MARKER).get("memory", folder)))
-    runs = [from_json(read_json(path).get("levels", {})) for path in sorted(folder.glob("runs/*.json"))]
+    runs = [
+        from_json(read_json(path).get("levels", {})) for path in sorted(folder.glob("runs/*.json"))
+    ]
     return [
-        _level((folder if name == "disk" else memory) / name, name, total(run[name] for run in runs)) for name in LEVELS
+        _level(
+            (folder if name == "disk" else memory) / name, name, total(run[name] for run in runs)
+        )
+        for name in LEVELS
     ]
 
 
@@ -55,7 +62,10 @@ def _level(folder: Path, name: str, given: LevelStatistics) -> LevelInfo:
         header = np.fromfile(folder / "pages", np.int64, HEADER)
         n_pages = ((folder / "pages").stat().st_size - 8 * HEADER) // 8
         rows = np.fromfile(folder / "rows", np.uint32).reshape(-1, 4)
-        records, used = int(np.count_nonzero(rows[:, FIRST])), (n_pages - int(header[FREE])) * PAGE_BYTES
+        records, used = (
+            int(np.count_nonzero(rows[:, FIRST])),
+            (n_pages - int(header[FREE])) * PAGE_BYTES,
+        )
     except (OSError, ValueError, IndexError):
         return LevelInfo(name=name, budget_bytes=None, used_bytes=0, records=0, given=given)
     budget = n_pages * PAGE_BYTES

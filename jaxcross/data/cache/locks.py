@@ -1,4 +1,6 @@
-"""Locks of files: they hold among threads, processes and runs of a machine, and the kernel frees a dead process's."""
+"""Locks of files: they hold among threads, processes and runs of a machine, and the kernel frees a
+dead process's.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,15 @@ from types import TracebackType
 from typing import Self, final
 
 POLL_S = 0.02
-BYTE_LOCK = struct.Struct("hhqqi4x")  # the kernel's `struct flock`: kind, origin, first byte, bytes, process
+BYTE_LOCK = struct.Struct(
+    "hhqqi4x"
+)  # the kernel's `struct flock`: kind, origin, first byte, bytes, process
 
 
 @final
 class FileLock:
-    """Mutual exclusion among all threads and processes that name the same file. A context manager; not reentrant.
+    """Mutual exclusion among all threads and processes that name the same file. A context manager;
+    not reentrant.
 
     Once it is closed it excludes the threads of this process only.
     """
@@ -34,7 +39,10 @@ class FileLock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._fd is not None:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -50,7 +58,8 @@ class FileLock:
 
 @final
 class Users:
-    """One user of something that several processes share. Make and leave it while holding a lock that all users take.
+    """One user of something that several processes share. Make and leave it while holding a lock
+    that all users take.
 
     Attributes:
         is_first: Whether there was no other user when this one came.
@@ -84,9 +93,9 @@ def has_users(path: Path) -> bool:
 class Claims:
     """Claims of records that are being fetched: each by one thread of one process at a time.
 
-    A claim is a lock on one byte of a file, at the record's number. It belongs to this object's open file and not to
-    the process, which may have several caches. A thread must not wait for another one's claim while it holds any: it
-    would wait in a circle.
+    A claim is a lock on one byte of a file, at the record's number. It belongs to this object's
+    open file and not to the process, which may have several caches. A thread must not wait for
+    another one's claim while it holds any: it would wait in a circle.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,8 +1,10 @@
-"""Choice of the records that a level keeps: those that are needed soonest; and the simulation that predicts hits. Pure.
+"""Choice of the records that a level keeps: those that are needed soonest; and the simulation that
+predicts hits. Pure.
 
-The order of a stream is known from its seed, so the next use of each record is, too. Dropping what is needed last is
-optimal where all records have one size (L. A. Belady, 1966, https://doi.org/10.1147/sj.52.0078). Two departures keep a
-decision cheap for a million records: a level drops a batch at a time, and refuses without looking for a while.
+The order of a stream is known from its seed, so the next use of each record is, too. Dropping what
+is needed last is optimal where all records have one size (L. A. Belady, 1966,
+https://doi.org/10.1147/sj.52.0078). Two departures keep a decision cheap for a million records: a
+level drops a batch at a time, and refuses without looking for a while.
 """
 
 from __future__ import annotations
@@ -46,14 +48,17 @@ class Room:
         self._refusals = 0  # copies that are refused without a look
 
     def offer_copy(self, put: Callable[[bool], bool], *, several_streams: bool) -> bool:
-        """Offers a full level a record that a slower level has, too, and returns whether it has it now.
+        """Offers a full level a record that a slower level has, too, and returns whether it has it
+        now.
 
-        One stream uses each record once a pass. So each record that a level keeps spans the end of the pass, and a
-        level that holds a quarter of the records gives a quarter, whichever they are: exchanging those that the stream
-        needs gains nothing, and took 0.2 ms for each record of 100 kB. Several streams gain by exchanging.
+        One stream uses each record once a pass. So each record that a level keeps spans the end of
+        the pass, and a level that holds a quarter of the records gives a quarter, whichever they
+        are: exchanging those that the stream needs gains nothing, and took 0.2 ms for each record
+        of 100 kB. Several streams gain by exchanging.
 
         Args:
-            put: Offers the record; its argument is whether it may replace records that are needed later.
+            put: Offers the record; its argument is whether it may replace records that are needed
+                later.
             several_streams: Whether more than one stream uses the level.
         """
         if several_streams:
@@ -66,14 +71,18 @@ class Room:
         return taken
 
     def victims(
-        self, needed: int, distance: int, residents: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]]
+        self,
+        needed: int,
+        distance: int,
+        residents: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]],
     ) -> np.ndarray | None:
         """Chooses residents to drop for a newcomer, those needed last first.
 
         Args:
             needed: Pages that the newcomer lacks.
             distance: Uses of other records until the newcomer is needed.
-            residents: Returns numbers, distances and pages of all residents; called only where it matters.
+            residents: Returns numbers, distances and pages of all residents; called only where it
+                matters.
 
         Returns:
             Numbers to drop, or None where the newcomer is needed later than they are.
@@ -94,7 +103,8 @@ class Room:
 
 @final
 class NextUse:
-    """The next position of each record in one stream, which the stream keeps up to date as it advances.
+    """The next position of each record in one stream, which the stream keeps up to date as it
+    advances.
 
     Args:
         table: int64 `[records]`, filled here; may lie in shared memory.
@@ -116,7 +126,9 @@ class NextUse:
         np.minimum(self._positions(self._epoch), self._later, out=self.table)
 
     def take(self, position: int) -> int:
-        """Returns the record at `position` and notes when it is used again. Positions must come in order."""
+        """Returns the record at `position` and notes when it is used again. Positions must come in
+        order.
+        """
         epoch, index = divmod(position, self._length)
         if epoch != self._epoch:
             self._epoch = epoch
@@ -138,7 +150,9 @@ class NextUse:
 
 
 def groups(start: int, stop: int, length: int, size: int) -> Iterator[range]:
-    """Splits positions into groups of `size`, none of which spans two passes, so that no record is in one twice."""
+    """Splits positions into groups of `size`, none of which spans two passes, so that no record is
+    in one twice.
+    """
     while start < stop:
         end = min(start + size, stop, (start // length + 1) * length)
         yield range(start, end)
@@ -176,7 +190,12 @@ class _Level:
         self.pages: dict[int, int] = {}
 
     def put(
-        self, record: int, pages: int, distance: Callable[[np.ndarray], np.ndarray], *, exchange: bool = True
+        self,
+        record: int,
+        pages: int,
+        distance: Callable[[np.ndarray], np.ndarray],
+        *,
+        exchange: bool = True,
     ) -> bool:
         if record in self.pages or pages > self._capacity:
             return record in self.pages
@@ -184,7 +203,11 @@ class _Level:
 
             def residents() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                 numbers = np.array(sorted(self.pages), np.int64)
-                return numbers, distance(numbers), np.array([self.pages[number] for number in numbers], np.int64)
+                return (
+                    numbers,
+                    distance(numbers),
+                    np.array([self.pages[number] for number in numbers], np.int64),
+                )
 
             own = max(int(distance(np.array([record]))[0]), 0 if exchange else UNNEEDED)
             victims = self._room.victims(pages - self.free, own, residents)
@@ -196,13 +219,19 @@ class _Level:
         return True
 
     def put_copy(
-        self, record: int, pages: int, distance: Callable[[np.ndarray], np.ndarray], *, several_streams: bool
+        self,
+        record: int,
+        pages: int,
+        distance: Callable[[np.ndarray], np.ndarray],
+        *,
+        several_streams: bool,
     ) -> None:
         if pages <= self.free:
             self.put(record, pages, distance)
             return
         self._room.offer_copy(
-            lambda exchange: self.put(record, pages, distance, exchange=exchange), several_streams=several_streams
+            lambda exchange: self.put(record, pages, distance, exchange=exchange),
+            several_streams=several_streams,
         )
 
 
@@ -217,15 +246,18 @@ def simulate(
     read_bytes: np.ndarray | None = None,
     policy: str = "next_use",
 ) -> list[Tally]:
-    """Predicts what each pass reads from where, by the same decisions that the levels take. Reads nothing.
+    """Predicts what each pass reads from where, by the same decisions that the levels take. Reads
+    nothing.
 
     Args:
-        orders: The passes of each stream on the node: one for each job and rank. They advance in turn.
+        orders: The passes of each stream on the node: one for each job and rank. They advance in
+            turn.
         sizes: Bytes of each record.
         budgets: Bytes of each level, the fastest first. A level takes whole pages of 4096 bytes.
         length: Records of a stream's pass.
         epochs: Passes.
-        group: Records that are looked up before those that are missing are fetched: half of `ahead_records`.
+        group: Records that are looked up before those that are missing are fetched: half of
+            `ahead_records`.
         read_bytes: Bytes that the origin sends for each record, if not `sizes`.
         policy: `next_use`, or `lru` for what keeping the most recently used would give.
 
@@ -246,7 +278,10 @@ def simulate(
     clock = 0
 
     def by_next_use(numbers: np.ndarray) -> np.ndarray:
-        each = [stream.table[numbers] - position for stream, position in zip(streams, positions, strict=True)]
+        each = [
+            stream.table[numbers] - position
+            for stream, position in zip(streams, positions, strict=True)
+        ]
         return np.maximum(np.min(each, axis=0), 0)
 
     def by_last_use(numbers: np.ndarray) -> np.ndarray:
@@ -268,11 +303,17 @@ def simulate(
                     continue
                 hits[position // length, found] += 1
                 for level in levels[:found]:
-                    level.put_copy(record, int(pages[record]), distance, several_streams=len(streams) > 1)
+                    level.put_copy(
+                        record, int(pages[record]), distance, several_streams=len(streams) > 1
+                    )
             for record in missing:
                 for level in reversed(levels):
                     level.put(record, int(pages[record]), distance)
     return [
-        Tally(hits=tuple(map(int, hits[epoch])), origin=len(records), origin_bytes=int(sent[records].sum()))
+        Tally(
+            hits=tuple(map(int, hits[epoch])),
+            origin=len(records),
+            origin_bytes=int(sent[records].sum()),
+        )
         for epoch, records in enumerate(missed)
     ]

@@ -1,4 +1,6 @@
-"""The place of a data set: a folder, or a file system of fsspec, read by byte ranges. Never written or deleted."""
+"""The place of a data set: a folder, or a file system of fsspec, read by byte ranges. Never written
+or deleted.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from jaxcross.data.cache.array_record import BLOCK_BYTES, Footer, footer_start, 
 from jaxcross.data.cache.small_files import FooterFiles
 
 CONNECTIONS = 32
-"""Ranges that are read at once. With fsspec's own 128 some starved: 19 s instead of 12 over 8 Mbit/s, once 200 s."""
+"""Ranges that are read at once. With fsspec's own 128 some starved: 19 s instead of 12 over 8
+Mbit/s, once 200 s.
+"""
 TRIES = 7
 WAIT_S = 0.5  # doubled each time: half a minute in all, as stores that limit their load ask for
 
@@ -99,14 +103,21 @@ class RemoteOrigin(Origin):
     """
 
     def __init__(
-        self, fs: Any, shards: Sequence[Shard], identity: str, footers: FooterFiles, stop: threading.Event
+        self,
+        fs: Any,
+        shards: Sequence[Shard],
+        identity: str,
+        footers: FooterFiles,
+        stop: threading.Event,
     ) -> None:
         self._fs = fs
         self._shards = shards
         self._footers = footers
         self._stop = stop
         self._fingerprint = _digest(identity, [tuple(shard) for shard in shards])
-        self._firsts = np.cumsum([0] + [shard.take for shard in shards])  # number of each shard's first record
+        self._firsts = np.cumsum(
+            [0] + [shard.take for shard in shards]
+        )  # number of each shard's first record
         self._known: dict[int, Footer] = {}
 
     @property
@@ -137,9 +148,9 @@ class RemoteOrigin(Origin):
                 blobs = read_records(self._known[shard], fetched[shard], indices)
             except ValueError as error:
                 raise ValueError(
-                    f"Records {indices} of the shard `{self._shards[shard].path}` cannot be decoded: {error}. The file "
-                    "is damaged, or it changed since the cache learnt its index: prepare it again under another name, "
-                    "or use an empty cache folder."
+                    f"Records {indices} of the shard `{self._shards[shard].path}` cannot be "
+                    f"decoded: {error}. The file is damaged, or it changed since the cache learnt "
+                    "its index: prepare it again under another name, or use an empty cache folder."
                 ) from error
             for place, blob in zip(places, blobs, strict=True):
                 found[place] = blob
@@ -158,9 +169,13 @@ class RemoteOrigin(Origin):
         return shard, record - int(self._firsts[shard]) + self._shards[shard].skip
 
     def _load_footers(self, shards: list[int]) -> int:
-        """Makes sure that these shards' footers are known. Returns the bytes that were read from the origin."""
+        """Makes sure that these shards' footers are known. Returns the bytes that were read from
+        the origin.
+        """
         for shard in shards:
-            if shard not in self._known and (footer := self._footers.load(self._shards[shard].path)):
+            if shard not in self._known and (
+                footer := self._footers.load(self._shards[shard].path)
+            ):
                 self._known[shard] = footer
         new = [shard for shard in shards if shard not in self._known]
         if not new:
@@ -169,20 +184,28 @@ class RemoteOrigin(Origin):
         sizes = self._retried(lambda: self._fs.sizes(paths), paths)
         if missing := [path for path, size in zip(paths, sizes, strict=True) if not size]:
             raise FileNotFoundError(
-                f"The shard `{missing[0]}` is missing or empty, or its server does not tell its size."
+                f"The shard `{missing[0]}` is missing or empty, or its server does not tell its "
+                "size."
             )
-        blocks = self._ranges([(s, max(0, size - BLOCK_BYTES), size) for s, size in zip(new, sizes, strict=True)])
-        starts = [self._checked(s, footer_start, b, size) for s, b, size in zip(new, blocks, sizes, strict=True)]
+        blocks = self._ranges(
+            [(s, max(0, size - BLOCK_BYTES), size) for s, size in zip(new, sizes, strict=True)]
+        )
+        starts = [
+            self._checked(s, footer_start, b, size)
+            for s, b, size in zip(new, blocks, sizes, strict=True)
+        ]
         ends = [size - BLOCK_BYTES for size in sizes]
         indices = self._ranges(list(zip(new, starts, ends, strict=True)))
-        for shard, start, size, index, block in zip(new, starts, sizes, indices, blocks, strict=True):
+        for shard, start, size, index, block in zip(
+            new, starts, sizes, indices, blocks, strict=True
+        ):
             footer = Footer(size, start, index.rstrip(b"\0"), block.rstrip(b"\0"))
             found = self._checked(shard, lambda footer=footer: footer.n_records)
             needed = self._shards[shard].skip + self._shards[shard].take
             if found < needed:
                 raise ValueError(
-                    f"The shard `{self._shards[shard].path}` holds {found} records; `dataset_info.json` promises "
-                    f"{needed}. Copy the data set again."
+                    f"The shard `{self._shards[shard].path}` holds {found} records; "
+                    f"`dataset_info.json` promises {needed}. Copy the data set again."
                 )
             self._footers.save(self._shards[shard].path, footer)
             self._known[shard] = footer
@@ -193,8 +216,8 @@ class RemoteOrigin(Origin):
             return read(*arguments)
         except ValueError as error:
             raise ValueError(
-                f"The shard `{self._shards[shard].path}` cannot be read by byte ranges: {error}. Is it an ArrayRecord "
-                "file, as `tfds` and `jaxcross data synth` write it?"
+                f"The shard `{self._shards[shard].path}` cannot be read by byte ranges: {error}. "
+                "Is it an ArrayRecord file, as `tfds` and `jaxcross data synth` write it?"
             ) from error
 
     def _ranges(self, wanted: Sequence[tuple[int, int, int]]) -> list[bytes]:
@@ -203,14 +226,19 @@ class RemoteOrigin(Origin):
         starts, ends = [start for _, start, _ in wanted], [end for _, _, end in wanted]
         if not wanted:
             return []
-        several = isinstance(self._fs, AsyncFileSystem)  # others, among them fsspec's caches, read one after the other
+        several = isinstance(
+            self._fs, AsyncFileSystem
+        )  # others, among them fsspec's caches, read one after the other
         options = {"batch_size": self._fs.batch_size or CONNECTIONS} if several else {}
-        contents = self._retried(lambda: self._fs.cat_ranges(paths, starts, ends, on_error="raise", **options), paths)
+        contents = self._retried(
+            lambda: self._fs.cat_ranges(paths, starts, ends, on_error="raise", **options), paths
+        )
         for path, start, end, content in zip(paths, starts, ends, contents, strict=True):
             if len(content) != end - start:
                 raise ValueError(
-                    f"`{path}`: the storage sent {len(content)} bytes where {end - start} were asked for, from byte "
-                    f"{start}. A server must support range requests (Python's `http.server` does not)."
+                    f"`{path}`: the storage sent {len(content)} bytes where {end - start} were "
+                    f"asked for, from byte {start}. A server must support range requests (Python's "
+                    "`http.server` does not)."
                 )
         return contents
 
@@ -223,7 +251,11 @@ class RemoteOrigin(Origin):
                 again = attempt < TRIES and not isinstance(error, PermissionError)
                 if again and not self._stop.wait(WAIT_S * 2 ** (attempt - 1)):
                     continue
-                kind = type(error) if isinstance(error, FileNotFoundError | PermissionError) else OSError
+                kind = (
+                    type(error)
+                    if isinstance(error, FileNotFoundError | PermissionError)
+                    else OSError
+                )
                 raise kind(
                     f"Reading {_named(paths)} failed{f' {attempt} times' if attempt > 1 else ''}: "
                     f"{type(error).__name__}: {error}. Training "

@@ -1,11 +1,13 @@
-"""One level of the cache: records by number, in pages of a file of fixed size that all processes of the node share.
+"""One level of the cache: records by number, in pages of a file of fixed size that all processes of
+the node share.
 
     data    the pages
     pages   header; for each page the next one of its record; the stack of free pages
     rows    for each record its first page, its bytes, their checksum, and a checksum of the row
 
-A process may be killed at any moment. The row is written last, and reading checks both checksums. The first process,
-and the next one after a killed one, count the free pages again from the rows that are whole.
+A process may be killed at any moment. The row is written last, and reading checks both checksums.
+The first process, and the next one after a killed one, count the free pages again from the rows
+that are whole.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from jaxcross.data.cache.next_use import PAGE_BYTES, UNNEEDED, Room, pages_of
 
 _log = logging.getLogger("jaxcross")
 
-FIRST, NBYTES, CRC, CHECK = range(4)  # columns of the rows, 4 bytes each; pages count from 1, and 0 means none
+FIRST, NBYTES, CRC, CHECK = range(
+    4
+)  # columns of the rows, 4 bytes each; pages count from 1, and 0 means none
 ROW_BYTES = 16
 HEADER = 8  # words of 8 bytes, of which two are in use
 DIRTY, FREE = 0, 1  # whether a change has begun and not ended; number of free pages
@@ -37,15 +41,18 @@ SMALLEST_BYTES = 16 * PAGE_BYTES
 
 @final
 class PageStore:
-    """A level with a hard budget, shared by the processes that name the same folder. All methods are thread-safe.
+    """A level with a hard budget, shared by the processes that name the same folder. All methods
+    are thread-safe.
 
     Make and close it while holding a lock that all its users take.
 
     Args:
         folder: Of this level alone; made if it is missing.
         name: Of the level, for messages.
-        budget_bytes: Of the files `data` and `pages` together. `rows` takes 16 bytes more for each record.
-        distances: Returns how many uses of other records come before the next use of each of these numbers.
+        budget_bytes: Of the files `data` and `pages` together. `rows` takes 16 bytes more for each
+            record.
+        distances: Returns how many uses of other records come before the next use of each of these
+            numbers.
         several_streams: Returns whether more than one stream uses the level.
 
     Raises:
@@ -67,7 +74,9 @@ class PageStore:
         several_streams: Callable[[], bool],
     ) -> None:
         if budget_bytes < SMALLEST_BYTES:
-            raise ValueError(f"`{name}_bytes` must be 0 or at least {SMALLEST_BYTES}, got {budget_bytes}.")
+            raise ValueError(
+                f"`{name}_bytes` must be 0 or at least {SMALLEST_BYTES}, got {budget_bytes}."
+            )
         self.n_pages = (budget_bytes - 8 * HEADER) // (PAGE_BYTES + 8)
         self.damaged = 0
         self.is_off = self._is_closed = False
@@ -95,8 +104,9 @@ class PageStore:
                 os.truncate(self._folder / "data", self.n_pages * PAGE_BYTES)
         elif _size(self._folder / "pages") != pages_bytes:
             raise ValueError(
-                f"The level `{self._name}` in `{self._folder}` is in use by another process with another budget than "
-                f"`{self._name}_bytes={budget_bytes}`. Give all processes of a node the same one."
+                f"The level `{self._name}` in `{self._folder}` is in use by another process with "
+                f"another budget than `{self._name}_bytes={budget_bytes}`. Give all processes of a "
+                "node the same one."
             )
         self._data = os.open(self._folder / "data", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         words = np.frombuffer(_map(self._folder / "pages"), np.int64)
@@ -120,11 +130,15 @@ class PageStore:
             self._map_rows()
 
     def close(self) -> None:
-        """Leaves the level. Waits for a call in another thread; after it the level has nothing and takes nothing."""
+        """Leaves the level. Waits for a call in another thread; after it the level has nothing and
+        takes nothing.
+        """
         with self._lock:
             self._is_closed = True
             self._rows = np.empty((0, 4), np.uint32)
-            os.close(self._data)  # threads that still read find no record: the number may be another file's now
+            os.close(
+                self._data
+            )  # threads that still read find no record: the number may be another file's now
         self._lock.close()
         self._users.leave()
 
@@ -132,7 +146,9 @@ class PageStore:
         return number < len(self._rows) and bool(self._rows[number, FIRST])
 
     def get(self, number: int, salt: int = 0) -> bytes | None:
-        """Reads one record, or returns None. A record whose checksum is wrong, or has another salt, is dropped."""
+        """Reads one record, or returns None. A record whose checksum is wrong, or has another salt,
+        is dropped.
+        """
         if number not in self:
             return None
         try:
@@ -141,7 +157,9 @@ class PageStore:
             if not self._is_closed:
                 raise
             return None
-        if blob is None and number in self:  # moved by another process while it was read, or damaged
+        if (
+            blob is None and number in self
+        ):  # moved by another process while it was read, or damaged
             with self._locked():
                 if self._is_closed:
                     return None
@@ -152,13 +170,14 @@ class PageStore:
         return blob
 
     def put(self, number: int, blob: bytes, salt: int = 0, *, exchange: bool = True) -> bool:
-        """Offers a record. Returns whether the level has it now: where room is short, next uses decide.
-        Without `exchange` only records that no stream is known to need are replaced.
+        """Offers a record. Returns whether the level has it now: where room is short, next uses
+        decide. Without `exchange` only records that no stream is known to need are replaced.
 
-        The salt, which tells data sets apart, starts the checksum: a number that came to mean another data set's
-        record is found out.
+        The salt, which tells data sets apart, starts the checksum: a number that came to mean
+        another data set's record is found out.
 
-        A write that fails, on a full disk for example, turns the level off for this process, with one warning.
+        A write that fails, on a full disk for example, turns the level off for this process, with
+        one warning.
         """
         needed = pages_of(len(blob))
         if self.is_off or not needed or needed > self.n_pages or number >= len(self._rows):
@@ -171,7 +190,9 @@ class PageStore:
                     return True
                 lacking = needed - int(self._header[FREE])
                 if lacking > 0:
-                    distance = max(int(self._distances(np.array([number]))[0]), 0 if exchange else UNNEEDED)
+                    distance = max(
+                        int(self._distances(np.array([number]))[0]), 0 if exchange else UNNEEDED
+                    )
                     victims = self._room.victims(lacking, distance, self._residents)
                     if victims is None:
                         return False
@@ -180,9 +201,9 @@ class PageStore:
         except OSError as error:
             self.is_off = True
             _log.warning(
-                f"The data cache's level `{self._name}` in `{self._folder}` is off from now on, since a write failed: "
-                f"{error}. Training goes on and reads more from slower levels. Free some space, or pass a smaller "
-                f"`{self._name}_bytes`."
+                f"The data cache's level `{self._name}` in `{self._folder}` is off from now on, "
+                f"since a write failed: {error}. Training goes on and reads more from slower "
+                f"levels. Free some space, or pass a smaller `{self._name}_bytes`."
             )
             return False
         return True
@@ -192,7 +213,8 @@ class PageStore:
         if pages_of(len(blob)) <= self._header[FREE]:  # without the lock: `put` looks again
             return self.put(number, blob, salt)
         return self._room.offer_copy(
-            lambda exchange: self.put(number, blob, salt, exchange=exchange), several_streams=self._several_streams()
+            lambda exchange: self.put(number, blob, salt, exchange=exchange),
+            several_streams=self._several_streams(),
         )
 
     def usage(self) -> tuple[int, int]:
@@ -210,7 +232,11 @@ class PageStore:
     def _residents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         self._map_rows()
         numbers = np.flatnonzero(self._rows[:, FIRST])
-        return numbers, self._distances(numbers), -(-self._rows[numbers, NBYTES].astype(np.int64) // PAGE_BYTES)
+        return (
+            numbers,
+            self._distances(numbers),
+            -(-self._rows[numbers, NBYTES].astype(np.int64) // PAGE_BYTES),
+        )
 
     def _insert(self, number: int, blob: bytes, salt: int) -> None:
         needed, free = pages_of(len(blob)), int(self._header[FREE])
@@ -282,7 +308,9 @@ class PageStore:
         return bytes(found) if zlib.crc32(found, salt) == crc else None
 
     def _is_one_run(self, first: int, nbytes: int) -> bool:
-        """Whether a record's pages follow each other, as they do where nothing was dropped before it came."""
+        """Whether a record's pages follow each other, as they do where nothing was dropped before
+        it came.
+        """
         count = pages_of(nbytes)
         if not 1 <= first <= first + count - 1 <= self.n_pages:
             return False
@@ -290,7 +318,9 @@ class PageStore:
         return successors == [*range(first + 1, first + count), 0]
 
     def _recount(self) -> None:
-        """Drops rows that are not whole or share a page, and makes the stack of free pages from the rest."""
+        """Drops rows that are not whole or share a page, and makes the stack of free pages from the
+        rest.
+        """
         self._map_rows()
         rows = self._rows
         while True:
@@ -327,7 +357,13 @@ class PageStore:
 
 
 def _check(number: int, first: int, nbytes: int, crc: int) -> int:
-    total = sum(part * factor for part, factor in zip((number, first, nbytes, crc), FACTORS, strict=True)) & WORD
+    total = (
+        sum(
+            part * factor
+            for part, factor in zip((number, first, nbytes, crc), FACTORS, strict=True)
+        )
+        & WORD
+    )
     return total >> 32
 
 
@@ -357,7 +393,9 @@ def _size(path: Path) -> int:
 
 
 def _resize(path: Path, nbytes: int) -> None:
-    """Gives a file this size and its place on the disk, since a mapped file that lacks it would end the process."""
+    """Gives a file this size and its place on the disk, since a mapped file that lacks it would end
+    the process.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(fd, nbytes)

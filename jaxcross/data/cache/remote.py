@@ -1,4 +1,6 @@
-"""The metadata of a data set that a URL names: small files, copied into the cache's folder for TFDS to read."""
+"""The metadata of a data set that a URL names: small files, copied into the cache's folder for TFDS
+to read.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def is_url(data_dir: str | Path) -> bool:
 
 
 def open_remote(url: str, cache: Cache) -> RemoteFolder:
-    """Reads the metadata of the data set at `url`, the versioned folder of TFDS. Waits for the storage.
+    """Reads the metadata of the data set at `url`, the versioned folder of TFDS. Waits for the
+    storage.
 
     Raises:
         FileNotFoundError: There is no data set.
@@ -54,11 +57,14 @@ def open_remote(url: str, cache: Cache) -> RemoteFolder:
         except FileNotFoundError as error:
             if name in REQUIRED:
                 raise FileNotFoundError(
-                    f"There is no `{name}` in `{url}`. Name the versioned folder of a data set that TFDS prepared with "
-                    "`--file_format=array_record`, for example `s3://bucket/imagenet2012/5.1.0`."
+                    f"There is no `{name}` in `{url}`. Name the versioned folder of a data set "
+                    "that TFDS prepared with `--file_format=array_record`, for example "
+                    "`s3://bucket/imagenet2012/5.1.0`."
                 ) from error
         except Exception as error:  # each of fsspec's file systems has errors of its own
-            raise OSError(f"`{url}/{name}` cannot be read: {type(error).__name__}: {error}") from error
+            raise OSError(
+                f"`{url}/{name}` cannot be read: {type(error).__name__}: {error}"
+            ) from error
     digest = hashlib.sha256(repr((url, sorted(contents.items()))).encode()).hexdigest()[:32]
     folder = cache.folder / "origins" / digest
     folder.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,9 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 @final
 class FooterFiles:
-    """Footers by the path of their shard, in a folder of the node. A damaged file counts as missing."""
+    """Footers by the path of their shard, in a folder of the node. A damaged file counts as
+    missing.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

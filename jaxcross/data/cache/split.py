@@ -1,4 +1,6 @@
-"""One split of a data set, read through the levels of a cache: decoded images, memory, disk, origin."""
+"""One split of a data set, read through the levels of a cache: decoded images, memory, disk,
+origin.
+"""
 
 from __future__ import annotations
 
@@ -85,9 +87,13 @@ class CachedSplit:
         return self._parse(self.read(record)[0])
 
     def feed(self, record_at: Callable[[int], int], *, length: int, start: int, stop: int) -> Feed:
-        """Starts reading a stream ahead, whose passes of `length` positions go from `start` to before `stop`."""
+        """Starts reading a stream ahead, whose passes of `length` positions go from `start` to
+        before `stop`.
+        """
         passes = Passes(record_at, length)
-        feed = Feed(self, passes, length=length, start=start, stop=stop, ahead_records=self._ahead_records)
+        feed = Feed(
+            self, passes, length=length, start=start, stop=stop, ahead_records=self._ahead_records
+        )
         self._feeds.add(feed)
         return feed
 
@@ -95,7 +101,13 @@ class CachedSplit:
         """Tells the levels, in all processes, when a stream needs each record."""
         records, record_at = len(self), passes.record_at
         return self._levels.streams.add(
-            base=self._base, records=records, order=passes, record_at=record_at, length=length, start=start, stop=stop
+            base=self._base,
+            records=records,
+            order=passes,
+            record_at=record_at,
+            length=length,
+            start=start,
+            stop=stop,
         )
 
     def has_image(self, record: int) -> bool:
@@ -105,7 +117,8 @@ class CachedSplit:
     def image(
         self, record: int, raw: bytes | None, decode: Callable[[Any], tuple[np.ndarray, int]]
     ) -> tuple[np.ndarray, int]:
-        """Returns the image, uint8 `[height, width, 3]`, read-only if it was in memory, and the label.
+        """Returns the image, uint8 `[height, width, 3]`, read-only if it was in memory, and the
+        label.
 
         Args:
             record: Its number.
@@ -133,7 +146,9 @@ class CachedSplit:
         return found or next((raw, level) for _, raw, level in self._from_origin([record]))
 
     def find(self, record: int) -> tuple[bytes, str] | None:
-        """Looks for a record in memory and on the node's disk. What was on disk is offered to memory."""
+        """Looks for a record in memory and on the node's disk. What was on disk is offered to
+        memory.
+        """
         number = self._base + record
         for name, level in (("memory", self._levels.memory), ("disk", self._levels.disk)):
             began = time.perf_counter()
@@ -148,18 +163,24 @@ class CachedSplit:
     def fetch(
         self, records: Sequence[int], stream: OwnStream, stop: threading.Event
     ) -> Iterator[tuple[int, bytes, str]]:
-        """Reads records that no level has, each by one stream of the node, and offers them to the levels.
+        """Reads records that no level has, each by one stream of the node, and offers them to the
+        levels.
 
         `stream` has taken all of them.
 
         Yields:
-            Record, bytes, and the level that had it, which another process may have filled in this moment.
+            Record, bytes, and the level that had it, which another process may have filled in this
+            moment.
         """
         numbers = [self._base + record for record in records]
         claims = self._levels.claims
         mine = claims.take(numbers)
         try:
-            late = [record for record, number in zip(records, numbers, strict=True) if number not in mine]
+            late = [
+                record
+                for record, number in zip(records, numbers, strict=True)
+                if number not in mine
+            ]
             stream.lacks(late)  # so that the levels keep them until this stream has them from there
             absent = []
             for record in records:

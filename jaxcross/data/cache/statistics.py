@@ -1,4 +1,6 @@
-"""Counts of what each level of the cache has given: records, bytes, seconds, and how long training waited for it."""
+"""Counts of what each level of the cache has given: records, bytes, seconds, and how long training
+waited for it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 LEVELS = ("images", "memory", "disk", "origin")
-"""The fastest first: decoded images, encoded records in memory, the node's disk, and where the data set lies."""
+"""The fastest first: decoded images, encoded records in memory, the node's disk, and where the data
+set lies.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +38,18 @@ class Statistics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = {name: [0, 0, 0.0, 0.0] for name in LEVELS}  # as the fields of `LevelStatistics`
+        self._counts = {
+            name: [0, 0, 0.0, 0.0] for name in LEVELS
+        }  # as the fields of `LevelStatistics`
 
     def add(
-        self, level: str, *, records: int = 0, nbytes: int = 0, seconds: float = 0.0, waited_s: float = 0.0
+        self,
+        level: str,
+        *,
+        records: int = 0,
+        nbytes: int = 0,
+        seconds: float = 0.0,
+        waited_s: float = 0.0,
     ) -> None:
         """Counts a read from `level`, or a wait for it."""
         counts = self._counts[level]
@@ -52,7 +64,9 @@ class Statistics:
         with self._lock:
             counts = {name: tuple(each) for name, each in self._counts.items()}
         return {
-            name: LevelStatistics(records=int(records), nbytes=int(nbytes), seconds=seconds, waited_s=waited_s)
+            name: LevelStatistics(
+                records=int(records), nbytes=int(nbytes), seconds=seconds, waited_s=waited_s
+            )
             for name, (records, nbytes, seconds, waited_s) in counts.items()
         }
 
@@ -60,7 +74,9 @@ class Statistics:
 def total(parts: Iterable[LevelStatistics]) -> LevelStatistics:
     """Adds the counters of several processes or reads."""
     values = [asdict(part) for part in parts]
-    return LevelStatistics(**{name: sum(each[name] for each in values) for name in asdict(LevelStatistics())})
+    return LevelStatistics(
+        **{name: sum(each[name] for each in values) for name in asdict(LevelStatistics())}
+    )
 
 
 def from_json(levels: Mapping[str, Mapping[str, Any]]) -> dict[str, LevelStatistics]:

@@ -1,7 +1,8 @@
-"""When each record is needed next by any stream of the node: one mapped table for each stream, in a shared folder.
+"""When each record is needed next by any stream of the node: one mapped table for each stream, in a
+shared folder.
 
-A stream's owner writes its table while it advances, and all processes read it. The owner holds a lock of the file, so
-that the others notice its death and take the table away.
+A stream's owner writes its table while it advances, and all processes read it. The owner holds a
+lock of the file, so that the others notice its death and take the table away.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ from jaxcross.data.cache.next_use import NEVER, NextUse, Order
 
 _log = logging.getLogger("jaxcross")
 
-HEADER = 4  # words of 8 bytes: number of the first record, records, position, and whether the rest is complete
+# words of 8 bytes: number of the first record, records, position, and whether the rest is complete
+HEADER = 4
 COMPLETE = 1
 START_S = 1.0
-"""How long a stream waits at its start until its order is known: long enough for a small data set."""
+"""How long a stream waits at its start until its order is known: long enough for a small data
+set.
+"""
 COUNT_S = 1.0
-"""How old the number of open streams may be: to look into the folder takes as long as to read a record."""
+"""How old the number of open streams may be: to look into the folder takes as long as to read a
+record.
+"""
 SUFFIX = ".stream"
 
 
@@ -45,10 +51,11 @@ class _Table(NamedTuple):
 
 @final
 class OwnStream:
-    """A stream of this process, whose next uses all processes of the node see. One thread may use it at a time.
+    """A stream of this process, whose next uses all processes of the node see. One thread may use
+    it at a time.
 
-    The order of a million records takes 100 s to compute. Until that is done, on a thread, the stream goes on, and
-    full levels take nothing new for it.
+    The order of a million records takes 100 s to compute. Until that is done, on a thread, the
+    stream goes on, and full levels take nothing new for it.
     """
 
     def __init__(
@@ -68,7 +75,9 @@ class OwnStream:
         self._later: dict[int, int] = {}
 
     def take(self, position: int) -> int:
-        """Advances to the position after this one, and returns the record at this one, counted in its split."""
+        """Advances to the position after this one, and returns the record at this one, counted in
+        its split.
+        """
         if self._next_use is None:
             patience_s = START_S if position == self._start else 0
             with suppress(TimeoutError):
@@ -77,10 +86,14 @@ class OwnStream:
                     self._next_use.take(earlier)
                 self._header[3] = COMPLETE
         self._header[2] = position + 1
-        return self._record_at(position) if self._next_use is None else self._next_use.take(position)
+        return (
+            self._record_at(position) if self._next_use is None else self._next_use.take(position)
+        )
 
     def lacks(self, records: Sequence[int]) -> None:
-        """Marks records that were taken as needed at once, since another stream is still fetching them."""
+        """Marks records that were taken as needed at once, since another stream is still fetching
+        them.
+        """
         if self._next_use is not None:
             table = self._next_use.table
             self._later.update({record: int(table[record]) for record in records})
@@ -120,14 +133,16 @@ class Streams:
         start: int = 0,
         stop: int = NEVER,
     ) -> OwnStream:
-        """Announces a stream over records `base` to `base + records - 1`, with passes of `length` positions."""
+        """Announces a stream over records `base` to `base + records - 1`, with passes of `length`
+        positions.
+        """
         name = f"{uuid.uuid4().hex}{SUFFIX}"
         try:
             table, withdraw = self._shared(name, records)
         except OSError as error:
             _log.warning(
-                f"The data cache cannot announce a stream in `{self._folder}`: {error}. Other processes will not know "
-                "what this one needs next, and may drop it."
+                f"The data cache cannot announce a stream in `{self._folder}`: {error}. Other "
+                "processes will not know what this one needs next, and may drop it."
             )
             table = _Table(np.zeros(HEADER, np.int64), np.empty(records, np.int64))
             self._private[name] = table
@@ -140,7 +155,9 @@ class Streams:
 
     def _shared(self, name: str, records: int) -> tuple[_Table, Callable[[], object]]:
         path = self._folder / name
-        hidden = path.with_suffix(".new")  # the others would take a file that is not locked yet for a dead process's
+        hidden = path.with_suffix(
+            ".new"
+        )  # the others would take a file that is not locked yet for a dead process's
         fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
         def withdraw() -> None:
@@ -159,7 +176,9 @@ class Streams:
             raise
 
     def distances(self, numbers: np.ndarray) -> np.ndarray:
-        """Counts, for each record, the records that a stream takes before it comes to that one: the least of all."""
+        """Counts, for each record, the records that a stream takes before it comes to that one: the
+        least of all.
+        """
         nearest = np.full(len(numbers), NEVER, np.int64)
         for header, table in self._refreshed():
             index = numbers - header[0]

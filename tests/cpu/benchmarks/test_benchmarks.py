@@ -1,4 +1,6 @@
-"""Benchmarks of one process run at toy size, and write numbers with the question, the command and the versions."""
+"""Benchmarks of one process run at toy size, and write numbers with the question, the command and
+the versions.
+"""
 
 import sys
 from pathlib import Path
@@ -30,7 +32,8 @@ def test_overhead(smoke):
             == 3
         )
     assert result["host_time_mlp"]["segments"] == 3
-    # A toy step's memory is exact arithmetic on XLA's figures, not a timing: the whole cut keeps little more alive.
+    # A toy step's memory is exact arithmetic on XLA's figures, not a timing: the whole cut keeps
+    # little more alive.
     assert 1 <= result["memory_transformer"]["cut_whole_over_fused"] < 1.05
 
 
@@ -71,7 +74,11 @@ def test_scale(smoke):
 def test_leaves(smoke):
     result = smoke("leaves.py")
     assert [row["leaves"] for row in result["rows"]] == [4, 8]
-    assert all(len(row[how]["first_s"]["raw"]) == 1 for row in result["rows"] for how in ("jit", "jaxcross"))
+    assert all(
+        len(row[how]["first_s"]["raw"]) == 1
+        for row in result["rows"]
+        for how in ("jit", "jaxcross")
+    )
 
 
 @pytest.mark.integration
@@ -94,12 +101,25 @@ def test_selection(smoke):
     largest = result["largest"]
     assert largest["count_error"] == 0
     ways = result["rows"][1]["ways"]
-    assert largest["over_exact"] == ways[result["rows"][1]["chosen"]]["s"]["median"] / ways["exact"]["s"]["median"]
+    assert (
+        largest["over_exact"]
+        == ways[result["rows"][1]["chosen"]]["s"]["median"] / ways["exact"]["s"]["median"]
+    )
 
 
 def test_strategies_named_in_the_picture_are_declared():
-    names = [s.name for s in (*strategies.STRATEGIES, *strategies.ROUTES, *strategies.GENTLER, *strategies.CONTROLS)]
-    assert set(names) > NAMED.keys() and len(NAMED) == len({color for color, _ in NAMED.values()}) <= 6
+    names = [
+        s.name
+        for s in (
+            *strategies.STRATEGIES,
+            *strategies.ROUTES,
+            *strategies.GENTLER,
+            *strategies.CONTROLS,
+        )
+    ]
+    assert (
+        set(names) > NAMED.keys() and len(NAMED) == len({color for color, _ in NAMED.values()}) <= 6
+    )
 
 
 @pytest.mark.exhaustive
@@ -110,7 +130,10 @@ def test_convergence(smoke, tmp_path):
     rows = {row["strategy"]: row for row in result["rows"] if row["task"] == "images"}
     received = {name: row["received_bytes"] for name, row in rows.items()}
     elements = 10 * 16 + 145 * 32 + 129 * 64 + 65 * 10
-    assert received["mean"] == [2 * 4 * elements, 4 * 4 * elements]  # of 2 ranks, after 2 and 4 steps
+    assert received["mean"] == [
+        2 * 4 * elements,
+        4 * 4 * elements,
+    ]  # of 2 ranks, after 2 and 4 steps
     assert received["local_sgd, every 8"] == [0, 0]
     first, last = received["one_bit_adam"]
     assert first > 4 * elements  # one step of Adam, then signs: a sixteenth and their scales
@@ -132,7 +155,12 @@ def test_convergence(smoke, tmp_path):
 @pytest.mark.exhaustive
 def test_backend(smoke):
     result = smoke("backend.py")
-    ways = {"as raced", "1x1 kernels as convolutions", "other convolutions in NCHW", "pages as the kernel gives them"}
+    ways = {
+        "as raced",
+        "1x1 kernels as convolutions",
+        "other convolutions in NCHW",
+        "pages as the kernel gives them",
+    }
     assert ways <= set(result["rows"])
     flags = {way for way in (*result["rows"], *result["unknown"]) if way.startswith("xla_")}
     assert len(flags) == 6 and flags & set(result["rows"])
@@ -140,20 +168,31 @@ def test_backend(smoke):
 
 
 def test_a_target_is_judged_by_every_repeat():
-    """Against the mean of the same repeat: a machine that is slower for a while is slower for both."""
+    """Against the mean of the same repeat: a machine that is slower for a while is slower for
+    both.
+    """
 
     def judged(own, of_mean):
         raw = {"mean": of_mean, "adasum of gradients": own}
-        rows = {name: {key: {"raw": values} for key in ("total", "wire")} for name, values in raw.items()}
+        rows = {
+            name: {key: {"raw": values} for key in ("total", "wire")}
+            for name, values in raw.items()
+        }
         (found,) = exchanges.judge("model", {"strategies": rows})
         return found
 
     assert judged([1.2, 2.5], [1.0, 2.0])["verdict"] == "met"
     assert judged([1.4, 3.0], [1.0, 2.0])["verdict"] == "missed"
     assert judged([1.2, 3.0], [1.0, 2.0]) == {
-        "model": "model", "what": "Adasum", "of": "adasum of gradients", "over": "mean", "ratio": 1.35,
-        "ratios": [1.2, 1.5], "target": 1.3, "verdict": "undecided",
-    }  # fmt: skip
+        "model": "model",
+        "what": "Adasum",
+        "of": "adasum of gradients",
+        "over": "mean",
+        "ratio": 1.35,
+        "ratios": [1.2, 1.5],
+        "target": 1.3,
+        "verdict": "undecided",
+    }
 
 
 def test_bytes_are_those_of_a_step_as_it_is_cut():

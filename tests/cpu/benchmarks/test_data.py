@@ -8,7 +8,10 @@ def test_smoke(smoke):
     result = smoke("data.py")
     assert result["question"].startswith("How many images a second")
     assert len(result["images_per_second"]) == 4
-    assert all(len(rates["raw"]) == 2 and rates["median"] > 0 for rates in result["images_per_second"].values())
+    assert all(
+        len(rates["raw"]) == 2 and rates["median"] > 0
+        for rates in result["images_per_second"].values()
+    )
 
 
 @pytest.mark.integration

@@ -29,7 +29,9 @@ def _trained(tx: optax.GradientTransformation) -> np.ndarray:
 
     def rank(target):
         params = jnp.ones(3)
-        (params, _), _ = jax.lax.scan(lambda c, x: step(c, x, target), (params, tx.init(params)), None, length=STEPS)
+        (params, _), _ = jax.lax.scan(
+            lambda c, x: step(c, x, target), (params, tx.init(params)), None, length=STEPS
+        )
         return params
 
     return np.asarray(jax.vmap(rank, axis_name=AXIS)(targets))
@@ -45,4 +47,6 @@ def test_a_warm_up_is_the_mean_and_then_diloco(warm_up, other):
     }
     found = _trained(diloco_gap.after_warm_up(inner, OUTER, steps=warm_up))
     np.testing.assert_allclose(found, _trained(others[other]), rtol=1e-6)
-    assert not np.allclose(found, _trained(others["diloco" if other == "mean" else "mean"]), rtol=1e-3)
+    assert not np.allclose(
+        found, _trained(others["diloco" if other == "mean" else "mean"]), rtol=1e-3
+    )

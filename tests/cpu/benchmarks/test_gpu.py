@@ -1,4 +1,6 @@
-"""gpu.py without an accelerator: how it reads a profile, and that everything runs on a device that stands in."""
+"""gpu.py without an accelerator: how it reads a profile, and that everything runs on a device that
+stands in.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,14 @@ def target() -> Iterator[ModuleType]:
 
 
 def plane(name: str, lines: dict[str, list[tuple[str, int, int, str]]]) -> str:
-    """One plane as the profiler writes it; events are name, start and end in microseconds, and executable."""
+    """One plane as the profiler writes it; events are name, start and end in microseconds, and
+    executable.
+    """
     names = sorted({event[0] for events in lines.values() for event in events})
-    text = "".join(f'event_metadata {{ key: {n} value {{ id: {n} name: "{x}" }} }}\n' for n, x in enumerate(names, 1))
+    text = "".join(
+        f'event_metadata {{ key: {n} value {{ id: {n} name: "{x}" }} }}\n'
+        for n, x in enumerate(names, 1)
+    )
     text += 'stat_metadata { key: 1 value { id: 1 name: "hlo_module" } }\n'
     for number, (line, events) in enumerate(lines.items()):
         made = ""
@@ -63,7 +70,9 @@ def plane(name: str, lines: dict[str, list[tuple[str, int, int, str]]]) -> str:
 def space(device: dict[str, list[tuple[str, int, int, str]]], *marks: tuple[int, int]) -> Any:
     """A profile with clock marks: (microseconds in it, host's nanoseconds)."""
     python = [(f"jaxcross-clock {host}", at, at, "") for at, host in marks]
-    return ProfileData.from_text_proto(plane("/host:CPU", {"python": python}) + plane("/device:GPU:0", device))
+    return ProfileData.from_text_proto(
+        plane("/host:CPU", {"python": python}) + plane("/device:GPU:0", device)
+    )
 
 
 STREAMS = {
@@ -96,7 +105,9 @@ def test_idle_time_is_told_apart(profile: ModuleType) -> None:
     shares = profile.idleness(recording, [(33 * US, 90 * US)])
     assert shares["idle_share"] == pytest.approx(6 / 50)
     assert shares["idle_inside_segments_share"] == pytest.approx(2 / 50)
-    assert shares["idle_between_ready_segments_share"] == pytest.approx(1 / 50)  # 33 to 34: before, nothing was ready
+    assert shares["idle_between_ready_segments_share"] == pytest.approx(
+        1 / 50
+    )  # 33 to 34: before, nothing was ready
     assert shares["met"] is False
     assert profile.idleness(recording, [(10 * US, 20 * US)])["met"] is True
     unready = profile.idleness(recording)
@@ -104,7 +115,9 @@ def test_idle_time_is_told_apart(profile: ModuleType) -> None:
 
 
 def test_the_quickest_mark_tells_the_clock(profile: ModuleType) -> None:
-    data = space(STREAMS, (1, 5_000_000), (5, 5_000_000 + 5 * US))  # the first began a microsecond after its time
+    data = space(
+        STREAMS, (1, 5_000_000), (5, 5_000_000 + 5 * US)
+    )  # the first began a microsecond after its time
     assert profile.clock_shift_ns(data) == 5_000_000
     assert profile.read(data).window == (5_000_000 + 10 * US, 5_000_000 + 60 * US)
 
@@ -128,7 +141,13 @@ def test_profile_marks_use_the_host_clock(profile: ModuleType, tmp_path: Path) -
     (path,) = tmp_path.rglob("*.xplane.pb")
     data = ProfileData.from_file(str(path))
     shift = profile.clock_shift_ns(data)
-    marks = [e for p in data.planes for line in p.lines for e in line.events if e.name.startswith(profile.MARK)]
+    marks = [
+        e
+        for p in data.planes
+        for line in p.lines
+        for e in line.events
+        if e.name.startswith(profile.MARK)
+    ]
     assert len(marks) == 2
     assert before <= min(m.start_ns for m in marks) + shift
     assert max(m.start_ns for m in marks) + shift <= after
@@ -207,7 +226,10 @@ def test_no_accelerator_is_said_at_once(tmp_path: Path) -> None:
         "dependent",
         "small_work",
         "constants",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("step", "selection", "crossover")),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("step", "selection", "crossover")
+        ),
     ],
 )
 def test_what_a_gpu_would_run(name: str, quick_compiler: dict[str, str]) -> None:
@@ -220,16 +242,23 @@ def test_what_two_ranks_would_run(quick_compiler: dict[str, str]) -> None:
     if mpirun is None:
         pytest.skip("no mpirun")
     line, extra = mpirun_command(
-        mpirun=mpirun, ranks=2, program=["-m", "mpi4py", str(CASE), "ranks", "--stand-in"], root=os.geteuid() == 0,
-        cores=len(os.sched_getaffinity(0)), environ=os.environ,
-    )  # fmt: skip
+        mpirun=mpirun,
+        ranks=2,
+        program=["-m", "mpi4py", str(CASE), "ranks", "--stand-in"],
+        root=os.geteuid() == 0,
+        cores=len(os.sched_getaffinity(0)),
+        environ=os.environ,
+    )
     at = line.index("-m")
     output = run(*line[at:], launcher=line[:at], env={**extra, **quick_compiler}).stdout
     assert all(f"rank {rank}: ranks holds" in output for rank in range(2))
 
 
 def test_target_config_of_a_gpu(
-    target: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    target: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """The card's text is saved under a plain name before JAX is asked to compile for it."""
     card = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
@@ -246,8 +275,12 @@ def test_target_config_of_a_gpu(
     monkeypatch.setattr(target.topologies, "get_topology_desc", describe)
     monkeypatch.setattr(sys, "argv", ["gpu_target.py", str(tmp_path)])
     target.main()
-    assert asked == [{"platform": "cuda", "topology": "1x1x1", "target_config": text, "saved": text}]
-    assert capsys.readouterr().out.endswith("compiles without a device for: NVIDIA H100 80GB HBM3\n")
+    assert asked == [
+        {"platform": "cuda", "topology": "1x1x1", "target_config": text, "saved": text}
+    ]
+    assert capsys.readouterr().out.endswith(
+        "compiles without a device for: NVIDIA H100 80GB HBM3\n"
+    )
 
 
 @pytest.mark.parametrize(("flags", "code"), [([], 1), (["--stand-in"], 0)])
@@ -271,7 +304,10 @@ def test_no_target_config_on_a_cpu(
 def test_first_parts_on_a_gpu_get_their_full_time() -> None:
     """Crossover comes first, and the limits of the first parts leave time for the installation."""
     script = (BENCHMARKS / "gpu_first.sh").read_text()
-    limits = {name: int(most) for name, most in re.findall(r"^    part (\w+) (\d+) ", script, re.MULTILINE)}
+    limits = {
+        name: int(most)
+        for name, most in re.findall(r"^    part (\w+) (\d+) ", script, re.MULTILINE)
+    }
     assert list(limits)[:4] == ["ranks_resnet50", "target_config", "doctor", "tests"]
     [limit] = re.findall(r"^LIMIT=\$\{LIMIT:-(\d+)\}$", script, re.MULTILINE)
     assert sum(list(limits.values())[:4]) + 60 <= int(limit)
@@ -279,7 +315,9 @@ def test_first_parts_on_a_gpu_get_their_full_time() -> None:
 
 @pytest.mark.exhaustive
 def test_the_first_minutes_on_a_gpu(tmp_path: Path) -> None:
-    """The script for a machine with a GPU, from end to end on the stand-in: every part ends and leaves its numbers."""
+    """The script for a machine with a GPU, from end to end on the stand-in: every part ends and
+    leaves its numbers.
+    """
     script = BENCHMARKS / "gpu_first.sh"
     done = subprocess.run(
         ["bash", str(script), "rehearse", str(tmp_path)],
@@ -295,7 +333,9 @@ def test_the_first_minutes_on_a_gpu(tmp_path: Path) -> None:
     assert list(parts) == re.findall(r"^    part (\w+) ", script.read_text(), re.MULTILINE)
     assert list(parts)[:2] == ["ranks_resnet50", "target_config"]
     crossover = json.loads((tmp_path / "gpu_ranks_resnet50.json").read_text())["ranks"]
-    assert crossover["s_per_job_step"].keys() >= {"sequential", "crossover"} and crossover["jobs"] == 2
+    assert (
+        crossover["s_per_job_step"].keys() >= {"sequential", "crossover"} and crossover["jobs"] == 2
+    )
     assert "XLA has no target configuration" in (tmp_path / "target_config.log").read_text()
     for name in parts.keys() - {"doctor", "tests"}:
         assert json.loads((tmp_path / f"gpu_{name}.json").read_text())["question"], name

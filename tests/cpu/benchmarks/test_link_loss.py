@@ -1,4 +1,6 @@
-"""Loss against seconds of training over a link: rows, the picture, and the bytes of steps that take turns."""
+"""Loss against seconds of training over a link: rows, the picture, and the bytes of steps that take
+turns.
+"""
 
 import sys
 from pathlib import Path
@@ -17,9 +19,15 @@ from strategies import AXIS, one_axis
 from jaxcross import exchange
 
 ROW = {
-    "task": "text", "strategy": "mean", "rate": "25mbit", "steps": 4, "s_per_step": 0.5, "final_test_loss": 1.5,
-    "seconds": [[1.0, 2.0], [1.0, 4.0], [1.0, 3.0]], "test_loss": [[3.0, 1.0], [1.9, 2.1], [2.0, 1.4]],
-}  # fmt: skip
+    "task": "text",
+    "strategy": "mean",
+    "rate": "25mbit",
+    "steps": 4,
+    "s_per_step": 0.5,
+    "final_test_loss": 1.5,
+    "seconds": [[1.0, 2.0], [1.0, 4.0], [1.0, 3.0]],
+    "test_loss": [[3.0, 1.0], [1.9, 2.1], [2.0, 1.4]],
+}
 
 
 def test_seconds_to_a_loss_are_the_median_of_the_seeds():
@@ -30,8 +38,15 @@ def test_seconds_to_a_loss_are_the_median_of_the_seeds():
 
 @pytest.mark.integration
 def test_a_row_is_a_line_and_the_picture_is_drawn(tmp_path):
-    diverged = {**ROW, "strategy": "demo 1%", "final_test_loss": None, "test_loss": [[3.0, None]] * 3}
-    assert "test loss 1.500" in link_loss_show.line(ROW) and "500.0 ms a step" in link_loss_show.line(ROW)
+    diverged = {
+        **ROW,
+        "strategy": "demo 1%",
+        "final_test_loss": None,
+        "test_loss": [[3.0, None]] * 3,
+    }
+    assert "test loss 1.500" in link_loss_show.line(
+        ROW
+    ) and "500.0 ms a step" in link_loss_show.line(ROW)
     assert "diverged" in link_loss_show.line(diverged)
     link_loss_show.draw({"rows": [ROW, diverged]}, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").stat().st_size > 10_000
@@ -41,7 +56,9 @@ def test_the_title_has_the_answer_of_each_task():
     rare = {**ROW, "strategy": "streaming_diloco, every 8, 4 bits"}
     slow = {**ROW, "seconds": [[120.0, 240.0]] * 3}
     images = {**rare, "task": "images"}  # without the mean there is nothing to compare
-    question, *answers = link_loss_show.title({"rows": [slow, rare, images]}, ["text", "images"]).split("\n")
+    question, *answers = link_loss_show.title(
+        {"rows": [slow, rare, images]}, ["text", "images"]
+    ).split("\n")
     assert question == "How soon does a model learn over a slow link?"
     assert answers == ["text, to a test loss of 2.5: mean 120 s, streaming DiLoCo 1.0 s"]
 
@@ -49,8 +66,12 @@ def test_the_title_has_the_answer_of_each_task():
 @pytest.mark.integration
 @pytest.mark.parametrize(("delay", "sends"), [(0, {3, 7, 11}), (4, {4, 5, 6, 7, 8, 9, 10, 11})])
 def test_bytes_of_a_step_follow_the_turns_of_fragments(delay, sends):
-    """Two fragments in turn every 4 steps: none, or all of the steps after the first turn, carry a part of one."""
-    tx = exchange.streaming_diloco(optax.sgd(0.1), optax.sgd(1.0), AXIS, every=8, fragments=2, delay=delay, bits=8)
+    """Two fragments in turn every 4 steps: none, or all of the steps after the first turn, carry a
+    part of one.
+    """
+    tx = exchange.streaming_diloco(
+        optax.sgd(0.1), optax.sgd(1.0), AXIS, every=8, fragments=2, delay=delay, bits=8
+    )
     params = [jax.ShapeDtypeStruct((512,), jnp.float32)] * 4
     found = strategies.received_bytes(tx, params, one_axis(2), range(12))
     assert {step for step, nbytes in found.items() if nbytes} == sends

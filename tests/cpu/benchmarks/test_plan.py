@@ -26,7 +26,9 @@ def _two(seconds: float = 0.3) -> list[Profile]:
 
 def test_causes_sum_to_the_difference_of_rounds():
     twin, slower = predict(_two()), predict(_two(0.36))
-    jobs = tuple(JobSummary(name=job.facts.name, steps=job.facts.steps) for job in slower.rounds.jobs)
+    jobs = tuple(
+        JobSummary(name=job.facts.name, steps=job.facts.steps) for job in slower.rounds.jobs
+    )
     wall_ns = {0: (0, round(slower.wall_s * 1e9))}
     run = Report(spans=slower.spans, jobs=jobs, policy=slower.policy.name, wall_ns=wall_ns)
     causes = plan_show.attribution(twin, run)
@@ -89,16 +91,31 @@ def test_cases_name_kinds_that_exist():
 
 def test_plan_is_drawn_from_its_rows(tmp_path):
     row = {
-        "case": "two", "rate": 500, "predicted_s": 0.5, "achieved_s": 0.52, "ratio": 0.5 / 0.52, "spread": 0.01,
-        "interval_s": [0.47, 0.55], "covered": True, "raw_s": [0.51, 0.52],
-    }  # fmt: skip
-    plan_show.draw({"rows": [row, {**row, "rate": 1000, "spread": 0.1}], "estimates": []}, tmp_path / "plan.png")
+        "case": "two",
+        "rate": 500,
+        "predicted_s": 0.5,
+        "achieved_s": 0.52,
+        "ratio": 0.5 / 0.52,
+        "spread": 0.01,
+        "interval_s": [0.47, 0.55],
+        "covered": True,
+        "raw_s": [0.51, 0.52],
+    }
+    plan_show.draw(
+        {"rows": [row, {**row, "rate": 1000, "spread": 0.1}], "estimates": []},
+        tmp_path / "plan.png",
+    )
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
 def test_carried_is_drawn_from_its_rows(tmp_path):
     raw = {"jit": [0.6], "compute": [0.6], "blocking": [0.9], "carried": [0.64]}
-    row = {"part": "alone", "rate": 25, "raw": raw, "s": {way: each[0] for way, each in raw.items()}}
+    row = {
+        "part": "alone",
+        "rate": 25,
+        "raw": raw,
+        "s": {way: each[0] for way, each in raw.items()},
+    }
     carried_show.draw({"rows": [row]}, tmp_path / "carried.png")
     assert (tmp_path / "carried.png").stat().st_size > 10_000
     assert "   0.667 of computation alone" in "\n".join(carried_show.lines(row))

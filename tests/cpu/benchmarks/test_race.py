@@ -1,4 +1,6 @@
-"""How a race runs: model sizes, turns, rivals that are left out, and answers of a rank. A real race is in tests/mpi."""
+"""How a race runs: model sizes, turns, rivals that are left out, and answers of a rank. A real race
+is in tests/mpi.
+"""
 
 import importlib.util
 import json
@@ -33,12 +35,16 @@ def test_parameters_are_those_of_the_jax_models(spec):
 
 
 def test_parameters_are_those_of_the_torch_models():
-    """In one test, for PyTorch takes 4 s to import; without the optimizers, which import its compiler."""
+    """In one test, for PyTorch takes 4 s to import; without the optimizers, which import its
+    compiler.
+    """
     pytest.importorskip("torch")
     from rivals import torch_models
 
     for spec in SPECS:
-        assert cases.parameters(spec) == sum(p.numel() for p in torch_models.module(spec).parameters()), spec
+        assert cases.parameters(spec) == sum(
+            p.numel() for p in torch_models.module(spec).parameters()
+        ), spec
 
 
 @pytest.mark.exhaustive
@@ -65,7 +71,9 @@ def test_each_case_has_its_rivals():
     assert [r.name for r in cases.rivals_of("two", {"fused"})] == ["fused"]
 
 
-@pytest.mark.parametrize(("name", "runs", "peak"), [("fused", [["a"], ["b"]], 100), ("fused-k", [["a", "b"]], 200)])
+@pytest.mark.parametrize(
+    ("name", "runs", "peak"), [("fused", [["a"], ["b"]], 100), ("fused-k", [["a", "b"]], 200)]
+)
 def test_one_after_the_other_or_at_once(name, runs, peak):
     made, told = entrants(1 << 30)
     row = made.run(cases.RIVALS[name], 4)
@@ -81,7 +89,9 @@ def test_turn_is_timed_between_compute_measurements():
     sample = made.turn(cases.RIVALS["fused"], 4)
     assert [do for do, _ in told] == ["prepare", "prepare", "compute", "run", "run", "compute"]
     assert sample["own_c_s"] == [4.5, 4.5]  # told third and sixth: of 3, 3, 6, 6
-    assert sample["c_raw"] == [{"model": "resnet8", "before": [[3.0, 3.0]] * 2, "after": [[6.0, 6.0]] * 2}]
+    assert sample["c_raw"] == [
+        {"model": "resnet8", "before": [[3.0, 3.0]] * 2, "after": [[6.0, 6.0]] * 2}
+    ]
 
 
 def test_same_processes_continue_and_others_rest():
@@ -107,7 +117,9 @@ def test_same_processes_continue_and_others_rest():
 def test_rival_that_does_not_use_the_link_is_detected():
     """A rival that does not use the link is detected."""
     made, _ = entrants(1000)
-    with pytest.raises(TeamError, match="rival `crossover` sent 0.0 MB over the link, its all-reduces need 5.1 MB"):
+    with pytest.raises(
+        TeamError, match="rival `crossover` sent 0.0 MB over the link, its all-reduces need 5.1 MB"
+    ):
         made.run(cases.RIVALS["crossover"], 4)
 
 
@@ -132,7 +144,9 @@ def test_a_table_is_shown_before_its_rows_are_written(monkeypatch):
     ],
 )
 def test_a_rate_is_looked_for_until_it_fits(told, rates, kept):
-    """An exchange of 100 MB takes 2 s at 400 Mbit/s, as predicted, or a second more, which no rate changes."""
+    """An exchange of 100 MB takes 2 s at 400 Mbit/s, as predicted, or a second more, which no rate
+    changes.
+    """
     made, _ = entrants(1)
     made.case, made.stage.lab.rate = "one", "800mbit"
 
@@ -143,9 +157,14 @@ def test_a_rate_is_looked_for_until_it_fits(told, rates, kept):
 
     def at(m):
         return Calibration(
-            compute_s=[1.0], exchange_s={"float32": [m]}, tax_s={}, beside_s={}, sent_bytes=[100e6], raw={},
+            compute_s=[1.0],
+            exchange_s={"float32": [m]},
+            tax_s={},
+            beside_s={},
+            sent_bytes=[100e6],
+            raw={},
             rate_bits_per_s=race_bounds.bits_a_second(made.stage.lab.rate),
-        )  # fmt: skip
+        )
 
     answers = iter(told)
     reference = at(1.0)
@@ -213,17 +232,34 @@ def test_separate_kinds_make_room_for_each_other(monkeypatch):
     result: dict = {"left_out": {"two/gloo": "it failed in an earlier run"}}
     race.alternate(made, "balanced", SimpleNamespace(repeats=2, steps=4, times=3), result)
     assert happened == [
-        "gloo starts", "gloo", "gloo-k", "gloo ends", "ddp starts", "ddp", "crossover",
+        "gloo starts",
+        "gloo",
+        "gloo-k",
+        "gloo ends",
+        "ddp starts",
+        "ddp",
+        "crossover",
         # the order turns by one, and back
-        "ddp ends", "gloo starts", "gloo", "crossover", "gloo ends", "ddp starts", "ddp",
-        "ddp ends", "gloo starts", "gloo-k",
-    ]  # fmt: skip
+        "ddp ends",
+        "gloo starts",
+        "gloo",
+        "crossover",
+        "gloo ends",
+        "ddp starts",
+        "ddp",
+        "ddp ends",
+        "gloo starts",
+        "gloo-k",
+    ]
     assert result["left_out"] == {}
 
 
 def test_who_fails_is_left_out_from_there_on():
     made, _ = entrants(1 << 30)
-    made.case, made.rivals = "two", [cases.RIVALS[name] for name in ("ddp", "ddp-k", "fused", "crossover")]
+    made.case, made.rivals = (
+        "two",
+        [cases.RIVALS[name] for name in ("ddp", "ddp-k", "fused", "crossover")],
+    )
     made.teams["ddp"] = ["c", "d"]  # type: ignore[list-item]
     ended: list = []
     made.stage.lab.rate, made.stage.end = "1gbit", ended.append
@@ -237,7 +273,9 @@ def test_who_fails_is_left_out_from_there_on():
 
     made.turn = fails  # type: ignore[method-assign]
     result: dict = {"left_out": {}}
-    samples, measured = race.alternate(made, "balanced", SimpleNamespace(repeats=2, steps=4, times=3), result)
+    samples, measured = race.alternate(
+        made, "balanced", SimpleNamespace(repeats=2, steps=4, times=3), result
+    )
     assert measured == [{"c": 3}] * 2
     assert {name: len(runs) for name, runs in samples.items()} == {"fused": 2, "crossover": 2}
     assert result["left_out"] == {"two/ddp": "team `ddp/0`: rank 1 ended in `run`"}

@@ -1,4 +1,6 @@
-"""The options of the race and of other benchmarks: wrong arguments, output files, machines without a lab, resuming."""
+"""The options of the race and of other benchmarks: wrong arguments, output files, machines without
+a lab, resuming.
+"""
 
 import contextlib
 import json
@@ -32,7 +34,10 @@ from jaxcross.commands import launch
         (["--rivals", "mine"], "there is no `mine`"),
         (["--steps", "3"], "`--steps 3`: fewer than 4"),
         (["--apart", "gloo,crossed"], "there is no `crossed`"),
-        (["--rates", "balnced"], "`--rates` takes network, balanced, compute, or a rate of the link: `balnced` is no"),
+        (
+            ["--rates", "balnced"],
+            "`--rates` takes network, balanced, compute, or a rate of the link: `balnced` is no",
+        ),
         (["--json", "nowhere/x.json"], "argument --json: `nowhere/x.json` cannot be written"),
         (["--json", "."], "argument --json: `.` cannot be written"),
         (["--png", "/dev/null/x"], "argument --png: `/dev/null/x` takes no files"),
@@ -53,9 +58,21 @@ def test_a_rate_of_ones_own(monkeypatch):
 @pytest.mark.parametrize(
     ("parse", "line", "message"),
     [
-        (lambda: workloads.parser("").parse_args(), ["--json", "nowhere/x.json"], "argument --json: `nowhere/x.json`"),
-        (memory.main, ["--jobs", "1,5"], "argument --jobs: there is no case of `5` jobs; there are 1, 2, 3, 4."),
-        (lambda: exchange_cost.options().parse_args(), ["--limits", "none,64K"], "argument --limits: `64K` is neither"),
+        (
+            lambda: workloads.parser("").parse_args(),
+            ["--json", "nowhere/x.json"],
+            "argument --json: `nowhere/x.json`",
+        ),
+        (
+            memory.main,
+            ["--jobs", "1,5"],
+            "argument --jobs: there is no case of `5` jobs; there are 1, 2, 3, 4.",
+        ),
+        (
+            lambda: exchange_cost.options().parse_args(),
+            ["--limits", "none,64K"],
+            "argument --limits: `64K` is neither",
+        ),
     ],
 )
 def test_wrong_arguments_of_others(monkeypatch, capsys, parse, line, message):
@@ -77,7 +94,9 @@ def test_a_rank_does_not_look_where_results_go(monkeypatch):
     assert race_file.out_file("nowhere/x.json") == Path("nowhere/x.json")
 
 
-@pytest.mark.parametrize("write", [race_file.write, lambda path, result: workloads.write_json(path, "why?", result)])
+@pytest.mark.parametrize(
+    "write", [race_file.write, lambda path, result: workloads.write_json(path, "why?", result)]
+)
 def test_only_the_named_file_is_written(tmp_path, write):
     link, kept, other = tmp_path / "link", tmp_path / "race.two", tmp_path / "race.new"
     kept.write_text("old")
@@ -85,7 +104,11 @@ def test_only_the_named_file_is_written(tmp_path, write):
     link.symlink_to("race.two")
     write(race_file.out_file(str(link)), {"rows": [1]})
     assert link.is_symlink() and json.loads(kept.read_text())["rows"] == [1]
-    assert other.read_text() == "of somebody else" and set(tmp_path.iterdir()) == {link, kept, other}
+    assert other.read_text() == "of somebody else" and set(tmp_path.iterdir()) == {
+        link,
+        kept,
+        other,
+    }
     there, here = os.pipe()
     write(race_file.out_file(f"/dev/fd/{here}"), {"rows": [2]})
     os.close(here)
@@ -131,7 +154,10 @@ def test_a_race_resumes(monkeypatch, tmp_path):
     new = race.earlier(race.options())
     (run,) = new["runs"]
     assert new["rows"] == [] and "jax" in run["versions"]
-    new["rows"] += [{"run": 0, "case": "one", "rate": "balanced", "rival": r.name} for r in cases.rivals_of("one")[1:]]
+    new["rows"] += [
+        {"run": 0, "case": "one", "rate": "balanced", "rival": r.name}
+        for r in cases.rivals_of("one")[1:]
+    ]
     race.write(out, new)
     assert not list(tmp_path.glob("*.new"))
     assert race.earlier(race.options()) == {**new, "runs": [run, run]}
@@ -140,8 +166,14 @@ def test_a_race_resumes(monkeypatch, tmp_path):
         ([r.name for r in cases.rivals_of("one")], ["network", "compute"]),
         (["fused", "wait-free"], ["balanced"]),  # and whom it is held against
     ]  # fmt: skip
-    race.write(out, {**new, "runs": [{**run, "steps": 4, "versions": {**run["versions"], "jax": "0"}}]})
+    race.write(
+        out, {**new, "runs": [{**run, "steps": 4, "versions": {**run["versions"], "jax": "0"}}]}
+    )
     with pytest.raises(SystemExit, match="cannot be resumed: other jax, steps"):
         race.earlier(race.options())
-    monkeypatch.setattr(sys, "argv", ["race.py", "--cases", "three", "--resume", "--json", str(out)])
-    assert len(race.earlier(race.options())["runs"]) == 2  # another case is not held against those rows
+    monkeypatch.setattr(
+        sys, "argv", ["race.py", "--cases", "three", "--resume", "--json", str(out)]
+    )
+    assert (
+        len(race.earlier(race.options())["runs"]) == 2
+    )  # another case is not held against those rows

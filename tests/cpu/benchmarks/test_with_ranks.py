@@ -1,4 +1,6 @@
-"""Every benchmark that starts ranks, on hosts that a real link joins or on this one, runs at toy size."""
+"""Every benchmark that starts ranks, on hosts that a real link joins or on this one, runs at toy
+size.
+"""
 
 import pytest
 
@@ -19,9 +21,12 @@ def test_endurance(smoke, tmp_path):
             assert done >= least * 0.7
             assert last["files"] <= first["files"] + 1  # the watchdog looks into /proc now and then
             assert last["communicators"] == first["communicators"] == 1
-            assert last["threads"] <= first["threads"] + 8  # of those that joined last, some may be about to end
+            assert (
+                last["threads"] <= first["threads"] + 8
+            )  # of those that joined last, some may be about to end
             objects = last["objects"] - first["objects"]
-            # What is kept of a job that has ended is 61 to 65 objects, counted with 8 to 40 of them.
+            # What is kept of a job that has ended is 61 to 65 objects, counted with 8 to 40 of
+            # them.
             assert objects <= (72 * done if part == "joins" else 300)
 
 
@@ -49,7 +54,9 @@ def test_tensor(smoke, tmp_path):
     result = smoke("tensor.py", "--png", str(tmp_path / "tensor.png"))
     assert (tmp_path / "tensor.png").stat().st_size > 0
     assert result["crossover"]["equal_to_the_bit"] is True
-    meshes = {ranks: {row["mesh"] for row in part["rows"]} for ranks, part in result["scaling"].items()}
+    meshes = {
+        ranks: {row["mesh"] for row in part["rows"]} for ranks, part in result["scaling"].items()
+    }
     assert meshes == {"4": {"1-D", "2-D"}}
     for part in result["scaling"].values():
         assert all(row["received_bytes"] > 0 < row["model_s"] for row in part["rows"])
@@ -82,17 +89,25 @@ def test_crossover(smoke):
     assert all(row["bound_s"] >= max(row["c_s"], row["m_s"]) > 0 for row in result["rows"])
     assert result["why"][0].startswith("Exchanges take ")
     assert result["link"].startswith("real link 500mbit")
-    # At least what the all-reduces of all rivals' steps must send: 2 ranks send each gradient byte once.
+    # At least what the all-reduces of all rivals' steps must send: 2 ranks send each gradient byte
+    # once.
     assert result["bytes_crossed"] > 1e6
 
 
 @pytest.mark.integration
 @pytest.mark.usefixtures("lab")
 def test_exchanges(smoke):
-    result = smoke("exchanges.py", "--only", "mean, b", "--only", "top_k 1%, t", "--only", "local_sgd")
+    result = smoke(
+        "exchanges.py", "--only", "mean, b", "--only", "top_k 1%, t", "--only", "local_sgd"
+    )
     (rows,) = result["models"].values()
     strategies = rows["strategies"]
-    assert list(strategies) == ["mean", "mean, bfloat16", "top_k 1%, threshold", "local_sgd, every 8"]
+    assert list(strategies) == [
+        "mean",
+        "mean, bfloat16",
+        "top_k 1%, threshold",
+        "local_sgd, every 8",
+    ]
     for row in strategies.values():
         assert 0 < row["wire"]["median"] < row["total"]["median"]
     assert strategies["mean"]["bytes"] == 4 * rows["elements"]
@@ -106,14 +121,19 @@ def test_exchanges(smoke):
 @pytest.mark.integration
 def test_call_check(smoke):
     (row,) = smoke("call_check.py")["steps"].values()
-    assert all(len(row[way]["raw"]) == 2 and min(row[way]["raw"]) > 0 for way in ("with_ms", "without_ms", "ratio"))
+    assert all(
+        len(row[way]["raw"]) == 2 and min(row[way]["raw"]) > 0
+        for way in ("with_ms", "without_ms", "ratio")
+    )
 
 
 @pytest.mark.integration
 def test_joint_start(smoke):
     result = smoke("joint_start.py")
     assert result["together"]["early"] == 0
-    assert all(row["wall_s"] > 0 for start in ("together", "as ready") for row in result[start]["raw"])
+    assert all(
+        row["wall_s"] > 0 for start in ("together", "as ready") for row in result[start]["raw"]
+    )
 
 
 @pytest.mark.integration

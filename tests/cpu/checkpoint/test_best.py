@@ -1,4 +1,6 @@
-"""`Checkpoints(best=...)`: the best state is kept next to the last ones, whatever was killed, and can be read back."""
+"""`Checkpoints(best=...)`: the best state is kept next to the last ones, whatever was killed, and
+can be read back.
+"""
 
 import math
 import shutil
@@ -41,15 +43,21 @@ def test_the_best_state_is_kept_next_to_the_last(mode, step, keep, tmp_path):
 
 
 def test_the_best_of_several_saves_is_the_only_extra(tmp_path):
-    """An evaluation that is not the best writes nothing, and the best one is saved when it is made."""
+    """An evaluation that is not the best writes nothing, and the best one is saved when it is
+    made.
+    """
     train(2, tmp_path, best="max", keep=9, save_every=100)
     assert steps_on_disk(tmp_path) == [2, 6, STEPS]
 
 
-@pytest.mark.parametrize("values", [[math.nan] * 6, [math.nan, 1.0, math.inf, math.nan, 0.5, 0.0]], ids=["nan", "some"])
+@pytest.mark.parametrize(
+    "values", [[math.nan] * 6, [math.nan, 1.0, math.inf, math.nan, 0.5, 0.0]], ids=["nan", "some"]
+)
 def test_nan_is_never_the_best(values, tmp_path):
     scored = dict(zip(SCORES, values, strict=True))
-    (job, _), _ = train(2, tmp_path, best="max", keep=1, evaluate=lambda step: {"score": scored[step]})
+    (job, _), _ = train(
+        2, tmp_path, best="max", keep=1, evaluate=lambda step: {"score": scored[step]}
+    )
     if 1.0 in values:
         assert best_of(tmp_path) == (w_of(job, 4), 4)
     else:
@@ -59,14 +67,18 @@ def test_nan_is_never_the_best(values, tmp_path):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["equal", "own"])
 def never_killed(request, tmp_path_factory):
-    """A run that nothing stops: whether ranks have leaves of their own, its folder, each rank's `w` of step 6."""
+    """A run that nothing stops: whether ranks have leaves of their own, its folder, each rank's `w`
+    of step 6.
+    """
     folder = tmp_path_factory.mktemp("never_killed")
     jobs = train(2, folder, best="max", keep=1, own=request.param, save_every=1)
     return request.param, folder, tuple(w_of(job, 6) for job, _ in jobs)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("stop", [{"after": n} for n in (5, 6, 7, 11)] + [{"fails_at": n} for n in (6, 8)], ids=str)
+@pytest.mark.parametrize(
+    "stop", [{"after": n} for n in (5, 6, 7, 11)] + [{"fails_at": n} for n in (6, 8)], ids=str
+)
 def test_the_best_is_that_of_a_run_that_was_not_killed(stop, never_killed, tmp_path):
     own, whole, w_of_rank = never_killed
     common = {"best": "max", "keep": 1, "own": own, "save_every": 1}
@@ -75,7 +87,9 @@ def test_the_best_is_that_of_a_run_that_was_not_killed(stop, never_killed, tmp_p
     assert steps_on_disk(tmp_path) == steps_on_disk(whole) == [6, STEPS]
     for rank in range(2):
         like = LIKE | ({"residual": np.zeros(2)} if own else {})
-        mine, theirs = (jaxcross.load(f, "a", like, best=True, rank=rank * own)[0] for f in (tmp_path, whole))
+        mine, theirs = (
+            jaxcross.load(f, "a", like, best=True, rank=rank * own)[0] for f in (tmp_path, whole)
+        )
         same(mine, theirs)
         assert mine["w"].sum() == w_of_rank[rank]
 
@@ -83,7 +97,9 @@ def test_the_best_is_that_of_a_run_that_was_not_killed(stop, never_killed, tmp_p
 @pytest.mark.integration
 @pytest.mark.parametrize("moment", range(1, 28))
 def test_a_kill_at_any_write_or_deletion_keeps_a_best(moment, tmp_path, monkeypatch):
-    """Where one rank's disk takes nothing more from some moment on, what is there has a newest and a best state."""
+    """Where one rank's disk takes nothing more from some moment on, what is there has a newest and
+    a best state.
+    """
     common = {"best": "max", "keep": 1, "save_every": 1, "own": True}
     left, commit, delete = [moment], Folders.commit, Folders.delete
 
@@ -159,13 +175,18 @@ def test_load_needs_all_parts_only_if_ranks_differ(own, step, tmp_path):
     """If no leaf belongs to a rank, rank 0's part holds the whole state."""
     train_plainly(2, tmp_path, names="a", own=own, steps=8)
     shutil.rmtree(newest(tmp_path) / "rank-0001")
-    assert jaxcross.load(tmp_path, "a", LIKE | ({"residual": np.zeros(2)} if own else {}))[1] == step
+    assert (
+        jaxcross.load(tmp_path, "a", LIKE | ({"residual": np.zeros(2)} if own else {}))[1] == step
+    )
 
 
 def test_load_refuses_a_damaged_file(tmp_path, saved):
     shutil.copytree(saved, tmp_path / "c")
     folder = max((tmp_path / "c/a").glob("0*"))
-    file = max((folder / "rank-0000/state").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    file = max(
+        (folder / "rank-0000/state").rglob("*"),
+        key=lambda path: path.stat().st_size * path.is_file(),
+    )
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(JobError, match="cannot be loaded from .* bytes, not"):
         jaxcross.load(tmp_path / "c", "a", LIKE | {"residual": np.zeros(2)})

@@ -1,4 +1,6 @@
-"""Jobs that end early, and go on: on one rank and several, with every kind of data, as if they had never stopped."""
+"""Jobs that end early, and go on: on one rank and several, with every kind of data, as if they had
+never stopped.
+"""
 
 import itertools
 
@@ -14,7 +16,17 @@ from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import SpanLog
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
-from tests.support.checkpoint_jobs import STEPS, BrokenError, batches, init, loop, make_step, resumes, same, train
+from tests.support.checkpoint_jobs import (
+    STEPS,
+    BrokenError,
+    batches,
+    init,
+    loop,
+    make_step,
+    resumes,
+    same,
+    train,
+)
 from tests.support.fakes import run_ranks
 
 
@@ -25,7 +37,9 @@ def test_jobs_go_on_as_if_they_had_not_stopped(ranks, own, tmp_path):
     whole = train(ranks, None, own=own)
     for after, steps in ((4, STEPS), (None, 8)):
         # Saving at each step, all ranks have finished it when one of them fails.
-        for rank in train(ranks, tmp_path, after=after, own=own, steps=steps, every=1 if after else 3):
+        for rank in train(
+            ranks, tmp_path, after=after, own=own, steps=steps, every=1 if after else 3
+        ):
             assert rank["a"][1] == (after or steps)
     for rank, (mine, theirs) in enumerate(zip(train(ranks, tmp_path, own=own), whole, strict=True)):
         for job in "ab":
@@ -49,7 +63,10 @@ def test_so_many_are_kept(tmp_path):
     for job in "ab":
         steps = [int(folder.name[:12]) for folder in sorted((tmp_path / job).glob("0*/"))]
         assert steps == [9, 11]
-        assert {p.parent.name for p in (tmp_path / job).glob("*/*/part.json")} == {"rank-0000", "rank-0001"}
+        assert {p.parent.name for p in (tmp_path / job).glob("*/*/part.json")} == {
+            "rank-0000",
+            "rank-0001",
+        }
     train(2, tmp_path, keep=1)
     assert [int(folder.name[:12]) for folder in (tmp_path / "a").glob("0*/")] == [12]
 
@@ -64,7 +81,9 @@ def test_equal_leaves_are_written_by_one_rank(tmp_path):
 def test_each_node_may_have_a_disk_of_its_own(tmp_path):
     whole = train(2, None, own=True)
     train(2, lambda rank: tmp_path / str(rank), own=True, after=7, every=1)
-    for mine, theirs in zip(train(2, lambda rank: tmp_path / str(rank), own=True), whole, strict=True):
+    for mine, theirs in zip(
+        train(2, lambda rank: tmp_path / str(rank), own=True), whole, strict=True
+    ):
         same(mine["a"][0], theirs["a"][0])
         assert min(mine["a"][2]) == 8
 
@@ -90,9 +109,13 @@ class Counting:
         self.n = state["next"] if isinstance(state, dict) else int(state)
 
 
-@pytest.mark.parametrize("state_of", [lambda n: {"next": n}, lambda n: b"%d" % n, lambda n: {"next": {n}}])
+@pytest.mark.parametrize(
+    "state_of", [lambda n: {"next": n}, lambda n: b"%d" % n, lambda n: {"next": {n}}]
+)
 def test_an_iterator_is_set_to_its_place(state_of, tmp_path):
-    """Behind the last batch that was trained on: two more were ready, and one was in the loop's hands."""
+    """Behind the last batch that was trained on: two more were ready, and one was in the loop's
+    hands.
+    """
     made = []
 
     def data(world, seed):
@@ -120,7 +143,9 @@ def test_an_iterator_is_set_to_its_place(state_of, tmp_path):
 def test_grain_goes_on_at_its_place(threads, tmp_path):
     def data(world, seed):
         numbers = grain.MapDataset.range(200).shuffle(seed=seed).map(float)
-        return numbers.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=4 * bool(threads)))
+        return numbers.to_iter_dataset(
+            grain.ReadOptions(num_threads=threads, prefetch_buffer_size=4 * bool(threads))
+        )
 
     whole = train(2, None, data=data)
     train(2, tmp_path, data=data, steps=7)
@@ -156,7 +181,15 @@ def test_evaluation_in_the_loop_starts_anew_each_time(tmp_path):
 
 def test_the_plain_loop_saves_by_itself(tmp_path):
     def work(world, steps):
-        jobs = [Job("a", make_step_with_metrics(world), init(world, own=False), batches(world), steps=steps)]
+        jobs = [
+            Job(
+                "a",
+                make_step_with_metrics(world),
+                init(world, own=False),
+                batches(world),
+                steps=steps,
+            )
+        ]
         run(jobs, world=world, checkpoints=Checkpoints(tmp_path, every=2, keep=9))
         return jobs[0].state, jobs[0].step
 
@@ -188,7 +221,9 @@ def test_values_of_64_bits_do_not_go_on_as_32(first, tmp_path):
         runner = Runner(world, checkpoints=Checkpoints(tmp_path))
         job = runner.add("a", fn)
         if refused:
-            with pytest.raises(JobError, match=r"`\['n'\]` is int64\[\], which JAX has only with `jax_enable_x64`"):
+            with pytest.raises(
+                JobError, match=r"`\['n'\]` is int64\[\], which JAX has only with `jax_enable_x64`"
+            ):
                 runner.run()
         else:
             runner.run()
@@ -204,7 +239,9 @@ def test_values_of_64_bits_do_not_go_on_as_32(first, tmp_path):
 
 @pytest.mark.integration
 def test_state_changed_between_steps_is_saved(tmp_path, caplog):
-    """A step's results are not what the next one is given: when a job fails, the changed ones are lost."""
+    """A step's results are not what the next one is given: when a job fails, the changed ones are
+    lost.
+    """
 
     @jaxcross.crossover(axes="batch")
     def step(state, x):
@@ -237,7 +274,9 @@ def test_state_changed_between_steps_is_saved(tmp_path, caplog):
     for tells, step_saved in ((True, 5), (False, 3)):
         folder = tmp_path / str(tells)
         run(folder, 5, tells=tells)
-        assert [int(saved.name[:12]) for saved in sorted((folder / "a").glob("0*/"))][-1] == step_saved
+        assert [int(saved.name[:12]) for saved in sorted((folder / "a").glob("0*/"))][
+            -1
+        ] == step_saved
         same(run(folder, None, tells=tells), whole)
     (text,) = resumes(caplog)
     assert "changes what its step returns before the next one" in text
@@ -250,7 +289,9 @@ def test_resumed_job_counts_from_its_resume_point(tmp_path):
     def work(world):
         log = SpanLog()
         runner = Runner(world, instruments=[log], checkpoints=Checkpoints(tmp_path))
-        job = runner.add("a", loop, world=world, data=itertools.islice(batches(world), 9), every=100)
+        job = runner.add(
+            "a", loop, world=world, data=itertools.islice(batches(world), 9), every=100
+        )
         report = runner.run()
         assert job.step == 9
         assert ("a", "status", -1, "resumes after step 5") in log.notes

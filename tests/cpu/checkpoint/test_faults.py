@@ -1,4 +1,6 @@
-"""Checkpoints that are damaged, half written or unreadable: the one before is used, or all ranks say why not."""
+"""Checkpoints that are damaged, half written or unreadable: the one before is used, or all ranks
+say why not.
+"""
 
 import os
 import re
@@ -105,14 +107,20 @@ def test_what_was_half_written_is_not_used(saved, whole, tmp_path, caplog):
     "rank-0001/part.json-remove",
 )
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("file", ["rank-0000/part.json", "rank-0001/part.json", "rank-0001/state/manifest.ocdbt"])
+@pytest.mark.parametrize(
+    "file", ["rank-0000/part.json", "rank-0001/part.json", "rank-0001/state/manifest.ocdbt"]
+)
 def test_no_intact_checkpoint_prevents_a_fresh_start(file, damage, saved, tmp_path):
     """A job whose checkpoints are all damaged does not start again from the beginning."""
     shutil.copytree(saved / "a", tmp_path / "a")
     for path in (tmp_path / "a").glob(f"0*/{file}"):
         damage(path)
-    said = ".*".join(rf"`{name}`: on rank {file[8]}, `.*{file[10:14]}" for name in reversed(names(saved)))
-    refused(2, tmp_path, rf"none of them is whole any more.*move `{tmp_path}/a` away.*{said}", own=True)
+    said = ".*".join(
+        rf"`{name}`: on rank {file[8]}, `.*{file[10:14]}" for name in reversed(names(saved))
+    )
+    refused(
+        2, tmp_path, rf"none of them is whole any more.*move `{tmp_path}/a` away.*{said}", own=True
+    )
     assert names(tmp_path) == names(saved)
 
 
@@ -132,7 +140,9 @@ def test_rank_with_an_empty_disk_does_not_start_over(tmp_path):
     train(2, lambda rank: tmp_path / str(rank), own=True, steps=8)
     before = names(tmp_path / "1")
     shutil.rmtree(tmp_path / "0")
-    with pytest.raises(JobError, match=rf"none of them is whole.*`{before[-1]}`: on rank 0, nothing of it is there"):
+    with pytest.raises(
+        JobError, match=rf"none of them is whole.*`{before[-1]}`: on rank 0, nothing of it is there"
+    ):
         train(2, lambda rank: tmp_path / str(rank), own=True)
     assert names(tmp_path / "1") == before
 
@@ -144,7 +154,9 @@ def test_what_was_never_whole_lets_the_job_begin_anew(whole, tmp_path, caplog):
     mine = train(2, tmp_path, own=True, names="a")
     same(mine[1]["a"][0], whole[1]["a"][0])
     assert min(mine[0]["a"][2]) == 1
-    assert "was ever written to its end: the job starts from its beginning" in "".join(resumes(caplog))
+    assert "was ever written to its end: the job starts from its beginning" in "".join(
+        resumes(caplog)
+    )
     assert [int(name[:12]) for name in names(tmp_path)] == [9, 12]
 
 
@@ -169,7 +181,9 @@ TROUBLES = [
 
 
 @pytest.mark.mostly_integration("Path-lstat-[Errno 13] Permission denied")
-@pytest.mark.parametrize(("owner", "method", "error"), TROUBLES, ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.parametrize(
+    ("owner", "method", "error"), TROUBLES, ids=lambda x: getattr(x, "__name__", str(x))
+)
 def test_read_error_is_not_treated_as_damage(owner, method, error, saved, whole, tmp_path):
     """One rank's disk answers with an error, once."""
     shutil.copytree(saved, folder := tmp_path / "copy")
@@ -184,14 +198,21 @@ def test_read_error_is_not_treated_as_damage(owner, method, error, saved, whole,
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     with mock.patch.object(owner, method, failing):
         said = rf"{type(error).__name__}: .*{re.escape(str(error.args[-1]))}"
-        refused(2, folder, rf"cannot be read now.*none was deleted.*, on rank 1: in `{folder}/a.*, {said}", own=True)
+        refused(
+            2,
+            folder,
+            rf"cannot be read now.*none was deleted.*, on rank 1: in `{folder}/a.*, {said}",
+            own=True,
+        )
     assert sorted(path for path in folder.rglob("*") if path.is_file()) == files
     for mine, theirs in zip(train(2, folder, own=True), whole, strict=True):
         same(mine["a"][0], theirs["a"][0])
         assert min(mine["a"][2]) == 9
 
 
-@pytest.mark.parametrize("read", [lambda f: f.read("000000000003-0000000000000000"), lambda f: f.marked("left")])
+@pytest.mark.parametrize(
+    "read", [lambda f: f.read("000000000003-0000000000000000"), lambda f: f.marked("left")]
+)
 def test_errors_of_reading_name_the_file(read, tmp_path):
     folders = Folders(tmp_path, rank=0, ranks=1)
     folders.part_path("000000000003-0000000000000000").mkdir(parents=True)

@@ -51,7 +51,11 @@ def odd_leaves():
         "keys": jax.random.split(jax.random.key(1, impl="rbg"), 3),
         "old key": jax.random.PRNGKey(3),
         "numbers": [True, 3, 2.5, 1 - 2j, -(2**62)],
-        "numpy": (np.arange(4, dtype=np.float64)[::2], np.asfortranarray(np.ones((2, 3), np.int8)), np.zeros((), bool)),
+        "numpy": (
+            np.arange(4, dtype=np.float64)[::2],
+            np.asfortranarray(np.ones((2, 3), np.int8)),
+            np.zeros((), bool),
+        ),
         "generic": np.float32(1.5),
         "empty": (jnp.zeros((0, 3)), np.zeros((2, 0), np.int16)),
         "none": None,
@@ -83,7 +87,9 @@ def identical(a, b):
         assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
 
 
-@pytest.mark.mostly_integration("train state", "nnx objects", "no leaves", "one array", "one number")
+@pytest.mark.mostly_integration(
+    "train state", "nnx objects", "no leaves", "one array", "one number"
+)
 @pytest.mark.parametrize("make", STATES.values(), ids=STATES)
 def test_a_state_comes_back_as_it_was(make, tmp_path):
     state = make()
@@ -114,7 +120,9 @@ def test_what_an_exchange_keeps_for_a_rank_is_known(make):
     params = {"residual": jnp.zeros((64, 64)), "queue": jnp.zeros((200, 100))}
     # Meant is the exchange's own field, not what the user called so.
     found = rank_local_leaves({"params": params, "opt": tx.init(params)})
-    assert found and all(re.match(r"\['opt'\]\[1\]\.(\w*residual|queue)\b", path) for path in found), found
+    assert found and all(
+        re.match(r"\['opt'\]\[1\]\.(\w*residual|queue)\b", path) for path in found
+    ), found
     nnx_tree = nnx.split(nnx.Optimizer(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param))[1]
     assert rank_local_leaves(nnx_tree) and all(
         path.startswith("['opt_state'][1]") for path in rank_local_leaves(nnx_tree)
@@ -133,7 +141,12 @@ def test_sole_parameter_may_have_an_exchange_name(name):
     params = {name: {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}}
     assert rank_local_leaves({"params": params, "opt": optax.adam(0.1).init(params)}) == []
     model = nnx.Dict(**{name: nnx.Linear(3, 2, rngs=nnx.Rngs(0))})
-    assert rank_local_leaves(nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))[1]) == []
+    assert (
+        rank_local_leaves(
+            nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))[1]
+        )
+        == []
+    )
 
 
 def test_every_exchange_that_keeps_residuals_is_known():
@@ -150,7 +163,11 @@ def test_every_exchange_that_keeps_residuals_is_known():
     for kind in kinds:
         state = kind(*[jnp.zeros(3)] * len(kind._fields))
         found = {path[1:] for path in rank_local_leaves(state)}
-        own = {name for name in kind._fields if "residual" in name or name in ("queue", "late", "pending")}
+        own = {
+            name
+            for name in kind._fields
+            if "residual" in name or name in ("queue", "late", "pending")
+        }
         assert found == (own or {"momentum"} if kind is DemoState else own), kind
 
 
@@ -171,7 +188,9 @@ def test_every_element_type_comes_back(tmp_path):
 
 
 def test_a_folder_that_another_rank_deletes_first_is_no_error(tmp_path, monkeypatch):
-    """Both ranks delete one checkpoint: the folder is gone between rank 0's look at it and its listing."""
+    """Both ranks delete one checkpoint: the folder is gone between rank 0's look at it and its
+    listing.
+    """
     name, look = checkpoint_name(3, "0" * 16), os.scandir
     (tmp_path / name).mkdir()
 

@@ -1,4 +1,6 @@
-"""Two runs at a time cannot use one folder of checkpoints: the second one is refused on every rank."""
+"""Two runs at a time cannot use one folder of checkpoints: the second one is refused on every
+rank.
+"""
 
 import dataclasses
 import json
@@ -44,7 +46,9 @@ def other():
 def note(folder: os.PathLike, process: ProcessId):
     folder.mkdir()
     members = {"jobs": ["a"], "added": [], "submitted": {}}
-    (folder / "jobs.json").write_text(json.dumps({**members, "process": dataclasses.asdict(process)}))
+    (folder / "jobs.json").write_text(
+        json.dumps({**members, "process": dataclasses.asdict(process)})
+    )
 
 
 def test_a_run_that_has_ended_leaves_the_folder_free(tmp_path):
@@ -59,7 +63,10 @@ def test_a_folder_in_use_is_refused_on_every_rank(tmp_path, other):
     def work(world):
         runner = Runner(world, checkpoints=Checkpoints(tmp_path / "c"))
         runner.add("a", loop, step=make_step(world), data=[1.0])
-        with pytest.raises(JobError, match=f"process {other[1].pid} on this host is training with it now: wait until"):
+        with pytest.raises(
+            JobError,
+            match=f"process {other[1].pid} on this host is training with it now: wait until",
+        ):
             runner.run()
 
     run_ranks(2, work)

@@ -1,4 +1,6 @@
-"""The text of a part of a checkpoint: any change to it is noticed, and a forged one does no harm."""
+"""The text of a part of a checkpoint: any change to it is noticed, and a forged one does no
+harm.
+"""
 
 import json
 from dataclasses import replace
@@ -12,15 +14,30 @@ from hypothesis import strategies as st
 from jaxcross import _pytree
 from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.layout import Folders
-from jaxcross.checkpoint.part import Part, SavedLeaf, UnknownFormatError, UnusableError, parse, to_text
+from jaxcross.checkpoint.part import (
+    Part,
+    SavedLeaf,
+    UnknownFormatError,
+    UnusableError,
+    parse,
+    to_text,
+)
 from tests.support.examples import scaled
 
 FORM = _pytree.Form(kind="numpy", dtype="float32", shape=(2, 3))
 PART_0 = Part(
-    job="a", step=3, rank=0, ranks=2, leaves={"['w']": SavedLeaf(form=FORM, digest="d", common=True)},
-    files={"manifest.ocdbt": (3, "d")}, places=((3, None), (2, '{"value": 1}')), cuts={"x": 4},
-    environment={"jax": "0"}, notes={"evaluated eval": "3"}, best_step=3,
-)  # fmt: skip
+    job="a",
+    step=3,
+    rank=0,
+    ranks=2,
+    leaves={"['w']": SavedLeaf(form=FORM, digest="d", common=True)},
+    files={"manifest.ocdbt": (3, "d")},
+    places=((3, None), (2, '{"value": 1}')),
+    cuts={"x": 4},
+    environment={"jax": "0"},
+    notes={"evaluated eval": "3"},
+    best_step=3,
+)
 
 
 def test_a_part_says_what_it_was_told():
@@ -50,7 +67,9 @@ def test_any_change_to_a_part_is_noticed(data):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
 )
 
 
@@ -62,21 +81,31 @@ def test_other_texts_are_no_parts(text):
 
 def places_in(tree, path=()):
     yield path
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+    for key, value in (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    ):
         yield from places_in(value, (*path, key))
 
 
 @given(st.data())
 @settings(deadline=None, max_examples=scaled(200))
 def test_forged_part_is_rejected_or_has_valid_types(data):
-    """One with a digest of its own: whatever stands in it, nothing else than these errors comes out."""
+    """One with a digest of its own: whatever stands in it, nothing else than these errors comes
+    out.
+    """
     body = json.loads(to_text(PART_0))
     del body["digest"], body["format"]
     path = data.draw(st.sampled_from([path for path in places_in(body) if path]))
     inner = body
     for key in path[:-1]:
         inner = inner[key]
-    inner[path[-1]] = data.draw(JSON | st.sampled_from([-1, 2**63, 2**70, "O", "V8", "f4,f4", "../x", "object", 1e300]))
+    inner[path[-1]] = data.draw(
+        JSON | st.sampled_from([-1, 2**63, 2**70, "O", "V8", "f4,f4", "../x", "object", 1e300])
+    )
     with mock.patch("jaxcross.checkpoint.part.asdict", return_value=body):
         part = parsed(to_text(PART_0))
     if part is not None:

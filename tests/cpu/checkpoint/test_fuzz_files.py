@@ -1,4 +1,6 @@
-"""Files and states that come from elsewhere: read, refused with a clear error, or ignored where that loses nothing."""
+"""Files and states that come from elsewhere: read, refused with a clear error, or ignored where
+that loses nothing.
+"""
 
 import json
 
@@ -16,15 +18,20 @@ from tests.support.examples import scaled
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=12,
-)  # fmt: skip
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
 FILES = st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode())
 
 
 def quick(examples):
     """A few examples, each in whatever time it takes."""
     return settings(
-        max_examples=scaled(examples), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+        max_examples=scaled(examples),
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
 
 
@@ -50,7 +57,12 @@ def test_a_damaged_book_of_cuts_is_measured_again(book, content):
     book._file.write_bytes(content)
     if (found := book.read()) is not None:
         pieces, uncut_s = found
-        assert type(pieces) is int and pieces in (1, 2, 4, 8, 16) and type(uncut_s) is float and uncut_s > 0
+        assert (
+            type(pieces) is int
+            and pieces in (1, 2, 4, 8, 16)
+            and type(uncut_s) is float
+            and uncut_s > 0
+        )
     book.write(4, 0.5)
     assert book.read() == (4, 0.5)
 
@@ -82,11 +94,16 @@ def test_newest_version_is_found_among_other_entries(tmp_path_factory, names):
 
 @quick(15)
 @given(FILES)
-@example(b'{"name": "imagenet2012", "version": "5.1.0", "fileFormat": "array_record", "splits": [{"name": "train"}]}')
+@example(
+    b'{"name": "imagenet2012", "version": "5.1.0", "fileFormat": "array_record", "splits": [{"name": "train"}]}'
+)
 def test_a_damaged_manifest_is_refused(tmp_path_factory, content):
     folder = tmp_path_factory.mktemp("data")
     (folder / INFO_FILE).write_bytes(content)
-    with pytest.raises(ValueError, match=r"TFDS cannot read the data set in|The data set in `|is not a TFDS data set"):
+    with pytest.raises(
+        ValueError,
+        match=r"TFDS cannot read the data set in|The data set in `|is not a TFDS data set",
+    ):
         open_records(folder)
 
 

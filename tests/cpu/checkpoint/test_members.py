@@ -1,4 +1,6 @@
-"""The set of jobs survives a restart: what was submitted, what was stopped, what rests, what joined by a function."""
+"""The set of jobs survives a restart: what was submitted, what was stopped, what rests, what joined
+by a function.
+"""
 
 import json
 import os
@@ -37,8 +39,9 @@ def as_killed(folder, copy):
 
 
 def train(folder, *, killed=None, by="submit", offers=True, added=()):
-    """`first` makes `later` join, stops `endless`, lets `rests` rest from its step 5 to 25, and at 20 keeps what a
-    kill would leave. By rank: name -> (how, step, state), and whether `rests` rested at its step 22.
+    """`first` makes `later` join, stops `endless`, lets `rests` rest from its step 5 to 25, and at
+    20 keeps what a kill would leave. By rank: name -> (how, step, state), and whether `rests`
+    rested at its step 22.
     """
 
     def work(world):
@@ -56,7 +59,8 @@ def train(folder, *, killed=None, by="submit", offers=True, added=()):
                 if job.step == 3 and by == "add":
                     runner.add("later", offered, seed=3)
                 if job.step == 5:
-                    # Its checkpoint of step 3 is begun, so a kill leaves one. In a restart it may be over.
+                    # Its checkpoint of step 3 is begun, so a kill leaves one. In a restart it may
+                    # be over.
                     while not all_see(job, lambda: endless.step > 3 or endless.done.is_set()):
                         pass
                     endless.stop()
@@ -94,12 +98,18 @@ def test_a_restart_has_the_same_jobs(by, tmp_path, caplog):
     for (want, rested), (got, rested_again) in zip(whole, again, strict=True):
         assert rested == rested_again == [True]
         assert got.keys() == want.keys() == {"first", "endless", "rests", "later"}
-        assert {name: how for name, (how, _, _) in got.items()} == {name: how for name, (how, _, _) in want.items()}
+        assert {name: how for name, (how, _, _) in got.items()} == {
+            name: how for name, (how, _, _) in want.items()
+        }
         for name in ("first", "rests", "later"):
             assert got[name][:2] == ("ended", STEPS)
             same(got[name][2], want[name][2])
-        assert 0 < got["endless"][1] <= want["endless"][1], "of its newest checkpoint, and not a step more"
-    assert sum("was stopped in an earlier run, and stays so" in text for text in resumes(caplog)) == 2
+        assert 0 < got["endless"][1] <= want["endless"][1], (
+            "of its newest checkpoint, and not a step more"
+        )
+    assert (
+        sum("was stopped in an earlier run, and stays so" in text for text in resumes(caplog)) == 2
+    )
 
 
 @pytest.mark.integration
@@ -127,7 +137,10 @@ def test_leaf_sharded_for_one_rank_names_the_ranks(tmp_path):
     """The error for a leaf that is cut for one rank names the numbers of ranks."""
 
     def cut(job, world, data):
-        step, state = make_step(world, job.name), job.restore({"w": np.arange(3.0), "part": np.zeros(48 // world.size)})
+        step, state = (
+            make_step(world, job.name),
+            job.restore({"w": np.arange(3.0), "part": np.zeros(48 // world.size)}),
+        )
         for batch in job.batches(data, 3):
             state = step({"w": state["w"]}, batch) | {"part": state["part"]}
         job.save(state)
@@ -135,7 +148,8 @@ def test_leaf_sharded_for_one_rank_names_the_ranks(tmp_path):
 
     train_jobs(1, tmp_path, names=("a",), fn=cut)
     with pytest.raises(
-        JobError, match=r"cannot resume on 2 ranks from `.*`, which 1 rank wrote\..* start 1 rank, .*'part'"
+        JobError,
+        match=r"cannot resume on 2 ranks from `.*`, which 1 rank wrote\..* start 1 rank, .*'part'",
     ):
         train_jobs(2, tmp_path, names=("a",), fn=cut)
 
@@ -158,13 +172,19 @@ def test_invalid_stored_submissions_are_skipped(tmp_path, caplog):
     """A stored submission that no longer means anything is left out."""
     folder = tmp_path / "set"
     folder.mkdir()
-    strange = {"x": "[", "y": json.dumps({"function": "offered"}), "first": json.dumps({"function": 1, "job": "first"})}
+    strange = {
+        "x": "[",
+        "y": json.dumps({"function": "offered"}),
+        "first": json.dumps({"function": 1, "job": "first"}),
+    }
     for listed, job in (("a", ""), ("b", "another"), ("c", 3), ("d", ["d"])):
         strange[listed] = json.dumps({"function": "offered", "job": job, "arguments": {"seed": 1}})
     (folder / "jobs.json").write_text(json.dumps({"jobs": list(strange), "submitted": strange}))
     (got, _), _ = train(folder, by="none")
     assert got.keys() == {"first", "endless", "rests"}
-    assert sum("cannot be understood" in text for text in resumes(caplog)) == 12, "six, on each rank"
+    assert sum("cannot be understood" in text for text in resumes(caplog)) == 12, (
+        "six, on each rank"
+    )
     assert not [path for path in folder.iterdir() if path.name not in {*got, "jobs.json"}]
 
 
@@ -192,7 +212,9 @@ def test_any_text_is_a_set_or_refused(content):
         return
     texts = (*found.jobs, *found.submitted, *found.submitted.values())
     assert all(type(text) is str for text in texts) and len(set(found.jobs)) == len(found.jobs)
-    assert all(folder_name(name).encode() for name in found.jobs) and set(found.added) <= set(found.jobs)
+    assert all(folder_name(name).encode() for name in found.jobs) and set(found.added) <= set(
+        found.jobs
+    )
 
 
 def test_a_set_that_is_no_file_is_refused(tmp_path, monkeypatch):

@@ -1,4 +1,6 @@
-"""Checkpoints that another number of ranks restores: equal state is taken over, and a rank's own state is refused."""
+"""Checkpoints that another number of ranks restores: equal state is taken over, and a rank's own
+state is refused.
+"""
 
 import re
 
@@ -24,7 +26,9 @@ def test_other_rank_count_restores_equal_state(before, after, tmp_path, caplog):
     for rank in train(after, tmp_path, steps=6):
         same(rank["a"][0], saved[0]["a"][0])
     assert any(f"{after} ranks go on from {before}" in text for text in resumes(caplog))
-    assert not any("not whole" in text for text in resumes(caplog)), "of a rank that there never was"
+    assert not any("not whole" in text for text in resumes(caplog)), (
+        "of a rank that there never was"
+    )
     assert [rank["a"][1] for rank in train(after, tmp_path)] == [STEPS] * after
 
 
@@ -45,7 +49,9 @@ def test_other_rank_count_rejects_rank_local_state(before, after, tmp_path, capl
     assert not any("not whole" in text for text in resumes(caplog))
 
 
-@pytest.mark.mostly_integration("2-4-`\\\\['opt'\\\\]\\\\.(anchor|pending)", "1-2-`\\\\['opt'\\\\]\\\\.pending")
+@pytest.mark.mostly_integration(
+    "2-4-`\\\\['opt'\\\\]\\\\.(anchor|pending)", "1-2-`\\\\['opt'\\\\]\\\\.pending"
+)
 @pytest.mark.parametrize(
     ("ranks", "fragments", "said"),
     [(2, 2, ""), (2, 4, r"`\['opt'\]\.(anchor|pending)"), (1, 2, r"`\['opt'\]\.pending")],
@@ -57,14 +63,20 @@ def test_a_pending_fragment_fits_its_own_run_only(ranks, fragments, said, tmp_pa
         begun = []
 
         def fn(job):
-            tx = streaming_diloco(optax.sgd(0.1), optax.sgd(1.0), "b", every=4, fragments=count, delay=1)
+            tx = streaming_diloco(
+                optax.sgd(0.1), optax.sgd(1.0), "b", every=4, fragments=count, delay=1
+            )
             opt = tx.init({"w": jnp.ones(8)})
             state = job.restore({"w": np.zeros(3), "opt": opt}, mode="local")
             begun.append((job.step, state["opt"].pending[0].tolist()))
             step = make_step(world)
             for batch in job.batches(batches(world), 2 + job.step):
                 sent = tuple(jnp.full_like(x, 1.0 + world.rank) for x in state["opt"].pending)
-                state = state | step({"w": state["w"]}, batch) | {"opt": state["opt"]._replace(pending=sent)}
+                state = (
+                    state
+                    | step({"w": state["w"]}, batch)
+                    | {"opt": state["opt"]._replace(pending=sent)}
+                )
                 job.state = state
             return state
 
@@ -79,14 +91,18 @@ def test_a_pending_fragment_fits_its_own_run_only(ranks, fragments, said, tmp_pa
     assert run_ranks(2, lambda world: work(world, 2)) == [(0, [0.0] * 4)] * 2
     found = run_ranks(ranks, lambda world: work(world, fragments))
     if said:
-        assert all(isinstance(text, str) and re.search(rf"cannot resume.*{said}", text) for text in found), found
+        assert all(
+            isinstance(text, str) and re.search(rf"cannot resume.*{said}", text) for text in found
+        ), found
     else:
         assert found == [(2, [1.0] * 4), (2, [2.0] * 4)]
 
 
 @pytest.mark.parametrize("mode", ["check", "broadcast"])
 def test_each_rank_resumes_with_its_own_named_leaf(mode, tmp_path):
-    """It is neither compared nor taken from rank 0, at the start, in comparisons, and after two restarts."""
+    """It is neither compared nor taken from rank 0, at the start, in comparisons, and after two
+    restarts.
+    """
 
     def work(world, start, steps):
         def fn(job):
@@ -111,11 +127,16 @@ def test_each_rank_resumes_with_its_own_named_leaf(mode, tmp_path):
 @pytest.mark.parametrize("saved_as", [(), "mask"])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
 def test_other_rank_count_rejects_a_named_leaf(saved_as, before, after, tmp_path):
-    """It is refused even if all ranks saved the same values, and even if `rank_local` did not name the leaf then."""
+    """It is refused even if all ranks saved the same values, and even if `rank_local` did not name
+    the leaf then.
+    """
 
     def work(world, names, steps):
         def fn(job):
-            step, state = make_step(world), job.restore({"w": np.zeros(3), "mask": np.ones(2)}, rank_local=names)
+            step, state = (
+                make_step(world),
+                job.restore({"w": np.zeros(3), "mask": np.ones(2)}, rank_local=names),
+            )
             for batch in job.batches(batches(world), steps):
                 job.state = state = state | step({"w": state["w"]}, batch)
             return state
@@ -140,7 +161,9 @@ def test_ranks_must_name_the_same_leaves():
         runner = Runner(world)
         state = {"w": np.zeros(3), "mask": np.zeros(2)}
         runner.add("a", lambda job: job.restore(state, rank_local=("mask", "w")[: world.rank + 1]))
-        with pytest.raises(JobError, match=r"different things on different ranks.*rank_local=\['mask', 'w'\]"):
+        with pytest.raises(
+            JobError, match=r"different things on different ranks.*rank_local=\['mask', 'w'\]"
+        ):
             runner.run()
 
     run_ranks(2, work)
@@ -180,7 +203,8 @@ def test_residuals_saved_by_one_rank_are_not_copied(tmp_path):
             runner.run()
         else:
             with pytest.raises(
-                JobError, match=r"cannot resume on 2 ranks .*which 1 rank .*`\['opt'\].residual\['w'\]`"
+                JobError,
+                match=r"cannot resume on 2 ranks .*which 1 rank .*`\['opt'\].residual\['w'\]`",
             ):
                 runner.run()
         return job.step

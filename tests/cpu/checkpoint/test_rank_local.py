@@ -1,4 +1,6 @@
-"""Which leaves of a state are each rank's own and which are common to all ranks, for each strategy."""
+"""Which leaves of a state are each rank's own and which are common to all ranks, for each
+strategy.
+"""
 
 from typing import Any, NamedTuple
 
@@ -27,20 +29,46 @@ STRATEGIES = {
     "gtop_k": (lambda: exchange.gtop_k(0.1, "b"), ALL, {"step"}),
     "demo": (lambda: exchange.demo(0.1, "b"), ALL, set()),
     "power_sgd": (lambda: exchange.power_sgd(1, "b"), ALL, {"factor"}),
-    "one_bit_adam": (lambda: exchange.one_bit_adam(3, "b", ranks=2), ALL, {"step", "nu_steps", "mu", "nu"}),
-    "asynchronous": (lambda: exchange.asynchronous(optax.adam(0.1), "b", delays=2), ALL, {"step", "inner"}),
+    "one_bit_adam": (
+        lambda: exchange.one_bit_adam(3, "b", ranks=2),
+        ALL,
+        {"step", "nu_steps", "mu", "nu"},
+    ),
+    "asynchronous": (
+        lambda: exchange.asynchronous(optax.adam(0.1), "b", delays=2),
+        ALL,
+        {"step", "inner"},
+    ),
     "bounded_stale": (lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=2), [], {"step"}),
-    "bounded_stale of 0": (lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=0), ALL, {"step", "inner"}),
+    "bounded_stale of 0": (
+        lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=0),
+        ALL,
+        {"step", "inner"},
+    ),
     "local_sgd": (lambda: exchange.local_sgd(optax.adam(0.1), "b", every=4), [], {"since"}),
     "delayed_mean": (lambda: exchange.delayed_mean(optax.adam(0.1), "b"), ALL, {"inner"}),
     "streaming_diloco": (
-        lambda: exchange.streaming_diloco(optax.adam(0.1), MOMENTUM, "b", every=4, fragments=2, delay=2, bits=8),
+        lambda: exchange.streaming_diloco(
+            optax.adam(0.1), MOMENTUM, "b", every=4, fragments=2, delay=2, bits=8
+        ),
         [],
         {"clock", "anchor", "outer", "arrived"},
     ),
-    "diloco": (lambda: exchange.diloco(optax.adam(0.1), MOMENTUM, "b", every=4), [], {"since", "anchor", "outer"}),
-    "federated": (lambda: exchange.federated_average(optax.adam(0.1), "b", every=4), [], {"since", "round"}),
-    "elastic": (lambda: exchange.elastic_average(optax.sgd(0.1), "b", every=4, alpha=0.1), [], {"since", "centre"}),
+    "diloco": (
+        lambda: exchange.diloco(optax.adam(0.1), MOMENTUM, "b", every=4),
+        [],
+        {"since", "anchor", "outer"},
+    ),
+    "federated": (
+        lambda: exchange.federated_average(optax.adam(0.1), "b", every=4),
+        [],
+        {"since", "round"},
+    ),
+    "elastic": (
+        lambda: exchange.elastic_average(optax.sgd(0.1), "b", every=4, alpha=0.1),
+        [],
+        {"since", "centre"},
+    ),
     "gossip": (lambda: exchange.gossip(optax.adam(0.1), "b"), [], {"round"}),
     "sparse_loco": (
         lambda: exchange.sparse_loco(optax.adam(0.1), optax.sgd(0.5, momentum=0.9), "b", every=4),
@@ -49,8 +77,16 @@ STRATEGIES = {
     ),
     "no_loco": (lambda: exchange.no_loco(optax.adam(0.1), "b", every=4), [], {"since", "round"}),
     "adasum of deltas": (lambda: exchange.adasum("b", optax.adam(0.1)), ALL, set()),
-    "sharded_optimizer": (lambda: exchange.sharded_optimizer(optax.adam(0.1), "b", ranks=2), ALL, set()),
-    "accumulate": (lambda: exchange.accumulate(optax.adam(0.1), every=4), ALL, {"mini_step", "inner"}),
+    "sharded_optimizer": (
+        lambda: exchange.sharded_optimizer(optax.adam(0.1), "b", ranks=2),
+        ALL,
+        set(),
+    ),
+    "accumulate": (
+        lambda: exchange.accumulate(optax.adam(0.1), every=4),
+        ALL,
+        {"mini_step", "inner"},
+    ),
     "MultiSteps": (
         lambda: optax.MultiSteps(optax.adam(0.1), 4),
         ALL,
@@ -64,7 +100,9 @@ STRATEGIES = {
 def test_common_leaves_of_each_strategy(make, params, fields):
     state = {"opt": make().init(PARAMS), "params": PARAMS, "step": jnp.int32(0)}
     found = common_leaves(state)
-    assert [path.removeprefix("['params']") for path in found if path.startswith("['params']")] == params
+    assert [
+        path.removeprefix("['params']") for path in found if path.startswith("['params']")
+    ] == params
     inside = [path.removeprefix("['opt']") for path in found if path.startswith("['opt']")]
     assert {path.lstrip("[01].").partition("[")[0].partition(".")[0] for path in inside} == fields
     assert "['step']" in found
@@ -75,7 +113,11 @@ VECTORS = {"a": jnp.ones(64), "b": jnp.zeros(3)}
 ON_VECTORS = {
     "sparse_loco": (
         lambda: exchange.sparse_loco(
-            optax.adam(0.1), optax.sgd(0.5, momentum=0.9), "b", every=4, skip=lambda path, leaf: True
+            optax.adam(0.1),
+            optax.sgd(0.5, momentum=0.9),
+            "b",
+            every=4,
+            skip=lambda path, leaf: True,
         ),
         {"since", "anchor", "outer"},
     ),
@@ -88,11 +130,16 @@ ON_VECTORS = {
 @pytest.mark.parametrize("nnx_dicts", [False, True])
 @pytest.mark.parametrize(("make", "common"), ON_VECTORS.values(), ids=ON_VECTORS)
 def test_a_strategy_that_compresses_nothing_is_recognised(make, common, nnx_dicts):
-    """Of a model of vectors there are no residuals, but under `sparse_loco` each rank has a model all the same."""
+    """Of a model of vectors there are no residuals, but under `sparse_loco` each rank has a model
+    all the same.
+    """
     inner = make().init(VECTORS)
     dicts = {name: value for name, value in inner._asdict().items() if jax.tree.leaves(value)}
     state = {"params": VECTORS, "opt_state": dicts if nnx_dicts else inner}
-    found = {path.removeprefix("['opt_state']").strip(".['").partition("'")[0] for path in common_leaves(state)}
+    found = {
+        path.removeprefix("['opt_state']").strip(".['").partition("'")[0]
+        for path in common_leaves(state)
+    }
     assert {name.partition("[")[0].partition(".")[0] for name in found} == common
     assert rank_local_leaves(state) == []
 
@@ -107,11 +154,15 @@ def test_leaves_are_named_by_a_key_or_the_beginning_of_a_path():
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     named = named_leaves(state, ["mu", ".params['w']"])
-    assert sorted(named) == sorted(path for path in paths if ".mu" in path or path == ".params['w']")
+    assert sorted(named) == sorted(
+        path for path in paths if ".mu" in path or path == ".params['w']"
+    )
     assert named_leaves(state, ["params", ".params['w']"]) == [".params['bias']", ".params['w']"]
     assert named_leaves({}, []) == []
     for part in ("para", "'w'", ".params['"):
-        with pytest.raises(ValueError, match="^`rank_local` names .* in the path of no leaf.* leaves are `.step`, "):
+        with pytest.raises(
+            ValueError, match="^`rank_local` names .* in the path of no leaf.* leaves are `.step`, "
+        ):
             named_leaves(state, ["mu", part])
 
 
@@ -141,7 +192,9 @@ OWN = (
 @pytest.mark.parametrize("own", OWN)
 def test_names_of_a_users_leaves_mean_nothing(own):
     state = {"params": PARAMS, "progress": own}
-    assert common_leaves(state) == [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert common_leaves(state) == [
+        jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
     assert rank_local_leaves(state) == []
 
 
@@ -153,7 +206,9 @@ def test_names_of_a_users_nnx_variables_mean_nothing():
 
     model = Model()
     state = nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))[1]
-    assert common_leaves(state) == [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert common_leaves(state) == [
+        jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
 
 
 def test_nested_and_nnx_strategy_states_are_recognised():
@@ -166,7 +221,9 @@ def test_nested_and_nnx_strategy_states_are_recognised():
     for made, params in ((state, "['params']"), (nnx_state, "[0]"), (pure, "[0]")):
         found = common_leaves(made)
         assert found and not any(path.startswith(params) for path in found)
-        assert rank_local_leaves(made) and all("residual" in path for path in rank_local_leaves(made))
+        assert rank_local_leaves(made) and all(
+            "residual" in path for path in rank_local_leaves(made)
+        )
 
 
 def test_batch_statistics_of_linen_are_left_out():

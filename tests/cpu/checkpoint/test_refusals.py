@@ -13,7 +13,16 @@ from jaxcross.checkpoint.layout import Folders, folder_name
 from jaxcross.errors import JobError
 from jaxcross.jobs.runner import Runner
 from tests.support.checkpoint_damage import newest, refused
-from tests.support.checkpoint_jobs import STEPS, batches, init, loop, make_step, resumes, same, train
+from tests.support.checkpoint_jobs import (
+    STEPS,
+    batches,
+    init,
+    loop,
+    make_step,
+    resumes,
+    same,
+    train,
+)
 from tests.support.examples import scaled
 from tests.support.fakes import run_ranks
 
@@ -63,7 +72,12 @@ def test_only_what_a_restart_could_use_is_saved(tmp_path, caplog):
             state = make_step(world)(state, batch)
         job.save(state | {"more": 1})
 
-    refused(2, tmp_path, r"cannot save this state, on rank 0: it is not like .* it has a leaf `\['more'\]`", fn=fn)
+    refused(
+        2,
+        tmp_path,
+        r"cannot save this state, on rank 0: it is not like .* it has a leaf `\['more'\]`",
+        fn=fn,
+    )
     refused(2, tmp_path, "texts", fn=lambda job, **_: job.restore({"w": "text"}))
 
 
@@ -107,7 +121,9 @@ def test_uncreatable_folder_is_an_error_on_every_rank(tmp_path):
         directory = tmp_path / "file/checkpoints" if world.rank else tmp_path / "fine"
         runner = Runner(world, checkpoints=Checkpoints(directory))
         runner.add("a", loop, world=world, data=batches(world))
-        with pytest.raises(JobError, match="^Checkpoints cannot be kept in .*, on rank 1: .*Not a directory"):
+        with pytest.raises(
+            JobError, match="^Checkpoints cannot be kept in .*, on rank 1: .*Not a directory"
+        ):
             runner.run()
 
     run_ranks(2, work)
@@ -130,7 +146,9 @@ def test_ranks_must_want_the_same_checkpoints(tmp_path):
      ({"every": 1.5}, TypeError, "`every` of the checkpoints must be a whole number, got 1.5"),
      ({"every": True}, TypeError, "`every` of the checkpoints must be a whole number, got True"),
      ({"keep": None}, TypeError, "`keep` of the checkpoints must be a whole number, got None"),
-     ({"directory": 3}, TypeError, "`directory` of the checkpoints must be the path of a folder, got 3"),
+     ({"directory": 3}, TypeError, (
+         "`directory` of the checkpoints must be the path of a folder, got 3"
+     )),
      ({"directory": ""}, ValueError, "`directory` of the checkpoints is empty")],
 )  # fmt: skip
 def test_settings_that_make_no_sense(arguments, kind, said):
@@ -159,7 +177,9 @@ def test_job_name_cannot_replace_the_sets_own_file(tmp_path):
     first = train(2, tmp_path, names=names, after=7)
     assert (tmp_path / "jobs.json").is_file()
     again, _ = train(2, tmp_path, names=names)
-    assert [again[name][1] for name in names] == [STEPS] * 3 and [first[0][name][1] for name in names] == [7] * 3
+    assert [again[name][1] for name in names] == [STEPS] * 3 and [
+        first[0][name][1] for name in names
+    ] == [7] * 3
 
 
 def test_what_lies_in_the_way_of_a_deletion_stays(tmp_path):
@@ -171,14 +191,22 @@ def test_what_lies_in_the_way_of_a_deletion_stays(tmp_path):
         path.write_text("no part")
     again, _ = train(2, tmp_path)
     assert again["a"][1] == STEPS
-    assert sum(path.is_file() and path.read_text() == "no part" for path in (tmp_path / "a").glob("0*/rank*")) == 1
+    assert (
+        sum(
+            path.is_file() and path.read_text() == "no part"
+            for path in (tmp_path / "a").glob("0*/rank*")
+        )
+        == 1
+    )
 
 
 @pytest.mark.integration
 def test_parts_on_other_ranks_disks_are_refused(tmp_path):
     """Nodes in another order: to begin anew would lose the night."""
     train(3, lambda rank: tmp_path / str(rank), own=True, steps=8)
-    with pytest.raises(JobError, match="that of rank 0 on rank 1's disk, that of rank 1 on rank 0's disk"):
+    with pytest.raises(
+        JobError, match="that of rank 0 on rank 1's disk, that of rank 1 on rank 0's disk"
+    ):
         train(3, lambda rank: tmp_path / str((1, 0, 2)[rank]), own=True)
     whole, again = train(3, None, own=True), train(3, lambda rank: tmp_path / str(rank), own=True)
     same(again[1]["a"][0], whole[1]["a"][0])

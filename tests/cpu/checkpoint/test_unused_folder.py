@@ -1,4 +1,6 @@
-"""A run that breaks off before its first step leaves no folder of checkpoints, unless a restart needs it."""
+"""A run that breaks off before its first step leaves no folder of checkpoints, unless a restart
+needs it.
+"""
 
 import jax.numpy as jnp
 import pytest

@@ -1,4 +1,6 @@
-"""Fixtures of the tests of the data cache: a small data set, its batches without a cache, and caches of one folder."""
+"""Fixtures of the tests of the data cache: a small data set, its batches without a cache, and
+caches of one folder.
+"""
 
 import pytest
 

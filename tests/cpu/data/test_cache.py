@@ -1,4 +1,6 @@
-"""Batches through the levels of a cache: the same bits, the predicted hits, budgets, and several users of a folder."""
+"""Batches through the levels of a cache: the same bits, the predicted hits, budgets, and several
+users of a folder.
+"""
 
 import itertools
 import json
@@ -13,7 +15,11 @@ from jaxcross.data.cache.locks import Claims
 from jaxcross.data.cache.next_use import PAGE_BYTES
 from tests.support.data_caches import IMAGES, STREAM, digests, records_of, tree
 
-BUDGETS = {"disk_bytes": (0, 90_000, 10**6), "memory_bytes": (0, 70_000, 10**6), "images_bytes": (0, 100_000, 10**6)}
+BUDGETS = {
+    "disk_bytes": (0, 90_000, 10**6),
+    "memory_bytes": (0, 70_000, 10**6),
+    "images_bytes": (0, 100_000, 10**6),
+}
 
 
 @pytest.mark.mostly_integration("(0, 0, 1000000)", "(0, 1000000, 1000000)")
@@ -26,7 +32,11 @@ def test_same_bits_with_any_levels(folder, plain, open_cache, budgets):
     assert tree(folder) == before
     assert sum(records_of(cache).values()) == 20 * 6
     for name, budget in zip(("disk", "memory", "images"), budgets, strict=True):
-        found = [path for path in cache.folder.parent.rglob(f"{name}/*") if path.name in ("data", "pages")]
+        found = [
+            path
+            for path in cache.folder.parent.rglob(f"{name}/*")
+            if path.name in ("data", "pages")
+        ]
         assert sum(path.stat().st_size for path in found) <= budget
         assert cache.usage().get(name, (0, 0))[1] <= budget
 
@@ -34,15 +44,21 @@ def test_same_bits_with_any_levels(folder, plain, open_cache, budgets):
 def test_evaluation_has_the_same_bits(folder, open_cache):
     cache = open_cache(disk_bytes=10**6, images_bytes=10**6)
     options = {"batch_size": 4, "image_size": 16}
-    assert digests(eval_batches(folder, cache=cache, **options)) == digests(eval_batches(folder, **options))
-    assert digests(eval_batches(folder, cache=cache, **options)) == digests(eval_batches(folder, **options))
+    assert digests(eval_batches(folder, cache=cache, **options)) == digests(
+        eval_batches(folder, **options)
+    )
+    assert digests(eval_batches(folder, cache=cache, **options)) == digests(
+        eval_batches(folder, **options)
+    )
     assert records_of(cache)["origin"] == IMAGES // 4
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("steps", [1, 7, 8, 13])
 def test_resuming_has_the_same_bits(folder, plain, open_cache, steps):
-    """At any place of a pass, by a position and by a start step, while the stream reads ahead of it."""
+    """At any place of a pass, by a position and by a start step, while the stream reads ahead of
+    it.
+    """
     cache = open_cache(disk_bytes=90_000, memory_bytes=70_000)
     stopped = train_batches(folder, steps=20, cache=cache, **STREAM)
     for _ in range(steps):
@@ -52,7 +68,10 @@ def test_resuming_has_the_same_bits(folder, plain, open_cache, steps):
     resumed = train_batches(folder, steps=20, cache=cache, **STREAM)
     resumed.set_state(state)
     assert digests(resumed) == plain[steps:]
-    assert digests(train_batches(folder, steps=20, start_step=steps, cache=cache, **STREAM)) == plain[steps:]
+    assert (
+        digests(train_batches(folder, steps=20, start_step=steps, cache=cache, **STREAM))
+        == plain[steps:]
+    )
 
 
 def test_any_number_of_threads_has_the_same_bits(folder, plain, open_cache):
@@ -66,8 +85,12 @@ def sizes_of(records):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("ahead", [1, 8, 100])
-@pytest.mark.parametrize(("disk", "memory"), [(0.5, 0), (0.5, 0.2), (0.4, 0.3), (1.2, 0.1), (0, 0.6)])
-def test_hits_and_bytes_are_as_predicted(folder, open_cache, tmp_path, monkeypatch, disk, memory, ahead):
+@pytest.mark.parametrize(
+    ("disk", "memory"), [(0.5, 0), (0.5, 0.2), (0.4, 0.3), (1.2, 0.1), (0, 0.6)]
+)
+def test_hits_and_bytes_are_as_predicted(
+    folder, open_cache, tmp_path, monkeypatch, disk, memory, ahead
+):
     """To the byte, for one stream."""
     monkeypatch.setattr(streams, "START_S", 60)
     with Cache(tmp_path / "other") as other:
@@ -84,10 +107,14 @@ def test_hits_and_bytes_are_as_predicted(folder, open_cache, tmp_path, monkeypat
     digests(batches)
 
     def one_pass(epoch):
-        return np.array([int(order[position]) for position in range(epoch * length, (epoch + 1) * length)])
+        return np.array(
+            [int(order[position]) for position in range(epoch * length, (epoch + 1) * length)]
+        )
 
     usable = [(budget - 64) // 4104 * PAGE_BYTES if budget else 0 for budget in budgets.values()]
-    predicted = simulate([one_pass], sizes, usable, length=length, epochs=5, group=max(1, ahead // 2))
+    predicted = simulate(
+        [one_pass], sizes, usable, length=length, epochs=5, group=max(1, ahead // 2)
+    )
     found = cache.statistics()
     assert found["memory"].records == sum(tally.hits[0] for tally in predicted)
     assert found["disk"].records == sum(tally.hits[1] for tally in predicted)
@@ -96,9 +123,13 @@ def test_hits_and_bytes_are_as_predicted(folder, open_cache, tmp_path, monkeypat
 
 
 def test_waits_are_counted_by_level(folder, open_cache):
-    """The first pass waits for the origin, the second for memory; a stream without a cache for none."""
+    """The first pass waits for the origin, the second for memory; a stream without a cache for
+    none.
+    """
     cache = open_cache(memory_bytes=10**6)
-    assert list(waits_of_a_pass(train_batches(folder, epochs=1, cache=cache, **STREAM))) == ["origin"]
+    assert list(waits_of_a_pass(train_batches(folder, epochs=1, cache=cache, **STREAM))) == [
+        "origin"
+    ]
     shared = SharedDecode(train_batches(folder, epochs=1, cache=cache, **STREAM))
     assert list(waits_of_a_pass(shared.reader())) == ["memory"]
     assert waits_of_a_pass(train_batches(folder, epochs=1, **STREAM)) == {}
@@ -113,7 +144,9 @@ def waits_of_a_pass(batches):
 
 def test_jobs_of_two_seeds_read_the_origin_once(folder, open_cache):
     cache = open_cache(disk_bytes=10**6)
-    jobs = [train_batches(folder, epochs=2, cache=cache, **{**STREAM, "seed": seed}) for seed in (1, 2)]
+    jobs = [
+        train_batches(folder, epochs=2, cache=cache, **{**STREAM, "seed": seed}) for seed in (1, 2)
+    ]
     for batches in zip(*jobs, strict=True):
         assert len(batches) == 2
     assert records_of(cache)["origin"] == IMAGES
@@ -125,15 +158,20 @@ def test_jobs_of_one_seed_read_the_origin_once(folder, open_cache):
     cache = open_cache(memory_bytes=10**6)
     jobs = [train_batches(folder, epochs=2, cache=cache, **STREAM) for _ in range(3)]
     for one, two, three in zip(*jobs, strict=True):
-        assert np.array_equal(one["image"], two["image"]) and np.array_equal(two["image"], three["image"])
+        assert np.array_equal(one["image"], two["image"]) and np.array_equal(
+            two["image"], three["image"]
+        )
     assert records_of(cache)["origin"] == IMAGES
 
 
 def test_ranks_of_a_node_share_the_levels(folder, open_cache):
-    """Two caches of one folder, as two processes have: a rank needs what the other one has read the pass before."""
+    """Two caches of one folder, as two processes have: a rank needs what the other one has read the
+    pass before.
+    """
     caches = [open_cache(memory_bytes=10**6) for _ in range(2)]
     ranks = [
-        train_batches(folder, epochs=4, rank=rank, size=2, cache=cache, **STREAM) for rank, cache in enumerate(caches)
+        train_batches(folder, epochs=4, rank=rank, size=2, cache=cache, **STREAM)
+        for rank, cache in enumerate(caches)
     ]
     for _ in zip(*ranks, strict=True):
         pass
@@ -155,12 +193,19 @@ def test_a_claim_excludes_other_users_of_the_file(tmp_path):
 
 
 def test_a_record_that_another_fetches_is_needed_at_once(tmp_path, monkeypatch):
-    """Once a stream has taken it: else a full level would drop it before the stream could read it there."""
+    """Once a stream has taken it: else a full level would drop it before the stream could read it
+    there.
+    """
     monkeypatch.setattr(streams, "START_S", 60)
     open_streams = streams.Streams(tmp_path)
     order = [2, 0, 3, 1]
     stream = open_streams.add(
-        base=0, records=4, order=lambda _: np.array(order), record_at=lambda at: order[at % 4], length=4, stop=8
+        base=0,
+        records=4,
+        order=lambda _: np.array(order),
+        record_at=lambda at: order[at % 4],
+        length=4,
+        stop=8,
     )
     assert [stream.take(0), stream.take(1)] == [2, 0]
     assert open_streams.distances(np.arange(4)).tolist() == [3, 1, 2, 0]
@@ -184,12 +229,19 @@ def test_the_second_run_reads_nothing_of_the_origin(folder, open_cache):
 
 def test_two_splits_share_a_level(folder, open_cache):
     cache = open_cache(disk_bytes=10**6)
-    train, validation = open_records(folder, cache=cache), open_records(folder, "validation", cache=cache)
+    train, validation = (
+        open_records(folder, cache=cache),
+        open_records(folder, "validation", cache=cache),
+    )
     for records, split in ((train, "train"), (validation, "validation")):
         plain = open_records(folder, split)
         assert len(records) == len(plain)
-        assert [records.read(n) for n in range(len(records))] == [plain.read(n) for n in range(len(plain))]
-        assert [records.read(n) for n in range(len(records))] == [plain.read(n) for n in range(len(plain))]
+        assert [records.read(n) for n in range(len(records))] == [
+            plain.read(n) for n in range(len(plain))
+        ]
+        assert [records.read(n) for n in range(len(records))] == [
+            plain.read(n) for n in range(len(plain))
+        ]
     assert records_of(cache)["disk"] == records_of(cache)["origin"] == len(train) + len(validation)
 
 
@@ -215,7 +267,10 @@ def test_the_last_user_frees_the_memory(folder, open_cache, tmp_path):
     ("options", "message"),
     [
         ({"disk_bytes": -1}, "^`disk_bytes` must be a whole number of bytes, 0 or more, got -1"),
-        ({"memory_bytes": 1e9}, "^`memory_bytes` must be a whole number of bytes, 0 or more, got 1000000000.0"),
+        (
+            {"memory_bytes": 1e9},
+            "^`memory_bytes` must be a whole number of bytes, 0 or more, got 1000000000.0",
+        ),
         ({"images_bytes": 4096}, "^`images_bytes` must be 0 or at least 65536, got 4096"),
         ({"ahead_records": 0}, "^`ahead_records` must be a whole number, at least 1, got 0"),
     ],
@@ -228,7 +283,8 @@ def test_bad_budgets_are_refused(open_cache, options, message):
 def test_a_folder_with_other_files_is_refused(folder, tmp_path):
     before = tree(folder)
     with pytest.raises(
-        ValueError, match="holds other files, and not a cache. Choose an empty folder; nothing was writ"
+        ValueError,
+        match="holds other files, and not a cache. Choose an empty folder; nothing was writ",
     ):
         Cache(folder, disk_bytes=10**6)
     with (
@@ -245,7 +301,9 @@ def test_a_folder_with_other_files_is_refused(folder, tmp_path):
 def test_another_machine_is_refused(open_cache):
     cache = open_cache(disk_bytes=10**6)
     (cache.folder / "machine.json").write_text(json.dumps({"machine": "another"}))
-    with pytest.raises(ValueError, match="is in use by another machine. Name a folder on a disk of this node"):
+    with pytest.raises(
+        ValueError, match="is in use by another machine. Name a folder on a disk of this node"
+    ):
         open_cache(disk_bytes=10**6)
 
 
@@ -258,7 +316,9 @@ def test_a_cache_of_another_version_is_refused(open_cache):
 
 
 def test_a_url_needs_a_cache():
-    with pytest.raises(ValueError, match="^`memory://data` is a URL, which is read through a cache: pass `cache="):
+    with pytest.raises(
+        ValueError, match="^`memory://data` is a URL, which is read through a cache: pass `cache="
+    ):
         open_records("memory://data")
 
 

@@ -1,4 +1,6 @@
-"""What can go wrong with a cache: killed processes, full disks, a storage that is away, lost files, late orders."""
+"""What can go wrong with a cache: killed processes, full disks, a storage that is away, lost files,
+late orders.
+"""
 
 import hashlib
 import json
@@ -36,7 +38,9 @@ def test_lost_numbers_give_no_wrong_record(folder, open_cache):
     second = open_cache(disk_bytes=10**6)
     validation = open_records(folder, "validation", cache=second)
     plain = open_records(folder, "validation")
-    assert [validation.read(n) for n in range(len(plain))] == [plain.read(n) for n in range(len(plain))]
+    assert [validation.read(n) for n in range(len(plain))] == [
+        plain.read(n) for n in range(len(plain))
+    ]
 
 
 def test_a_failing_origin_ends_the_loop_and_resumes(folder, open_cache, monkeypatch):
@@ -45,7 +49,9 @@ def test_a_failing_origin_ends_the_loop_and_resumes(folder, open_cache, monkeypa
     through = digests(train_batches(folder, steps=8, **STREAM))
     origin = batches._stream.records.cached._origin
     with monkeypatch.context() as patch:
-        patch.setattr(type(origin), "read", lambda *_: (_ for _ in ()).throw(OSError("the storage is away")))
+        patch.setattr(
+            type(origin), "read", lambda *_: (_ for _ in ()).throw(OSError("the storage is away"))
+        )
         for _ in range(2):
             with pytest.raises(OSError, match="the storage is away"):
                 next(batches)
@@ -84,7 +90,10 @@ def test_processes_share_one_folder(folder, tmp_path):
     (tmp_path / "memory").mkdir()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     places = [str(folder), str(tmp_path / "cache"), str(tmp_path / "memory")]
-    children = [subprocess.Popen([*warm_python.COMMAND, "-c", RUN, *places, str(seed)], **pipes) for seed in (1, 1, 2)]
+    children = [
+        subprocess.Popen([*warm_python.COMMAND, "-c", RUN, *places, str(seed)], **pipes)
+        for seed in (1, 1, 2)
+    ]
     assert [child.stdout.readline() for child in children] == ["open\n"] * 3
     for child in children:
         child.stdin.write("\n")
@@ -117,7 +126,12 @@ os.kill(os.getpid(), 9)
 @pytest.mark.integration
 def test_a_killed_run_leaves_a_good_cache(folder, plain, open_cache, tmp_path):
     places = [str(folder), str(tmp_path / "cache"), str(tmp_path / "memory")]
-    assert subprocess.run([*warm_python.COMMAND, "-c", KILLED, *places], check=False, timeout=120).returncode == -9
+    assert (
+        subprocess.run(
+            [*warm_python.COMMAND, "-c", KILLED, *places], check=False, timeout=120
+        ).returncode
+        == -9
+    )
     assert list((tmp_path / "cache" / "streams").iterdir())
     cache = open_cache(disk_bytes=90_000, memory_bytes=70_000)
     assert digests(train_batches(folder, steps=20, cache=cache, **STREAM)) == plain
@@ -129,7 +143,12 @@ def test_a_killed_run_leaves_a_good_cache(folder, plain, open_cache, tmp_path):
 def test_memory_of_a_killed_run_is_freed(folder, open_cache, tmp_path):
     """By the next cache of the same user, be it another one."""
     places = [str(folder), str(tmp_path / "killed"), str(tmp_path / "memory")]
-    assert subprocess.run([*warm_python.COMMAND, "-c", KILLED, *places], check=False, timeout=120).returncode == -9
+    assert (
+        subprocess.run(
+            [*warm_python.COMMAND, "-c", KILLED, *places], check=False, timeout=120
+        ).returncode
+        == -9
+    )
     (left,) = (tmp_path / "memory").iterdir()
     cache = open_cache(memory_bytes=70_000)
     (own,) = (tmp_path / "memory").iterdir()
@@ -151,7 +170,9 @@ def test_private_tables_where_no_file_can_be_made(folder, plain, open_cache, mon
 
 
 def test_an_order_that_is_known_late(folder, plain, open_cache, monkeypatch):
-    """As that of a million records: the stream goes on without it, and levels keep by it from then on."""
+    """As that of a million records: the stream goes on without it, and levels keep by it from then
+    on.
+    """
     known = threading.Event()
     compute = Passes._compute
 
@@ -171,7 +192,8 @@ def test_an_order_that_is_known_late(folder, plain, open_cache, monkeypatch):
 
 def test_a_level_that_cannot_be_made_stays_off(folder, open_cache, monkeypatch, caplog):
     monkeypatch.setattr(
-        "jaxcross.data.cache.page_store.os.posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space"))
+        "jaxcross.data.cache.page_store.os.posix_fallocate",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "No space")),
     )
     cache = open_cache(disk_bytes=10**6)
     assert digests(train_batches(folder, steps=9, cache=cache, **STREAM)) == digests(
@@ -208,7 +230,12 @@ def test_a_full_disk_turns_the_level_off_once(folder, plain, tmp_path):
     if subprocess.run([*UNSHARE, "true"], check=False, capture_output=True).returncode != 0:
         pytest.skip("this machine has no namespaces for users")
     (tmp_path / "disk").mkdir()
-    mount = ["sh", "-c", 'mount -t tmpfs -o size=160k none "$0" && exec "$@"', str(tmp_path / "disk")]
+    mount = [
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=160k none "$0" && exec "$@"',
+        str(tmp_path / "disk"),
+    ]
     places = [str(folder), str(tmp_path / "disk"), str(tmp_path)]
     command = [*UNSHARE, *mount, sys.executable, "-c", FULL, *places]
     done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
@@ -216,4 +243,9 @@ def test_a_full_disk_turns_the_level_off_once(folder, plain, tmp_path):
     assert bits == plain
     assert hits > 0
     assert 0 < records < IMAGES and nbytes < 160 << 10
-    assert done.stderr.count("is off from now on, since a write failed: [Errno 28] No space left on device") == 1
+    assert (
+        done.stderr.count(
+            "is off from now on, since a write failed: [Errno 28] No space left on device"
+        )
+        == 1
+    )

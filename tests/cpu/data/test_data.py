@@ -56,9 +56,14 @@ def test_batch_has_the_promised_shapes_and_scale(folder: Path) -> None:
 
 
 def test_ranks_share_out_each_pass(folder: Path) -> None:
-    """Every record once a pass, none twice; the augmentation of a record does not depend on the number of ranks."""
+    """Every record once a pass, none twice; the augmentation of a record does not depend on the
+    number of ranks.
+    """
     alone = next(train_batches(folder, batch_size=IMAGES, image_size=16, steps=1))
-    parts = [next(train_batches(folder, batch_size=8, image_size=16, rank=r, size=3, steps=1)) for r in range(3)]
+    parts = [
+        next(train_batches(folder, batch_size=8, image_size=16, rank=r, size=3, steps=1))
+        for r in range(3)
+    ]
 
     def images(*batches: dict) -> list[bytes]:
         return sorted(image.tobytes() for batch in batches for image in batch["image"])
@@ -68,10 +73,16 @@ def test_ranks_share_out_each_pass(folder: Path) -> None:
 
 
 def test_all_ranks_have_equally_many_steps(folder: Path) -> None:
-    streams = [train_batches(folder, batch_size=5, image_size=8, rank=r, size=2, epochs=2) for r in range(2)]
+    streams = [
+        train_batches(folder, batch_size=5, image_size=8, rank=r, size=2, epochs=2)
+        for r in range(2)
+    ]
     assert [stream.steps for stream in streams] == [4, 4]
     assert [len(list(stream)) for stream in streams] == [4, 4]
-    assert [len(list(eval_batches(folder, batch_size=2, image_size=8, rank=r, size=2))) for r in range(2)] == [1, 1]
+    assert [
+        len(list(eval_batches(folder, batch_size=2, image_size=8, rank=r, size=2)))
+        for r in range(2)
+    ] == [1, 1]
 
 
 def test_passes_differ_and_seeds_differ(folder: Path) -> None:
@@ -101,7 +112,9 @@ def test_resume_from_state_and_from_start_step(folder: Path) -> None:
     started = list(train_batches(folder, **options, start_step=5))
     assert len(started) == 4
     assert all(map(equal, started, through[5:]))
-    assert all(map(equal, list(stopped), through[5:])), "closing an iterator must not lose its place"
+    assert all(map(equal, list(stopped), through[5:])), (
+        "closing an iterator must not lose its place"
+    )
 
 
 RESUME = """
@@ -132,14 +145,18 @@ def test_killed_and_resumed(folder: Path, tmp_path: Path) -> None:
     assert go("killed", 3) == -9
     assert go("killed", 0) == 0
     batches = list(train_batches(folder, batch_size=6, image_size=8, seed=3, steps=8))
-    whole = [hashlib.sha256(b["image"].tobytes() + b["label"].tobytes()).hexdigest() for b in batches]
+    whole = [
+        hashlib.sha256(b["image"].tobytes() + b["label"].tobytes()).hexdigest() for b in batches
+    ]
     assert len(whole) == 8
     assert (tmp_path / "killed.log").read_text().splitlines() == whole
 
 
 def test_state_of_another_stream_is_refused(folder: Path) -> None:
     state = train_batches(folder, batch_size=6, image_size=8, seed=3).get_state()
-    with pytest.raises(ValueError, match=r"^This data state belongs to another stream: it has `seed` 3") as caught:
+    with pytest.raises(
+        ValueError, match=r"^This data state belongs to another stream: it has `seed` 3"
+    ) as caught:
         train_batches(folder, batch_size=6, image_size=8, seed=4).set_state(state)
     assert "(here 4)" in str(caught.value)
 
@@ -173,7 +190,9 @@ def test_a_long_image_falls_back_to_its_centre() -> None:
 
 
 def test_evaluation_crop_of_a_plain_image() -> None:
-    _, jpeg = cv2.imencode(".png", np.full((40, 60, 3), (255, 0, 0), np.uint8))  # blue, as OpenCV orders it
+    _, jpeg = cv2.imencode(
+        ".png", np.full((40, 60, 3), (255, 0, 0), np.uint8)
+    )  # blue, as OpenCV orders it
     image = eval_image(jpeg.tobytes(), 8)
     expected = (np.array([0, 0, 1]) - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     np.testing.assert_allclose(image, np.broadcast_to(expected, image.shape), atol=1e-5)
@@ -188,7 +207,9 @@ def test_augmentation_depends_on_the_generator_alone(folder: Path) -> None:
 
 @pytest.mark.parametrize("jpeg", [b"", b"no image"])
 def test_bad_image(jpeg: bytes) -> None:
-    with pytest.raises(ValueError, match=f"^A record's `image` of {len(jpeg)} bytes cannot be decoded."):
+    with pytest.raises(
+        ValueError, match=f"^A record's `image` of {len(jpeg)} bytes cannot be decoded."
+    ):
         decode(jpeg)
 
 
@@ -200,13 +221,16 @@ def test_bad_arguments(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"^Give `steps` \(3\) or `epochs` \(1\), not both."):
         train_batches(folder, batch_size=1, steps=3, epochs=1)
     with pytest.raises(
-        ValueError, match=r"^Split `train` in .* has 24 records, fewer than one batch of 13 on each of 2"
+        ValueError,
+        match=r"^Split `train` in .* has 24 records, fewer than one batch of 13 on each of 2",
     ):
         train_batches(folder, batch_size=13, size=2)
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"^The data folder `.*nowhere` does not exist.") as caught:
+    with pytest.raises(
+        FileNotFoundError, match=r"^The data folder `.*nowhere` does not exist."
+    ) as caught:
         train_batches(tmp_path / "nowhere", batch_size=1)
     assert "jaxcross data synth DIR" in str(caught.value)
     assert "tfds build imagenet2012" in str(caught.value)
@@ -214,7 +238,9 @@ def test_missing_folder(tmp_path: Path) -> None:
 
 def test_folder_that_is_not_tfds(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
-    with pytest.raises(ValueError, match=r"^`.*` is not a TFDS data set: there is no `dataset_info.json`") as caught:
+    with pytest.raises(
+        ValueError, match=r"^`.*` is not a TFDS data set: there is no `dataset_info.json`"
+    ) as caught:
         train_batches(tmp_path, batch_size=1)
     assert "jaxcross data synth DIR" in str(caught.value)
 
@@ -235,11 +261,15 @@ def test_tfrecord_is_refused(folder: Path, tmp_path: Path) -> None:
     for name in ("dataset_info.json", "features.json"):
         text = (version / name).read_text()
         (tmp_path / name).write_text(text.replace('"array_record"', '"tfrecord"'))
-    with pytest.raises(ValueError, match=r"^The data set in `.*` is stored as `tfrecord`") as caught:
+    with pytest.raises(
+        ValueError, match=r"^The data set in `.*` is stored as `tfrecord`"
+    ) as caught:
         train_batches(tmp_path, batch_size=1)
     assert "convert_format" in str(caught.value)
 
 
 def test_every_level_of_folder_is_found(folder: Path) -> None:
     version = folder / "imagenet2012" / "5.1.0"
-    assert {open_records(path).folder for path in (folder, folder / "imagenet2012", version)} == {version}
+    assert {open_records(path).folder for path in (folder, folder / "imagenet2012", version)} == {
+        version
+    }

@@ -1,11 +1,21 @@
-"""Which records a level keeps: against the optimum, against brute force, and never beyond its pages."""
+"""Which records a level keeps: against the optimum, against brute force, and never beyond its
+pages.
+"""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxcross.data.cache.next_use import NEVER, PAGE_BYTES, NextUse, Room, groups, pages_of, simulate
+from jaxcross.data.cache.next_use import (
+    NEVER,
+    PAGE_BYTES,
+    NextUse,
+    Room,
+    groups,
+    pages_of,
+    simulate,
+)
 from tests.support.examples import scaled
 
 quick = settings(max_examples=scaled(60), deadline=None)
@@ -36,7 +46,9 @@ def optimal_hits(sequence, capacity):
 @quick
 @given(st.integers(0, 99), st.integers(2, 40), st.integers(1, 45), st.integers(1, 5))
 def test_hits_of_small_levels_are_optimal(seed, records, capacity, epochs):
-    """Below 64 records a level looks at every newcomer and drops one record at a time, which is Belady's algorithm."""
+    """Below 64 records a level looks at every newcomer and drops one record at a time, which is
+    Belady's algorithm.
+    """
     order = passes(seed, records, records)
     sizes = np.full(records, PAGE_BYTES)
     found = simulate([order], sizes, [capacity * PAGE_BYTES], length=records, epochs=epochs)
@@ -53,7 +65,12 @@ def test_hits_of_large_levels_are_near_the_optimum(seed, records, share, streams
     budgets, sizes = [capacity * PAGE_BYTES], np.full(records, PAGE_BYTES)
     found = simulate(orders, sizes, budgets, length=records, epochs=3)
     lru = simulate(orders, sizes, budgets, length=records, epochs=3, policy="lru")
-    turns = np.array([[order(e) for order in orders] for e in range(3)]).transpose(0, 2, 1).ravel().tolist()
+    turns = (
+        np.array([[order(e) for order in orders] for e in range(3)])
+        .transpose(0, 2, 1)
+        .ravel()
+        .tolist()
+    )
     hits = sum(sum(tally.hits) for tally in found)
     assert 0 <= optimal_hits(turns, capacity) - hits <= 0.05 * len(turns)
     assert hits >= sum(sum(tally.hits) for tally in lru)
@@ -62,7 +79,9 @@ def test_hits_of_large_levels_are_near_the_optimum(seed, records, share, streams
 @quick
 @given(st.integers(0, 99), st.integers(1, 30), st.data())
 def test_next_use_is_the_next_use(seed, records, data):
-    """By brute force, up to the end of the next pass; also where a pass leaves records out, as on several ranks."""
+    """By brute force, up to the end of the next pass; also where a pass leaves records out, as on
+    several ranks.
+    """
     length = data.draw(st.integers(1, records))
     start = data.draw(st.integers(0, 2 * length))
     stop = data.draw(st.integers(start, start + 3 * length))
@@ -72,12 +91,20 @@ def test_next_use_is_the_next_use(seed, records, data):
     for position in range(start, stop):
         assert stream.take(position) == sequence[position]
         known = min(stop, (position // length + 2) * length)
-        later = {record: at for at, record in reversed(list(enumerate(sequence[:known]))) if at > position}
+        later = {
+            record: at
+            for at, record in reversed(list(enumerate(sequence[:known])))
+            if at > position
+        }
         assert stream.table.tolist() == [later.get(record, NEVER) for record in range(records)]
 
 
 @quick
-@given(st.integers(1, 500), st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=60), st.data())
+@given(
+    st.integers(1, 500),
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=60),
+    st.data(),
+)
 def test_victims_make_room_and_are_needed_later(capacity, residents, data):
     numbers = np.arange(len(residents))
     distances = np.array([distance for distance, _ in residents], np.int64)
@@ -108,7 +135,9 @@ def test_a_set_that_fits_is_read_once():
 
 
 def test_copies_replace_nothing_for_one_stream():
-    """A refusal stands for a while, a 64th of the level; what was taken, and another stream, end it."""
+    """A refusal stands for a while, a 64th of the level; what was taken, and another stream, end
+    it.
+    """
     room, offers = Room(128), []
 
     def put(taken):
@@ -120,14 +149,18 @@ def test_copies_replace_nothing_for_one_stream():
     assert offers.pop() is True
     room.offer_copy(put(False), several_streams=False)
     room.offer_copy(put(False), several_streams=False)
-    assert room.offer_copy(put(True), several_streams=False) and room.offer_copy(put(True), several_streams=False)
+    assert room.offer_copy(put(True), several_streams=False) and room.offer_copy(
+        put(True), several_streams=False
+    )
     assert offers == [False] * 5
 
 
 @quick
 @given(st.integers(0, 99), st.integers(16, 200), st.floats(0.1, 0.3))
 def test_a_small_level_gives_its_share_of_hits(seed, records, share):
-    """In front of a level that holds all: each pass after the first has as many hits as the small one has records."""
+    """In front of a level that holds all: each pass after the first has as many hits as the small
+    one has records.
+    """
     order, capacity = passes(seed, records, records), int(share * records)
     budgets, sizes = [capacity * PAGE_BYTES, records * PAGE_BYTES], np.full(records, PAGE_BYTES)
     found = simulate([order], sizes, budgets, length=records, epochs=4)

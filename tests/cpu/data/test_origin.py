@@ -27,12 +27,16 @@ IMAGES = 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return synthesise(tmp_path_factory.mktemp("data"), images=IMAGES, classes=3, width=64, height=48)
+    return synthesise(
+        tmp_path_factory.mktemp("data"), images=IMAGES, classes=3, width=64, height=48
+    )
 
 
 @pytest.fixture
 def cache(tmp_path):
-    with Cache(tmp_path / "cache", disk_bytes=10**6, ahead_records=8, memory_folder=tmp_path) as cache:
+    with Cache(
+        tmp_path / "cache", disk_bytes=10**6, ahead_records=8, memory_folder=tmp_path
+    ) as cache:
         yield cache
 
 
@@ -52,7 +56,9 @@ def footer_of(content):
 @settings(max_examples=scaled(25), deadline=None)
 @given(
     st.lists(st.integers(0, 150_000), min_size=1, max_size=12),
-    st.sampled_from(["group_size:1", "group_size:3", "group_size:1,uncompressed", "group_size:2,zstd:9"]),
+    st.sampled_from(
+        ["group_size:1", "group_size:3", "group_size:1,uncompressed", "group_size:2,zstd:9"]
+    ),
     st.integers(0, 999),
 )
 def test_any_records_are_read_from_their_ranges(tmp_path_factory, sizes, options, seed):
@@ -66,12 +72,16 @@ def test_any_records_are_read_from_their_ranges(tmp_path_factory, sizes, options
     assert footer.n_records == len(records)
     wanted = random.sample(range(len(records)), random.randint(1, len(records)))
     ranges = dict(footer.range_of(record) for record in wanted)
-    found = read_records(footer, {start: content[start:end] for start, end in ranges.items()}, wanted)
+    found = read_records(
+        footer, {start: content[start:end] for start, end in ranges.items()}, wanted
+    )
     assert found == [records[record] for record in wanted]
 
 
 def test_an_index_of_many_blocks(tmp_path):
-    """The footer of 40 000 records is longer than the 64 KiB after which a block header interrupts it."""
+    """The footer of 40 000 records is longer than the 64 KiB after which a block header interrupts
+    it.
+    """
     path = tmp_path / "shard"
     records = [os.urandom(index % 50 + 1) for index in range(40_000)]
     write_shard(path, records)
@@ -97,7 +107,9 @@ def test_missing_and_damaged_ranges_are_refused(tmp_path):
         read_records(footer, {start: bytes(damaged)}, [2])
 
 
-@pytest.mark.parametrize("content", [b"", bytes(BLOCK_BYTES), os.urandom(BLOCK_BYTES), b"\xff" * BLOCK_BYTES])
+@pytest.mark.parametrize(
+    "content", [b"", bytes(BLOCK_BYTES), os.urandom(BLOCK_BYTES), b"\xff" * BLOCK_BYTES]
+)
 def test_what_is_no_shard_is_refused(content):
     with pytest.raises(ValueError, match="^(it|its|the index)"):
         footer_start(content, len(content))
@@ -119,7 +131,9 @@ def test_a_damaged_footer_file_counts_as_missing(tmp_path):
 
 @pytest.mark.integration
 def test_http_has_the_same_bits(folder, cache):
-    """Each record's bytes are sent once, the second pass and a second stream read nothing, and nothing is changed."""
+    """Each record's bytes are sent once, the second pass and a second stream read nothing, and
+    nothing is changed.
+    """
     before = tree(folder)
     with range_server(folder) as sent:
         assert digests(train_batches(sent.url, steps=20, cache=cache, **STREAM)) == digests(
@@ -129,7 +143,9 @@ def test_http_has_the_same_bits(folder, cache):
         ranges = [each for each in sent.requests if "array_record" in each[0]]
         assert len(ranges) == len(set(ranges)) == IMAGES + 2
         shards = sum(path.stat().st_size for path in folder.glob("*train*"))
-        assert cache.statistics()["origin"].nbytes == sum(nbytes for _, _, nbytes in ranges) <= shards
+        assert (
+            cache.statistics()["origin"].nbytes == sum(nbytes for _, _, nbytes in ranges) <= shards
+        )
         sent.requests.clear()
         digests(train_batches(sent.url, steps=20, cache=cache, **{**STREAM, "seed": 9}))
         assert not [each for each in sent.requests if "array_record" in each[0]]
@@ -151,7 +167,9 @@ def test_a_second_run_reads_only_small_files(folder, tmp_path):
             sent.requests.clear()
             with Cache(tmp_path / "cache", disk_bytes=10**6) as cache:
                 assert digests(train_batches(sent.url, steps=9, cache=cache, **STREAM)) == through
-        assert {name for name, _, _ in sent.requests} <= {path.name for path in folder.glob("*.[jt]*")}
+        assert {name for name, _, _ in sent.requests} <= {
+            path.name for path in folder.glob("*.[jt]*")
+        }
         assert not [name for name, _, _ in sent.requests if "array_record" in name]
 
 
@@ -159,7 +177,8 @@ def test_a_server_without_ranges_is_refused(folder, cache):
     with range_server(folder, ranges=False) as sent:
         records = open_records(sent.url, cache=cache)
         with pytest.raises(
-            ValueError, match=r"bytes where 65536 were asked for, from byte \d+. A server must support r"
+            ValueError,
+            match=r"bytes where 65536 were asked for, from byte \d+. A server must support r",
         ):
             records.read(0)
 
@@ -174,7 +193,9 @@ def test_errors_of_the_server_are_tried_again(folder, cache, monkeypatch):
         sent.failures = 2
         assert records.read(1) == plain.read(1)
         sent.failures = 1000
-        with pytest.raises(OSError, match=r"^Reading `http.*` failed 7 times: ClientResponseError: 500"):
+        with pytest.raises(
+            OSError, match=r"^Reading `http.*` failed 7 times: ClientResponseError: 500"
+        ):
             records.read(2)
         sent.failures = 0
         assert records.read(2) == plain.read(2)
@@ -185,7 +206,9 @@ def test_a_server_that_is_away_is_named(folder, cache, monkeypatch):
     with range_server(folder) as sent:
         records = open_records(sent.url, cache=cache)
         url = sent.url
-    with pytest.raises(OSError, match=rf"^Reading `{re.escape(url)}/imagenet2012-train.*` failed 7 times"):
+    with pytest.raises(
+        OSError, match=rf"^Reading `{re.escape(url)}/imagenet2012-train.*` failed 7 times"
+    ):
         records.read(0)
     with pytest.raises(OSError, match=rf"^`{re.escape(url)}/dataset_info.json` cannot be read"):
         open_records(url, cache=cache)
@@ -195,7 +218,10 @@ def test_a_url_of_no_data_set_is_refused(tmp_path, cache):
     (tmp_path / "empty").mkdir()
     with (
         range_server(tmp_path / "empty") as sent,
-        pytest.raises(FileNotFoundError, match="^There is no `dataset_info.json` in `http.*Name the versioned folder"),
+        pytest.raises(
+            FileNotFoundError,
+            match="^There is no `dataset_info.json` in `http.*Name the versioned folder",
+        ),
     ):
         open_records(sent.url, cache=cache)
     with pytest.raises(ValueError, match="nosuch"):
@@ -208,7 +234,11 @@ def test_a_url_of_no_data_set_is_refused(tmp_path, cache):
         ("missing", FileNotFoundError, "^Reading `http.*train.* failed 7 times: FileNotFoundError"),
         ("empty", FileNotFoundError, "is missing or empty, or its server does not tell its size"),
         ("cut", ValueError, "cannot be read by byte ranges: "),
-        ("flipped", ValueError, r"^Records \[0\] of the shard `.*` cannot be decoded: .*hash mismatch"),
+        (
+            "flipped",
+            ValueError,
+            r"^Records \[0\] of the shard `.*` cannot be decoded: .*hash mismatch",
+        ),
         ("short", ValueError, "holds 3 records; `dataset_info.json` promises 40"),
     ],
 )
@@ -233,7 +263,9 @@ def test_a_damaged_shard_is_named(folder, tmp_path, cache, monkeypatch, damage, 
 
 
 def test_closing_ends_waiting_between_tries(folder, tmp_path, monkeypatch):
-    """An error of the storage is waited for with a growing pause, which the end of the cache cuts short."""
+    """An error of the storage is waited for with a growing pause, which the end of the cache cuts
+    short.
+    """
     monkeypatch.setattr(origin_module, "WAIT_S", 1e6)
     cache = Cache(tmp_path / "cache", disk_bytes=10**6)
     with range_server(folder) as sent:
@@ -280,5 +312,9 @@ def test_s3_has_the_same_bits(folder, tmp_path, monkeypatch):
 
 def test_the_reader_agrees_on_the_number_of_records(folder):
     (shard,) = folder.glob("*train*")
-    assert footer_of(shard.read_bytes()).n_records == ArrayRecordReader(str(shard)).num_records() == IMAGES
+    assert (
+        footer_of(shard.read_bytes()).n_records
+        == ArrayRecordReader(str(shard)).num_records()
+        == IMAGES
+    )
     assert np.all(np.diff(footer_of(shard.read_bytes()).chunks[0]) > 0)

@@ -49,13 +49,21 @@ def free_pages(store):
 
 
 @settings(max_examples=scaled(40), deadline=None)
-@given(st.lists(st.tuples(st.integers(0, RECORDS - 1), st.integers(1, 60_000)), max_size=60), st.integers(0, 2**32 - 1))
+@given(
+    st.lists(st.tuples(st.integers(0, RECORDS - 1), st.integers(1, 60_000)), max_size=60),
+    st.integers(0, 2**32 - 1),
+)
 def test_any_records_in_any_order(tmp_path_factory, offers, seed):
     """What is there is what was put, and neither pages nor files ever exceed the budget."""
     folder = tmp_path_factory.mktemp("store")
-    random = Random(seed)  # each draw of `st.randoms()` is a part of the example, which may not be so large
+    random = Random(
+        seed
+    )  # each draw of `st.randoms()` is a part of the example, which may not be so large
     distance = [random.randrange(100) for _ in range(RECORDS)]
-    store = open_store(folder, distances=lambda numbers: np.array([distance[number] for number in numbers], np.int64))
+    store = open_store(
+        folder,
+        distances=lambda numbers: np.array([distance[number] for number in numbers], np.int64),
+    )
     put = {}
     for number, nbytes in offers:
         if number not in put or store.get(number) is None:
@@ -81,7 +89,12 @@ def test_what_is_needed_last_is_dropped_first(tmp_path):
 def test_a_copy_replaces_what_no_stream_needs(tmp_path):
     """With one stream nothing else; with several also what is needed later."""
     needed, more_streams = np.array([NEVER, 90, 80, 5, 5]), []
-    store = open_store(tmp_path, 16 * PAGE_BYTES, lambda numbers: needed[numbers], several=lambda: bool(more_streams))
+    store = open_store(
+        tmp_path,
+        16 * PAGE_BYTES,
+        lambda numbers: needed[numbers],
+        several=lambda: bool(more_streams),
+    )
     for number in range(3):
         assert store.put(number, content(number, 5))
     assert store.put_copy(3, content(3, 5)) and 0 not in store
@@ -123,7 +136,9 @@ def test_a_smaller_budget_keeps_what_fits(tmp_path):
 def test_another_budget_while_in_use_is_refused(tmp_path):
     store = open_store(tmp_path)
     store.put(0, content(0))
-    with pytest.raises(ValueError, match="is in use by another process with another budget than `disk_bytes="):
+    with pytest.raises(
+        ValueError, match="is in use by another process with another budget than `disk_bytes="
+    ):
         open_store(tmp_path, 2 * BUDGET)
     assert kept(store) == [0]
     assert kept(open_store(tmp_path)) == [0]
@@ -190,7 +205,11 @@ def test_a_damaged_index_gives_no_wrong_record(tmp_path, name, damage):
 @settings(max_examples=scaled(40), deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["rows", "pages", "data"]), st.floats(0, 1, exclude_max=True), st.integers(0, 255)),
+        st.tuples(
+            st.sampled_from(["rows", "pages", "data"]),
+            st.floats(0, 1, exclude_max=True),
+            st.integers(0, 255),
+        ),
         max_size=8,
     )
 )
@@ -233,7 +252,11 @@ def test_a_failed_write_turns_it_off_with_one_warning(tmp_path, monkeypatch, cap
         assert not store.put(1, content(1))
         assert not store.put(2, content(2))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert os.strerror(number) in caplog.text and "`disk` in" in caplog.text and "smaller `disk_bytes`" in caplog.text
+    assert (
+        os.strerror(number) in caplog.text
+        and "`disk` in" in caplog.text
+        and "smaller `disk_bytes`" in caplog.text
+    )
     assert store.is_off
     assert kept(store) == [0]
 
@@ -273,7 +296,9 @@ for number in range(63, -1, -1):
 @pytest.mark.integration
 @pytest.mark.parametrize("place", ["pwrite", "crc", "row", "drop"])
 def test_kill_while_writing_leaves_whole_records(tmp_path, place):
-    """In the middle of a record's bytes, between its pages and its row, and while others are dropped for it."""
+    """In the middle of a record's bytes, between its pages and its row, and while others are
+    dropped for it.
+    """
     store = open_store(tmp_path)
     command = [*warm_python.COMMAND, "-c", KILLED, str(tmp_path), place]
     done = subprocess.run(command, check=False, timeout=120, cwd=ROOT)
@@ -309,7 +334,9 @@ def test_processes_fill_one_level_together(tmp_path):
     store = open_store(tmp_path)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     children = [
-        subprocess.Popen([*warm_python.COMMAND, "-c", FILLS, str(tmp_path), str(n)], cwd=ROOT, **pipes)
+        subprocess.Popen(
+            [*warm_python.COMMAND, "-c", FILLS, str(tmp_path), str(n)], cwd=ROOT, **pipes
+        )
         for n in (1, 5, 11)
     ]
     assert [child.stdout.readline() for child in children] == ["open\n"] * 3
@@ -322,7 +349,9 @@ def test_processes_fill_one_level_together(tmp_path):
 
 
 def test_a_store_closes_behind_a_write(tmp_path, monkeypatch):
-    """A thread that is storing a record never writes into a file that got the store's descriptor."""
+    """A thread that is storing a record never writes into a file that got the store's
+    descriptor.
+    """
     store, write = open_store(tmp_path / "level"), page_store._write
     begun, go_on = threading.Event(), threading.Event()
 

@@ -130,7 +130,10 @@ def test_readers_that_resume_share_again(folder: Path) -> None:
     alone = list(stream())
     for batches, step in zip(rest, (2, 3), strict=True):
         assert len(batches) == STEPS - step
-        assert all(np.array_equal(a["image"], b["image"]) for a, b in zip(batches, alone[step:], strict=True))
+        assert all(
+            np.array_equal(a["image"], b["image"])
+            for a, b in zip(batches, alone[step:], strict=True)
+        )
     assert (shared.decoded, shared.redecoded) == (STEPS - 2, 0)
 
 
@@ -178,7 +181,9 @@ def test_any_call_order_gives_each_reader_all_batches(
 
 
 def test_threads_decode_each_batch_once() -> None:
-    """A barrier keeps four threads within a batch of each other: whatever their order, ten decodes."""
+    """A barrier keeps four threads within a batch of each other: whatever their order, ten
+    decodes.
+    """
     shared = SharedDecode(Numbers(10), window=2)
     barrier = threading.Barrier(4, timeout=60)
     seen: dict[int, list[int]] = {}
@@ -203,7 +208,9 @@ def test_threads_decode_each_batch_once() -> None:
 def test_free_running_threads_end() -> None:
     shared = SharedDecode(Numbers(200), window=1)
     counts: list[int] = []
-    threads = [threading.Thread(target=lambda: counts.append(len(list(shared.reader())))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: counts.append(len(list(shared.reader())))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -38,7 +38,8 @@ def test_synthesise_is_repeatable_and_writes_once(tmp_path: Path) -> None:
     first, second = synthesise(tmp_path / "a", **options), synthesise(tmp_path / "b", **options)
     written = {path.name: path.stat().st_mtime_ns for path in first.iterdir()}
     for batch, other in zip(
-        *(train_batches(f, batch_size=4, image_size=8, epochs=1) for f in (first, second)), strict=True
+        *(train_batches(f, batch_size=4, image_size=8, epochs=1) for f in (first, second)),
+        strict=True,
     ):
         assert np.array_equal(batch["image"], other["image"])
     assert synthesise(tmp_path / "a", **options) == first
@@ -58,7 +59,9 @@ def test_interrupted_writing_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_the_class_can_be_told_from_the_image(tmp_path: Path) -> None:
-    """Nearest mean colour, learnt on augmented training images, names the class of most validation images."""
+    """Nearest mean colour, learnt on augmented training images, names the class of most validation
+    images.
+    """
     synthesise(tmp_path, images=96, classes=6, width=64, height=48)
     train = next(train_batches(tmp_path, batch_size=96, image_size=32))
     test = next(eval_batches(tmp_path, batch_size=24, image_size=32))
@@ -68,7 +71,9 @@ def test_the_class_can_be_told_from_the_image(tmp_path: Path) -> None:
         mean -= mean.mean(-1, keepdims=True)
         return mean / np.linalg.norm(mean, axis=-1, keepdims=True)
 
-    centres = np.stack([chroma(train["image"][train["label"] == label]).mean(0) for label in range(6)])
+    centres = np.stack(
+        [chroma(train["image"][train["label"] == label]).mean(0) for label in range(6)]
+    )
     guess = np.argmax(chroma(test["image"]) @ centres.T, -1)
     assert np.mean(guess == test["label"]) > 0.8
 
@@ -86,7 +91,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_command_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke("synth", tmp_path, "--images", 0) == 1
-    assert capsys.readouterr().err.startswith("jaxcross data synth: `images` must be at least 1, not 0.")
+    assert capsys.readouterr().err.startswith(
+        "jaxcross data synth: `images` must be at least 1, not 0."
+    )
     assert invoke("info", tmp_path / "nowhere") == 1
     assert "jaxcross data info: The data folder `" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -25,5 +25,9 @@ def test_listed_names_and_members_exist(page):
     for name, options in entries:
         found = resolve(name)
         for members in re.findall(r":members: (.+)", options):
-            missing = [m for m in members.split(", ") if not hasattr(found, m) and m not in found.__annotations__]
+            missing = [
+                m
+                for m in members.split(", ")
+                if not hasattr(found, m) and m not in found.__annotations__
+            ]
             assert not missing, f"{name} has no {missing}"

@@ -1,6 +1,7 @@
 """The commands in the README and the docs exist, and links between pages lead somewhere.
 
-The program that a `$` line of a `console` block names parses that line. tests/mpi/docs runs the Python blocks.
+The program that a `$` line of a `console` block names parses that line. tests/mpi/docs runs the
+Python blocks.
 """
 
 from __future__ import annotations
@@ -22,9 +23,29 @@ TIMEOUT_S = 240
 MARK = "\x1e"
 # Words that a shell, a package manager or a cluster provides: nothing of ours to check.
 FOREIGN = {
-    "pip", "git", "cd", "module", "source", ".", "export", "python3", "srun", "sbatch", "uv", "tc", "cat", "nvidia-smi",
-    "tfds", "echo", "grep", "ssh", "ssh-keygen", "ssh-copy-id", "rsync", "sudo",
-}  # fmt: skip
+    "pip",
+    "git",
+    "cd",
+    "module",
+    "source",
+    ".",
+    "export",
+    "python3",
+    "srun",
+    "sbatch",
+    "uv",
+    "tc",
+    "cat",
+    "nvidia-smi",
+    "tfds",
+    "echo",
+    "grep",
+    "ssh",
+    "ssh-keygen",
+    "ssh-copy-id",
+    "rsync",
+    "sudo",
+}
 
 
 @cache
@@ -58,7 +79,10 @@ def check(words: Sequence[str], where: str) -> None:
         while words and words[0].startswith("-"):
             words = words[2:] if words[0] in ("--group", "--extra") else words[1:]
     if words and words[0] in ("mpirun", "srun"):
-        start = next((n for n, word in enumerate(words) if word.startswith(("python", "jaxcross"))), len(words))
+        start = next(
+            (n for n, word in enumerate(words) if word.startswith(("python", "jaxcross"))),
+            len(words),
+        )
         words = words[start:]
     if not words:
         return
@@ -69,7 +93,14 @@ def check(words: Sequence[str], where: str) -> None:
     elif words[0] == "python" and words[1:3] == ["-m", "jaxcross.lab"]:
         check(words[words.index("--") + 1 :], where)
     else:
-        known = words[0] in FOREIGN | {"pytest", "ruff", "pyright", "sphinx-build", "pre-commit", "python"}
+        known = words[0] in FOREIGN | {
+            "pytest",
+            "ruff",
+            "pyright",
+            "sphinx-build",
+            "pre-commit",
+            "python",
+        }
         assert known or (ROOT / words[0]).exists(), f"{where}: what is `{words[0]}`?"
 
 
@@ -120,10 +151,19 @@ for script in sys.argv[1:]:
 @cache
 def helps() -> dict[str, str]:
     """Script -> its help, of all that the pages name."""
-    named = {word for _, command in commands() for word in command.split() if re.fullmatch(r"\w+(/\w+)+\.py", word)}
+    named = {
+        word
+        for _, command in commands()
+        for word in command.split()
+        if re.fullmatch(r"\w+(/\w+)+\.py", word)
+    }
     scripts = [str(ROOT / word) for word in sorted(named) if (ROOT / word).is_file()]
     done = subprocess.run(
-        [*warm_python.COMMAND, "-c", ASK, *scripts], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [*warm_python.COMMAND, "-c", ASK, *scripts],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(part.split("\n", 1) for part in done.stdout.split(MARK)[1:])
@@ -142,6 +182,11 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 def test_the_checker_refuses_what_does_not_exist() -> None:
-    for wrong in ("jaxcross demo --speed 3", "jaxcross fly", "python examples/nothing.py", "rm -rf /"):
+    for wrong in (
+        "jaxcross demo --speed 3",
+        "jaxcross fly",
+        "python examples/nothing.py",
+        "rm -rf /",
+    ):
         with pytest.raises(AssertionError):
             check(shlex.split(wrong), "here")

@@ -19,10 +19,17 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def run(env: Mapping[str, str], *words: object, timeout: float = 240) -> str:
-    """Runs an example to its end and returns what it printed; fails with all of it if the example fails."""
+    """Runs an example to its end and returns what it printed; fails with all of it if the example
+    fails.
+    """
     command = [*warm_python.COMMAND, str(EXAMPLES / str(words[0])), *map(str, words[1:])]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=timeout, env={**os.environ, **env}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+        env={**os.environ, **env},
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -43,7 +50,21 @@ def test_nnx_mlp(quick_compiler: dict[str, str]) -> None:
 
 @pytest.mark.exhaustive
 def test_gpt(quick_compiler: dict[str, str]) -> None:
-    words = ("--steps", 40, "--features", 24, "--layers", 1, "--length", 16, "--lr", 0.003, 0.01, "--letters", 20)
+    words = (
+        "--steps",
+        40,
+        "--features",
+        24,
+        "--layers",
+        1,
+        "--length",
+        16,
+        "--lr",
+        0.003,
+        0.01,
+        "--letters",
+        20,
+    )
     out = run(quick_compiler, "gpt.py", "--mesh", "serial", *words, "--loss", 3.5)
     assert out.count("in crossover and alone the same bits") == 2 and out.count("\nThe ") >= 2
 
@@ -53,7 +74,15 @@ def test_imagenet_resnet(tmp_path: Path, quick_compiler: dict[str, str]) -> None
     synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
     out = run(
         quick_compiler,
-        *("imagenet_resnet.py", "--data-dir", tmp_path / "data", "--model", "resnet8", "--image-size", 24),
+        *(
+            "imagenet_resnet.py",
+            "--data-dir",
+            tmp_path / "data",
+            "--model",
+            "resnet8",
+            "--image-size",
+            24,
+        ),
         *("--batch-size", 16, "--steps", 20, "--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"),
         *("--policy", "compare", "--output", tmp_path / "out", "--json", tmp_path / "result.json"),
     )
@@ -64,7 +93,8 @@ def test_imagenet_resnet(tmp_path: Path, quick_compiler: dict[str, str]) -> None
     jobs = result["runs"]["crossover-2"]["jobs"]
     assert [job["name"] for job in jobs] == ["job0 lr=0.1,seed=0", "job1 lr=0.2,seed=1"]
     assert [job["steps"] for job in jobs] == [10, 10]
-    # Four classes: chance is 0.25. The images tell their class, so twenty steps are enough to beat it clearly.
+    # Four classes: chance is 0.25. The images tell their class, so twenty steps are enough to beat
+    # it clearly.
     assert all(score["accuracy"] > 0.5 for score in result["evaluation"].values())
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {f"{run}.{kind}" for run in runs for kind in ("json", "png", "trace.json")}
@@ -72,7 +102,12 @@ def test_imagenet_resnet(tmp_path: Path, quick_compiler: dict[str, str]) -> None
 
 @pytest.mark.integration
 def test_missing_data_folder(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "imagenet_resnet.py"), "--data-dir", str(tmp_path / "nowhere")]
+    command = [
+        sys.executable,
+        str(EXAMPLES / "imagenet_resnet.py"),
+        "--data-dir",
+        str(tmp_path / "nowhere"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode != 0
     assert "nowhere` does not exist." in done.stderr

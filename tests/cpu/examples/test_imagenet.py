@@ -1,4 +1,6 @@
-"""The ImageNet example's parts: models, train step, recipe, command line. Nothing here communicates."""
+"""The ImageNet example's parts: models, train step, recipe, command line. Nothing here
+communicates.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -53,7 +55,9 @@ def test_resnet_stride_and_last_norm_initial_scale(example: ModuleType) -> None:
     model = example.MODELS["resnet50"](num_classes=10)
     image = jnp.zeros((1, 64, 64, 3))
     _, state = jax.eval_shape(
-        partial(model.init_with_output, train=False, capture_intermediates=True), jax.random.key(0), image
+        partial(model.init_with_output, train=False, capture_intermediates=True),
+        jax.random.key(0),
+        image,
     )
     block = state["intermediates"]["BottleneckBlock_3"]
     assert block["Conv_0"]["__call__"][0].shape[1:3] == (16, 16)
@@ -65,9 +69,13 @@ def test_resnet_stride_and_last_norm_initial_scale(example: ModuleType) -> None:
 
 
 @cache  # equal states and steps compile once
-def make(example: ModuleType, precision: str = "float32", steps: int = 4, **options: Any) -> tuple[Any, Any]:
+def make(
+    example: ModuleType, precision: str = "float32", steps: int = 4, **options: Any
+) -> tuple[Any, Any]:
     """A small state and a batch for each of two ranks."""
-    model = example.MODELS["resnet8"](num_classes=4, dtype=precision, stage_sizes=(1,), num_filters=4, **options)
+    model = example.MODELS["resnet8"](
+        num_classes=4, dtype=precision, stage_sizes=(1,), num_filters=4, **options
+    )
     args = example.imagenet_options.parse("", ["--data-dir", "x", "--precision", precision])
     init = jax.jit(lambda key: model.init(key, jnp.zeros((1, 16, 16, 3))))
     state = example.create_state(args, model, example.recipe(steps, 1, 1e-4), init, lr=0.1, seed=0)
@@ -91,7 +99,9 @@ def on_two_ranks(step: Any, state: Any, batch: Any) -> tuple[Any, Any]:
     [("bfloat16", {}), ("float16", {}), ("float32", {"axis_name": "batch"})],
     ids=["bfloat16", "float16", "synchronised"],
 )
-def test_step_keeps_ranks_equal_and_params_float32(example: ModuleType, precision: str, options: dict) -> None:
+def test_step_keeps_ranks_equal_and_params_float32(
+    example: ModuleType, precision: str, options: dict
+) -> None:
     """A step keeps the ranks equal and the parameters in float32."""
     state, batch = make(example, precision, **options)
     new, metrics = on_two_ranks(example.train_step, state, batch)
@@ -111,7 +121,9 @@ def test_sync_norm_on_two_ranks_equals_joined_batch(example: ModuleType) -> None
     joined = {name: array.reshape(1, 8, *array.shape[2:]) for name, array in batch.items()}
     one, _ = on_two_ranks(example.train_step, state, joined)
     for a, b in zip(
-        jax.tree.leaves((two.params, two.batch_stats)), jax.tree.leaves((one.params, one.batch_stats)), strict=True
+        jax.tree.leaves((two.params, two.batch_stats)),
+        jax.tree.leaves((one.params, one.batch_stats)),
+        strict=True,
     ):
         np.testing.assert_allclose(a[0], b[0], rtol=1e-3, atol=1e-5)
 
@@ -122,7 +134,9 @@ def test_float16_overflow_leaves_params_and_momentum(example: ModuleType) -> Non
     state, batch = make(example, "float16")
     new, _ = on_two_ranks(example.train_step, state, batch | {"image": batch["image"] * 1e6})
     for name in ("params", "opt_state"):
-        for a, b in zip(jax.tree.leaves(getattr(state, name)), jax.tree.leaves(getattr(new, name)), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(getattr(state, name)), jax.tree.leaves(getattr(new, name)), strict=True
+        ):
             assert np.array_equal(a, b[0])
     assert new.dynamic_scale.scale[0] < state.dynamic_scale.scale
 
@@ -167,7 +181,10 @@ def parse(example: ModuleType, *words: str) -> Any:
 
 def test_options(example: ModuleType) -> None:
     args = parse(example, "--job", "lr=0.4,seed=1", "--job", "lr=0.2")
-    assert args.jobs == [("lr=0.4,seed=1", {"lr": 0.4, "seed": 1}), ("lr=0.2", {"lr": 0.2, "seed": 0})]
+    assert args.jobs == [
+        ("lr=0.4,seed=1", {"lr": 0.4, "seed": 1}),
+        ("lr=0.2", {"lr": 0.2, "seed": 0}),
+    ]
     assert parse(example).jobs == [("lr=0.1,seed=0", {"lr": 0.1, "seed": 0})]
     assert str(parse(example, "--link", "emulate:500mbit").emulated) == "emulated link 500mbit"
     assert str(parse(example, "--link", "500mbit").emulated) == "emulated link 500mbit"
@@ -176,14 +193,18 @@ def test_options(example: ModuleType) -> None:
     assert parse(example, "--cut", "4").cut == 4
 
 
-def test_checkpoints_are_for_one_run(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_for_one_run(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert parse(example, "--checkpoints", "here").checkpoint_every == 1000
     with pytest.raises(SystemExit):
         parse(example, "--checkpoints", "here", "--policy", "compare")
     assert "would resume where the first one ended" in capsys.readouterr().err
 
 
-def test_unknown_model_lists_the_models(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_model_lists_the_models(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parse(example, "--model", "vgg")
     error = capsys.readouterr().err
@@ -207,8 +228,13 @@ def test_bad_link(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.integration
 def test_a_pointwise_convolution_is_a_product(example: ModuleType) -> None:
     convolve = import_module("resnet").convolve
-    x, kernel = jax.random.normal(jax.random.key(0), (2, 7, 6, 5)), jax.random.normal(jax.random.key(1), (1, 1, 5, 3))
+    x, kernel = (
+        jax.random.normal(jax.random.key(0), (2, 7, 6, 5)),
+        jax.random.normal(jax.random.key(1), (1, 1, 5, 3)),
+    )
     for strides in ((1, 1), (2, 2)):
         options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
         plain = jax.lax.conv_general_dilated(x, kernel, strides, "SAME", **options)
-        np.testing.assert_allclose(convolve(x, kernel, strides, "SAME", **options), plain, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            convolve(x, kernel, strides, "SAME", **options), plain, rtol=1e-5, atol=1e-6
+        )

@@ -28,7 +28,9 @@ def gradients(step: int) -> Any:
     return jax.tree.map(lambda p: rng.normal(size=(RANKS, *p.shape)).astype(p.dtype), PARAMS)
 
 
-def trained(tx: Any, steps: int, change: Callable[[int, Any], Any] = lambda n, grads: grads) -> list[Any]:
+def trained(
+    tx: Any, steps: int, change: Callable[[int, Any], Any] = lambda n, grads: grads
+) -> list[Any]:
     """(parameters, state, updates) after each step, of all ranks, under `vmap`."""
     everywhere = jax.tree.map(lambda p: np.stack([p] * RANKS), PARAMS)
 
@@ -40,7 +42,9 @@ def trained(tx: Any, steps: int, change: Callable[[int, Any], Any] = lambda n, g
 
     carry, history = (everywhere, jax.vmap(tx.init)(everywhere)), []
     for n in range(steps):
-        params, state, updates = jax.tree.map(np.asarray, step(change(n, gradients(n)), carry[1], carry[0]))
+        params, state, updates = jax.tree.map(
+            np.asarray, step(change(n, gradients(n)), carry[1], carry[0])
+        )
         carry = params, state
         history.append((params, state, updates))
     return history
@@ -64,10 +68,14 @@ def close(got: Any, want: Any, rtol: float = 2e-6) -> None:
 INNER = {
     "mean, adam": lambda: optax.chain(mean("batch"), optax.adam(0.1)),
     "mean, clipping, schedule": lambda: optax.chain(
-        mean("batch"), optax.clip_by_global_norm(0.5), optax.sgd(optax.linear_schedule(0.1, 0.01, 3))
+        mean("batch"),
+        optax.clip_by_global_norm(0.5),
+        optax.sgd(optax.linear_schedule(0.1, 0.01, 3)),
     ),
     "top_k": lambda: optax.chain(top_k(0.25, "batch"), optax.sgd(0.1)),
-    "one_bit_adam": lambda: optax.chain(one_bit_adam(1, "batch", ranks=RANKS, block=8), optax.scale(-0.1)),
+    "one_bit_adam": lambda: optax.chain(
+        one_bit_adam(1, "batch", ranks=RANKS, block=8), optax.scale(-0.1)
+    ),
     "local_sgd": lambda: local_sgd(optax.sgd(0.1), "batch", every=2),
 }
 
@@ -75,7 +83,9 @@ INNER = {
 @pytest.mark.integration
 @pytest.mark.parametrize("make", INNER.values(), ids=INNER)
 def test_accumulate_equals_its_optimizer_on_the_means(make: Callable[[], Any]) -> None:
-    """Updates between two steps are zero, and neither parameters nor the optimizer's state change."""
+    """Updates between two steps are zero, and neither parameters nor the optimizer's state
+    change.
+    """
     steps = 3 * EVERY
     got, want = trained(accumulate(make(), every=EVERY), steps), means_of(make(), steps)
     before = jax.tree.map(lambda p: np.stack([p] * RANKS), PARAMS), jax.vmap(make().init)(got[0][0])
@@ -102,12 +112,16 @@ def test_accumulate_of_every_gradient_is_its_optimizer() -> None:
     tx = INNER["mean, adam"]()
     got, want = trained(accumulate(tx, every=1), 3), trained(tx, 3)
     for (params, state, updates), (*expected, others) in zip(got, want, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, (params, state.inner, updates), (*expected, others))
+        jax.tree.map(
+            np.testing.assert_array_equal, (params, state.inner, updates), (*expected, others)
+        )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_spoils_one_step(bad: float) -> None:
-    """It is seen in that step; the next sum begins at zero, which `(1 - emit) * total` would not be."""
+    """It is seen in that step; the next sum begins at zero, which `(1 - emit) * total` would not
+    be.
+    """
 
     def spoil(n: int, grads: Any) -> Any:
         if n == 1:
@@ -142,7 +156,10 @@ def test_updates_and_sums_have_types_of_their_own() -> None:
         (lambda: accumulate(optax.sgd(0.1), every=0), "`every` of `accumulate` is `0`"),
         (lambda: accumulate(optax.sgd(0.1), every=2.0), r"`every` of `accumulate` is `2\.0`"),
         (lambda: accumulate(lambda g: g, every=2), "the optimizer of `accumulate` is"),
-        (lambda: accumulate(optax.sgd(0.1), every=2, dtype=jnp.int32), "`dtype` of `accumulate` must be a floating"),
+        (
+            lambda: accumulate(optax.sgd(0.1), every=2, dtype=jnp.int32),
+            "`dtype` of `accumulate` must be a floating",
+        ),
     ],
 )
 def test_accumulate_refuses_what_is_out_of_range(make: Callable[[], Any], words: str) -> None:
@@ -163,7 +180,9 @@ def exchanges_of(tx: Any, steps: int) -> list[int]:
     step, state, found = step_of(tx), tx.init(PARAMS), []
     for _ in range(steps):
         args = PARAMS, state, PARAMS
-        traced = decide(trace(step, args, axes={"batch": 1}, wire=LocalRanks()), jax.tree.leaves(args))
+        traced = decide(
+            trace(step, args, axes={"batch": 1}, wire=LocalRanks()), jax.tree.leaves(args)
+        )
         found.append(sum(len(s.exchanges) for s in stages.cut(traced).segments))
         one = jax.tree.map(lambda x: jnp.asarray(x)[None], args)
         state = jax.tree.map(lambda x: x[0], jax.vmap(step, axis_name="batch")(*one)[1])
@@ -177,7 +196,12 @@ def test_accumulate_exchanges_only_in_every_kth_step() -> None:
     assert exchanges_of(accumulate(tx, every=3), 6) == [0, 0, 2, 0, 0, 2]
     assert exchanges_of(optax.MultiSteps(tx, 3), 3) == [2, 2, 2]
     # One counter within another: every second of the steps of the optimizer.
-    assert exchanges_of(accumulate(local_sgd(optax.sgd(0.1), "batch", every=2), every=2), 4) == [0, 0, 0, 2]
+    assert exchanges_of(accumulate(local_sgd(optax.sgd(0.1), "batch", every=2), every=2), 4) == [
+        0,
+        0,
+        0,
+        2,
+    ]
 
 
 @jax.jit
@@ -203,7 +227,9 @@ REPEATED = {
 NOT_REPEATED = {
     "every step": multi_steps(INSIDE, 1),
     "before": optax.chain(mean("batch"), multi_steps(optax.sgd(0.1))),
-    "before, jitted": optax.chain(optax.stateless(lambda g, p: averaged(g)), multi_steps(optax.sgd(0.1))),
+    "before, jitted": optax.chain(
+        optax.stateless(lambda g, p: averaged(g)), multi_steps(optax.sgd(0.1))
+    ),
     "after": optax.chain(multi_steps(optax.sgd(0.1)), mean("batch")),
     "between": optax.chain(multi_steps(optax.sgd(0.1)), mean("batch"), multi_steps(optax.sgd(0.1))),
     "accumulate": accumulate(INSIDE, every=4),
@@ -220,7 +246,9 @@ def repeated(tx: Any, wrap: Callable[[Any], Any] = lambda step: step) -> list[st
 @pytest.mark.mostly_integration(
     "mean-checkpoint", "in a chain-jit", "in a chain-checkpoint", "jitted-plain", "jitted-jit"
 )
-@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+@pytest.mark.parametrize(
+    "wrap", [lambda step: step, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"]
+)
 @pytest.mark.parametrize("name", REPEATED)
 def test_multi_steps_around_an_exchange_is_found(name: str, wrap: Callable[[Any], Any]) -> None:
     """By the user's line, which calls `update`, wherever in the step it stands."""
@@ -230,5 +258,7 @@ def test_multi_steps_around_an_exchange_is_found(name: str, wrap: Callable[[Any]
 
 @pytest.mark.parametrize("name", NOT_REPEATED)
 def test_other_exchanges_are_not_taken_for_it(name: str) -> None:
-    repeated(REPEATED["jitted"])  # what has been traced there once is known to JAX by lines of `MultiSteps`
+    repeated(
+        REPEATED["jitted"]
+    )  # what has been traced there once is known to JAX by lines of `MultiSteps`
     assert repeated(NOT_REPEATED[name]) == []

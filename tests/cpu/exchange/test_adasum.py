@@ -44,7 +44,9 @@ def test_adasum_matches_the_tree_with_equal_bits(ranks):
 
 
 @pytest.mark.mostly_exhaustive("3-2")
-@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (4, 3), (5, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "local"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (4, 3), (5, 2)]
+)
 def test_hierarchical_is_the_tree_over_means_of_nodes(nodes, local):
     flat = grads(nodes * local)
     given = jax.tree.map(lambda x: x.reshape(nodes, local, *x.shape[1:]), flat)
@@ -60,7 +62,9 @@ def test_hierarchical_is_the_tree_over_means_of_nodes(nodes, local):
 def test_layers_that_are_cut_in_chunks(nodes, local):
     shapes = {"a": (70, 60), "b": (9001,), "one": (1,)}
     assert chunk(list(shapes.values()), (1 << (nodes.bit_length() - 1)) * local) > 1
-    given = jax.tree.map(lambda x: x.reshape(nodes, local, *x.shape[1:]), grads(nodes * local, 8, shapes))
+    given = jax.tree.map(
+        lambda x: x.reshape(nodes, local, *x.shape[1:]), grads(nodes * local, 8, shapes)
+    )
     got = jax.tree.map(np.asarray, compiled((("node", nodes), ("local", local)), "local")(given))
     for name, layer in given.items():
         want = tree(layer.astype(np.float64).mean(1))
@@ -93,7 +97,9 @@ def test_orthogonal_gradients_add_and_parallel_average(ranks):
     orthogonal = np.asarray(q[:ranks] * rng.uniform(1, 5, (ranks, 1)), np.float32)
     np.testing.assert_allclose(combine(orthogonal)[0], orthogonal.sum(0), atol=1e-5)
     if ranks & (ranks - 1) == 0:
-        factors = np.asarray([3.0, -1.0, 0.5, 7.0, -2.0, 1.0, 1.0, 4.0][:ranks], np.float32)[:, None]
+        factors = np.asarray([3.0, -1.0, 0.5, 7.0, -2.0, 1.0, 1.0, 4.0][:ranks], np.float32)[
+            :, None
+        ]
         along = factors * np.asarray(q[:1], np.float32)
         np.testing.assert_allclose(combine(along)[0], along.mean(0), atol=1e-6)
 
@@ -104,7 +110,9 @@ def test_symmetry_scaling_rotation_zero():
     q, _ = np.linalg.qr(rng.normal(size=(12, 12)))
     ab = combine(np.stack([a, b]))[0]
     np.testing.assert_allclose(combine(np.stack([b, a]))[0], ab, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(combine(np.stack([-3 * a, -3 * b]))[0], -3 * ab, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        combine(np.stack([-3 * a, -3 * b]))[0], -3 * ab, rtol=1e-5, atol=1e-5
+    )
     rotated = np.asarray(np.stack([a, b]) @ q, np.float32)
     np.testing.assert_allclose(combine(rotated)[0], ab @ q, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(combine(np.stack([np.zeros_like(b), b]))[0], b)
@@ -120,7 +128,9 @@ def test_norms(seed):
     a, b = layer[:2]
     aa, bb, c = a @ a, b @ b, a @ b
     two = combine(np.asarray(layer[:2], np.float32))[0].astype(np.float64)
-    assert two @ two == pytest.approx(aa + bb - 0.75 * c**2 * (1 / aa + 1 / bb) + c**3 / (2 * aa * bb), rel=1e-5)
+    assert two @ two == pytest.approx(
+        aa + bb - 0.75 * c**2 * (1 / aa + 1 / bb) + c**3 / (2 * aa * bb), rel=1e-5
+    )
     assert two @ (a + b) >= 0.5 * (norm(a) - norm(b)) ** 2 - 1e-4
     assert norm(combine(np.asarray(layer, np.float32))[0]) ** 2 <= (layer**2).sum() * (1 + 1e-5)
 
@@ -137,8 +147,12 @@ def test_each_layer_has_coefficients_of_its_own():
     assert norm(whole - np.concatenate([layers["a"][0], layers["b"][0]])) > 0.01 * norm(whole)
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))])
-@pytest.mark.parametrize("magnitudes", [(1e-33, 1e-33), (1e-30, 1.0), (1e-33, 1e18), (1e18, 1e18), (1e30, 1e30)])
+@pytest.mark.parametrize(
+    "ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))]
+)
+@pytest.mark.parametrize(
+    "magnitudes", [(1e-33, 1e-33), (1e-30, 1.0), (1e-33, 1e18), (1e18, 1e18), (1e30, 1e30)]
+)
 def test_any_magnitude(ranks, magnitudes):
     rng = np.random.default_rng(5)
     scales = np.resize(magnitudes, ranks)[:, None]
@@ -149,7 +163,9 @@ def test_any_magnitude(ranks, magnitudes):
 
 def test_the_smallest_numbers_next_to_large_ones():
     tiny = float(jnp.finfo(jnp.float32).tiny)
-    layer = np.asarray([[tiny, -tiny, 0], [1e19, 1e19, 1e19], [3 * tiny, tiny, tiny], [tiny / 4, 0, 0]], np.float32)
+    layer = np.asarray(
+        [[tiny, -tiny, 0], [1e19, 1e19, 1e19], [3 * tiny, tiny, tiny], [tiny / 4, 0, 0]], np.float32
+    )
     assert np.isfinite(combine(layer)).all()
     # Half of the smallest number counts as zero, so a little above it the operator is itself again.
     np.testing.assert_allclose(combine(8 * layer[[0, 0]])[0], 8 * layer[0], rtol=4 * EPS)
@@ -170,12 +186,16 @@ def test_narrow_floats_are_combined_in_float32():
     assert got["b"].dtype == jnp.bfloat16
     assert got["h"].dtype == np.float16
     want = tree(layer)
-    assert (got["b"][0].astype(np.float32) == np.asarray(want, np.float32).astype(jnp.bfloat16)).mean() > 0.98
+    assert (
+        got["b"][0].astype(np.float32) == np.asarray(want, np.float32).astype(jnp.bfloat16)
+    ).mean() > 0.98
     np.testing.assert_allclose(got["h"][0].astype(np.float64), want, rtol=2e-3)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("ranks", [5, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 3))])
+@pytest.mark.parametrize(
+    "ranks", [5, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 3))]
+)
 def test_what_is_not_finite_shows_on_every_rank(ranks, bad):
     given = grads(ranks)
     given["matrix"][-1, 2, 1] = bad
@@ -196,14 +216,19 @@ def test_deltas_of_plain_sgd_are_raw_gradients():
 
 def test_a_tree_without_elements():
     for empty in ({}, {"x": jnp.zeros((2, 0)), "n": None}):
-        got = jax.vmap(lambda g: adasum("batch").update(g, optax.EmptyState())[0], axis_name="batch", axis_size=2)(
-            empty
-        )
+        got = jax.vmap(
+            lambda g: adasum("batch").update(g, optax.EmptyState())[0],
+            axis_name="batch",
+            axis_size=2,
+        )(empty)
         assert jax.tree.structure(got) == jax.tree.structure(empty)
 
 
 def test_messages():
-    with pytest.raises(ValueError, match=r"^the update `\['i'\]` is int32: Adasum's dot products need real floating"):
+    with pytest.raises(
+        ValueError,
+        match=r"^the update `\['i'\]` is int32: Adasum's dot products need real floating",
+    ):
         combine({"i": np.ones((2, 3), np.int32)}, 2)
     with pytest.raises(ValueError, match=r"^`axis_name` of `adasum` is `\('a', 'b'\)`"):
         adasum(("a", "b"))

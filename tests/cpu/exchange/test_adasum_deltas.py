@@ -1,5 +1,6 @@
-"""Adasum of what optimizers make of gradients. The optimizers' states are compared bit for bit with those of optimizers
-alone, so that all is compiled as users have it."""
+"""Adasum of what optimizers make of gradients. The optimizers' states are compared bit for bit with
+those of optimizers alone, so that all is compiled as users have it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def test_deltas_are_averaged_in_nodes_before_combining():
     tx = adasum("node", optimizer=optimizer, inner_axis="local")
     params = jax.tree.map(lambda x: x[0], grads(1))
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (2, 2, *jnp.shape(x))), tx.init(params))
-    alone = jax.tree.map(lambda x: jnp.broadcast_to(x, (2, 2, *jnp.shape(x))), optimizer.init(params))
+    alone = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (2, 2, *jnp.shape(x))), optimizer.init(params)
+    )
     step = jax.jit(vmapped(lambda g, s: tx.update(g, s, params), axes))
     own = jax.jit(vmapped(lambda g, s: optimizer.update(g, s, params), axes))
     for number in range(2):

@@ -26,7 +26,9 @@ OVER_SEVERAL: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "mean, bfloat16": lambda axes: exchange.mean(axes, jnp.bfloat16),
     "mean, hierarchical": lambda axes: exchange.mean(axes, pattern="hierarchical"),
     "top_k": lambda axes: exchange.top_k(0.1, axes),
-    "top_k, hierarchical": lambda axes: exchange.top_k(0.1, axes, pattern="hierarchical", local_size=2),
+    "top_k, hierarchical": lambda axes: exchange.top_k(
+        0.1, axes, pattern="hierarchical", local_size=2
+    ),
     "demo": lambda axes: exchange.demo(0.1, axes),
     "sparse_loco": lambda axes: exchange.sparse_loco(SGD, SGD, axes, every=1),
     "qsgd": lambda axes: exchange.qsgd(7, axes),
@@ -38,36 +40,48 @@ OVER_SEVERAL: dict[str, Callable[[Any], optax.GradientTransformation]] = {
 }
 
 
-@pytest.mark.mostly_integration("mean", "mean, bfloat16", "local_sgd", "elastic_average", "bounded_stale")
+@pytest.mark.mostly_integration(
+    "mean", "mean, bfloat16", "local_sgd", "elastic_average", "bounded_stale"
+)
 @pytest.mark.parametrize("name", OVER_SEVERAL)
 def test_axes_may_come_in_a_list(name: str) -> None:
     make, params = OVER_SEVERAL[name], jax.ShapeDtypeStruct((8, 6), jnp.float32)
 
     def traced(axes: Any) -> str:
         tx = make(axes)
-        made = jax.make_jaxpr(lambda p: tx.update(p, tx.init(p), p), axis_env=list(AXES.items()))(params)
+        made = jax.make_jaxpr(lambda p: tx.update(p, tx.init(p), p), axis_env=list(AXES.items()))(
+            params
+        )
         return str(made)
 
     assert traced(list(AXES)) == traced(tuple(AXES))
 
 
 def test_a_list_is_held_to_the_same_rules() -> None:
-    with pytest.raises(ValueError, match=r"^the axes of an exchange are `\('a', 'a'\)`, one of them twice"):
+    with pytest.raises(
+        ValueError, match=r"^the axes of an exchange are `\('a', 'a'\)`, one of them twice"
+    ):
         exchange.mean(["a", "a"])
-    with pytest.raises(ValueError, match=r"^`axis_name` of `sign_sgd` is `\['a', 'b'\]`: its hops need one axis"):
+    with pytest.raises(
+        ValueError, match=r"^`axis_name` of `sign_sgd` is `\['a', 'b'\]`: its hops need one axis"
+    ):
         exchange.sign_sgd(["a", "b"])
 
 
 @pytest.mark.parametrize("axes", ["batch", ("node", "local")])
 def test_flat_top_k_rejects_local_size(axes: Any) -> None:
     """Nodes that a flat `top_k` would not see are refused."""
-    with pytest.raises(ValueError, match=r'^`local_size` of `top_k` is 8, but `pattern="flat"` knows no nodes'):
+    with pytest.raises(
+        ValueError, match=r'^`local_size` of `top_k` is 8, but `pattern="flat"` knows no nodes'
+    ):
         exchange.top_k(0.01, axes, local_size=8)
 
 
 @pytest.mark.parametrize("delays", [True, [True, False], [[0, 1], [True, 2]]])
 def test_a_delay_is_not_a_yes(delays: Any) -> None:
-    with pytest.raises(ValueError, match=r"^`delays` of `asynchronous` are `.*True.*`: they are whole numbers"):
+    with pytest.raises(
+        ValueError, match=r"^`delays` of `asynchronous` are `.*True.*`: they are whole numbers"
+    ):
         exchange.asynchronous(SGD, "batch", delays=delays)
 
 
@@ -89,34 +103,91 @@ def no_loco(**changed: Any) -> Any:
             lambda: exchange.one_bit_adam(1, "batch", ranks=2, b1=1.0),
             r"^`b1` of `one_bit_adam` is `1.0`: it is a moment",
         ),
-        (lambda: exchange.one_bit_adam(1, "batch", ranks=2, b2=-0.1), r"^`b2` of `one_bit_adam` is `-0.1`: it is a"),
-        (lambda: exchange.one_bit_adam(1, "batch", ranks=2, b2=math.nan), r"^`b2` of `one_bit_adam` is `nan`: it is a"),
-        (lambda: exchange.one_bit_adam(1, "batch", ranks=2, eps=0), r"^`eps` of `one_bit_adam` is `0`: it keeps a"),
-        (lambda: exchange.power_sgd(1, "batch", min_ratio=math.nan), r"^`min_ratio` of `power_sgd` is `nan`: it is"),
-        (lambda: exchange.power_sgd(1, "batch", min_ratio=-1), r"^`min_ratio` of `power_sgd` is `-1`: it is"),
+        (
+            lambda: exchange.one_bit_adam(1, "batch", ranks=2, b2=-0.1),
+            r"^`b2` of `one_bit_adam` is `-0.1`: it is a",
+        ),
+        (
+            lambda: exchange.one_bit_adam(1, "batch", ranks=2, b2=math.nan),
+            r"^`b2` of `one_bit_adam` is `nan`: it is a",
+        ),
+        (
+            lambda: exchange.one_bit_adam(1, "batch", ranks=2, eps=0),
+            r"^`eps` of `one_bit_adam` is `0`: it keeps a",
+        ),
+        (
+            lambda: exchange.power_sgd(1, "batch", min_ratio=math.nan),
+            r"^`min_ratio` of `power_sgd` is `nan`: it is",
+        ),
+        (
+            lambda: exchange.power_sgd(1, "batch", min_ratio=-1),
+            r"^`min_ratio` of `power_sgd` is `-1`: it is",
+        ),
         (lambda: exchange.top_k(True, "batch"), r"^`density` is True: it is the share of elements"),
-        (lambda: exchange.gtop_k(True, "batch"), r"^`density` is True: it is the share of elements"),
-        (lambda: exchange.top_k("0.1", "batch"), r"^`density` is '0\.1': it is the share of elements that are sent"),
-        (lambda: exchange.top_k(np.True_, "batch"), r"^`density` is np\.True_: it is the share of elements that are"),
-        (lambda: exchange.gtop_k(None, "batch"), r"^`density` is None: it is the share of elements that are sent"),
-        (lambda: exchange.top_k(optax.linear_schedule(1, 0.1, 5), "batch"), r"(?s)^`density` is <.* is a `warm_up` of"),
-        (lambda: exchange.top_k(0.1, "batch", warm_up=0.5), r"^`warm_up` is 0\.5: it is a list of pairs of a step and"),
-        (lambda: exchange.top_k(0.1, "batch", warm_up=[(1,)]), r"^`warm_up` is \[\(1,\)\]: it is a list of pairs"),
-        (lambda: exchange.top_k(0.1, "batch", warm_up=[(1.5, 0.2)]), r"^`warm_up` of `top_k`, .* step, is `1\.5`: it "),
-        (lambda: exchange.mean(()), r"^the axes of an exchange are `\(\)`: over none nothing is exchanged"),
-        (lambda: exchange.local_sgd(optax.sgd(1.0), [], every=1), r"^the axes of an exchange are `\[\]`: over none"),
+        (
+            lambda: exchange.gtop_k(True, "batch"),
+            r"^`density` is True: it is the share of elements",
+        ),
+        (
+            lambda: exchange.top_k("0.1", "batch"),
+            r"^`density` is '0\.1': it is the share of elements that are sent",
+        ),
+        (
+            lambda: exchange.top_k(np.True_, "batch"),
+            r"^`density` is np\.True_: it is the share of elements that are",
+        ),
+        (
+            lambda: exchange.gtop_k(None, "batch"),
+            r"^`density` is None: it is the share of elements that are sent",
+        ),
+        (
+            lambda: exchange.top_k(optax.linear_schedule(1, 0.1, 5), "batch"),
+            r"(?s)^`density` is <.* is a `warm_up` of",
+        ),
+        (
+            lambda: exchange.top_k(0.1, "batch", warm_up=0.5),
+            r"^`warm_up` is 0\.5: it is a list of pairs of a step and",
+        ),
+        (
+            lambda: exchange.top_k(0.1, "batch", warm_up=[(1,)]),
+            r"^`warm_up` is \[\(1,\)\]: it is a list of pairs",
+        ),
+        (
+            lambda: exchange.top_k(0.1, "batch", warm_up=[(1.5, 0.2)]),
+            r"^`warm_up` of `top_k`, .* step, is `1\.5`: it ",
+        ),
+        (
+            lambda: exchange.mean(()),
+            r"^the axes of an exchange are `\(\)`: over none nothing is exchanged",
+        ),
+        (
+            lambda: exchange.local_sgd(optax.sgd(1.0), [], every=1),
+            r"^the axes of an exchange are `\[\]`: over none",
+        ),
         (
             lambda: exchange.mean(0),
             r"^the axes of an exchange are `\(0,\)`: a number is to JAX a dimension of",
         ),
-        (lambda: exchange.one_bit_adam(1, "batch", ranks=2, b1="0.9"), r"^`b1` of `one_bit_adam` is `'0\.9'`: it is a"),
-        (lambda: exchange.power_sgd(1, "batch", min_ratio=None), r"^`min_ratio` of `power_sgd` is `None`: it is"),
+        (
+            lambda: exchange.one_bit_adam(1, "batch", ranks=2, b1="0.9"),
+            r"^`b1` of `one_bit_adam` is `'0\.9'`: it is a",
+        ),
+        (
+            lambda: exchange.power_sgd(1, "batch", min_ratio=None),
+            r"^`min_ratio` of `power_sgd` is `None`: it is",
+        ),
         (
             lambda: exchange.elastic_average(SGD, "batch", every=1, alpha="1"),
             r"^`alpha` of .* is `'1'`: it is part of a",
         ),
-        (lambda: exchange.elastic_average(SGD, "batch", every=1, alpha=0.1, beta=True), r"^`beta` of .* is `True`: it"),
-        (lambda: federated(participation=None), r"^`participation` of `federated_average` is `None`: it is a fraction"),
+        (
+            lambda: exchange.elastic_average(SGD, "batch", every=1, alpha=0.1, beta=True),
+            r"^`beta` of .* is `True`: it",
+        ),
+        (
+            lambda: federated(participation=None),
+            r"^`participation` of `federated_average` is `None`: it is a fraction",
+        ),
         (
             lambda: federated(weights=2.0),
             r"^`weights` of `federated_average` are `2\.0`: give one number for each rank",
@@ -125,12 +196,18 @@ def no_loco(**changed: Any) -> Any:
             lambda: federated(weights=[1, "2"]),
             r"^`weights` of `federated_average` are `\[1, '2'\]`: give one number for",
         ),
-        (lambda: exchange.demo(0, "batch"), r"^`density` is 0: it is the share of elements that are sent"),
+        (
+            lambda: exchange.demo(0, "batch"),
+            r"^`density` is 0: it is the share of elements that are sent",
+        ),
         (
             lambda: exchange.demo(0.1, "batch", decay=1.1),
             r"^`decay` of `demo` is `1\.1`: it is the part of the momentum",
         ),
-        (lambda: exchange.demo(0.1, "batch", chunk=0), r"^`chunk` of `demo` is `0`: it counts and must be a whole"),
+        (
+            lambda: exchange.demo(0.1, "batch", chunk=0),
+            r"^`chunk` of `demo` is `0`: it counts and must be a whole",
+        ),
         (
             lambda: exchange.demo(0.1, "batch", values_dtype=jnp.int8),
             r"^`values_dtype` is int8: values need a floating",
@@ -139,23 +216,47 @@ def no_loco(**changed: Any) -> Any:
             lambda: sparse_loco(every=0),
             r"^`every` of `sparse_loco` is `0`: it counts and must be a whole number from 1",
         ),
-        (lambda: sparse_loco(density=2), r"^`density` is 2: it is the share of elements that are sent"),
+        (
+            lambda: sparse_loco(density=2),
+            r"^`density` is 2: it is the share of elements that are sent",
+        ),
         (
             lambda: sparse_loco(decay=-1),
             r"^`decay` of `sparse_loco` is `-1`: it is the part of the residual that stays",
         ),
-        (lambda: sparse_loco(two_bits="no"), r"^`two_bits` of `sparse_loco` is `'no'`: it is True or False\.$"),
-        (lambda: sparse_loco(chunk=1.5), r"^`chunk` of `sparse_loco` is `1\.5`: it counts and must be a whole number"),
-        (lambda: no_loco(every=0), r"^`every` of `no_loco` is `0`: it counts and must be a whole number from 1 on"),
+        (
+            lambda: sparse_loco(two_bits="no"),
+            r"^`two_bits` of `sparse_loco` is `'no'`: it is True or False\.$",
+        ),
+        (
+            lambda: sparse_loco(chunk=1.5),
+            r"^`chunk` of `sparse_loco` is `1\.5`: it counts and must be a whole number",
+        ),
+        (
+            lambda: no_loco(every=0),
+            r"^`every` of `no_loco` is `0`: it counts and must be a whole number from 1 on",
+        ),
         (lambda: no_loco(rate=0), r"^`rate` of `no_loco` is `0`: it must be a number above 0\.$"),
-        (lambda: no_loco(momentum=1), r"^`momentum` of `no_loco` is `1`: it must be a number from 0 and below 1\.$"),
-        (lambda: no_loco(pull=-0.1), r"^`pull` of `no_loco` is `-0\.1`: it must be a number from 0\.$"),
-        (lambda: no_loco(seed=0.5), r"^`seed` of `no_loco` is `0\.5`: it counts and must be a whole number from 0 on"),
+        (
+            lambda: no_loco(momentum=1),
+            r"^`momentum` of `no_loco` is `1`: it must be a number from 0 and below 1\.$",
+        ),
+        (
+            lambda: no_loco(pull=-0.1),
+            r"^`pull` of `no_loco` is `-0\.1`: it must be a number from 0\.$",
+        ),
+        (
+            lambda: no_loco(seed=0.5),
+            r"^`seed` of `no_loco` is `0\.5`: it counts and must be a whole number from 0 on",
+        ),
         (
             lambda: exchange.accumulate(SGD, every=2**31),
             r"^`every` of `accumulate` must be at most 2147483647, as counters have 32 bits, got 2147483648\.$",
         ),
-        (lambda: exchange.top_k(0.1, "batch", warm_up=[(1, True)]), r"^`warm_up` is True: it is the share of elements"),
+        (
+            lambda: exchange.top_k(0.1, "batch", warm_up=[(1, True)]),
+            r"^`warm_up` is True: it is the share of elements",
+        ),
     ],
 )
 def test_out_of_range_numbers_are_rejected_early(make: Callable[[], Any], message: str) -> None:
@@ -182,7 +283,9 @@ def test_numbers_may_be_numpys_and_jaxs() -> None:
             no_loco(rate=number, momentum=number, pull=number),
         ):
             state = jax.eval_shape(tx.init, grads)
-            found = jax.make_jaxpr(tx.update, axis_env=[("batch", 2)], return_shape=True)(grads, state, grads)[1]
+            found = jax.make_jaxpr(tx.update, axis_env=[("batch", 2)], return_shape=True)(
+                grads, state, grads
+            )[1]
             assert found == (grads, state)
 
 
@@ -203,7 +306,9 @@ AROUND: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("inner", [0.1, optax.sgd])
 def test_what_is_no_optimizer_is_refused(name: str, inner: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^the optimizer of `{name}` is `.*`: it must be one of optax"):
+    with pytest.raises(
+        ValueError, match=rf"^the optimizer of `{name}` is `.*`: it must be one of optax"
+    ):
         AROUND[name](inner)
 
 
@@ -213,17 +318,40 @@ LOW = partial(exchange.power_sgd, axis_name="node", min_ratio=0)
 WIDE, NARROW = jnp.ones((6, 10)), jnp.ones((6, 9))
 # The exchange, the one whose state it is given, the parameters of that, and where shapes differ.
 OTHERS: dict[str, tuple[Any, Any, jax.Array, str]] = {
-    "top_k": (NODES(local_size=2), NODES(local_size=4), WIDE, r"\[15\] at `\.residual`, but must be \[30\] here"),
-    "one_bit_adam": (BITS(ranks=2), BITS(ranks=4), WIDE, r"\[16\] at `\.server_residual`, but must be \[32\] here"),
+    "top_k": (
+        NODES(local_size=2),
+        NODES(local_size=4),
+        WIDE,
+        r"\[15\] at `\.residual`, but must be \[30\] here",
+    ),
+    "one_bit_adam": (
+        BITS(ranks=2),
+        BITS(ranks=4),
+        WIDE,
+        r"\[16\] at `\.server_residual`, but must be \[32\] here",
+    ),
     "demo": (
         exchange.demo(0.1, "node"),
         exchange.demo(0.1, "node", chunk=4),
         WIDE,
         r"\[6, 12\] at `\.momentum`, but must be \[1, 60\] here",
     ),
-    "gtop_k": (*[exchange.gtop_k(0.1, "node")] * 2, NARROW, r"\[54\] at `\.residual`, but must be \[60\] here"),
-    "power_sgd, of another rank": (LOW(1), LOW(2), WIDE, r"\[10, 2\] at `\.factor`, but must be \[10, 1\] here"),
-    "power_sgd": (*[exchange.power_sgd(1, "node")] * 2, NARROW, r"\[9, 1\] at `\.factor`, but must be \[10, 1\] here"),
+    "gtop_k": (
+        *[exchange.gtop_k(0.1, "node")] * 2,
+        NARROW,
+        r"\[54\] at `\.residual`, but must be \[60\] here",
+    ),
+    "power_sgd, of another rank": (
+        LOW(1),
+        LOW(2),
+        WIDE,
+        r"\[10, 2\] at `\.factor`, but must be \[10, 1\] here",
+    ),
+    "power_sgd": (
+        *[exchange.power_sgd(1, "node")] * 2,
+        NARROW,
+        r"\[9, 1\] at `\.factor`, but must be \[10, 1\] here",
+    ),
 }
 
 
@@ -238,15 +366,21 @@ def test_a_state_of_other_shapes_is_refused(name: str) -> None:
 @pytest.mark.parametrize("make", [exchange.top_k, exchange.gtop_k, exchange.demo])
 def test_who_compresses_nothing_is_told_once(make: Any) -> None:
     tx, grads = optax.flatten(make(0.1, "batch")), {"w": jnp.ones((4, 6)), "b": jnp.ones(4)}
-    with pytest.warns(UserWarning, match="^`(g?top_k|demo)` compresses none of these parameters: vectors"):
+    with pytest.warns(
+        UserWarning, match="^`(g?top_k|demo)` compresses none of these parameters: vectors"
+    ):
         state = tx.init(grads)
-    jax.make_jaxpr(tx.update, axis_env=[("batch", 2)])(grads, state)  # warnings are errors in this suite
+    jax.make_jaxpr(tx.update, axis_env=[("batch", 2)])(
+        grads, state
+    )  # warnings are errors in this suite
 
 
 def test_no_warning_if_compression_is_partial_or_off() -> None:
     """No warning is given if something is compressed or the user asked for no compression."""
     exchange.top_k(0.1, "batch").init({"w": jnp.ones((4, 6)), "b": jnp.ones(4)})
-    exchange.top_k(0.1, "batch").init({"s": jnp.ones(()), "n": jnp.ones(3, jnp.int32), "e": jnp.ones(0)})
+    exchange.top_k(0.1, "batch").init(
+        {"s": jnp.ones(()), "n": jnp.ones(3, jnp.int32), "e": jnp.ones(0)}
+    )
     exchange.top_k(0.1, "batch", skip=lambda path, leaf: True).init(jnp.ones(5))
     optax.flatten(exchange.top_k(0.1, "batch", skip=lambda path, leaf: False)).init(jnp.ones(5))
     cost = JobCost(name="a", compute_s=1.0, exchange_s=2.0, params=jnp.ones(5))
@@ -270,7 +404,10 @@ def test_float64_is_not_cut(name: str) -> None:
     step = vmapped(lambda g: tx.update(g, tx.init(g))[0], {"batch": 2})
     with jax.enable_x64(True):
         grads = {"w": jnp.ones((2, 4, 6), jnp.float64)}
-        with pytest.raises(ValueError, match=rf"^the update `\['w'\]` is float64: {what} are float32 and would cut it"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^the update `\['w'\]` is float64: {what} are float32 and would cut it",
+        ):
             jax.eval_shape(step, grads)
         narrow = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
         assert jax.eval_shape(step, narrow)["w"].dtype == jnp.float32
@@ -300,13 +437,19 @@ def test_what_is_no_real_float_is_refused_by_its_name(name: str, dtype: Any) -> 
     grads = {"w": jnp.ones((2, 3)), "n": jnp.ones((2, 3), dtype)}
     step = vmapped(lambda g: tx.update(g, tx.init(g)), {"batch": 2})
     kind = jnp.dtype(dtype).name
-    with pytest.raises(ValueError, match=rf"^the update `\['n'\]` is {kind}: {what} need real floating-point leaves\."):
+    with pytest.raises(
+        ValueError,
+        match=rf"^the update `\['n'\]` is {kind}: {what} need real floating-point leaves\.",
+    ):
         jax.eval_shape(step, grads)
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_without_them_the_others_are_exchanged(name: str) -> None:
-    tx = optax.masked(REAL[name][1], lambda tree: jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.floating), tree))
+    tx = optax.masked(
+        REAL[name][1],
+        lambda tree: jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.floating), tree),
+    )
     grads = {"w": jnp.ones((2, 3)), "n": jnp.ones((2, 3), jnp.int32)}
     step = vmapped(lambda g: tx.update(g, tx.init(g))[0], {"batch": 2})
     assert jax.eval_shape(step, grads)["w"].shape == (2, 3)

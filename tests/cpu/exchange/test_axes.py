@@ -1,4 +1,6 @@
-"""Over two axes named together, an exchange is the one over as many ranks along one axis, or is refused."""
+"""Over two axes named together, an exchange is the one over as many ranks along one axis, or is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,20 @@ NAMES = tuple(NODES)
 ROWS = [row for row in TABLE if list(row.axes(4)) == ["batch"]]
 # Whose ranks are hops apart, or own a part each: they need one order of ranks.
 ORDERED = (
-    "adasum", "asynchronous", "federated_average", "gossip", "gtop_k", "lamb", "lars", "mean, ring", "mean, tree",
-    "no_loco", "one_bit_adam", "sharded_optimizer", "sign_sgd",
-)  # fmt: skip
+    "adasum",
+    "asynchronous",
+    "federated_average",
+    "gossip",
+    "gtop_k",
+    "lamb",
+    "lars",
+    "mean, ring",
+    "mean, tree",
+    "no_loco",
+    "one_bit_adam",
+    "sharded_optimizer",
+    "sign_sgd",
+)
 
 
 def after_two_steps(row: Row, axes: dict[str, int], name: Any) -> Any:
@@ -34,16 +47,22 @@ def after_two_steps(row: Row, axes: dict[str, int], name: Any) -> Any:
     return carry[0]
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS if row.name.startswith(ORDERED)])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name) for row in ROWS if row.name.startswith(ORDERED)]
+)
 def test_one_axis_is_asked_for(row: Row) -> None:
     with pytest.raises(ValueError, match="one axis"):
         after_two_steps(row, NODES, NAMES)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS if not row.name.startswith(ORDERED)])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name) for row in ROWS if not row.name.startswith(ORDERED)]
+)
 def test_two_axes_as_one(row: Row) -> None:
-    assert_close(after_two_steps(row, NODES, NAMES), after_two_steps(row, {"batch": 4}, "batch"), row.rtol)
+    assert_close(
+        after_two_steps(row, NODES, NAMES), after_two_steps(row, {"batch": 4}, "batch"), row.rtol
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,5 +79,7 @@ def test_two_axes_as_one(row: Row) -> None:
 )
 def test_duplicate_axis_is_rejected_on_construction(make: Any) -> None:
     """An axis that is named twice is refused when the exchange is made."""
-    with pytest.raises(ValueError, match=r"^the axes of an exchange are `\('a', .*'a'\)`, one of them twice"):
+    with pytest.raises(
+        ValueError, match=r"^the axes of an exchange are `\('a', .*'a'\)`, one of them twice"
+    ):
         make()

@@ -1,4 +1,6 @@
-"""What a rank receives for large trees, against numbers that no helper of the exchanges takes part in. Traced only."""
+"""What a rank receives for large trees, against numbers that no helper of the exchanges takes part
+in. Traced only.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,29 @@ SHAPES = {
     f"{block}/{name}": shape
     for block in range(2)
     for name, shape in {
-        "qkv": (384, 1152), "out": (384, 384), "up": (384, 1536), "down": (1536, 384), "up bias": (1536,),
-        "down bias": (384,), "first norm": (384,), "second norm": (384,),
+        "qkv": (384, 1152),
+        "out": (384, 384),
+        "up": (384, 1536),
+        "down": (1536, 384),
+        "up bias": (1536,),
+        "down bias": (384,),
+        "first norm": (384,),
+        "second norm": (384,),
     }.items()
-}  # fmt: skip
+}
 ELEMENTS = sum(map(math.prod, SHAPES.values()))
 ONE = {"kernel": (1001, 333)}
 
 
-def received(tx: optax.GradientTransformation, ranks: int, shapes: dict[str, tuple[int, ...]]) -> int:
+def received(
+    tx: optax.GradientTransformation, ranks: int, shapes: dict[str, tuple[int, ...]]
+) -> int:
     """In the first step, of float32 gradients."""
     values = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     args = (values, jax.eval_shape(tx.init, values), values)
-    traced = trace(lambda g, s, p: tx.update(g, s, p), args, axes={"batch": ranks}, wire=LocalRanks())
+    traced = trace(
+        lambda g, s, p: tx.update(g, s, p), args, axes={"batch": ranks}, wire=LocalRanks()
+    )
     program = cut(decide(traced, jax.tree.leaves(args)), bucket_bytes=0)
     return sum(wire_bytes(x, {"batch": ranks}) for x in program.exchanges)
 
@@ -50,7 +62,10 @@ def test_adasum_pads_by_two_in_a_hundred_at_most(ranks: int) -> None:
 
 # Of 333,333 elements, 1% is 3,333; a rank's part of them is rounded up.
 EXACT: dict[str, tuple[Callable[[int], Any], Callable[[int], int]]] = {
-    "mean": (lambda ranks: exchange.mean("batch"), lambda ranks: math.ceil(2 * (ranks - 1) * 4 * 333_333 / ranks)),
+    "mean": (
+        lambda ranks: exchange.mean("batch"),
+        lambda ranks: math.ceil(2 * (ranks - 1) * 4 * 333_333 / ranks),
+    ),
     "mean, bfloat16": (
         lambda ranks: exchange.mean("batch", jnp.bfloat16),
         lambda ranks: 2 * (ranks - 1) * math.ceil(333_333 / ranks) * 2,
@@ -60,7 +75,10 @@ EXACT: dict[str, tuple[Callable[[int], Any], Callable[[int], int]]] = {
         lambda ranks: exchange.top_k(0.01, "batch", values_dtype=jnp.bfloat16),
         lambda ranks: (ranks - 1) * 6 * 3_333,
     ),
-    "gtop_k": (lambda ranks: exchange.gtop_k(0.01, "batch"), lambda ranks: int(math.log2(ranks)) * 8 * 3_333),
+    "gtop_k": (
+        lambda ranks: exchange.gtop_k(0.01, "batch"),
+        lambda ranks: int(math.log2(ranks)) * 8 * 3_333,
+    ),
     "sharded_optimizer": (
         lambda ranks: exchange.sharded_optimizer(optax.sgd(0.1), "batch", ranks=ranks),
         lambda ranks: 2 * (ranks - 1) * math.ceil(333_333 / ranks) * 4,
@@ -69,7 +87,9 @@ EXACT: dict[str, tuple[Callable[[int], Any], Callable[[int], int]]] = {
 }
 
 
-@pytest.mark.mostly_integration("mean-2", "mean-4", "mean, bfloat16-2", "mean, bfloat16-4", "mean, bfloat16-8")
+@pytest.mark.mostly_integration(
+    "mean-2", "mean-4", "mean, bfloat16-2", "mean, bfloat16-4", "mean, bfloat16-8"
+)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", EXACT)
 def test_one_large_leaf_to_the_byte(name: str, ranks: int) -> None:

@@ -1,4 +1,5 @@
-"""A state that was made with other arguments, as after a restart: what each strategy makes of it, or why it refuses it.
+"""A state that was made with other arguments, as after a restart: what each strategy makes of it,
+or why it refuses it.
 
 `streaming_diloco` with another `every` is in `test_streaming_diloco.py`.
 """
@@ -38,7 +39,9 @@ def begun(tx: Any) -> Any:
     return everywhere, jax.vmap(tx.init)(everywhere)
 
 
-def trained(tx: Any, steps: range, carry: Any, grads: Callable[[int], Any] = gradients) -> tuple[Any, list[Any]]:
+def trained(
+    tx: Any, steps: range, carry: Any, grads: Callable[[int], Any] = gradients
+) -> tuple[Any, list[Any]]:
     """Parameters and state of every rank after these steps, and the updates of each."""
 
     def one(grads: Any, state: Any, params: Any) -> Any:
@@ -54,11 +57,17 @@ def trained(tx: Any, steps: range, carry: Any, grads: Callable[[int], Any] = gra
 
 
 ROUNDS: dict[str, Make] = {
-    "accumulate": lambda every: exchange.accumulate(optax.chain(exchange.mean("batch"), SGD), every=every),
+    "accumulate": lambda every: exchange.accumulate(
+        optax.chain(exchange.mean("batch"), SGD), every=every
+    ),
     "local_sgd": lambda every: exchange.local_sgd(SGD, "batch", every=every),
     "diloco": lambda every: exchange.diloco(SGD, OUTER, "batch", every=every),
-    "sparse_loco": lambda every: exchange.sparse_loco(SGD, OUTER, "batch", every=every, density=0.5),
-    "federated_average": lambda every: exchange.federated_average(SGD, "batch", every=every, participation=0.5),
+    "sparse_loco": lambda every: exchange.sparse_loco(
+        SGD, OUTER, "batch", every=every, density=0.5
+    ),
+    "federated_average": lambda every: exchange.federated_average(
+        SGD, "batch", every=every, participation=0.5
+    ),
     "elastic_average": lambda every: exchange.elastic_average(SGD, "batch", every=every, alpha=0.1),
     "no_loco": lambda every: exchange.no_loco(SGD, "batch", every=every),
 }
@@ -75,7 +84,9 @@ ROUNDS: dict[str, Make] = {
 def test_a_round_under_way_takes_the_new_length_or_ends_at_once(
     name: str, made: int, every: int, then: int, length: int
 ) -> None:
-    """It equals a round that was as long from the start: nothing is lost, and nothing counts twice."""
+    """It equals a round that was as long from the start: nothing is lost, and nothing counts
+    twice.
+    """
     make = ROUNDS[name]
     under_way, _ = trained(make(every), range(made), begun(make(every)))
     got, _ = trained(make(then), range(made, length), under_way)
@@ -85,7 +96,9 @@ def test_a_round_under_way_takes_the_new_length_or_ends_at_once(
 
 
 def test_accumulated_gradients_are_divided_by_their_number() -> None:
-    """Four gradients of 1 move the parameter by 1, with half of the round as well as with all of it."""
+    """Four gradients of 1 move the parameter by 1, with half of the round as well as with all of
+    it.
+    """
     three, two = (exchange.accumulate(optax.sgd(1.0), every=every) for every in (4, 2))
     state, params = three.init(jnp.zeros(())), jnp.zeros(())
     for _ in range(3):
@@ -113,16 +126,26 @@ def test_another_density_sends_what_the_old_one_left(make: Callable[[float], Any
 
 
 @pytest.mark.parametrize(("before", "then"), [(2, 9), (9, 2)])
-def test_one_bit_adam_knows_its_second_moment_after_another_freeze_step(before: int, then: int) -> None:
-    """Gradients that never change give a direction of one in every step, if the moments are corrected by their ages."""
+def test_one_bit_adam_knows_its_second_moment_after_another_freeze_step(
+    before: int, then: int
+) -> None:
+    """Gradients that never change give a direction of one in every step, if the moments are
+    corrected by their ages.
+    """
 
-    one = jax.tree.map(lambda p: np.where(np.arange(p.size).reshape(p.shape) % 3, 2, -2).astype(p.dtype), PARAMS)
+    one = jax.tree.map(
+        lambda p: np.where(np.arange(p.size).reshape(p.shape) % 3, 2, -2).astype(p.dtype), PARAMS
+    )
     alike = jax.tree.map(lambda g: np.stack([g] * RANKS), one)
-    first, second = (exchange.one_bit_adam(freeze, "batch", ranks=RANKS, block=8) for freeze in (before, then))
+    first, second = (
+        exchange.one_bit_adam(freeze, "batch", ranks=RANKS, block=8) for freeze in (before, then)
+    )
     carry, early = trained(first, range(5), begun(first), lambda n: alike)
     _, late = trained(second, range(5, 8), carry, lambda n: alike)
     for updates in [*early, *late]:
-        jax.tree.map(lambda u, g: np.testing.assert_allclose(u, np.sign(g), rtol=1e-4), updates, alike)
+        jax.tree.map(
+            lambda u, g: np.testing.assert_allclose(u, np.sign(g), rtol=1e-4), updates, alike
+        )
 
 
 def stream(**changed: Any) -> Any:
@@ -186,15 +209,29 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         exchange.asynchronous(SGD, "batch", delays=0),
         "`asynchronous` got a state in which gradients wait in 3 slots",
     ),
-    "streaming_diloco, fragments": (stream(), stream(fragments=1), "the state of `streaming_diloco` has 2 arrays"),
-    "streaming_diloco, delay": (stream(), stream(delay=1), "the state of `streaming_diloco` has 2 arrays"),
-    "streaming_diloco, bits": (stream(), stream(bits=8), "the state of `streaming_diloco` has 2 arrays"),
+    "streaming_diloco, fragments": (
+        stream(),
+        stream(fragments=1),
+        "the state of `streaming_diloco` has 2 arrays",
+    ),
+    "streaming_diloco, delay": (
+        stream(),
+        stream(delay=1),
+        "the state of `streaming_diloco` has 2 arrays",
+    ),
+    "streaming_diloco, bits": (
+        stream(),
+        stream(bits=8),
+        "the state of `streaming_diloco` has 2 arrays",
+    ),
 }
 
 
 @pytest.mark.parametrize(("before", "then", "words"), REFUSED.values(), ids=REFUSED)
 def test_a_state_of_another_form_is_refused(before: Any, then: Any, words: str) -> None:
-    """Every rank reports it while tracing, before the first exchange. `job.restore` refuses it by its shapes."""
+    """Every rank reports it while tracing, before the first exchange. `job.restore` refuses it by
+    its shapes.
+    """
     params = jax.tree.map(jnp.asarray, PARAMS)
 
     state = before.init(params)  # outside of the step, where no axis is bound

@@ -52,8 +52,14 @@ def test_largest_of_each_row_are_found_and_taken_out() -> None:
 @pytest.mark.integration
 def test_ranks_elements_are_summed_where_they_belong() -> None:
     layout = chunks.chunked(2, 3, 0.3)
-    values, columns = jnp.asarray([[1.0, 2.0], [10.0, 20.0]]), jnp.asarray([[0, 2], [0, 1]], jnp.int32)
-    assert np.asarray(chunks.sum_of_ranks(values, columns, layout)).tolist() == [[11, 0, 0], [0, 20, 2]]
+    values, columns = (
+        jnp.asarray([[1.0, 2.0], [10.0, 20.0]]),
+        jnp.asarray([[0, 2], [0, 1]], jnp.int32),
+    )
+    assert np.asarray(chunks.sum_of_ranks(values, columns, layout)).tolist() == [
+        [11, 0, 0],
+        [0, 20, 2],
+    ]
 
 
 @pytest.mark.integration

@@ -1,4 +1,6 @@
-"""What low rank, quantised and sign exchanges promise beyond what all do, all ranks in one process."""
+"""What low rank, quantised and sign exchanges promise beyond what all do, all ranks in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_power_sgd_residual_is_sent_later() -> None:
         updates, state = step(grads, state)
         total += updates[0]
         rest = state.residual.mean(0)
-        np.testing.assert_allclose(total + rest, (n + 1) * grads.mean(0), rtol=1e-3, atol=1e-3 * (n + 1))
+        np.testing.assert_allclose(
+            total + rest, (n + 1) * grads.mean(0), rtol=1e-3, atol=1e-3 * (n + 1)
+        )
     assert float(jnp.linalg.norm(total / 60 - grads.mean(0)) / jnp.linalg.norm(grads.mean(0))) < 0.3
 
 
@@ -73,7 +77,9 @@ def test_power_sgd_checks_overflow_only_in_float16() -> None:
 
     def differences(dtype: Any) -> int:
         grads = jnp.ones((30, 20), dtype)
-        made = jax.make_jaxpr(lambda g, s: power_sgd(1, "batch").update(g, s), axis_env=[("batch", 2)])
+        made = jax.make_jaxpr(
+            lambda g, s: power_sgd(1, "batch").update(g, s), axis_env=[("batch", 2)]
+        )
         jaxpr = made(grads, power_sgd(1, "batch").init(grads))
         return str(jaxpr).count(":f32[30,20] = sub ")
 
@@ -154,14 +160,18 @@ def precisions(jaxpr: Any) -> list[Any]:
 def test_power_sgd_makes_all_products_in_full_float32() -> None:
     """As GPUs do not unless they are told to."""
     tx = power_sgd(3, "batch")
-    made = jax.make_jaxpr(lambda g: tx.update(g, tx.init(g)), axis_env=[("batch", RANKS)])(jnp.ones((30, 20)))
+    made = jax.make_jaxpr(lambda g: tx.update(g, tx.init(g)), axis_env=[("batch", RANKS)])(
+        jnp.ones((30, 20))
+    )
     # The four of a step, and two for each pair of columns.
     assert precisions(made) == [(jax.lax.Precision.HIGHEST,) * 2] * (4 + 2 * 3)
 
 
 def test_power_sgd_refuses() -> None:
     for rank in (0, 2.0, True):
-        with pytest.raises(ValueError, match=f"^`rank` of `power_sgd` is `{rank}`: it counts and must be"):
+        with pytest.raises(
+            ValueError, match=f"^`rank` of `power_sgd` is `{rank}`: it counts and must be"
+        ):
             power_sgd(rank, "batch")  # type: ignore[arg-type]
 
 
@@ -226,10 +236,14 @@ def test_qsgd_of_finite_gradients_is_finite(levels: int) -> None:
 
 
 def test_qsgd_refuses() -> None:
-    with pytest.raises(ValueError, match="^`levels` is 128: a level and its sign travel as one byte"):
+    with pytest.raises(
+        ValueError, match="^`levels` is 128: a level and its sign travel as one byte"
+    ):
         qsgd(128, "batch")
     for levels in (0, 3.5, 2.0):
-        with pytest.raises(ValueError, match=f"^`levels` of `qsgd` is `{levels}`: it counts and must be"):
+        with pytest.raises(
+            ValueError, match=f"^`levels` of `qsgd` is `{levels}`: it counts and must be"
+        ):
             qsgd(levels, "batch")  # type: ignore[arg-type]
 
 
@@ -310,8 +324,16 @@ def test_one_bit_adam_shows_nonfinite_new_gradients(bad: float) -> None:
 
 
 def test_one_bit_adam_refuses() -> None:
-    for name, value in (("freeze_step", 0), ("freeze_step", 2.5), ("ranks", 0), ("ranks", 4.0), ("block", 8.0)):
-        with pytest.raises(ValueError, match=f"^`{name}` of `one_bit_adam` is `{value}`: it counts and must be"):
+    for name, value in (
+        ("freeze_step", 0),
+        ("freeze_step", 2.5),
+        ("ranks", 0),
+        ("ranks", 4.0),
+        ("block", 8.0),
+    ):
+        with pytest.raises(
+            ValueError, match=f"^`{name}` of `one_bit_adam` is `{value}`: it counts and must be"
+        ):
             one_bit_adam(**{"freeze_step": 5, "axis_name": "batch", "ranks": 4, name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="^`block` is 12: signs travel eight to a byte"):
         one_bit_adam(5, "batch", ranks=4, block=12)
@@ -324,14 +346,23 @@ def test_one_bit_adam_refuses() -> None:
 
 
 def test_patterns_refuse_axes_that_they_cannot_serve() -> None:
-    with pytest.raises(ValueError, match="^`pattern` is 'star': choose one of 'auto', 'hierarchical', 'ring', 'tree'"):
+    with pytest.raises(
+        ValueError,
+        match="^`pattern` is 'star': choose one of 'auto', 'hierarchical', 'ring', 'tree'",
+    ):
         mean("batch", pattern="star")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match='^`pattern="hierarchical"` goes over two axes, the outer first, not over'):
+    with pytest.raises(
+        ValueError, match='^`pattern="hierarchical"` goes over two axes, the outer first, not over'
+    ):
         mean("batch", pattern="hierarchical")
     for pattern in ("ring", "tree"):
         with pytest.raises(ValueError, match=f'^`axis_name` of `mean\\(pattern="{pattern}"\\)` is'):
             mean(("node", "local"), pattern=pattern)  # type: ignore[arg-type]
-    for make in (sign_sgd, functools.partial(gtop_k, 0.1), functools.partial(one_bit_adam, 5, ranks=4)):
+    for make in (
+        sign_sgd,
+        functools.partial(gtop_k, 0.1),
+        functools.partial(one_bit_adam, 5, ranks=4),
+    ):
         with pytest.raises(ValueError, match="needs? one axis with an order of ranks"):
             make(("node", "local"))
 
@@ -345,5 +376,7 @@ def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
         lambda n: local_sgd(optax.sgd(0.1), "batch", every=n(2)),
     ):
         tx, numpy = make(int), make(np.int64)
-        states_ = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), tx.init(grads), numpy.init(grads))
+        states_ = jax.tree.map(
+            lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), tx.init(grads), numpy.init(grads)
+        )
         assert all(jax.tree.leaves(states_))

@@ -1,4 +1,6 @@
-"""Local SGD and federated averaging against NumPy; what all decentralised exchanges refuse and leave alone."""
+"""Local SGD and federated averaging against NumPy; what all decentralised exchanges refuse and
+leave alone.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def test_between_exchanges_nothing_is_sent(tx):
     state, sent = tx.init(params), []
     for _ in range(4):
         args = (params, state, params)
-        traced = decide(trace(step, args, axes={"batch": 1}, wire=LocalRanks()), jax.tree.leaves(args))
+        traced = decide(
+            trace(step, args, axes={"batch": 1}, wire=LocalRanks()), jax.tree.leaves(args)
+        )
         program = stages.cut(traced)
         sent.append(sum(len(s.exchanges) for s in program.segments))
         params, state = jax.vmap(step, axis_name="batch")(*jax.tree.map(lambda x: x[None], args))
@@ -95,14 +99,18 @@ def test_between_exchanges_nothing_is_sent(tx):
 def test_full_federated_average_is_local_sgd():
     """Full participation and equal weights make `federated_average` the same as `local_sgd`."""
     optimizer = optax.sgd(0.1, momentum=0.9)
-    (*_, got), _ = train(federated_average(optimizer, "batch", every=2, weights=[7.0] * RANKS), starts(RANKS), 4)
+    (*_, got), _ = train(
+        federated_average(optimizer, "batch", every=2, weights=[7.0] * RANKS), starts(RANKS), 4
+    )
     (*_, want), _ = train(local_sgd(optimizer, "batch", every=2), starts(RANKS), 4)
     assert_close(got, want)
 
 
 def test_weights_weigh():
     start, weights = starts(RANKS, equal=False), [1, 2, 3, 10]
-    (got,), _ = train(federated_average(optax.sgd(0.1), "batch", every=1, weights=weights), start, 1, zero)
+    (got,), _ = train(
+        federated_average(optax.sgd(0.1), "batch", every=1, weights=weights), start, 1, zero
+    )
     assert_close(got, jax.tree.map(lambda x: np.average(x, 0, weights)[None] + 0 * x, start))
 
 
@@ -114,13 +122,17 @@ def test_share_too_small_for_float32_still_counts(weights):
     few = jax.jit(lambda n: _shares(n, 4, 0.75, [*weights, max(weights), max(weights)], 0))
     for n in range(8):
         shares = np.asarray(few(jnp.int32(n)))
-        assert (shares > 0).sum() == 3 and shares.sum() == pytest.approx(1), "who is chosen does not stand still"
+        assert (shares > 0).sum() == 3 and shares.sum() == pytest.approx(1), (
+            "who is chosen does not stand still"
+        )
 
 
 @pytest.mark.parametrize(("participation", "chosen"), [(0.5, 4), (0.01, 1), (0.9, 7)])
 def test_who_is_not_chosen_stands_still(participation, chosen):
     ranks, every, rounds = 8, 2, 5
-    tx = federated_average(optax.sgd(0.1, momentum=0.9), "batch", every=every, participation=participation, seed=3)
+    tx = federated_average(
+        optax.sgd(0.1, momentum=0.9), "batch", every=every, participation=participation, seed=3
+    )
     start = starts(ranks)
     history, state = train(tx, start, every * rounds)
     who = []
@@ -139,7 +151,9 @@ def test_who_is_not_chosen_stands_still(participation, chosen):
 def test_a_round_is_the_weighted_mean_of_the_chosen():
     ranks, every, rounds, rate = 8, 2, 4, 0.05
     weights = [1.0, 2, 3, 4, 5, 6, 7, 20]
-    tx = federated_average(optax.sgd(rate), "batch", every=every, participation=0.5, weights=weights, seed=1)
+    tx = federated_average(
+        optax.sgd(rate), "batch", every=every, participation=0.5, weights=weights, seed=1
+    )
     history, _ = train(tx, starts(ranks), every * rounds)
     x = starts(ranks)
     for number in range(rounds):
@@ -147,7 +161,10 @@ def test_a_round_is_the_weighted_mean_of_the_chosen():
         assert moved.sum() == ranks // 2
         shares = np.where(moved, weights, 0)
         for step in range(number * every, (number + 1) * every):
-            x = {k: v - rate * g for (k, v), g in zip(x.items(), grads(x, step).values(), strict=True)}
+            x = {
+                k: v - rate * g
+                for (k, v), g in zip(x.items(), grads(x, step).values(), strict=True)
+            }
         x = {k: np.average(v, 0, shares)[None] + 0 * v for k, v in x.items()}
         assert_close(history[(number + 1) * every - 1], x, 1e-5)
         uniform = {k: v.mean(0) for k, v in history[number * every].items()}
@@ -170,7 +187,9 @@ def test_unchosen_rank_is_excluded_from_the_average():
     start = starts(RANKS)
     chosen = np.asarray(_shares(jnp.int32(0), RANKS, 0.5, None, 0)) > 0
     (want,), _ = train(tx, start, 1)
-    (got,), _ = train(tx, {k: np.where(per_rank(x, lambda r: chosen[r]), x, np.nan) for k, x in start.items()}, 1)
+    (got,), _ = train(
+        tx, {k: np.where(per_rank(x, lambda r: chosen[r]), x, np.nan) for k, x in start.items()}, 1
+    )
     for k, x in got.items():
         np.testing.assert_array_equal(x[chosen], want[k][chosen])
 
@@ -178,7 +197,10 @@ def test_unchosen_rank_is_excluded_from_the_average():
 def test_integer_parameters_stay_local_to_each_rank():
     """Integers among the parameters remain each rank's own."""
     params = {"w": np.ones((RANKS, 2), np.float32), "n": np.arange(RANKS, dtype=np.int32)}
-    start = {"w": np.arange(RANKS, dtype=np.float32)[:, None] * np.ones((RANKS, 2), np.float32), "n": params["n"]}
+    start = {
+        "w": np.arange(RANKS, dtype=np.float32)[:, None] * np.ones((RANKS, 2), np.float32),
+        "n": params["n"],
+    }
     for tx in (
         local_sgd(optax.identity(), "batch", every=1),
         federated_average(optax.identity(), "batch", every=1),
@@ -193,15 +215,39 @@ def test_integer_parameters_stay_local_to_each_rank():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: local_sgd(SGD, "batch", every=0), r"^`every` of `local_sgd` is `0`: it counts and must be a whole"),
+        (
+            lambda: local_sgd(SGD, "batch", every=0),
+            r"^`every` of `local_sgd` is `0`: it counts and must be a whole",
+        ),
         (lambda: local_sgd(SGD, "batch", every=True), r"^`every` of `local_sgd` is `True`"),
-        (lambda: elastic_average(SGD, "batch", every=2.0, alpha=0.1), r"^`every` of `elastic_average` is `2.0`"),
-        (lambda: federated_average(SGD, "batch", every=1, participation=0), r"^`participation` of `federated_average`"),
-        (lambda: federated_average(SGD, "batch", every=1, weights=[1, 0]), r"^`weights` of `federated_average` are"),
-        (lambda: federated_average(SGD, ("a", "b"), every=1), r"^`axis_name` of `federated_average` is"),
-        (lambda: elastic_average(SGD, "batch", every=1, alpha=1.5), r"^`alpha` of `elastic_average` is `1.5`"),
-        (lambda: elastic_average(SGD, "batch", every=1, alpha=0.1, beta=-1), r"^`beta` of `elastic_average` is `-1`"),
-        (lambda: gossip(SGD, "batch", "star"), r"^`topology` of `gossip` is `'star'`: it is one of ring, torus"),
+        (
+            lambda: elastic_average(SGD, "batch", every=2.0, alpha=0.1),
+            r"^`every` of `elastic_average` is `2.0`",
+        ),
+        (
+            lambda: federated_average(SGD, "batch", every=1, participation=0),
+            r"^`participation` of `federated_average`",
+        ),
+        (
+            lambda: federated_average(SGD, "batch", every=1, weights=[1, 0]),
+            r"^`weights` of `federated_average` are",
+        ),
+        (
+            lambda: federated_average(SGD, ("a", "b"), every=1),
+            r"^`axis_name` of `federated_average` is",
+        ),
+        (
+            lambda: elastic_average(SGD, "batch", every=1, alpha=1.5),
+            r"^`alpha` of `elastic_average` is `1.5`",
+        ),
+        (
+            lambda: elastic_average(SGD, "batch", every=1, alpha=0.1, beta=-1),
+            r"^`beta` of `elastic_average` is `-1`",
+        ),
+        (
+            lambda: gossip(SGD, "batch", "star"),
+            r"^`topology` of `gossip` is `'star'`: it is one of ring, torus",
+        ),
     ],
 )
 def test_arguments_are_refused_when_it_is_made(build, message):
@@ -212,12 +258,18 @@ def test_arguments_are_refused_when_it_is_made(build, message):
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
-        (federated_average(SGD, "batch", every=1, weights=[1, 1]), r"^`weights` of `federated_average` are 2, but the"),
+        (
+            federated_average(SGD, "batch", every=1, weights=[1, 1]),
+            r"^`weights` of `federated_average` are 2, but the",
+        ),
         (
             elastic_average(SGD, "batch", every=1, alpha=0.3),
             r"^`beta` of `elastic_average` is `0.3` and the axis",
         ),
-        (gossip(SGD, "batch", "torus"), r"^`topology` of `gossip` is `torus`, but 5 ranks make no grid"),
+        (
+            gossip(SGD, "batch", "torus"),
+            r"^`topology` of `gossip` is `torus`, but 5 ranks make no grid",
+        ),
     ],
 )
 def test_worlds_are_refused_before_the_first_step(tx, message):
@@ -235,5 +287,7 @@ def test_worlds_are_refused_before_the_first_step(tx, message):
     ],
 )
 def test_parameters_must_be_handed_over(tx):
-    with pytest.raises(ValueError, match=r"^`\w+` got no `params`, but parameters are what it exchanges"):
+    with pytest.raises(
+        ValueError, match=r"^`\w+` got no `params`, but parameters are what it exchanges"
+    ):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

@@ -47,8 +47,15 @@ def test_its_exchange_is_carried():
 
     params = jnp.ones((16, 16))
     args = ((params, tx.init(params)), jnp.ones((4, 16)))
-    for donated, needs in (((0,), "0,1"), ((), "1")):  # the update overwrites what segment 0 reads, if it may
-        program = stages.cut(trace(step, args, axes={"batch": 2}, wire=LocalRanks(), donate_argnums=donated))
+    for donated, needs in (
+        ((0,), "0,1"),
+        ((), "1"),
+    ):  # the update overwrites what segment 0 reads, if it may
+        program = stages.cut(
+            trace(step, args, axes={"batch": 2}, wire=LocalRanks(), donate_argnums=donated)
+        )
         assert str(program).splitlines()[1:] == [
-            "0 compute <- inputs", "1 collective psum [1.0 kB], carried <- inputs", f"2 compute <- {needs}",
-        ]  # fmt: skip
+            "0 compute <- inputs",
+            "1 collective psum [1.0 kB], carried <- inputs",
+            f"2 compute <- {needs}",
+        ]

@@ -23,8 +23,12 @@ def test_dct_matrix_is_scipys_and_orthonormal(size: int) -> None:
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=1e-6)
 
 
-def authors_step(momentum: np.ndarray, grads: np.ndarray, decay: float, tile: tuple[int, int], k: int) -> Any:
-    """One step of every rank as the paper has it, by tiles of a padded matrix: (momenta, the mean of what was sent)."""
+def authors_step(
+    momentum: np.ndarray, grads: np.ndarray, decay: float, tile: tuple[int, int], k: int
+) -> Any:
+    """One step of every rank as the paper has it, by tiles of a padded matrix: (momenta, the mean
+    of what was sent).
+    """
     momentum = decay * momentum + grads
     sent = np.zeros_like(momentum)
     high, wide = tile
@@ -42,14 +46,18 @@ def authors_step(momentum: np.ndarray, grads: np.ndarray, decay: float, tile: tu
 def test_steps_equal_the_papers_order_of_operations() -> None:
     """Momentum, transform, largest, inverse, subtraction: over padded tiles, for three steps."""
     tx = exchange.demo(0.25, "batch", decay=0.9, chunk=4)
-    every = [normal(RANKS, 10, 7, seed=n) for n in range(3)]  # ten rows are parts of 4, 4, 2; seven columns of 4, 3
+    every = [
+        normal(RANKS, 10, 7, seed=n) for n in range(3)
+    ]  # ten rows are parts of 4, 4, 2; seven columns of 4, 3
     step, state = on_ranks(tx), states(tx, every[0])
     momentum = np.zeros((RANKS, 12, 8))
     for grads in every:
         updates, state = step(grads, state)
         padded = np.pad(np.asarray(grads, np.float64), ((0, 0), (0, 2), (0, 1)))
         momentum, expected = authors_step(momentum, padded, 0.9, (4, 4), 4)
-        np.testing.assert_allclose(updates, np.broadcast_to(expected[:10, :7], updates.shape), atol=1e-5)
+        np.testing.assert_allclose(
+            updates, np.broadcast_to(expected[:10, :7], updates.shape), atol=1e-5
+        )
 
 
 @pytest.mark.integration
@@ -83,7 +91,10 @@ def test_sign_returns_signs_and_shows_infinity() -> None:
     tx = exchange.demo(0.5, "batch", sign=True)
     grads = {"w": normal(RANKS, 8, 4), "b": normal(RANKS, 4, seed=1), "n": jnp.ones((RANKS, 2))}
     updates, _ = on_ranks(tx)(grads, states(tx, grads))
-    assert set(np.unique(np.concatenate([np.asarray(x).ravel() for x in updates.values()]))) == {-1, 1}
+    assert set(np.unique(np.concatenate([np.asarray(x).ravel() for x in updates.values()]))) == {
+        -1,
+        1,
+    }
     bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.inf), grads)
     spoiled, _ = on_ranks(tx)(bad, states(tx, bad))
     assert all(not np.isfinite(np.asarray(x)).all() for x in spoiled.values())
@@ -101,5 +112,7 @@ def test_tiles_are_equal_and_as_few_as_fit(shape: tuple[int, ...], tiles: int, w
 def test_leaves_that_are_not_floats_keep_their_updates() -> None:
     tx = exchange.demo(0.5, "batch")
     grads = {"n": jnp.int32(3), "w": jnp.ones((4, 4))}
-    step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="batch", axis_size=2, in_axes=None)
+    step = jax.vmap(
+        lambda g: tx.update(g, tx.init(g))[0], axis_name="batch", axis_size=2, in_axes=None
+    )
     assert step(grads)["n"].dtype == jnp.int32 and step(grads)["n"].tolist() == [3, 3]

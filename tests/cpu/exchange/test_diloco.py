@@ -30,11 +30,15 @@ def test_an_outer_rate_of_one_is_local_sgd():
 def test_rounds_are_those_of_the_algorithm():
     """Two rounds of SGD inside and Nesterov momentum outside, written out."""
     every, rate = 2, 0.05
-    history, state = train(diloco(optax.sgd(rate), NESTEROV, "batch", every=every), starts(RANKS), 2 * every)
+    history, state = train(
+        diloco(optax.sgd(rate), NESTEROV, "batch", every=every), starts(RANKS), 2 * every
+    )
     anchor, x = starts(RANKS), starts(RANKS)
     trace = jax.tree.map(np.zeros_like, anchor)
     for number in range(2 * every):
-        x = {k: v - rate * g for (k, v), g in zip(x.items(), grads(x, number).values(), strict=True)}
+        x = {
+            k: v - rate * g for (k, v), g in zip(x.items(), grads(x, number).values(), strict=True)
+        }
         if (number + 1) % every == 0:
             back = jax.tree.map(lambda a, v: (a - v).mean(0, keepdims=True) + 0 * v, anchor, x)
             trace = jax.tree.map(lambda t, d: 0.9 * t + d, trace, back)
@@ -46,7 +50,9 @@ def test_rounds_are_those_of_the_algorithm():
 
 
 def growth(rates, every, momentum=0.9, outer_momentum=0.9):
-    """The factor by which a round on the parabola x**2 / 2, a linear map there, grows in the long run, at each rate."""
+    """The factor by which a round on the parabola x**2 / 2, a linear map there, grows in the long
+    run, at each rate.
+    """
     outer = optax.sgd(0.7, momentum=outer_momentum, nesterov=True)
 
     def matrix(rate):
@@ -60,28 +66,44 @@ def growth(rates, every, momentum=0.9, outer_momentum=0.9):
             return optax.apply_updates(x, updates), state
 
         def a_round(start):
-            given = [start[floats.index(n)] if n in floats else leaf for n, leaf in enumerate(leaves)]
-            ended = jax.tree.leaves(jax.lax.fori_loop(0, every, step, jax.tree.unflatten(treedef, given)))
+            given = [
+                start[floats.index(n)] if n in floats else leaf for n, leaf in enumerate(leaves)
+            ]
+            ended = jax.tree.leaves(
+                jax.lax.fori_loop(0, every, step, jax.tree.unflatten(treedef, given))
+            )
             return jnp.stack([ended[n] for n in floats])
 
         return jax.jacfwd(a_round)(jnp.zeros(len(floats)))
 
-    on_ranks = jax.vmap(lambda _, rates: jax.vmap(matrix)(rates), axis_name="batch", in_axes=(0, None))
+    on_ranks = jax.vmap(
+        lambda _, rates: jax.vmap(matrix)(rates), axis_name="batch", in_axes=(0, None)
+    )
     return abs(np.linalg.eigvals(jax.jit(on_ranks)(jnp.zeros(1), jnp.array(rates))[0])).max(-1)
 
 
 @pytest.mark.integration
 def test_two_momenta_diverge_in_short_rounds():
-    """At rates between bounds that meet as rounds grow; the inner optimizer alone converges at all of these."""
-    assert (growth([0.005, 0.02, 0.1, 0.2], 4) > 1).all() and (growth([0.004, 0.22, 1.0], 4) < 1).all()
-    assert (growth([0.011, 0.02, 0.029], 6) > 1).all() and (growth([0.01, 0.032, 0.1, 0.6], 6) < 1).all()
+    """At rates between bounds that meet as rounds grow; the inner optimizer alone converges at all
+    of these.
+    """
+    assert (growth([0.005, 0.02, 0.1, 0.2], 4) > 1).all() and (
+        growth([0.004, 0.22, 1.0], 4) < 1
+    ).all()
+    assert (growth([0.011, 0.02, 0.029], 6) > 1).all() and (
+        growth([0.01, 0.032, 0.1, 0.6], 6) < 1
+    ).all()
     rates = np.geomspace(1e-3, 1.9, 100)
     assert (growth(rates, 7) < 1).all() and (growth(rates, 8) < 1).all()
-    assert (growth(rates, 4, outer_momentum=0.5) < 1).all() and (growth(rates, 4, momentum=0.0) < 1).all()
+    assert (growth(rates, 4, outer_momentum=0.5) < 1).all() and (
+        growth(rates, 4, momentum=0.0) < 1
+    ).all()
 
 
 def test_finish_drops_the_steps_of_an_open_round():
-    """Within a round ranks differ, and their model is the anchor, also inside a chain; others' are the parameters."""
+    """Within a round ranks differ, and their model is the anchor, also inside a chain; others' are
+    the parameters.
+    """
     tx = optax.chain(optax.clip(10.0), diloco(optax.sgd(0.05), NESTEROV, "batch", every=2))
     history, state = train(tx, starts(RANKS), 5)
     last = finish(history[-1], state)
@@ -97,19 +119,36 @@ def test_finish_drops_the_steps_of_an_open_round():
 def test_leaves_that_are_not_floats_keep_their_updates():
     params = {"n": jnp.int32(3), "w": jnp.ones(2)}
     tx = diloco(optax.identity(), optax.sgd(0.5), "batch", every=1)
-    step = jax.vmap(lambda g, p: tx.update(g, tx.init(p), p)[0], axis_name="batch", axis_size=1, in_axes=None)
+    step = jax.vmap(
+        lambda g, p: tx.update(g, tx.init(p), p)[0], axis_name="batch", axis_size=1, in_axes=None
+    )
     updates = step({"n": jnp.int32(4), "w": jnp.ones(2)}, params)
     assert updates["n"].tolist() == [4] and updates["w"].tolist() == [[0.5, 0.5]]
-    assert finish({"n": jnp.int32(7), "w": jnp.zeros(2)}, tx.init(params)) == {"n": 7, "w": pytest.approx([1.0, 1.0])}
+    assert finish({"n": jnp.int32(7), "w": jnp.zeros(2)}, tx.init(params)) == {
+        "n": 7,
+        "w": pytest.approx([1.0, 1.0]),
+    }
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: diloco(optax.sgd(1), optax.sgd(1), "batch", every=0), "`every` of `diloco` is `0`"),
-        (lambda: diloco(0.1, optax.sgd(1), "batch", every=1), r"the optimizer of `diloco` is `0.1`"),
-        (lambda: diloco(optax.sgd(1), None, "batch", every=1), r"the optimizer of `diloco` is `None`"),
-        (lambda: diloco(optax.sgd(1), optax.sgd(1), "batch", every=1).update({}, None), "got no `params`"),
+        (
+            lambda: diloco(optax.sgd(1), optax.sgd(1), "batch", every=0),
+            "`every` of `diloco` is `0`",
+        ),
+        (
+            lambda: diloco(0.1, optax.sgd(1), "batch", every=1),
+            r"the optimizer of `diloco` is `0.1`",
+        ),
+        (
+            lambda: diloco(optax.sgd(1), None, "batch", every=1),
+            r"the optimizer of `diloco` is `None`",
+        ),
+        (
+            lambda: diloco(optax.sgd(1), optax.sgd(1), "batch", every=1).update({}, None),
+            "got no `params`",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(make, words):

@@ -50,7 +50,9 @@ def test_parameters_and_centre_conserve_their_sum():
     updates, state = step(zero(start, 0), state, start)
     for k, x in start.items():
         before = x.sum(0) + centre[k][0]
-        np.testing.assert_allclose((x + updates[k]).sum(0) + state.centre[k][0], before, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            (x + updates[k]).sum(0) + state.centre[k][0], before, rtol=1e-5, atol=1e-5
+        )
         assert distance(updates[k], 0 * x) > 0.01
 
 

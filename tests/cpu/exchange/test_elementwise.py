@@ -17,7 +17,12 @@ from jaxcross.testing import vmapped
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.ones(3), "s": jnp.ones(()), "h": jnp.ones((2, 2), jnp.bfloat16)}
+PARAMS = {
+    "w": jnp.ones((4, 3)),
+    "b": jnp.ones(3),
+    "s": jnp.ones(()),
+    "h": jnp.ones((2, 2), jnp.bfloat16),
+}
 MASK = {"w": True, "b": False, "s": False, "h": True}
 
 
@@ -47,7 +52,9 @@ GOOD = {
     "adagrad": optax.adagrad(0.1),
     "lion": optax.lion(0.1),
     "radam": optax.radam(0.1),
-    "clip": optax.chain(optax.clip(1.0), optax.zero_nans(), optax.add_decayed_weights(1e-4), optax.sgd(0.1)),
+    "clip": optax.chain(
+        optax.clip(1.0), optax.zero_nans(), optax.add_decayed_weights(1e-4), optax.sgd(0.1)
+    ),
     "hyperparameters": optax.inject_hyperparams(optax.adamw)(learning_rate=0.1),
     "several steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
     "labels": optax.multi_transform(
@@ -55,8 +62,12 @@ GOOD = {
     ),
     "accumulators of 16 bits": optax.adam(0.1, mu_dtype=jnp.bfloat16),
     "flattened": optax.flatten(optax.adam(0.1)),
-    "flattened, decayed": optax.chain(optax.flatten(optax.adam(0.1)), optax.add_decayed_weights(0.1)),
-    "a table": optax.stateless(lambda u, p: u | {"w": jnp.asarray([1.0, 0.5])[(u["w"] > 0).astype(int)]}),
+    "flattened, decayed": optax.chain(
+        optax.flatten(optax.adam(0.1)), optax.add_decayed_weights(0.1)
+    ),
+    "a table": optax.stateless(
+        lambda u, p: u | {"w": jnp.asarray([1.0, 0.5])[(u["w"] > 0).astype(int)]}
+    ),
 }
 ACROSS = {
     "lamb": optax.lamb(0.1),
@@ -78,7 +89,9 @@ def each(function: Any) -> optax.GradientTransformation:
 
 ACROSS |= {
     "by place": each(lambda x: x / (1 + jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)),
-    "by a place's table": each(lambda x: x * jnp.arange(1.0, x.size + 1, dtype=x.dtype).reshape(x.shape)),
+    "by a place's table": each(
+        lambda x: x * jnp.arange(1.0, x.size + 1, dtype=x.dtype).reshape(x.shape)
+    ),
     "by another leaf": optax.stateless(lambda u, p: u | {"w": u["w"] * p["s"].reshape(-1)[0]}),
     "by a broadcast": optax.stateless(lambda u, p: u | {"w": u["w"] * p["s"].reshape(-1)[:1]}),
     "rolled": each(lambda x: jnp.roll(x.reshape(-1), 1).reshape(x.shape)),
@@ -86,7 +99,9 @@ ACROSS |= {
     "by the first": each(lambda x: x / x.reshape(-1)[0]),
     "by neighbours": each(lambda x: x - jnp.pad(x.reshape(-1)[1:], (0, 1)).reshape(x.shape)),
     "rolled in a loop": each(
-        lambda x: jax.lax.fori_loop(0, 2, lambda _, y: jnp.roll(y, 1), x.reshape(-1)).reshape(x.shape)
+        lambda x: jax.lax.fori_loop(0, 2, lambda _, y: jnp.roll(y, 1), x.reshape(-1)).reshape(
+            x.shape
+        )
     ),
     "taken": each(lambda x: x.reshape(-1)[jnp.zeros(x.size, int)].reshape(x.shape)),
 }
@@ -94,7 +109,9 @@ BY_SHAPE = {
     "mask": optax.adamw(0.1, weight_decay=0.1, mask=matrices),
     "masked": optax.masked(optax.sgd(0.1), matrices),
     "size": optax.masked(optax.sgd(0.1), lambda p: jax.tree.map(lambda x: x.size > 3, p)),
-    "share": optax.stateless(lambda u, p: jax.tree.map(lambda x: x / jnp.asarray(x.size, x.dtype) * x.size, u)),
+    "share": optax.stateless(
+        lambda u, p: jax.tree.map(lambda x: x / jnp.asarray(x.size, x.dtype) * x.size, u)
+    ),
 }
 
 
@@ -106,7 +123,9 @@ def kernel(sums: bool) -> optax.GradientTransformation:
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         def one(u: Any, m: Any) -> Any:
-            return pl.pallas_call(step, jax.ShapeDtypeStruct(u.shape, u.dtype), interpret=True)(u, m)
+            return pl.pallas_call(step, jax.ShapeDtypeStruct(u.shape, u.dtype), interpret=True)(
+                u, m
+            )
 
         made = jax.tree.map(one, updates, state)
         return made, made
@@ -121,13 +140,16 @@ def two_moments() -> optax.GradientTransformation:
         new = jax.tree.map(lambda s, u: jnp.stack([0.9 * s[0] + u, s[1] + u * u]), state, updates)
         return jax.tree.map(lambda s: s[0] / (1 + s[1]), new), new
 
-    return optax.GradientTransformation(lambda p: jax.tree.map(lambda x: jnp.stack([x * 0] * 2), p), update)
+    return optax.GradientTransformation(
+        lambda p: jax.tree.map(lambda x: jnp.stack([x * 0] * 2), p), update
+    )
 
 
 GOOD["two moments"] = two_moments()
 # Counts to as many as some parts have elements, and makes one number of that.
 GOOD |= {
-    f"a schedule of {n}": optax.sgd(lambda c, n=n: 0.1 * 0.5 ** jnp.sum(jnp.arange(n) * 9 < c)) for n in (1, 2, 3, 6)
+    f"a schedule of {n}": optax.sgd(lambda c, n=n: 0.1 * 0.5 ** jnp.sum(jnp.arange(n) * 9 < c))
+    for n in (1, 2, 3, 6)
 }
 GOOD["kernel"], ACROSS["kernel"] = kernel(sums=False), kernel(sums=True)
 
@@ -143,7 +165,9 @@ def real(optimizer: optax.GradientTransformation) -> None:
     Shard(optimizer, layout, layout.parts(jax.tree.leaves(PARAMS))[0], ranks=2)
 
 
-BOTH = pytest.mark.parametrize(("server", "name"), [(collective, "`sharded_optimizer`"), (real, "a parameter server")])
+BOTH = pytest.mark.parametrize(
+    ("server", "name"), [(collective, "`sharded_optimizer`"), (real, "a parameter server")]
+)
 
 
 @pytest.mark.mostly_integration(
@@ -155,7 +179,9 @@ BOTH = pytest.mark.parametrize(("server", "name"), [(collective, "`sharded_optim
 )
 @pytest.mark.parametrize("optimizer", [pytest.param(tx, id=name) for name, tx in GOOD.items()])
 @BOTH
-def test_element_by_element(server: Any, name: str, optimizer: optax.GradientTransformation) -> None:
+def test_element_by_element(
+    server: Any, name: str, optimizer: optax.GradientTransformation
+) -> None:
     server(optimizer)
 
 
@@ -169,7 +195,9 @@ def test_element_by_element(server: Any, name: str, optimizer: optax.GradientTra
 @pytest.mark.parametrize("optimizer", [pytest.param(tx, id=name) for name, tx in ACROSS.items()])
 @BOTH
 def test_across_elements(server: Any, name: str, optimizer: optax.GradientTransformation) -> None:
-    text = rf"^the optimizer of {name} does not work element by element: its updates depend on `\w+`\."
+    text = (
+        rf"^the optimizer of {name} does not work element by element: its updates depend on `\w+`\."
+    )
     with pytest.raises(ValueError, match=text):
         server(optimizer)
 
@@ -178,7 +206,8 @@ def test_across_elements(server: Any, name: str, optimizer: optax.GradientTransf
 @BOTH
 def test_by_shape(server: Any, name: str, optimizer: optax.GradientTransformation) -> None:
     with pytest.raises(
-        ValueError, match=rf"^the optimizer of {name} computes `.+` on leaves where it computes `.+` on"
+        ValueError,
+        match=rf"^the optimizer of {name} computes `.+` on leaves where it computes `.+` on",
     ):
         server(optimizer)
 

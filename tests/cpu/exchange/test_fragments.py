@@ -9,7 +9,12 @@ import pytest
 
 from jaxcross.exchange import fragments, integers
 
-TREE = {"a": np.arange(5.0), "b": np.arange(12.0).reshape(3, 4) + 10, "n": np.arange(3), "s": np.float32(50)}
+TREE = {
+    "a": np.arange(5.0),
+    "b": np.arange(12.0).reshape(3, 4) + 10,
+    "n": np.arange(3),
+    "s": np.float32(50),
+}
 
 
 @pytest.mark.mostly_integration("1-25", "4-3")
@@ -21,7 +26,9 @@ def test_fragments_are_even_and_cover_each_element_once(count, multiple):
     taken = [np.asarray(cut.take(tree, n)) for n in range(count)]
     sizes = [sum(p.stop - p.start for p in pieces) for pieces in cut.pieces]
     assert {len(x) for x in taken} == {cut.width} and cut.width % multiple == 0
-    assert sum(sizes) == 18 and max(sizes) == -(-18 // count) and sizes == sorted(sizes, reverse=True)
+    assert (
+        sum(sizes) == 18 and max(sizes) == -(-18 // count) and sizes == sorted(sizes, reverse=True)
+    )
     whole = np.concatenate([x[:n] for x, n in zip(taken, sizes, strict=True)])
     np.testing.assert_array_equal(whole, [*range(5), *range(10, 22), 50])
     for n, x in enumerate(taken):
@@ -47,7 +54,9 @@ def test_narrow_types_are_kept_wide_in_vectors():
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 20])
 def test_pieces_of_odd_shapes_and_narrow_types_come_back(count):
     shapes = {"a": (), "b": (0, 3), "c": (1,), "d": (1, 1), "e": (2, 3, 5)}
-    tree = {name: jnp.ones(shape) for name, shape in shapes.items()} | {"h": jnp.ones((7, 3), jnp.bfloat16)}
+    tree = {name: jnp.ones(shape) for name, shape in shapes.items()} | {
+        "h": jnp.ones((7, 3), jnp.bfloat16)
+    }
     cut = fragments.cut(tree, count)
 
     def twice(tree):
@@ -56,19 +65,26 @@ def test_pieces_of_odd_shapes_and_narrow_types_come_back(count):
         return tree
 
     doubled = jax.jit(twice)(tree)
-    assert jax.tree.all(jax.tree.map(lambda x, y: x.dtype == y.dtype and (y == 2 * x).all(), tree, doubled))
+    assert jax.tree.all(
+        jax.tree.map(lambda x, y: x.dtype == y.dtype and (y == 2 * x).all(), tree, doubled)
+    )
 
 
 @pytest.mark.mostly_integration("4-7")
 @pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7)])
 def test_an_element_is_off_by_half_a_unit_at_most(bits, levels):
     rng = np.random.default_rng(0)
-    x = (rng.normal(size=4 * integers.BLOCK) * np.repeat([1e-30, 1, 1e30, 0], integers.BLOCK)).astype(np.float32)
+    x = (
+        rng.normal(size=4 * integers.BLOCK) * np.repeat([1e-30, 1, 1e30, 0], integers.BLOCK)
+    ).astype(np.float32)
     packed = integers.pack(jnp.asarray(x), bits)
     got = np.asarray(integers.unpack(packed, bits)).reshape(4, -1)
     unit = np.abs(x).reshape(4, -1).max(1, keepdims=True) / levels
     assert (np.abs(got - x.reshape(4, -1)) <= unit * (0.5 + 1e-5)).all()
-    assert packed.codes.nbytes == x.size * bits // 8 and packed.units.nbytes == x.size // integers.BLOCK * 4
+    assert (
+        packed.codes.nbytes == x.size * bits // 8
+        and packed.units.nbytes == x.size // integers.BLOCK * 4
+    )
     again = integers.unpack(integers.pack(jnp.asarray(got.reshape(-1)), bits), bits)
     np.testing.assert_allclose(np.asarray(again).reshape(4, -1), got, rtol=1e-6)
 
@@ -92,5 +108,7 @@ def test_mean_is_that_of_the_rounded_vectors(bits):
         return integers.mean(packed, bits, ("ranks",)), integers.unpack(packed, bits)
 
     got, rounded = jax.vmap(both, axis_name="ranks")(jnp.asarray(x))
-    np.testing.assert_allclose(got, np.broadcast_to(np.asarray(rounded).mean(0), x.shape), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        got, np.broadcast_to(np.asarray(rounded).mean(0), x.shape), rtol=1e-5, atol=1e-6
+    )
     assert (np.ptp(np.asarray(got), 0) == 0).all()

@@ -23,7 +23,11 @@ from tests.support.decentralised_training import (
 pytestmark = pytest.mark.integration
 
 
-TOPOLOGIES = [(t, n) for t in ("ring", "torus", "exponential", "complete") for n in (1, 2, 3, 4, 6, 8, 9, 12, 16)]
+TOPOLOGIES = [
+    (t, n)
+    for t in ("ring", "torus", "exponential", "complete")
+    for n in (1, 2, 3, 4, 6, 8, 9, 12, 16)
+]
 TOPOLOGIES = [(t, n) for t, n in TOPOLOGIES if t != "torus" or n not in (2, 3)]
 
 
@@ -38,10 +42,14 @@ def test_mixing_matrices_are_doubly_stochastic(topology, ranks):
 
 
 @pytest.mark.parametrize("adapt_first", [False, True])
-@pytest.mark.parametrize(("topology", "ranks"), [("ring", 2), ("ring", 5), ("torus", 6), ("exponential", 6)])
+@pytest.mark.parametrize(
+    ("topology", "ranks"), [("ring", 2), ("ring", 5), ("torus", 6), ("exponential", 6)]
+)
 def test_gossip_is_its_matrix(topology, ranks, adapt_first):
     start, rate = starts(ranks, equal=False), 0.05
-    history, _ = train(gossip(optax.sgd(rate), "batch", topology, adapt_first=adapt_first), start, 4)
+    history, _ = train(
+        gossip(optax.sgd(rate), "batch", topology, adapt_first=adapt_first), start, 4
+    )
     rounds = rounds_of(topology, ranks)
     x = {k: v.astype(np.float64) for k, v in start.items()}
     for number, got in enumerate(history):
@@ -58,7 +66,9 @@ def test_gossip_is_its_matrix(topology, ranks, adapt_first):
 def test_gossip_keeps_the_mean_and_what_agrees(topology):
     start = starts(6, equal=False)
     (*_, got), _ = train(gossip(optax.sgd(0.1), "batch", topology), start, 5, zero)
-    assert_close(jax.tree.map(lambda x: x.mean(0), got), jax.tree.map(lambda x: x.mean(0), start), 1e-5)
+    assert_close(
+        jax.tree.map(lambda x: x.mean(0), got), jax.tree.map(lambda x: x.mean(0), start), 1e-5
+    )
     assert distance(got, start) > 0.1
     equal = starts(6)
     (*_, same), _ = train(gossip(optax.sgd(0.1), "batch", topology), equal, 3, zero)
@@ -93,5 +103,7 @@ def test_complete_graph_adapting_first_is_synchronous():
     """A complete graph that adapts first is synchronous training."""
     tx = gossip(optax.sgd(0.1, momentum=0.9), "batch", "complete", adapt_first=True)
     (*_, got), _ = train(tx, starts(RANKS), 4)
-    (*_, want), _ = train(optax.chain(mean("batch"), optax.sgd(0.1, momentum=0.9)), starts(RANKS), 4)
+    (*_, want), _ = train(
+        optax.chain(mean("batch"), optax.sgd(0.1, momentum=0.9)), starts(RANKS), 4
+    )
     assert_close(got, want)

@@ -28,7 +28,8 @@ def test_mean_equals_pmean():
 
 def test_sixteen_bits_on_the_wire():
     jaxpr = jax.make_jaxpr(
-        lambda g: mean("batch", jnp.bfloat16).update(g, optax.EmptyState())[0], axis_env=[("batch", 4)]
+        lambda g: mean("batch", jnp.bfloat16).update(g, optax.EmptyState())[0],
+        axis_env=[("batch", 4)],
     )
     sums = [
         eqn.invars[0].aval
@@ -62,8 +63,11 @@ def test_several_axes():
 def test_a_sum_beyond_float16_is_seen_on_every_rank(pattern):
     grads = jnp.full((8, 16), 1e4)
     assert jnp.isinf(over_ranks(mean("batch", jnp.float16, pattern=pattern), grads)).all()
-    assert jnp.allclose(over_ranks(mean("batch", jnp.bfloat16, pattern=pattern), grads), 1e4, rtol=1e-2)
-    # That is the price of keeping what is small: divided by 8 before it is rounded, this would be 0.
+    assert jnp.allclose(
+        over_ranks(mean("batch", jnp.bfloat16, pattern=pattern), grads), 1e4, rtol=1e-2
+    )
+    # That is the price of keeping what is small: divided by 8 before it is rounded, this would be
+    # 0.
     small = jnp.full((8, 16), 2.0**-24)
     assert (over_ranks(mean("batch", jnp.float16, pattern=pattern), small) == small).all()
 
@@ -91,10 +95,18 @@ def test_dtypes_travel_apart_and_integers_are_averaged(pattern):
         assert (x == grads[name].astype(jnp.float32).mean(over)).all(), name
     one = jax.tree.map(lambda x: x[(0,) * len(axes)], grads)
     jaxpr = str(jax.make_jaxpr(step, axis_env=[(axis, 2) for axis in axes])(one))
-    sent = [line for line in jaxpr.splitlines() if re.search(r"= (psum|ppermute|all_to_all|all_gather)\w*\[", line)]
-    assert any("bf16[" in line for line in sent) and not any("f32[28]" in line for line in sent), jaxpr
+    sent = [
+        line
+        for line in jaxpr.splitlines()
+        if re.search(r"= (psum|ppermute|all_to_all|all_gather)\w*\[", line)
+    ]
+    assert any("bf16[" in line for line in sent) and not any("f32[28]" in line for line in sent), (
+        jaxpr
+    )
 
 
 def test_a_wire_type_must_be_a_float():
-    with pytest.raises(ValueError, match=r"^`wire_dtype` is int8: gradients need a floating-point type on the wire"):
+    with pytest.raises(
+        ValueError, match=r"^`wire_dtype` is int8: gradients need a floating-point type on the wire"
+    ):
         mean("batch", jnp.int8)

@@ -52,10 +52,14 @@ def mean_with(partner: np.ndarray, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("pull", [None, 0.3])
 @pytest.mark.parametrize("ranks", [1, 2, 5, 6])
 def test_outer_steps_equal_numpy(ranks: int, pull: float | None) -> None:
-    """Pairs, progress, pull and momentum over three exchanges, from parameters that differ between ranks."""
+    """Pairs, progress, pull and momentum over three exchanges, from parameters that differ between
+    ranks.
+    """
     rate, momentum, seed, sgd = 0.7, 0.5, 3, 0.05
     start = starts(ranks, equal=False)
-    tx = no_loco(optax.sgd(sgd), "batch", every=2, rate=rate, momentum=momentum, pull=pull, seed=seed)
+    tx = no_loco(
+        optax.sgd(sgd), "batch", every=2, rate=rate, momentum=momentum, pull=pull, seed=seed
+    )
     history, state = train(tx, start, 6)
     slow = {k: v.astype(np.float64) for k, v in start.items()}
     fast, velocity = dict(slow), {k: np.zeros_like(v) for k, v in slow.items()}
@@ -88,7 +92,9 @@ def test_two_ranks_at_rate_one_are_local_sgd() -> None:
 def test_mean_is_kept_and_ranks_draw_together() -> None:
     """Without gradients and momentum, the mean over ranks stays and the distances to it shrink."""
     start = starts(6, equal=False)
-    history, _ = train(no_loco(optax.sgd(0.1), "batch", every=1, rate=1, momentum=0), start, 40, zero)
+    history, _ = train(
+        no_loco(optax.sgd(0.1), "batch", every=1, rate=1, momentum=0), start, 40, zero
+    )
     middle: Any = jax.tree.map(lambda x: x.mean(0, keepdims=True), start)
     assert_close(jax.tree.map(lambda x: x.mean(0, keepdims=True), history[-1]), middle, 1e-5)
     assert distance(history[-1], middle) < 1e-2 * distance(start, middle)

@@ -52,32 +52,43 @@ def test_overlapping_masks_error_names_leaf_and_both():
 
 def test_masks_that_part_the_leaves_are_not_refused():
     kernel = {"kernel": True, "other": False}
-    parted = optax.chain(optax.masked(top_k(0.5, "batch"), kernel), optax.masked(mean("batch"), OTHER))
+    parted = optax.chain(
+        optax.masked(top_k(0.5, "batch"), kernel), optax.masked(mean("batch"), OTHER)
+    )
     traced(parted, {"batch": 4})
 
 
 def rows(*arithmetic: str):
     """All rows but those with arithmetic on that side, of norms or of an optimizer."""
-    return pytest.mark.parametrize("row", [r for r in TABLE if r.name not in arithmetic], ids=lambda row: row.name)
+    return pytest.mark.parametrize(
+        "row", [r for r in TABLE if r.name not in arithmetic], ids=lambda row: row.name
+    )
 
 
-# `accumulate` adds gradients up before their exchange and returns what a conditional selects: arithmetic on both sides.
+# `accumulate` adds gradients up before their exchange and returns what a conditional selects:
+# arithmetic on both sides.
 CONDITIONAL = ("accumulate", "accumulate, top_k")
 
 
-@pytest.mark.mostly_integration("mean", "mean, bfloat16", "power_sgd", "gossip, torus", "delayed_mean")
+@pytest.mark.mostly_integration(
+    "mean", "mean, bfloat16", "power_sgd", "gossip, torus", "delayed_mean"
+)
 @rows("lars, shared norms", "lamb, shared norms", *CONDITIONAL)
 def test_no_strategy_may_precede_another_on_its_axes(row: Row):
     """No strategy may be followed by another one over its axes."""
     axes = row.axes(4)
-    with pytest.raises(ValueError, match=r"^`mean` is given the leaf .* already\. A leaf is exchanged once"):
+    with pytest.raises(
+        ValueError, match=r"^`mean` is given the leaf .* already\. A leaf is exchanged once"
+    ):
         traced(optax.chain(row.made(4), mean(tuple(axes))), axes)
 
 
 @rows(*(row.name for row in TABLE if row.kind == "delta"), *CONDITIONAL)
 def test_no_strategy_follows_another_over_its_axes(row: Row):
     axes = row.axes(4)
-    with pytest.raises(ValueError, match=r"which `mean` has exchanged over .* already\. A leaf is exchanged once"):
+    with pytest.raises(
+        ValueError, match=r"which `mean` has exchanged over .* already\. A leaf is exchanged once"
+    ):
         traced(optax.chain(mean(tuple(axes)), row.made(4)), axes)
 
 
@@ -103,7 +114,9 @@ def test_same_gradients_may_be_exchanged_in_two_ways():
 @pytest.mark.integration
 def test_nothing_is_kept():
     with tracing() as trace:
-        out, _ = jax.vmap(mean("batch").update, axis_name="batch")(on_ranks({"batch": 4}), optax.EmptyState())
+        out, _ = jax.vmap(mean("batch").update, axis_name="batch")(
+            on_ranks({"batch": 4}), optax.EmptyState()
+        )
         gc.collect()
         assert not trace._exchanged  # of tracers, which ended with the `vmap`
     assert current_tracing() is None and out is not None

@@ -19,7 +19,9 @@ STEPS = 15  # of signs, after one of Adam
 
 
 def trained(one: jax.Array) -> tuple[Any, Any]:
-    """Update and state of rank 0 after all steps with this gradient on every rank, in blocks of the usual size."""
+    """Update and state of rank 0 after all steps with this gradient on every rank, in blocks of the
+    usual size.
+    """
     tx = one_bit_adam(1, "batch", ranks=RANKS)
     grads = jnp.stack([one] * RANKS)
     step, state = on_ranks(tx), states(tx, grads)
@@ -41,12 +43,15 @@ def test_its_momentum_is_as_large_as_the_exact_one() -> None:
     one = normal(10, 10)
     _, state = trained(one)
     exact = float(np.abs((1 - 0.9 ** (1 + STEPS)) * one).mean())
-    assert exact < np.abs(state.mu).mean() < 1.25 * exact, "a little more, for what the first signs left out"
+    assert exact < np.abs(state.mu).mean() < 1.25 * exact, (
+        "a little more, for what the first signs left out"
+    )
 
 
 @pytest.mark.mostly_integration("100-2048-4", "64-16-4")
 @pytest.mark.parametrize(
-    ("size", "block", "ranks"), [(45, 16, 4), (100, 2048, 4), (64, 16, 4), (5, 8, 3), (301, 24, 2), (16, 16, 1)]
+    ("size", "block", "ranks"),
+    [(45, 16, 4), (100, 2048, 4), (64, 16, 4), (5, 8, 3), (301, 24, 2), (16, 16, 1)],
 )
 def test_scale_is_the_mean_of_existing_elements(size: int, block: int, ranks: int) -> None:
     """A scale is the mean of the elements that exist, without padding."""
@@ -55,7 +60,9 @@ def test_scale_is_the_mean_of_existing_elements(size: int, block: int, ranks: in
     parts = jnp.asarray(np.pad(x, (0, ranks * blocks * block - size)).reshape(ranks, -1))
     counts = _counts(size, jnp.arange(ranks), blocks, block)
     packed, scales = _encode(parts, counts, block)
-    expected = [np.abs(x[i : i + block]).mean() if i < size else 0 for i in range(0, parts.size, block)]
+    expected = [
+        np.abs(x[i : i + block]).mean() if i < size else 0 for i in range(0, parts.size, block)
+    ]
     np.testing.assert_allclose(np.ravel(scales), expected, rtol=1e-6)
     np.testing.assert_array_equal(np.ravel(bits.unpack(packed))[:size], x >= 0)
     for rank in range(ranks):
@@ -65,7 +72,9 @@ def test_scale_is_the_mean_of_existing_elements(size: int, block: int, ranks: in
 @pytest.mark.integration
 def test_nothing_is_left_in_the_padding() -> None:
     tx = one_bit_adam(1, "batch", ranks=RANKS, block=16)
-    grads = normal(RANKS, 9, 5)  # 45 elements in four parts of 16: the third is not full, the last is empty
+    grads = normal(
+        RANKS, 9, 5
+    )  # 45 elements in four parts of 16: the third is not full, the last is empty
     step, state = on_ranks(tx), states(tx, grads)
     for _ in range(4):
         _, state = step(grads, state)

@@ -1,4 +1,6 @@
-"""LARS and LAMB with norms that ranks share out between them: the updates of Optax, and a fair share of layers."""
+"""LARS and LAMB with norms that ranks share out between them: the updates of Optax, and a fair
+share of layers.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,18 @@ def masked():
 
 
 PARALLEL = {
-    "lars": (parallel_norms.lars("batch", 0.1, weight_decay=0.01), optax.lars(0.1, weight_decay=0.01)),
+    "lars": (
+        parallel_norms.lars("batch", 0.1, weight_decay=0.01),
+        optax.lars(0.1, weight_decay=0.01),
+    ),
     "lars with masks": (
         parallel_norms.lars("batch", 0.1, 0.01, masked(), trust_ratio_mask=masked(), nesterov=True),
         optax.lars(0.1, 0.01, masked(), trust_ratio_mask=masked(), nesterov=True),
     ),
-    "lamb": (parallel_norms.lamb("batch", 0.1, weight_decay=0.01), optax.lamb(0.1, weight_decay=0.01)),
+    "lamb": (
+        parallel_norms.lamb("batch", 0.1, weight_decay=0.01),
+        optax.lamb(0.1, weight_decay=0.01),
+    ),
     "smallest norm": (
         parallel_norms.scale_by_trust_ratio("batch", min_norm=2.0, trust_coefficient=0.3, eps=0.1),
         optax.scale_by_trust_ratio(2.0, 0.3, 0.1),
@@ -36,7 +44,9 @@ PARALLEL = {
 }
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 4, 7))])
+@pytest.mark.parametrize(
+    "ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 4, 7))]
+)
 @pytest.mark.parametrize("name", PARALLEL)
 def test_parallel_norms_are_optax_s(name, ranks):
     shared, alone = PARALLEL[name]
@@ -50,7 +60,9 @@ def test_layers_that_are_zero_keep_their_update():
     params = {"zero": jnp.zeros(3), "one": jnp.ones(3), "h": jnp.ones(2, jnp.bfloat16)}
     tx = parallel_norms.scale_by_trust_ratio("batch")
     grads = {"zero": jnp.full(3, 2.0), "one": jnp.zeros(3), "h": jnp.full(2, 3.0, jnp.bfloat16)}
-    got = jax.vmap(lambda _: tx.update(grads, optax.EmptyState(), params)[0], axis_name="batch")(jnp.arange(2))
+    got = jax.vmap(lambda _: tx.update(grads, optax.EmptyState(), params)[0], axis_name="batch")(
+        jnp.arange(2)
+    )
     want = optax.scale_by_trust_ratio().update(grads, optax.EmptyState(), params)[0]
     assert_same(jax.tree.map(lambda x: x[0], got), want)
     assert got["h"].dtype == jnp.bfloat16
@@ -68,6 +80,8 @@ def test_layers_are_shared_out_by_elements(ranks):
 
 
 def test_norms_need_parameters():
-    with pytest.raises(ValueError, match=r"^`scale_by_trust_ratio` got no `params`, whose norms it needs"):
+    with pytest.raises(
+        ValueError, match=r"^`scale_by_trust_ratio` got no `params`, whose norms it needs"
+    ):
         parallel_norms.scale_by_trust_ratio("batch").update(jnp.ones(2), optax.EmptyState())
     assert parallel_norms.scale_by_trust_ratio("batch").update({}, optax.EmptyState(), {})[0] == {}

@@ -15,12 +15,18 @@ from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 NORMS = jnp.asarray([1.0, 10.0, 100.0, 1000.0])
-GRADS = {"a": normal(RANKS, 7, 5) * NORMS[:, None, None], "b": normal(RANKS, 40, seed=1) * NORMS[::-1, None]}
+GRADS = {
+    "a": normal(RANKS, 7, 5) * NORMS[:, None, None],
+    "b": normal(RANKS, 40, seed=1) * NORMS[::-1, None],
+}
 
 
 def level(grads: Any, levels: int) -> float:
     """The mean over ranks of what one level is: no element of the mean is rounded by more."""
-    return float(np.linalg.norm(np.asarray(grads, np.float64).reshape(RANKS, -1), axis=1).mean()) / levels
+    return (
+        float(np.linalg.norm(np.asarray(grads, np.float64).reshape(RANKS, -1), axis=1).mean())
+        / levels
+    )
 
 
 @pytest.mark.integration
@@ -31,7 +37,9 @@ def test_it_is_the_mean_to_a_level(levels: int) -> None:
     for _ in range(5):
         updates, state = step(GRADS, state)
         for name, g in GRADS.items():
-            error = np.abs(np.asarray(updates[name][0], np.float64) - np.asarray(g, np.float64).mean(0))
+            error = np.abs(
+                np.asarray(updates[name][0], np.float64) - np.asarray(g, np.float64).mean(0)
+            )
             assert error.max() <= level(g, levels) * (1 + 1e-5), name
             assert error.max() > 1e-3 * level(g, levels), "it rounds"
 
@@ -39,7 +47,9 @@ def test_it_is_the_mean_to_a_level(levels: int) -> None:
 @pytest.mark.integration
 def test_every_rank_has_its_part_in_it() -> None:
     """What only the rank with the smallest norm brings is seen, to its own level."""
-    alone = jax.tree.map(lambda g: g * (jnp.arange(RANKS) == 0).reshape(-1, *[1] * (g.ndim - 1)), GRADS)
+    alone = jax.tree.map(
+        lambda g: g * (jnp.arange(RANKS) == 0).reshape(-1, *[1] * (g.ndim - 1)), GRADS
+    )
     tx = qsgd(127, "batch")
     updates, _ = on_ranks(tx)(alone, states(tx, alone))
     for name, g in alone.items():
@@ -72,4 +82,6 @@ def test_on_average_it_is_the_mean() -> None:
     found = jax.jit(jax.vmap(draw))(jnp.arange(draws))
     for name, g in GRADS.items():
         deviation = jnp.std(found[name], axis=0) / draws**0.5
-        assert bool(jnp.all(jnp.abs(found[name].mean(0) - g.mean(0)) <= 5 * deviation + 1e-6 * level(g, 3)))
+        assert bool(
+            jnp.all(jnp.abs(found[name].mean(0) - g.mean(0)) <= 5 * deviation + 1e-6 * level(g, 3))
+        )

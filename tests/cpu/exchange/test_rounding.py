@@ -22,13 +22,19 @@ ROWS = [row for row in TABLE if "bfloat16" in row.name and row.name != "mean, bf
 
 
 def numbers() -> np.ndarray:
-    """float32 of every exponent and sign: any, halfway between two numbers of 16 bits, and a bit beside that."""
+    """float32 of every exponent and sign: any, halfway between two numbers of 16 bits, and a bit
+    beside that.
+    """
     bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, np.uint32)
     halves = [bits & ~np.uint32((2 << n) - 1) | np.uint32(1 << n) for n in (12, 15)]
-    every = np.concatenate([bits, *halves, *(h + d for h in halves for d in (np.uint32(1), np.uint32(2**32 - 1)))])
+    every = np.concatenate(
+        [bits, *halves, *(h + d for h in halves for d in (np.uint32(1), np.uint32(2**32 - 1)))]
+    )
     x = every.view(np.float32)
     with np.errstate(all="ignore"):  # NaN of both kinds are among them
-        x = x[~(np.abs(x) < np.finfo(np.float32).tiny)]  # XLA may flush float32's own subnormal numbers
+        x = x[
+            ~(np.abs(x) < np.finfo(np.float32).tiny)
+        ]  # XLA may flush float32's own subnormal numbers
     return np.concatenate([x, np.float32([0.0, -0.0, 65519, 65520, np.inf])])
 
 
@@ -48,7 +54,10 @@ def test_who_reads_it_back_has_what_was_sent(dtype: Any) -> None:
     x = numbers()
     x = x[np.isfinite(x)]
     sent, read = jax.jit(
-        lambda v: (collectives.round_for_wire(v, dtype), collectives.round_for_wire(v, dtype).astype(jnp.float32))
+        lambda v: (
+            collectives.round_for_wire(v, dtype),
+            collectives.round_for_wire(v, dtype).astype(jnp.float32),
+        )
     )(x)
     np.testing.assert_array_equal(np.asarray(sent).astype(np.float32), np.asarray(read))
 
@@ -62,7 +71,11 @@ def test_eight_bits_keep_their_range(dtype: Any) -> None:
 
 
 def test_what_is_not_narrower_is_left_alone() -> None:
-    for x, dtype in ((jnp.ones(2), jnp.float32), (jnp.arange(2), jnp.int32), (jnp.ones(2, jnp.bfloat16), jnp.float32)):
+    for x, dtype in (
+        (jnp.ones(2), jnp.float32),
+        (jnp.arange(2), jnp.int32),
+        (jnp.ones(2, jnp.bfloat16), jnp.float32),
+    ):
         found = str(jax.make_jaxpr(lambda v, d=dtype: collectives.round_for_wire(v, d))(x))
         assert "reduce_precision" not in found
 
@@ -90,7 +103,11 @@ def conversions(jaxpr: Any) -> Iterator[str]:
     for eqn in inner.eqns:
         if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.bfloat16:
             (source,) = eqn.invars
-            yield "a constant" if isinstance(source, compat.Literal) else makers.get(source, "an argument")
+            yield (
+                "a constant"
+                if isinstance(source, compat.Literal)
+                else makers.get(source, "an argument")
+            )
         for sub in compat.sub_jaxprs(eqn):
             yield from conversions(sub)
 

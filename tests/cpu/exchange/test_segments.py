@@ -1,4 +1,6 @@
-"""Where the work of an exchange lies once a step is cut: selection and products compute, messages do not."""
+"""Where the work of an exchange lies once a step is cut: selection and products compute, messages
+do not.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from jaxcross.testing import LocalRanks, decide
 
 RANKS = 4
 WIRES = {"psum", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter"}
-PARAMS = {"kernel": jax.ShapeDtypeStruct((256, 512), jnp.float32), "bias": jax.ShapeDtypeStruct((512,), jnp.float32)}
+PARAMS = {
+    "kernel": jax.ShapeDtypeStruct((256, 512), jnp.float32),
+    "bias": jax.ShapeDtypeStruct((512,), jnp.float32),
+}
 
 
 def primitives(jaxpr: Any) -> Iterator[str]:
@@ -37,7 +42,9 @@ def by_kind(tx: optax.GradientTransformation) -> dict[str, Counter[str]]:
     """How often each primitive stands in compute and in collective segments."""
     state = jax.eval_shape(tx.init, PARAMS)
     args = (PARAMS, state, PARAMS)
-    traced = trace(lambda g, s, p: tx.update(g, s, p), args, axes={"batch": RANKS}, wire=LocalRanks())
+    traced = trace(
+        lambda g, s, p: tx.update(g, s, p), args, axes={"batch": RANKS}, wire=LocalRanks()
+    )
     found: dict[str, Counter[str]] = {"compute": Counter(), "collective": Counter()}
     for segment in cut(decide(traced, jax.tree.leaves(args))).segments:
         found[segment.kind].update(primitives(segment.jaxpr))
@@ -57,7 +64,9 @@ def by_kind(tx: optax.GradientTransformation) -> dict[str, Counter[str]]:
     ],
     ids=["top_k exact", "top_k threshold", "gtop_k", "power_sgd", "qsgd", "adasum"],
 )
-def test_heavy_work_is_in_compute_segments(tx: optax.GradientTransformation, work: set[str]) -> None:
+def test_heavy_work_is_in_compute_segments(
+    tx: optax.GradientTransformation, work: set[str]
+) -> None:
     found = by_kind(tx)
     assert set(found["compute"]) & work
     assert set(found["collective"]) <= HOST_OPS | WIRES
@@ -66,9 +75,21 @@ def test_heavy_work_is_in_compute_segments(tx: optax.GradientTransformation, wor
 @pytest.mark.parametrize("pattern", ["auto", "ring", "tree", "hierarchical"])
 @pytest.mark.parametrize("wire_dtype", [None, jnp.bfloat16])
 def test_mean_hop_values_stay_inside_the_segment(pattern, wire_dtype):
-    """What is not finite there is not finite at the end, so that `nonfinite` need not look at it."""
-    axes, names = ({"node": 2, "local": 2}, ("node", "local")) if pattern == "hierarchical" else ({"batch": 4}, "batch")
+    """What is not finite there is not finite at the end, so that `nonfinite` need not look at
+    it.
+    """
+    axes, names = (
+        ({"node": 2, "local": 2}, ("node", "local"))
+        if pattern == "hierarchical"
+        else ({"batch": 4}, "batch")
+    )
     tx = exchange.mean(names, pattern=pattern, wire_dtype=wire_dtype)
-    program = stages.cut(trace(lambda g: tx.update(g, optax.EmptyState())[0], (PARAMS,), axes=axes, wire=LocalRanks()))
+    program = stages.cut(
+        trace(
+            lambda g: tx.update(g, optax.EmptyState())[0], (PARAMS,), axes=axes, wire=LocalRanks()
+        )
+    )
     assert program.collectives
-    assert [len(s.jaxpr.jaxpr.outvars) for s in program.segments] == [len(s.outputs) for s in program.segments]
+    assert [len(s.jaxpr.jaxpr.outvars) for s in program.segments] == [
+        len(s.outputs) for s in program.segments
+    ]

@@ -29,27 +29,43 @@ def vectors(size: int) -> dict[str, np.ndarray]:
         "zero": np.zeros_like(x),
         "heavy tails": (rng.standard_cauchy(size) ** 3).astype(np.float32),
         "ascending": np.arange(size, dtype=np.float32),
-        "NaN and infinity": np.where(np.arange(size) == size // 2, np.nan, np.where(x > 2.5, np.inf, x)),
-        "what the sample does not see": np.where(np.arange(size) % selection.sample_stride(size), x, x / 1e6),
+        "NaN and infinity": np.where(
+            np.arange(size) == size // 2, np.nan, np.where(x > 2.5, np.inf, x)
+        ),
+        "what the sample does not see": np.where(
+            np.arange(size) % selection.sample_stride(size), x, x / 1e6
+        ),
     }
 
 
-@pytest.mark.parametrize(("size", "k"), [(1, 1), (31, 3), (33, 33), (5000, 50), (5000, 2500), (70001, 70)])
-def test_a_threshold_selects_what_sorting_does(size: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_SAMPLE", 512)  # so that the sample is a part, and misleads where it can
-    monkeypatch.setattr(selection, "_FLOAT_COUNTS", 20_000)  # so that long ones are counted in parts
+@pytest.mark.parametrize(
+    ("size", "k"), [(1, 1), (31, 3), (33, 33), (5000, 50), (5000, 2500), (70001, 70)]
+)
+def test_a_threshold_selects_what_sorting_does(
+    size: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        selection, "_SAMPLE", 512
+    )  # so that the sample is a part, and misleads where it can
+    monkeypatch.setattr(
+        selection, "_FLOAT_COUNTS", 20_000
+    )  # so that long ones are counted in parts
     chosen = jax.jit(functools.partial(select, k=k, selection="threshold"))
     for name, x in vectors(size).items():
         values, indices = map(np.asarray, chosen(x))
         taken = indices < size
         assert taken.sum() == min(k, (x != 0).sum()) == len({*indices[taken]}), name
-        np.testing.assert_array_equal(values, np.where(taken, x[np.where(taken, indices, 0)], 0), err_msg=name)
+        np.testing.assert_array_equal(
+            values, np.where(taken, x[np.where(taken, indices, 0)], 0), err_msg=name
+        )
         order = lambda v: np.sort(np.where(np.isnan(v), np.inf, np.abs(v)))  # noqa: E731
         np.testing.assert_array_equal(order(values), order(x)[size - k :], err_msg=name)
         assert np.isnan(values).sum() == np.isnan(x).sum(), name
 
 
-@pytest.mark.parametrize("size", [147456, 262144, 589824, 768000, 2048000, 2359296, 4096000, 25600000])
+@pytest.mark.parametrize(
+    "size", [147456, 262144, 589824, 768000, 2048000, 2359296, 4096000, 25600000]
+)
 def test_the_sample_has_elements_of_all_columns(size: int) -> None:
     """Weights have rows of these lengths, and their columns differ in scale."""
     stride = selection.sample_stride(size)
@@ -70,11 +86,16 @@ def test_faster_measured_selection_is_used() -> None:
         taken = raw.pop(selection.faster_selection(row["size"], row["k"]))
         (other,) = raw.values()
         assert min(taken) <= max(other), row  # where runs of both overlap, noise decides
-    # No vector is sorted that is longer than those of which sorting was faster, nor for four times the elements.
+    # No vector is sorted that is longer than those of which sorting was faster, nor for four times
+    # the elements.
     sorted_faster = [row for row in rows if row["faster"] == "exact"]
     longest, most = (max(row[key] for row in sorted_faster) for key in ("size", "k"))
     assert selection.faster_selection(longest, most) == "exact"
-    assert selection.faster_selection(longest + 1, 1) == selection.faster_selection(1 << 12, 4 * most) == "threshold"
+    assert (
+        selection.faster_selection(longest + 1, 1)
+        == selection.faster_selection(1 << 12, 4 * most)
+        == "threshold"
+    )
 
 
 def test_selection_by_size_takes_the_largest_both_ways() -> None:
@@ -82,5 +103,7 @@ def test_selection_by_size_takes_the_largest_both_ways() -> None:
         x = normal(3000)
         values, _ = select(x, k)
         np.testing.assert_array_equal(jnp.sort(jnp.abs(values)), jnp.sort(jnp.abs(x))[-k:])
-    with pytest.raises(ValueError, match="^`selection` is 'sorted': choose one of 'auto', 'exact', 'threshold'"):
+    with pytest.raises(
+        ValueError, match="^`selection` is 'sorted': choose one of 'auto', 'exact', 'threshold'"
+    ):
         top_k(0.1, "batch", selection="sorted")  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""The sharded parameter server: synchronous training, of which each rank keeps its part of the optimizer's state."""
+"""The sharded parameter server: synchronous training, of which each rank keeps its part of the
+optimizer's state.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.support.quadratic_training import (
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_quickly")]
 
 
-@pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 5, 16))])
+@pytest.mark.parametrize(
+    "ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 5, 16))]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sharded_optimizer_is_synchronous_training(name, ranks):
     optimizer = OPTIMIZERS[name]
@@ -44,7 +48,12 @@ def test_a_state_of_another_number_of_ranks_is_refused():
 def test_a_state_of_as_wide_parts_cannot_be_told():
     one = {"w": jnp.ones(1)}
     state = sharded_optimizer(optax.adam(0.1), "batch", ranks=2).init(one)
-    train(sharded_optimizer(optax.adam(0.1), "batch"), one, 1, state=jax.tree.map(lambda x: np.stack([x] * 3), state))
+    train(
+        sharded_optimizer(optax.adam(0.1), "batch"),
+        one,
+        1,
+        state=jax.tree.map(lambda x: np.stack([x] * 3), state),
+    )
 
 
 def test_each_rank_keeps_its_part_of_the_state():
@@ -77,14 +86,17 @@ def test_16_bit_gradients_are_summed_in_32():
 
 
 def starts_from_values():
-    return optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (jax.tree.map(jnp.subtract, s, p), s))
+    return optax.GradientTransformation(
+        lambda p: p, lambda u, s, p=None: (jax.tree.map(jnp.subtract, s, p), s)
+    )
 
 
 def test_value_dependent_state_starts_in_the_step():
     """State that starts from the parameters' values starts in the step."""
     tx = sharded_optimizer(starts_from_values(), "batch", ranks=RANKS)
     with pytest.raises(
-        ValueError, match=r"^the optimizer of `sharded_optimizer` starts its state from the parameters'"
+        ValueError,
+        match=r"^the optimizer of `sharded_optimizer` starts its state from the parameters'",
     ):
         tx.init(parameters())
     _, state = train(tx, parameters(), 1)
@@ -93,10 +105,16 @@ def test_value_dependent_state_starts_in_the_step():
 
 
 def test_messages_of_the_sharded_optimizer():
-    with pytest.raises(ValueError, match=r"^`init` of `sharded_optimizer` runs outside of the step and does not know"):
+    with pytest.raises(
+        ValueError,
+        match=r"^`init` of `sharded_optimizer` runs outside of the step and does not know",
+    ):
         sharded_optimizer(optax.sgd(0.1), "batch").init(parameters())
     tx = sharded_optimizer(optax.sgd(0.1), "batch", ranks=2)
-    with pytest.raises(ValueError, match=r"^`ranks` of `sharded_optimizer` is 2, but the axis has 3: parameters and"):
+    with pytest.raises(
+        ValueError,
+        match=r"^`ranks` of `sharded_optimizer` is 2, but the axis has 3: parameters and",
+    ):
         train(tx, parameters(), 1, state=optax.EmptyState())
     with pytest.raises(ValueError, match=r"^`axis_name` of `sharded_optimizer`"):
         sharded_optimizer(optax.sgd(0.1), ("a", "b"))
@@ -111,7 +129,8 @@ def test_an_optimizer_that_exchanges_is_refused():
         return vmapped(lambda g: tx.update(g, tx.init(g), g)[0], axes)
 
     with pytest.raises(
-        ValueError, match=r"^the optimizer of `sharded_optimizer` exchanges over `batch` itself, by `psum"
+        ValueError,
+        match=r"^the optimizer of `sharded_optimizer` exchanges over `batch` itself, by `psum",
     ):
         step_on({"batch": 2}, "batch")(jnp.ones((2, 4)))
     out = step_on({"other": 2, "batch": 2}, "other")(jnp.arange(16.0).reshape(2, 2, 4))

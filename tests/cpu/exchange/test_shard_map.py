@@ -1,4 +1,6 @@
-"""Every exchange of the table under `jax.shard_map`, on devices of JAX's own, is what it is under `vmap`."""
+"""Every exchange of the table under `jax.shard_map`, on devices of JAX's own, is what it is under
+`vmap`.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,17 @@ for row in TABLE:
 @pytest.mark.exhaustive
 def test_every_row_equals_vmap(on_four_devices: Callable[..., str]) -> None:
     """Four XLA devices need a process of their own."""
-    assert on_four_devices(ON_DEVICES, timeout=500).count("holds") == sum(row.worlds(4) for row in TABLE)
+    assert on_four_devices(ON_DEVICES, timeout=500).count("holds") == sum(
+        row.worlds(4) for row in TABLE
+    )
 
 
 @pytest.mark.mostly_integration(
-    "mean, bfloat16", "mean, hierarchical, bfloat16", "mean, tree", "mean, tree, bfloat16", "gossip, torus"
+    "mean, bfloat16",
+    "mean, hierarchical, bfloat16",
+    "mean, tree",
+    "mean, tree, bfloat16",
+    "gossip, torus",
 )
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
 def test_replication_is_checked(row: Row) -> None:
@@ -65,9 +73,14 @@ def test_replication_is_checked(row: Row) -> None:
     spec = PartitionSpec(tuple(axes))
     carry, grads = jax.eval_shape(lambda: (start(tx), gradients(0, 0)))
     mapped = jax.shard_map(
-        lambda *args: jax.tree.map(lambda x: x[None], step_of(tx)(*jax.tree.map(lambda x: x[0], args))),
-        mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True,
-    )  # fmt: skip
+        lambda *args: jax.tree.map(
+            lambda x: x[None], step_of(tx)(*jax.tree.map(lambda x: x[0], args))
+        ),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=True,
+    )
     many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype), (carry, grads))
     assert jax.eval_shape(mapped, *many)[0] == many[0]
 
@@ -76,7 +89,9 @@ def test_replication_is_checked(row: Row) -> None:
 def test_a_servers_optimizer_may_take_more_arguments(spec: PartitionSpec) -> None:
     """The same on every rank, or a rank's own."""
 
-    def update(updates: Any, state: Any, params: Any = None, *, loss: jax.Array, **_: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Any, state: Any, params: Any = None, *, loss: jax.Array, **_: Any
+    ) -> tuple[Any, Any]:
         return jax.tree.map(lambda u: -u / (1 + jnp.mean(loss)), updates), state
 
     inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
@@ -84,6 +99,9 @@ def test_a_servers_optimizer_may_take_more_arguments(spec: PartitionSpec) -> Non
     mesh = jax.sharding.AbstractMesh((4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
     mapped = jax.shard_map(
         lambda g, loss: tx.update(g, tx.init(g), g, loss=loss)[0],
-        mesh=mesh, in_specs=(PartitionSpec("batch"), spec), out_specs=PartitionSpec("batch"), check_vma=True,
-    )  # fmt: skip
+        mesh=mesh,
+        in_specs=(PartitionSpec("batch"), spec),
+        out_specs=PartitionSpec("batch"),
+        check_vma=True,
+    )
     assert jax.eval_shape(mapped, jnp.ones((8, 3)), jnp.ones(4)).shape == (8, 3)

@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_quickly
 # Top-k
 
 
-@pytest.mark.parametrize("options", [{}, {"values_dtype": jnp.bfloat16}, {"bucket": True}, {"selection": "threshold"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"values_dtype": jnp.bfloat16}, {"bucket": True}, {"selection": "threshold"}]
+)
 def test_what_top_k_does_not_send_it_keeps(options: Any) -> None:
     tx = top_k(0.1, "batch", **options)
     grads = {"a": normal(RANKS, 12, 10), "b": normal(RANKS, 6, 5, seed=1)}
@@ -37,7 +39,9 @@ def test_what_top_k_does_not_send_it_keeps(options: Any) -> None:
             rests = state.residual[name].sum(0) - before[name].sum(0)
             total = RANKS * updates[name][0].ravel() + rests
             np.testing.assert_allclose(total, (n + 1) * g.sum(0).ravel(), rtol=1e-5, atol=1e-5)
-        assert np.count_nonzero(updates["a"][0]) <= RANKS * 12 + (3 * RANKS if options.get("bucket") else 0)
+        assert np.count_nonzero(updates["a"][0]) <= RANKS * 12 + (
+            3 * RANKS if options.get("bucket") else 0
+        )
     for name, g in grads.items():  # all steps together: of 1, 2, 3 and 4 times the gradients
         total = sent[name] + state.residual[name].sum(0)
         np.testing.assert_allclose(total, 10 * g.sum(0).ravel(), rtol=1e-5, atol=1e-4)
@@ -53,7 +57,9 @@ def test_top_k_residual_of_16_bits_is_float32() -> None:
         updates, state = step(grads, state)
         assert updates.dtype == jnp.bfloat16 and state.residual.dtype == jnp.float32
         sent = RANKS * np.asarray(updates[0], np.float32).ravel()
-        error = sent + (state.residual - before).sum(0) - np.asarray(grads, np.float32).sum(0).ravel()
+        error = (
+            sent + (state.residual - before).sum(0) - np.asarray(grads, np.float32).sum(0).ravel()
+        )
         # Only the update itself is rounded, to 8 bits.
         assert (np.abs(error) <= 2**-8 * np.abs(sent) + 1e-5).all()
 
@@ -78,11 +84,14 @@ def test_values_too_large_for_the_wire_go_in_parts(dtype: Any) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: top_k(0.01, "batch"), lambda: top_k(0.01, "batch", bucket=True), lambda: gtop_k(0.01, "batch"),
-        lambda: top_k(0.01, "batch", selection="threshold"), lambda: top_k(0.01, "batch", values_dtype=jnp.bfloat16),
+        lambda: top_k(0.01, "batch"),
+        lambda: top_k(0.01, "batch", bucket=True),
+        lambda: gtop_k(0.01, "batch"),
+        lambda: top_k(0.01, "batch", selection="threshold"),
+        lambda: top_k(0.01, "batch", values_dtype=jnp.bfloat16),
     ],
     ids=["top_k", "bucket", "gtop_k", "threshold", "bfloat16"],
-)  # fmt: skip
+)
 def test_residual_too_large_for_update_goes_in_parts(make: Any) -> None:
     """What waits until it is too large for the update is sent piece by piece."""
     tx, zero = make(), jnp.zeros((RANKS, 10, 10), jnp.float16)
@@ -107,19 +116,25 @@ def test_a_sum_of_a_node_may_be_larger_than_the_update() -> None:
 
 
 def test_skipped_step_preserves_the_residual() -> None:
-    """As loss scaling does it: all ranks agree that a gradient overflowed, and go on with the old state."""
+    """As loss scaling does it: all ranks agree that a gradient overflowed, and go on with the old
+    state.
+    """
     tx = top_k(0.1, "batch")
 
     def careful(grads: Any, state: Any) -> Any:
         bad = jax.lax.pmax(1 - jnp.isfinite(grads).all().astype(jnp.int32), "batch")
         updates, new = tx.update(grads, state)
-        return jax.tree.map(lambda a, b: jnp.where(bad, a, b), (jnp.zeros_like(grads), state), (updates, new))
+        return jax.tree.map(
+            lambda a, b: jnp.where(bad, a, b), (jnp.zeros_like(grads), state), (updates, new)
+        )
 
     step, grads = jax.jit(vmapped(careful, {"batch": RANKS})), normal(RANKS, 12, 10)
     _, kept = step(grads, states(tx, grads))
     updates, after = step(grads.at[2, 3, 4].set(jnp.inf), kept)
     assert not updates.any()
-    assert all((a == b).all() for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(kept), strict=True))
+    assert all(
+        (a == b).all() for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(kept), strict=True)
+    )
     _, spoiled = on_ranks(tx)(grads.at[2, 3, 4].set(jnp.inf), kept)
     assert not np.isfinite(spoiled.residual).all(), "the check above can fail"
 
@@ -135,19 +150,27 @@ def test_hierarchical_top_k_residual_is_per_shard() -> None:
         before = state.residual
         updates, state = step(grads, state)
         assert np.count_nonzero(updates[0, 0]) <= 2 * 3 * 2
-        rests = (state.residual - before).sum(0).ravel()  # over nodes; local ranks hold one shard each
+        rests = (
+            (state.residual - before).sum(0).ravel()
+        )  # over nodes; local ranks hold one shard each
         total = 6 * jnp.pad(updates[0, 0].ravel(), (0, 2)) + rests
-        np.testing.assert_allclose(total, jnp.pad(grads.sum((0, 1)).ravel(), (0, 2)), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            total, jnp.pad(grads.sum((0, 1)).ravel(), (0, 2)), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_each_leaf_of_a_bucket_keeps_its_own_range() -> None:
-    """float16 ends at 65504; a float32 leaf beside it does not, and what float16 cannot hold waits."""
+    """float16 ends at 65504; a float32 leaf beside it does not, and what float16 cannot hold
+    waits.
+    """
     grads = {"wide": jnp.full((2, 4, 4), 1e6), "narrow": jnp.full((2, 4, 4), 6e4, jnp.float16)}
     for bucket in (False, True):
         tx = top_k(1.0, "batch", bucket=bucket)
         state = tx.init(jax.tree.map(lambda x: x[0], grads))
         state = state._replace(residual=jax.tree.map(lambda x: x + 3e4, state.residual))
-        updates, state = jax.vmap(lambda g, s=state, tx=tx: tx.update(g, s), axis_name="batch")(grads)
+        updates, state = jax.vmap(lambda g, s=state, tx=tx: tx.update(g, s), axis_name="batch")(
+            grads
+        )
         assert (updates["wide"] == 1e6 + 3e4).all() and (updates["narrow"] == 65504).all()
         assert not state.residual["wide"].any() and (state.residual["narrow"] == 9e4 - 65504).all()
 
@@ -157,7 +180,10 @@ def test_hierarchical_16_bit_bucket_top_k_is_lossless() -> None:
     axes = {"node": 2, "local": 2}
     options = {"bucket": True, "values_dtype": jnp.bfloat16}
     tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=2, **options)
-    grads = {"a": normal(2, 2, 7, 5), "b": normal(2, 2, 4, 4, seed=1)}  # 35 elements in shards of 18, 16 of 8
+    grads = {
+        "a": normal(2, 2, 7, 5),
+        "b": normal(2, 2, 4, 4, seed=1),
+    }  # 35 elements in shards of 18, 16 of 8
     step, state = on_ranks(tx, axes), states(tx, grads, axes=2)
     for _ in range(3):
         before = state.residual
@@ -166,7 +192,9 @@ def test_hierarchical_16_bit_bucket_top_k_is_lossless() -> None:
             rests = (state.residual[name] - before[name]).sum(0).ravel()
             pad = (0, rests.size - g[0, 0].size)
             total = 4 * jnp.pad(updates[name][0, 0].ravel(), pad) + rests
-            np.testing.assert_allclose(total, jnp.pad(g.sum((0, 1)).ravel(), pad), rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(
+                total, jnp.pad(g.sum((0, 1)).ravel(), pad), rtol=1e-5, atol=1e-5
+            )
     assert all(jnp.any(rest != 0) for rest in state.residual.values())
 
 
@@ -181,9 +209,12 @@ def test_nothing_is_left_where_everything_is_sent(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("density", "size", "k"), [(0.01, 1000, 10), (0.01, 49, 1), (0.05, 50, 2), (0.5, 3, 2), (0.9, 4, 4), (1, 7, 7)]
+    ("density", "size", "k"),
+    [(0.01, 1000, 10), (0.01, 49, 1), (0.05, 50, 2), (0.5, 3, 2), (0.9, 4, 4), (1, 7, 7)],
 )
-@pytest.mark.parametrize("selection", ["exact", pytest.param("threshold", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "selection", ["exact", pytest.param("threshold", marks=pytest.mark.exhaustive)]
+)
 def test_so_many_elements_are_sent(density: float, size: int, k: int, selection: Any) -> None:
     x = normal(1, 1, size)
     tx = top_k(density, "batch", selection=selection)
@@ -215,14 +246,24 @@ def test_2d_biases_and_scales_are_not_compressed(make: Any) -> None:
 
     stack = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
     shapes = jax.eval_shape(stack.init, jax.random.key(0), jnp.ones((1, 3, 8)), None)
-    linear = nnx.eval_shape(lambda: nnx.LinearGeneral((2, 4), (2, 4), axis=(0, 1), rngs=nnx.Rngs(0)))
+    linear = nnx.eval_shape(
+        lambda: nnx.LinearGeneral((2, 4), (2, 4), axis=(0, 1), rngs=nnx.Rngs(0))
+    )
     for tree in (shapes, nnx.state(linear)):
         values = jax.tree.map(lambda x: jnp.ones(x.shape), tree)
         residual = make(0.1, "batch").init(values).residual
         kept = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(residual)}
-        expected = {p for path, _ in jax.tree.leaves_with_path(tree) if "kernel" in (p := jax.tree_util.keystr(path))}
+        expected = {
+            p
+            for path, _ in jax.tree.leaves_with_path(tree)
+            if "kernel" in (p := jax.tree_util.keystr(path))
+        }
         assert kept == expected and len(kept) < len(jax.tree.leaves(tree))
-    named = {"bias_of_two": jnp.ones((2, 2)), "a bias": [jnp.ones((2, 2))], "rescale": jnp.ones((2, 2))}
+    named = {
+        "bias_of_two": jnp.ones((2, 2)),
+        "a bias": [jnp.ones((2, 2))],
+        "rescale": jnp.ones((2, 2)),
+    }
     assert len(jax.tree.leaves(make(0.1, "batch").init(named).residual)) == 3
 
 
@@ -252,10 +293,16 @@ def test_density_warms_up_by_steps() -> None:
         ({"density": 1.5}, r"`density` is 1.5"),
         ({"density": float("nan")}, r"`density` is nan"),
         ({"warm_up": [(5, 2.0)]}, r"`warm_up` is 2.0"),
-        ({"warm_up": [(5, 0.5), (5, 0.2)]}, r"`warm_up` ends its stages at steps \[5, 5\]: they must be positive"),
+        (
+            {"warm_up": [(5, 0.5), (5, 0.2)]},
+            r"`warm_up` ends its stages at steps \[5, 5\]: they must be positive",
+        ),
         ({"values_dtype": jnp.int8}, r"`values_dtype` is int8: values need a floating-point type"),
         ({"pattern": "star"}, r"`pattern` is 'star': choose \"flat\" or \"hierarchical\""),
-        ({"pattern": "hierarchical"}, r"`pattern=\"hierarchical\"` with `axis_name='batch'` and `local_size=None`"),
+        (
+            {"pattern": "hierarchical"},
+            r"`pattern=\"hierarchical\"` with `axis_name='batch'` and `local_size=None`",
+        ),
         (
             {"axis_name": ("a", "b"), "pattern": "hierarchical", "local_size": 0},
             r"`local_size` of `top_k` is `0`: it counts and must be a whole number from 1 on",
@@ -273,20 +320,27 @@ def test_gtop_k_refuses(density: float) -> None:
         gtop_k(density, "batch")
 
 
-@pytest.mark.parametrize(("bucket", "shape"), [(True, (1 << 15, 1 << 15)), (False, (1 << 16, 1 << 15))])
+@pytest.mark.parametrize(
+    ("bucket", "shape"), [(True, (1 << 15, 1 << 15)), (False, (1 << 16, 1 << 15))]
+)
 def test_more_elements_than_int32_are_rejected_early(bucket: bool, shape: Any) -> None:
     """Traced only: nothing is as large as that."""
     tx = top_k(0.1, "batch", bucket=bucket)
     one = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
     step = vmapped(lambda grads: tx.update(grads, tx.init(grads)), {"batch": 1})
-    with pytest.raises(ValueError, match=f"of {1 << 31} elements were to be selected, which int32 indices cannot name"):
+    with pytest.raises(
+        ValueError,
+        match=f"of {1 << 31} elements were to be selected, which int32 indices cannot name",
+    ):
         jax.eval_shape(step, [one, one])
 
 
 def test_residuals_do_not_follow_another_node_size() -> None:
     tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=4)
     grads = normal(2, 3, 7, 4)
-    with pytest.raises(ValueError, match="^`local_size` of `top_k` is 4, but axis `local` has 3 ranks"):
+    with pytest.raises(
+        ValueError, match="^`local_size` of `top_k` is 4, but axis `local` has 3 ranks"
+    ):
         on_ranks(tx, {"node": 2, "local": 3})(grads, states(tx, grads, axes=2))
 
 
@@ -322,5 +376,7 @@ def test_gtop_k_merges_a_binary_tree_in_rank_order() -> None:
 
 def test_gtop_k_needs_a_power_of_two() -> None:
     tx, grads = gtop_k(0.1, "batch"), normal(3, 4, 4)
-    with pytest.raises(ValueError, match="^`gtop_k` over axis `batch` of 3 ranks: its tree needs a power of two"):
+    with pytest.raises(
+        ValueError, match="^`gtop_k` over axis `batch` of 3 ranks: its tree needs a power of two"
+    ):
         on_ranks(tx, {"batch": 3})(grads, states(tx, grads))

@@ -21,20 +21,30 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_quickly
 def test_top_k_is_a_contraction(density: float) -> None:
     """Tight where all elements are as large."""
     tx = top_k(density, "batch", error_feedback=False)
-    for x in (normal(1, 30, 20), normal(1, 30, 20, seed=1) ** 9, jnp.ones((1, 30, 20)), -1e-30 * jnp.ones((1, 30, 20))):
+    for x in (
+        normal(1, 30, 20),
+        normal(1, 30, 20, seed=1) ** 9,
+        jnp.ones((1, 30, 20)),
+        -1e-30 * jnp.ones((1, 30, 20)),
+    ):
         updates, _ = on_ranks(tx, {"batch": 1})(x, states(tx, x))
         left, all_ = (float(np.sum(np.square(np.asarray(v, np.float64)))) for v in (x - updates, x))
         assert left <= (1 - density) * all_ * (1 + 1e-6)
         assert left > 0
 
 
-def opposing(tx: optax.GradientTransformation, axes: dict[str, int] | None = None, rate: float = 0.02) -> float:
-    """Distance to the optimum of the mean of squares whose centres all ranks have, plus an offset of two signs in one
-    row that cancels in the mean and outshines everything else: over the last quarter of 400 steps, or of as many as
-    lead as far by another rate."""
+def opposing(
+    tx: optax.GradientTransformation, axes: dict[str, int] | None = None, rate: float = 0.02
+) -> float:
+    """Distance to the optimum of the mean of squares whose centres all ranks have, plus an offset
+    of two signs in one row that cancels in the mean and outshines everything else: over the last
+    quarter of 400 steps, or of as many as lead as far by another rate.
+    """
     centre = np.full((8, 8), 0.1, np.float32)
     offset = np.zeros((RANKS, 8, 8), np.float32)
-    offset[:, 0] = np.array([0.5, 0.5, -0.5, -0.5])[:, None]  # so that it cancels between nodes, too
+    offset[:, 0] = np.array([0.5, 0.5, -0.5, -0.5])[
+        :, None
+    ]  # so that it cancels between nodes, too
     tx, sizes = optax.chain(tx, optax.sgd(rate)), tuple((axes or {"batch": RANKS}).values())
     params = jnp.zeros((*sizes, 8, 8))
     step, state = on_ranks(tx, axes), states(tx, params, axes=len(sizes))
@@ -48,7 +58,9 @@ def opposing(tx: optax.GradientTransformation, axes: dict[str, int] | None = Non
 
 
 def converges(tx: optax.GradientTransformation, axes: dict[str, int] | None = None) -> bool:
-    """Whether the distance falls with the rate, to a sixteenth with a sixteenth: what is sent late is late by steps."""
+    """Whether the distance falls with the rate, to a sixteenth with a sixteenth: what is sent late
+    is late by steps.
+    """
     coarse, usual, fine = (opposing(tx, axes, rate=rate) for rate in (0.08, 0.02, 0.005))
     return usual < 0.05 and usual < 0.4 * coarse and fine < 0.1 * coarse
 
@@ -63,10 +75,14 @@ def test_top_k_converges_only_with_error_feedback() -> None:
 
 def test_so_do_hierarchical_and_global_top_k() -> None:
     axes = {"node": 2, "local": 2}
-    hierarchical = functools.partial(top_k, 0.125, tuple(axes), pattern="hierarchical", local_size=2)
+    hierarchical = functools.partial(
+        top_k, 0.125, tuple(axes), pattern="hierarchical", local_size=2
+    )
     assert converges(hierarchical(), axes)
     assert opposing(hierarchical(error_feedback=False), axes) > 0.45
     tx = gtop_k(0.125, "batch")
-    forgetful = optax.GradientTransformation(tx.init, lambda g, s, p=None: (tx.update(g, tx.init(g), p)[0], s))
+    forgetful = optax.GradientTransformation(
+        tx.init, lambda g, s, p=None: (tx.update(g, tx.init(g), p)[0], s)
+    )
     assert converges(tx)
     assert opposing(forgetful) > 0.7

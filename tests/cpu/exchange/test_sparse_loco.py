@@ -21,7 +21,9 @@ NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 @pytest.mark.integration
 def test_all_elements_in_float32_are_diloco() -> None:
-    everything = sparse_loco(optax.sgd(0.05), NESTEROV, "batch", every=2, density=1, two_bits=False, chunk=4)
+    everything = sparse_loco(
+        optax.sgd(0.05), NESTEROV, "batch", every=2, density=1, two_bits=False, chunk=4
+    )
     (*_, got), state = train(everything, starts(RANKS), 6)
     (*_, want), other = train(diloco(optax.sgd(0.05), NESTEROV, "batch", every=2), starts(RANKS), 6)
     assert_close(got, want, 1e-5)
@@ -38,7 +40,9 @@ def quantised(x: np.ndarray, sent: np.ndarray) -> np.ndarray:
 
 
 def test_rounds_equal_numpy() -> None:
-    """Residual, largest of each chunk, two bits, mean over ranks, outer step: for three rounds of two steps."""
+    """Residual, largest of each chunk, two bits, mean over ranks, outer step: for three rounds of
+    two steps.
+    """
     rate, decay = 0.05, 0.9
     tx = sparse_loco(
         optax.sgd(rate), optax.sgd(0.8), "batch", every=2, density=0.5, decay=decay, chunk=3,
@@ -47,7 +51,10 @@ def test_rounds_equal_numpy() -> None:
     start = {"w": starts(RANKS)["w"], "b": starts(RANKS)["b"]}
     history, state = train(tx, start, 6)
     mine = {k: v.astype(np.float64) for k, v in start.items()}
-    anchor, residual = {k: v[:1] for k, v in mine.items()}, np.zeros((RANKS, 2, 3))  # w: six elements, two chunks
+    anchor, residual = (
+        {k: v[:1] for k, v in mine.items()},
+        np.zeros((RANKS, 2, 3)),
+    )  # w: six elements, two chunks
     for step, got in enumerate(history):
         mine = {k: mine[k] - rate * g for k, g in grads(mine, step).items()}
         if step % 2:
@@ -56,7 +63,10 @@ def test_rounds_equal_numpy() -> None:
             sent = size >= np.sort(size, axis=-1)[..., -2:-1]  # half of three, rounded to two
             values = np.stack([quantised(*both) for both in zip(residual, sent, strict=True)])
             residual = residual - values
-            way = {"w": values.mean(0).reshape(1, 3, 2), "b": (anchor["b"] - mine["b"]).mean(0, keepdims=True)}
+            way = {
+                "w": values.mean(0).reshape(1, 3, 2),
+                "b": (anchor["b"] - mine["b"]).mean(0, keepdims=True),
+            }
             anchor = {k: anchor[k] - 0.8 * way[k] for k in way}
             mine = {k: np.repeat(anchor[k], RANKS, 0) for k in way}
         assert_close(got, mine, 1e-5)
@@ -80,7 +90,10 @@ def test_equal_sizes_lose_nothing(values: list[float]) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_in_a_level(bad: float) -> None:
     codes, levels = _coded(jnp.asarray([1.0, bad, 2.0]))
-    assert not np.isfinite(np.asarray(levels)).all() and not np.isfinite(np.asarray(_decoded(codes, levels))).all()
+    assert (
+        not np.isfinite(np.asarray(levels)).all()
+        and not np.isfinite(np.asarray(_decoded(codes, levels))).all()
+    )
 
 
 def test_a_chunk_leaves_room_for_codes() -> None:

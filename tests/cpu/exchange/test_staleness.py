@@ -1,4 +1,6 @@
-"""Stale gradients by a schedule: each counts once and as late as the schedule says, and wrong schedules are refused."""
+"""Stale gradients by a schedule: each counts once and as late as the schedule says, and wrong
+schedules are refused.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.parametrize(
     "tx",
-    [asynchronous(optax.identity(), "batch", delays=1), bounded_stale(optax.identity(), "batch", bound=1)],
+    [
+        asynchronous(optax.identity(), "batch", delays=1),
+        bounded_stale(optax.identity(), "batch", bound=1),
+    ],
     ids=["asynchronous", "bounded_stale"],
 )
 def test_waiting_gradients_are_not_rounded(tx):
@@ -80,15 +85,21 @@ def test_bounded_stale_delays_only_other_ranks(bound):
     ],
 )
 def test_every_gradient_counts_once(stale):
-    """After some steps of gradients and enough without, all ranks are where synchronous SGD would be."""
+    """After some steps of gradients and enough without, all ranks are where synchronous SGD would
+    be.
+    """
     rng = np.random.default_rng(0)
-    fixed = [jax.tree.map(lambda x: rng.normal(size=(RANKS, *x.shape)).astype(np.float32), parameters())] * 3
+    fixed = [
+        jax.tree.map(lambda x: rng.normal(size=(RANKS, *x.shape)).astype(np.float32), parameters())
+    ] * 3
 
     def gradients(params, step):
         return fixed[step] if step < len(fixed) else zero(params, step)
 
     history, _ = train(stale, parameters(), 8, gradients=gradients)
-    (*_, want), _ = train(optax.chain(mean("batch"), optax.sgd(0.1)), parameters(), 3, gradients=gradients)
+    (*_, want), _ = train(
+        optax.chain(mean("batch"), optax.sgd(0.1)), parameters(), 3, gradients=gradients
+    )
     assert distance(history[2], want) > 1e-3
     assert_close(history[-1], want, 1e-5)
 
@@ -117,7 +128,9 @@ def test_staleness_needs_a_smaller_rate():
         return params
 
     def size(delay, rate):
-        (*_, last), _ = train(asynchronous(optax.sgd(rate), "batch", delays=delay), parameters(), 40, gradients=bowl)
+        (*_, last), _ = train(
+            asynchronous(optax.sgd(rate), "batch", delays=delay), parameters(), 40, gradients=bowl
+        )
         return max(float(np.abs(x).max()) for x in last.values() if x.size)
 
     assert size(0, 0.9) < 1e-6
@@ -132,10 +145,22 @@ def test_staleness_needs_a_smaller_rate():
             lambda: bounded_stale(optax.sgd(0.1), "batch", bound=-1),
             r"^`bound` of `bounded_stale` is `-1`: it counts and",
         ),
-        (lambda: asynchronous(optax.sgd(0.1), "batch", delays=-1), r"^`delays` of `asynchronous` are `-1`: they are"),
-        (lambda: asynchronous(optax.sgd(0.1), "batch", delays=[]), r"^`delays` of `asynchronous` are `\[\]`"),
-        (lambda: asynchronous(optax.sgd(0.1), "batch", delays=[[1], [1, 2]]), r"^`delays` of `asynchronous` are"),
-        (lambda: asynchronous(optax.sgd(0.1), "batch", delays=0.5), r"^`delays` of `asynchronous` are `0.5`"),
+        (
+            lambda: asynchronous(optax.sgd(0.1), "batch", delays=-1),
+            r"^`delays` of `asynchronous` are `-1`: they are",
+        ),
+        (
+            lambda: asynchronous(optax.sgd(0.1), "batch", delays=[]),
+            r"^`delays` of `asynchronous` are `\[\]`",
+        ),
+        (
+            lambda: asynchronous(optax.sgd(0.1), "batch", delays=[[1], [1, 2]]),
+            r"^`delays` of `asynchronous` are",
+        ),
+        (
+            lambda: asynchronous(optax.sgd(0.1), "batch", delays=0.5),
+            r"^`delays` of `asynchronous` are `0.5`",
+        ),
     ],
 )
 def test_schedules_are_refused_when_they_are_made(build, message):
@@ -146,20 +171,39 @@ def test_schedules_are_refused_when_they_are_made(build, message):
 @pytest.mark.parametrize(
     ("of", "to"),
     [
-        (bounded_stale(optax.sgd(1.0), "batch", bound=1), bounded_stale(optax.sgd(1.0), "batch", bound=3)),
-        (bounded_stale(optax.sgd(1.0), "batch", bound=0), bounded_stale(optax.sgd(1.0), "batch", bound=3)),
-        (asynchronous(optax.sgd(1.0), "batch", delays=1), asynchronous(optax.sgd(1.0), "batch", delays=2)),
-        (asynchronous(optax.sgd(1.0), "batch", delays=1), asynchronous(optax.sgd(1.0), "batch", delays=0)),
+        (
+            bounded_stale(optax.sgd(1.0), "batch", bound=1),
+            bounded_stale(optax.sgd(1.0), "batch", bound=3),
+        ),
+        (
+            bounded_stale(optax.sgd(1.0), "batch", bound=0),
+            bounded_stale(optax.sgd(1.0), "batch", bound=3),
+        ),
+        (
+            asynchronous(optax.sgd(1.0), "batch", delays=1),
+            asynchronous(optax.sgd(1.0), "batch", delays=2),
+        ),
+        (
+            asynchronous(optax.sgd(1.0), "batch", delays=1),
+            asynchronous(optax.sgd(1.0), "batch", delays=0),
+        ),
     ],
 )
 def test_a_state_of_other_delays_is_refused(of, to):
     """What waits would be lost, or count twice."""
-    step = jax.vmap(lambda g: to.update(g, of.init(jnp.zeros(2)), jnp.zeros(2))[0], axis_name="batch")
-    with pytest.raises(ValueError, match=r"^`(bounded_stale|asynchronous)` got a state in which gradients wait in \d "):
+    step = jax.vmap(
+        lambda g: to.update(g, of.init(jnp.zeros(2)), jnp.zeros(2))[0], axis_name="batch"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"^`(bounded_stale|asynchronous)` got a state in which gradients wait in \d ",
+    ):
         step(jnp.ones((2, 2)))
 
 
 @pytest.mark.parametrize("delays", [[0, 0], [1, 2]])
 def test_a_schedule_for_another_world_is_refused(delays):
-    with pytest.raises(ValueError, match=r"^`delays` of `asynchronous` are for 2 ranks, but the axis has 3"):
+    with pytest.raises(
+        ValueError, match=r"^`delays` of `asynchronous` are for 2 ranks, but the axis has 3"
+    ):
         train(asynchronous(optax.sgd(0.1), "batch", delays=delays), parameters(), 1)

@@ -1,4 +1,6 @@
-"""Streaming DiLoCo against its algorithm in NumPy, its schedule, what travels, and what it refuses."""
+"""Streaming DiLoCo against its algorithm in NumPy, its schedule, what travels, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -69,25 +71,38 @@ def by_hand(every, fragments, delay, mix, steps):
 @pytest.mark.mostly_integration("4-1-4-0.5")
 @pytest.mark.parametrize(
     ("every", "fragments", "delay", "mix"),
-    [(3, 3, 0, 0.0), (6, 3, 1, 0.5), (6, 3, 2, 0.25), (4, 1, 3, 0.5), (4, 1, 4, 0.5), (3, 3, 1, 0.0)],
+    [
+        (3, 3, 0, 0.0),
+        (6, 3, 1, 0.5),
+        (6, 3, 2, 0.25),
+        (4, 1, 3, 0.5),
+        (4, 1, 4, 0.5),
+        (3, 3, 1, 0.0),
+    ],
 )
 def test_parameters_are_those_of_the_algorithm(every, fragments, delay, mix):
     """Over more than two rounds, with fragments that cut leaves in two."""
-    tx = streaming_diloco(optax.sgd(RATE), NESTEROV, "batch", every=every, fragments=fragments, delay=delay, mix=mix)
+    tx = streaming_diloco(
+        optax.sgd(RATE), NESTEROV, "batch", every=every, fragments=fragments, delay=delay, mix=mix
+    )
     steps = 2 * every + every // fragments + delay + 1
     got, state = train(tx, starts(RANKS), steps)
     want, anchor = by_hand(every, fragments, delay, mix, steps)
     for mine, theirs in zip(got, want, strict=True):
         assert_close(mine, theirs, rtol=2e-5)
     model = finish(*jax.tree.map(lambda x: x[0], (got[-1], state)))
-    assert_close(np.concatenate([np.ravel(x) for x in jax.tree.leaves(model)]), anchor[0], rtol=2e-5)
+    assert_close(
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(model)]), anchor[0], rtol=2e-5
+    )
 
 
 @pytest.mark.mostly_integration("12-6-0", "12-6-2", "6-6-0", "6-6-1", "6-6-2")
 @pytest.mark.parametrize("stopped", range(13))
 @pytest.mark.parametrize(("before", "after"), [(6, 12), (12, 6), (12, 9), (6, 6)])
 def test_rounds_of_another_length_keep_fragments(before, after, stopped):
-    """A restart with another `every`: what is pending still goes, once and whole, to the fragment that it is of."""
+    """A restart with another `every`: what is pending still goes, once and whole, to the fragment
+    that it is of.
+    """
     clock, captured, slices, applied = Clock.begin(), [], [], []
     for every, steps in ((before, stopped), (after, 2 * after)):
         turns = Turns.checked(every, 3, 2, "it")
@@ -137,7 +152,9 @@ def programs(tx: Any, steps: int) -> Any:
     for _ in range(steps):
         traced = trace(step, args, axes={"batch": 2}, wire=LocalRanks(), donate_argnums=(0, 1))
         yield stages.cut(decide(traced, jax.tree.leaves(args)))
-        clock = jax.tree.map(lambda x: jnp.int32(np.asarray(x)), Turns.checked(4, 2, 0, "").after(args[1].clock))
+        clock = jax.tree.map(
+            lambda x: jnp.int32(np.asarray(x)), Turns.checked(4, 2, 0, "").after(args[1].clock)
+        )
         state = args[1]._replace(clock=clock)
         args = (args[0], state, args[2])
 
@@ -146,8 +163,12 @@ def programs(tx: Any, steps: int) -> Any:
 @pytest.mark.parametrize("bits", [32, 4])
 @pytest.mark.parametrize(("delay", "wanted"), [(2, "..111111"), (1, "..1.1.1."), (0, ".1.1.1.1")])
 def test_exchanges_are_carried_and_spread_over_the_delay(delay, wanted, bits):
-    """Each step with an exchange brings the same bytes, and waits for them only where there is no delay."""
-    tx = streaming_diloco(optax.adam(0.1), NESTEROV, "batch", every=4, fragments=2, delay=delay, mix=0.0, bits=bits)
+    """Each step with an exchange brings the same bytes, and waits for them only where there is no
+    delay.
+    """
+    tx = streaming_diloco(
+        optax.adam(0.1), NESTEROV, "batch", every=4, fragments=2, delay=delay, mix=0.0, bits=bits
+    )
     found = [*programs(tx, 8)]
     sent = [sum(wire_bytes(x, {"batch": 2}) for x in p.exchanges) for p in found]
     assert "".join("1" if n else "." for n in sent) == wanted
@@ -157,11 +178,19 @@ def test_exchanges_are_carried_and_spread_over_the_delay(delay, wanted, bits):
 
 
 def test_state_is_as_large_as_promised():
-    """Anchor and momentum each like the parameters, and a fragment pending; a quarter and less of it at 8 bits."""
+    """Anchor and momentum each like the parameters, and a fragment pending; a quarter and less of
+    it at 8 bits.
+    """
     params = {"w": jnp.ones((64, 48)), "b": jnp.ones(1024)}
     whole = 4 * 4096
-    for bits, pending in ((32, whole // 4), (8, whole // 16 + whole // 512 + whole // 4), (4, None)):
-        tx: Any = streaming_diloco(optax.sgd(0.1), NESTEROV, "batch", every=8, fragments=4, delay=2, bits=bits)
+    for bits, pending in (
+        (32, whole // 4),
+        (8, whole // 16 + whole // 512 + whole // 4),
+        (4, None),
+    ):
+        tx: Any = streaming_diloco(
+            optax.sgd(0.1), NESTEROV, "batch", every=8, fragments=4, delay=2, bits=bits
+        )
         state = tx.init(params)
         held = sum(x.nbytes for x in jax.tree.leaves((state.pending, state.arrived)))
         assert pending is None or held == pending
@@ -182,7 +211,9 @@ BAD = (
 
 
 def made(inner: Any = INNER, outer: Any = NESTEROV, **changed: Any) -> Any:
-    return streaming_diloco(inner, outer, "batch", **{"every": 4, "fragments": 2, "delay": 1, **changed})
+    return streaming_diloco(
+        inner, outer, "batch", **{"every": 4, "fragments": 2, "delay": 1, **changed}
+    )
 
 
 @pytest.mark.parametrize(("changed", "words"), BAD)
@@ -192,14 +223,18 @@ def test_wrong_arguments_are_refused(changed, words):
 
 
 def traced(tx, params, state=None):
-    step = jax.vmap(lambda g, s, p: tx.update(g, s, p), axis_name="batch", in_axes=None, axis_size=2)
+    step = jax.vmap(
+        lambda g, s, p: tx.update(g, s, p), axis_name="batch", in_axes=None, axis_size=2
+    )
     return jax.eval_shape(step, params, tx.init(params) if state is None else state, params)
 
 
 @pytest.mark.parametrize("other", [dict(fragments=4), dict(delay=2), dict(bits=8), dict(bits=4)])
 def test_state_of_other_arguments_is_refused(other):
     params = {"w": jnp.ones((16, 32))}
-    with pytest.raises(ValueError, match=r"the state of `streaming_diloco` has .* made with other `fragments`"):
+    with pytest.raises(
+        ValueError, match=r"the state of `streaming_diloco` has .* made with other `fragments`"
+    ):
         traced(made(**other), params, made().init(params))
     traced(made(), params, made().init(params))
 
@@ -207,7 +242,8 @@ def test_state_of_other_arguments_is_refused(other):
 def test_what_cannot_be_cut_is_refused():
     params = {"w": jnp.ones((16, 32))}
     with pytest.raises(
-        ValueError, match="outer steps of `streaming_diloco` does not work element by element.*take `diloco`"
+        ValueError,
+        match="outer steps of `streaming_diloco` does not work element by element.*take `diloco`",
     ):
         traced(made(outer=optax.lamb(0.1)), params)
     with pytest.raises(ValueError, match="complex64"):

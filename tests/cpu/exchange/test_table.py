@@ -18,7 +18,14 @@ from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide, run_jaxpr, run_program
 from jaxcross.wire.bytes import wire_bytes
 from tests.support.exchange_row import Row
-from tests.support.exchange_runs import assert_close, compiled, flat_ranks, ranks_of_gradients, run, stacked
+from tests.support.exchange_runs import (
+    assert_close,
+    compiled,
+    flat_ranks,
+    ranks_of_gradients,
+    run,
+    stacked,
+)
 from tests.support.exchange_table import RTOL16, SHAPES, TABLE, gradients, params, start, step_of
 from tests.support.quick_compiler import OPTIONS
 
@@ -35,21 +42,30 @@ def same_bits(a: Any, b: Any) -> bool:
 
 def check_identical_on_all_ranks(row: Row, ranks: int) -> None:
     (values, state), told = run(row, ranks)
-    same = lambda parts: all(same_bits(x[r], x[0]) for x in jax.tree.leaves(parts) for r in range(ranks))  # noqa: E731
-    assert same([values] if row.kind == "parameter" else [values, *told]) == (row.identical or ranks == 1)
+    same = lambda parts: all(  # noqa: E731
+        same_bits(x[r], x[0]) for x in jax.tree.leaves(parts) for r in range(ranks)
+    )
+    assert same([values] if row.kind == "parameter" else [values, *told]) == (
+        row.identical or ranks == 1
+    )
     assert same(row.shared(state))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("row", "ranks"), [pytest.param(row, n, id=f"{row.name} on {n}") for row, n in WORLDS if row.lossless]
+    ("row", "ranks"),
+    [pytest.param(row, n, id=f"{row.name} on {n}") for row, n in WORLDS if row.lossless],
 )
 def test_lossless_equals_its_reference(row: Row, ranks: int) -> None:
     (values, _), told = run(row, ranks, "lossless")
     if row.kind == "gradient" and isinstance(row.referred(ranks).init(params()), optax.EmptyState):
         for n, updates in enumerate(told):
             grads = ranks_of_gradients(ranks, n)
-            assert_close(updates, jax.tree.map(lambda g: np.broadcast_to(g.mean(0), g.shape), grads), row.rtol)
+            assert_close(
+                updates,
+                jax.tree.map(lambda g: np.broadcast_to(g.mean(0), g.shape), grads),
+                row.rtol,
+            )
     else:
         (expected, _), _ = run(row, ranks, "reference")
         assert_close(values, expected, row.rtol)
@@ -64,7 +80,9 @@ def check_state_types_and_bits_survive_rerun_and_resume(row: Row, ranks: int) ->
     for n in range(row.steps):
         # Saved as plain arrays, and restored into a state made anew.
         saved = [np.array(x) for x in jax.tree.leaves(carry)]
-        assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in jax.tree.leaves(fresh)]
+        assert [(x.shape, x.dtype) for x in saved] == [
+            (x.shape, x.dtype) for x in jax.tree.leaves(fresh)
+        ]
         carry = jax.tree.unflatten(jax.tree.structure(fresh), saved)
         carry, updates = step(carry, ranks_of_gradients(ranks, n))
         told.append(updates)
@@ -74,23 +92,33 @@ def check_state_types_and_bits_survive_rerun_and_resume(row: Row, ranks: int) ->
 def check_no_gradient_no_update(row: Row, ranks: int) -> None:
     _, told = run(row, ranks, change=lambda n, grads: jax.tree.map(np.zeros_like, grads))
     for path, x in jax.tree.leaves_with_path(told):
-        assert np.max(np.abs(np.asarray(x)), initial=0) <= (0 if row.rests else 1e-6), jax.tree_util.keystr(path)
+        assert np.max(np.abs(np.asarray(x)), initial=0) <= (0 if row.rests else 1e-6), (
+            jax.tree_util.keystr(path)
+        )
 
 
 def check_what_is_not_finite_on_one_rank_is_seen_on_all(row: Row, ranks: int, bad: float) -> None:
     for first, leaf, at in (
-        (0, "kernel", (ranks - 1, 3, 2)), (1, "kernel", (ranks - 1, 3, 2)), (1, "kernel", (0, 0, 5)),
-        (1, "scale", (0,)), (0, "tiny", (ranks - 1, 0, 1)), (0, "bias", (ranks // 2, 4)),
-    ):  # fmt: skip
+        (0, "kernel", (ranks - 1, 3, 2)),
+        (1, "kernel", (ranks - 1, 3, 2)),
+        (1, "kernel", (0, 0, 5)),
+        (1, "scale", (0,)),
+        (0, "tiny", (ranks - 1, 0, 1)),
+        (0, "bias", (ranks // 2, 4)),
+    ):
 
-        def spoil(step: int, grads: Any, first: int = first, leaf: str = leaf, at: tuple[int, ...] = at) -> Any:
+        def spoil(
+            step: int, grads: Any, first: int = first, leaf: str = leaf, at: tuple[int, ...] = at
+        ) -> Any:
             if first <= step < first + row.spoils:
                 grads[leaf][at] = bad
             return grads
 
         (values, _), _ = run(row, ranks, change=spoil, steps=first + row.spreads(ranks))
         for r in range(ranks):
-            assert not np.all(np.isfinite(values[leaf][r])), f"rank {r}, {leaf} {bad} in step {first}"
+            assert not np.all(np.isfinite(values[leaf][r])), (
+                f"rank {r}, {leaf} {bad} in step {first}"
+            )
 
 
 @pytest.mark.mostly_integration("sign_sgd-inf", "sign_sgd--inf")
@@ -99,12 +127,17 @@ def check_what_is_not_finite_on_one_rank_is_seen_on_all(row: Row, ranks: int, ba
     "name",
     [
         "sign_sgd",
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("top_k", "gtop_k", "power_sgd", "qsgd")),
+        *(
+            pytest.param(n, marks=pytest.mark.exhaustive)
+            for n in ("top_k", "gtop_k", "power_sgd", "qsgd")
+        ),
         pytest.param("one_bit_adam", marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_is_not_finite_is_an_exchanged_float(name: str, bad: float) -> None:
-    """A job's `nonfinite` looks at what exchanges made, on some rank, and at nothing that is computed behind them."""
+    """A job's `nonfinite` looks at what exchanges made, on some rank, and at nothing that is
+    computed behind them.
+    """
     (row,) = (row for row in TABLE if row.name == name)
     tx, axes = row.made(2), row.axes(2)
     for first in (0, *row.later[:1]) if row.later else (0,):
@@ -112,13 +145,24 @@ def test_what_is_not_finite_is_an_exchanged_float(name: str, bad: float) -> None
         args = [(jax.tree.map(lambda x: x[r], carry), gradients(r, first)) for r in range(2)]  # noqa: B023
         args[1][1]["kernel"][3, 2] = bad
         leaves = [jax.tree.leaves(each) for each in args]
-        program = cut(decide(trace(step_of(tx), args[0], {}, axes=axes, wire=LocalRanks()), leaves[0]))
-        exchanged = {v for segment in program.segments if segment.kind == "collective" for v in segment.outputs}
+        program = cut(
+            decide(trace(step_of(tx), args[0], {}, axes=axes, wire=LocalRanks()), leaves[0])
+        )
+        exchanged = {
+            v
+            for segment in program.segments
+            if segment.kind == "collective"
+            for v in segment.outputs
+        }
         seen = []
 
-        def compute(segment: Any, axes: Any, args: Any, exchanged: Any = exchanged, seen: Any = seen) -> Any:
+        def compute(
+            segment: Any, axes: Any, args: Any, exchanged: Any = exchanged, seen: Any = seen
+        ) -> Any:
             for values in args:
-                seen.extend(x for v, x in zip(segment.inputs, values, strict=True) if v in exchanged)
+                seen.extend(
+                    x for v, x in zip(segment.inputs, values, strict=True) if v in exchanged
+                )
             return run_jaxpr(segment.jaxpr, axes, args)
 
         run_program(program, leaves, compute=compute)
@@ -141,17 +185,22 @@ SLOW = {"top_k, threshold"}  # takes as long to compile as ten other rows
 
 
 def in_which_tier(row: Row, ranks: int) -> list[pytest.MarkDecorator]:
-    """Every row runs on 4 ranks in the quick or the integration tier unless it's slow; all else is exhaustive."""
+    """Every row runs on 4 ranks in the quick or the integration tier unless it's slow; all else is
+    exhaustive.
+    """
     if ranks != 4 or row.name in SLOW:
         return [pytest.mark.exhaustive]
     return [] if row.name in QUICK else [pytest.mark.integration]
 
 
-# One test for all of these properties, because compiling a row takes nearly all of its time: with one test for each,
-# the workers of pytest-xdist compiled most rows several times.
+# One test for all of these properties, because compiling a row takes nearly all of its time: with
+# one test for each, the workers of pytest-xdist compiled most rows several times.
 @pytest.mark.parametrize(
     ("row", "ranks"),
-    [pytest.param(row, n, id=f"{row.name} on {n}", marks=in_which_tier(row, n)) for row, n in WORLDS],
+    [
+        pytest.param(row, n, id=f"{row.name} on {n}", marks=in_which_tier(row, n))
+        for row, n in WORLDS
+    ],
 )
 def test_row(row: Row, ranks: int) -> None:
     check_identical_on_all_ranks(row, ranks)
@@ -176,7 +225,9 @@ TREES = {
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
 def test_any_tree(row: Row, tree: str) -> None:
-    """Traced only: updates have the structure, shapes and types of the gradients, the state those it had."""
+    """Traced only: updates have the structure, shapes and types of the gradients, the state those
+    it had.
+    """
     tx, values = row.made(4), TREES[tree]
     args = jax.eval_shape(lambda: (values, tx.init(values)))
     step = flat_ranks(lambda g, s, p: tx.update(g, s, p), row.axes(4))
@@ -191,7 +242,9 @@ def test_matrices_of_sixteen_bits_beside_none(row: Row) -> None:
 
     def told(dtype: Any) -> tuple[Any, Any]:
         def typed(tree: Any, *ranks: int) -> Any:
-            as_ = lambda x: x.astype(jnp.bfloat16).astype(dtype if x.ndim > 1 + len(ranks) else jnp.float32)  # noqa: E731
+            as_ = lambda x: x.astype(jnp.bfloat16).astype(  # noqa: E731
+                dtype if x.ndim > 1 + len(ranks) else jnp.float32
+            )
             return jax.tree.map(as_, tree) | {"none": jnp.zeros((*ranks, 0, 3), dtype)}
 
         tx, values = row.made(4), typed(params())
@@ -201,7 +254,10 @@ def test_matrices_of_sixteen_bits_beside_none(row: Row) -> None:
         step = step.compile(compiler_options=OPTIONS)
         carry, _ = step(carry, grads[0])
         (after, _), updates = step(carry, grads[1])
-        assert jax.tree.map(lambda x: x.dtype, (after, updates)) == (jax.tree.map(lambda x: x.dtype, values),) * 2
+        assert (
+            jax.tree.map(lambda x: x.dtype, (after, updates))
+            == (jax.tree.map(lambda x: x.dtype, values),) * 2
+        )
         return jax.tree.map(lambda x: np.asarray(x, np.float32), (after, updates))
 
     narrow, wide = told(jnp.bfloat16), told(jnp.float32)
@@ -211,13 +267,18 @@ def test_matrices_of_sixteen_bits_beside_none(row: Row) -> None:
 
 
 @pytest.mark.mostly_integration(
-    "mean, hierarchical", "mean, hierarchical of 4", "gossip, torus", "gossip, exponential", "gossip, complete"
+    "mean, hierarchical",
+    "mean, hierarchical of 4",
+    "gossip, torus",
+    "gossip, exponential",
+    "gossip, complete",
 )
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
 def test_an_axis_that_is_not_bound_is_refused(row: Row) -> None:
     tx = row.made(4)
     with pytest.raises(
-        CutError, match=r"(?s)^`step` uses an axis that is not bound: .* of this step are `other` of 4;"
+        CutError,
+        match=r"(?s)^`step` uses an axis that is not bound: .* of this step are `other` of 4;",
     ):
         trace(step_of(tx), (start(tx), gradients(0, 0)), {}, axes={"other": 4}, wire=LocalRanks())
 

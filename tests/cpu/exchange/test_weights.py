@@ -1,4 +1,6 @@
-"""Averages over tokens, of which ranks and batches have different numbers: `weight` of `mean` and `accumulate`."""
+"""Averages over tokens, of which ranks and batches have different numbers: `weight` of `mean` and
+`accumulate`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ W = np.linspace(-1, 1, 5, dtype=np.float32)
 
 
 def tokens(counts: Any, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, padded to one length, and which of them count: of each rank (and micro-batch) so many."""
+    """Tokens, padded to one length, and which of them count: of each rank (and micro-batch) so
+    many.
+    """
     counts = np.asarray(counts)
     x = np.random.default_rng(seed).normal(size=(*counts.shape, LONGEST, W.size)).astype(np.float32)
     return x, np.arange(LONGEST) < counts[..., None]
@@ -40,7 +44,9 @@ def over_all(x: np.ndarray, valid: np.ndarray) -> jax.Array:
 
 
 def over_ranks(tx: Any, x: Any, valid: Any, axes: dict[str, int], weighs: bool = True) -> Any:
-    """The last update of each rank, which takes the first axes of `x`; micro-batches, if any, are the next one."""
+    """The last update of each rank, which takes the first axes of `x`; micro-batches, if any, are
+    the next one.
+    """
 
     def one(x: jax.Array, valid: jax.Array) -> jax.Array:
         state, w = tx.init(jnp.asarray(W)), jnp.asarray(W)
@@ -77,7 +83,9 @@ def test_mean_weighs_ranks_by_their_tokens(pattern):
 
 def test_rank_without_tokens_adds_nothing_although_its_gradient_is_nan():
     x, valid = tokens([4, 0])
-    np.testing.assert_allclose(over_ranks(exchange.mean("batch"), x, valid, {"batch": 2})[1], over_all(x, valid), 1e-5)
+    np.testing.assert_allclose(
+        over_ranks(exchange.mean("batch"), x, valid, {"batch": 2})[1], over_all(x, valid), 1e-5
+    )
     nobody = over_ranks(exchange.mean("batch"), *tokens([0, 0]), {"batch": 2})
     np.testing.assert_array_equal(nobody, np.zeros((2, W.size)))
 
@@ -91,10 +99,15 @@ def test_accumulate_weighs_batches_and_ranks():
 
 
 def test_second_round_begins_with_no_weight():
-    (first, first_valid), (second, second_valid) = tokens([[12, 1], [3, 3]]), tokens([[1, 1], [2, 9]], 1)
+    (first, first_valid), (second, second_valid) = (
+        tokens([[12, 1], [3, 3]]),
+        tokens([[1, 1], [2, 9]], 1),
+    )
     tx = exchange.accumulate(exchange.mean("batch"), every=2)
     x, valid = np.concatenate([first, second], 1), np.concatenate([first_valid, second_valid], 1)
-    np.testing.assert_allclose(over_ranks(tx, x, valid, {"batch": 2})[0], over_all(second, second_valid), 1e-5)
+    np.testing.assert_allclose(
+        over_ranks(tx, x, valid, {"batch": 2})[0], over_all(second, second_valid), 1e-5
+    )
 
 
 def test_16_bit_gradients_travel_in_16_bits_and_are_rounded_once():
@@ -105,7 +118,9 @@ def test_16_bit_gradients_travel_in_16_bits_and_are_rounded_once():
     got = step(grads, weights)
     assert got.dtype == jnp.bfloat16 and abs(float(got[0, 0]) - 153 / 303) < 2**-8
     assert "bf16" in text and "f32[2,1]" in text
-    single = jax.make_jaxpr(lambda g: tx.update(g, tx.init(g), weight=3)[0], axis_env=[("batch", 2)])(grads[0])
+    single = jax.make_jaxpr(
+        lambda g: tx.update(g, tx.init(g), weight=3)[0], axis_env=[("batch", 2)]
+    )(grads[0])
     assert sorted(str(e.invars[0].aval) for e in single.eqns if "psum" in str(e.primitive)) == [
         "bfloat16[1]",
         "float32[]",
@@ -132,30 +147,44 @@ TAKE_NONE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_exchanges_that_do_not_weigh_refuse_a_weight(name, accumulated):
     tx = exchange.accumulate(TAKE_NONE[name](), every=2) if accumulated else TAKE_NONE[name]()
-    with pytest.raises(ValueError, match=rf"^`{name}` was given a `weight`, but all ranks count alike"):
+    with pytest.raises(
+        ValueError, match=rf"^`{name}` was given a `weight`, but all ranks count alike"
+    ):
         over_ranks(tx, *tokens([[4, 2], [1, 1]]) if accumulated else tokens([4, 2]), {"batch": 2})
 
 
 @pytest.mark.parametrize("weight", [np.ones(2), 1j, True], ids=["array", "complex", "bool"])
-@pytest.mark.parametrize("make", [lambda: exchange.mean("b"), lambda: exchange.accumulate(optax.sgd(1), every=2)])
+@pytest.mark.parametrize(
+    "make", [lambda: exchange.mean("b"), lambda: exchange.accumulate(optax.sgd(1), every=2)]
+)
 def test_weight_is_one_real_number(weight, make):
     tx = make()
     with pytest.raises(
-        ValueError, match=r"^`weight` of `(mean|accumulate)` is of shape \[2?\] and type \w+: it is one"
+        ValueError,
+        match=r"^`weight` of `(mean|accumulate)` is of shape \[2?\] and type \w+: it is one",
     ):
         tx.update(W, tx.init(W), W, weight=weight)
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_gradients_that_jax_has_summed_are_not_weighed(accumulated):
-    """In `shard_map(check_vma=True)` the gradient of a parameter that all ranks share is summed over them already."""
-    tx = exchange.accumulate(exchange.mean("batch"), every=1) if accumulated else exchange.mean("batch")
+    """In `shard_map(check_vma=True)` the gradient of a parameter that all ranks share is summed
+    over them already.
+    """
+    tx = (
+        exchange.accumulate(exchange.mean("batch"), every=1)
+        if accumulated
+        else exchange.mean("batch")
+    )
 
-    @jax.shard_map(mesh=AbstractMesh((2,), ("batch",)), in_specs=(P(), P("batch"), P("batch")), out_specs=P())
+    @jax.shard_map(
+        mesh=AbstractMesh((2,), ("batch",)), in_specs=(P(), P("batch"), P("batch")), out_specs=P()
+    )
     def step(w: jax.Array, x: jax.Array, valid: jax.Array) -> Any:
         return tx.update(jax.grad(loss)(w, x[0], valid[0]), tx.init(w), w, weight=valid.sum())[0]
 
     with pytest.raises(
-        ValueError, match=r"weighs this rank's own gradients, but the update `` is the same on all ranks of `batch`"
+        ValueError,
+        match=r"weighs this rank's own gradients, but the update `` is the same on all ranks of `batch`",
     ):
         jax.eval_shape(step, jnp.asarray(W), *tokens([4, 2]))

@@ -1,4 +1,6 @@
-"""What an exception that nothing catches does: it ends all ranks, except where nobody waits or somebody types."""
+"""What an exception that nothing catches does: it ends all ranks, except where nobody waits or
+somebody types.
+"""
 
 import sys
 import threading

@@ -1,4 +1,6 @@
-"""Interrupts wait while a run is in progress, wherever its main thread is; a forked child has none of that."""
+"""Interrupts wait while a run is in progress, wherever its main thread is; a forked child has none
+of that.
+"""
 
 import os
 import signal
@@ -102,7 +104,9 @@ for number in (signal.SIGTERM, signal.SIGINT):
 
 
 def test_a_forked_child_ends_by_them():
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.splitlines() == [f"{int(signal.SIGTERM)} 0", f"{7 << 8} 0"]
 
 
@@ -120,7 +124,9 @@ except BaseException as error: print(type(error).__name__, job.status, job.error
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("name", "raised"), [("SIGINT", "KeyboardInterrupt"), ("SIGTERM", "SystemExit")])
+@pytest.mark.parametrize(
+    ("name", "raised"), [("SIGINT", "KeyboardInterrupt"), ("SIGTERM", "SystemExit")]
+)
 def test_signal_during_run_start_stops_cleanly(name, raised):
     """A signal that arrives while the run begins stops the run cleanly."""
     line = [sys.executable, "-c", SOON.format(name=name)]

@@ -29,8 +29,14 @@ def test_what_is_under_way_is_in_the_file_at_once(flight, tmp_path):
     flight.end(token)
     flight.begin(Activity.now("exchange", job='"b"\n', step=2, segment=1, number=7))
     (record,) = read(tmp_path / "events")
-    assert str(record.where) == "job '\"b\" ', step 2, segment 1 (exchange)", "read as text of one line"
-    assert (record.entered, str(record.done), record.words) == (7, "job 'a', step 1, segment 0 (compute)", "")
+    assert str(record.where) == "job '\"b\" ', step 2, segment 1 (exchange)", (
+        "read as text of one line"
+    )
+    assert (record.entered, str(record.done), record.words) == (
+        7,
+        "job 'a', step 1, segment 0 (compute)",
+        "",
+    )
     assert (record.rank, record.size, record.pid, record.unread) == (0, 1, os.getpid(), 0)
 
 
@@ -57,7 +63,9 @@ def test_newest_checkpoints_outlive_a_change_of_file(flight, tmp_path, monkeypat
     for step in range(500):
         flight.end(flight.begin(compute(step)))
     (record,) = read(tmp_path / "events")
-    assert {job: (part.step, part.any_ranks) for job, part in record.saved.items()} == {"a": (20, True)}
+    assert {job: (part.step, part.any_ranks) for job, part in record.saved.items()} == {
+        "a": (20, True)
+    }
 
 
 def test_checkpoint_with_a_strange_name_is_none(flight, tmp_path):
@@ -99,7 +107,9 @@ def test_activity_during_file_rotation_is_recorded(flight, tmp_path, monkeypatch
     while len(tokens) == 1:
         flight.end(flight.begin(compute(6)))
     (record,) = read(tmp_path / "events")
-    assert [(token, begun.what) for token, begun in record.under_way.items()] == [(tokens[2], "exchange")]
+    assert [(token, begun.what) for token, begun in record.under_way.items()] == [
+        (tokens[2], "exchange")
+    ]
     assert (record.entered, record.unread) == (2, 0)
 
 
@@ -109,7 +119,9 @@ def test_disk_failure_ends_only_the_recording(flight, caplog):
     with caplog.at_level(logging.WARNING):
         token = flight.begin(compute(1))
         flight.end(token)
-    assert [r.message.split(":")[0] for r in caplog.records] == ["rank 0 records its events no longer"]
+    assert [r.message.split(":")[0] for r in caplog.records] == [
+        "rank 0 records its events no longer"
+    ]
     assert flight.describe() == "outside of any step, after job 'a', step 1, segment 0 (compute)"
 
 
@@ -133,13 +145,19 @@ def test_first_exit_record_counts_and_names_activity(flight, tmp_path):
     assert flight.record_exit("failed", "with x" * 10_000) == "in job 'a', step 1 (compile)"
     flight.record_exit("left", "its script ended")
     (record,) = read(tmp_path / "events")
-    assert (record.words, record.place, record.unread) == ("failed", "in job 'a', step 1 (compile)", 0)
+    assert (record.words, record.place, record.unread) == (
+        "failed",
+        "in job 'a', step 1 (compile)",
+        0,
+    )
 
 
 def test_notes_and_beats_are_lines(flight, tmp_path):
     flight.beat()
     flight.note("done: ended", job="a", step=3)
-    lines = [json.loads(line) for line in (tmp_path / "events" / "rank-0.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "events" / "rank-0.jsonl").read_text().splitlines()
+    ]
     assert [set(line) for line in lines[1:]] == [{"beat", "at"}, {"note", "job", "step", "at"}]
 
 

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM end a rank also where Python drops exceptions: in a callback of the garbage collector."""
+"""Ctrl-C and SIGTERM end a rank also where Python drops exceptions: in a callback of the garbage
+collector.
+"""
 
 import subprocess
 import sys
@@ -36,7 +38,11 @@ except KeyboardInterrupt as error:
 def printed(code):
     """What a process prints, which has no words about exceptions that were ignored."""
     done = subprocess.run(
-        [sys.executable, "-c", START + code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", START + code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
@@ -79,7 +85,9 @@ gc.collect()
 
 @HANDLERS
 def test_late_signal_spares_exit_but_a_new_one_raises(install, number, error):
-    """If the script ends before a signal is sent again, no `atexit` callback is interrupted. A new signal does that."""
+    """If the script ends before a signal is sent again, no `atexit` callback is interrupted. A new
+    signal does that.
+    """
     assert printed(f"{install}\nnumber = signal.{number}\n{EXIT}") == f"closed\n{error}\n"
 
 
@@ -106,7 +114,9 @@ except KeyboardInterrupt:
 
 
 def test_signal_while_an_extension_loads_is_raised_later():
-    """NumPy's generators are extensions that import others. One that is interrupted there may crash."""
+    """NumPy's generators are extensions that import others. One that is interrupted there may
+    crash.
+    """
     assert printed(IMPORT) == "interrupted after 2\n"
 
 

@@ -1,4 +1,6 @@
-"""Who is silent, whose process is gone, and what is said of them; ranks are threads, or processes that do nothing."""
+"""Who is silent, whose process is gone, and what is said of them; ranks are threads, or processes
+that do nothing.
+"""
 
 import os
 import signal
@@ -52,10 +54,22 @@ def test_who_has_left_beats_on():
 @pytest.mark.parametrize(
     ("found", "text"),
     [
-        ("gone", "rank 2 is gone: its process 7 on host `h` ended without a word (killed, crashed, out of memory)."),
-        ("stopped", "rank 2 is silent for 31 s: its process 7 on host `h` is stopped (by SIGSTOP or a debugger)."),
-        ("running", "rank 2 is silent for 31 s: its process 7 on host `h` is there, but its interpreter does nothing"),
-        ("unknown", "rank 2 is silent for 31 s: its process 7 on host `h`, that host, or the link to it does"),
+        ("gone", (
+            "rank 2 is gone: its process 7 on host `h` ended without a word (killed, crashed, out "
+            "of memory)."
+        )),
+        ("stopped", (
+            "rank 2 is silent for 31 s: its process 7 on host `h` is stopped (by SIGSTOP or a "
+            "debugger)."
+        )),
+        ("running", (
+            "rank 2 is silent for 31 s: its process 7 on host `h` is there, but its interpreter "
+            "does nothing"
+        )),
+        ("unknown", (
+            "rank 2 is silent for 31 s: its process 7 on host `h`, that host, or the link to it "
+            "does"
+        )),
     ],
 )  # fmt: skip
 def test_what_is_said(found, text):
@@ -68,7 +82,9 @@ def test_what_is_said(found, text):
 
 @pytest.fixture
 def child():
-    process = subprocess.Popen([sys.executable, "-c", "import signal; print(flush=True); signal.pause()"], stdout=-1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"], stdout=-1
+    )
     process.stdout.readline()
     yield process
     process.kill()
@@ -100,8 +116,18 @@ def test_what_cannot_be_known():
     own = this_process()
     reused = ProcessId(host=own.host, machine=own.machine, pid=own.pid, started=own.started + 1)
     assert process_state(reused, own) == "gone"
-    for elsewhere in ({"host": "other"}, {"machine": "another container"}, {"machine": ""}, {"started": -1}):
-        facts = {"host": own.host, "machine": own.machine, "pid": own.pid, "started": own.started} | elsewhere
+    for elsewhere in (
+        {"host": "other"},
+        {"machine": "another container"},
+        {"machine": ""},
+        {"started": -1},
+    ):
+        facts = {
+            "host": own.host,
+            "machine": own.machine,
+            "pid": own.pid,
+            "started": own.started,
+        } | elsewhere
         assert process_state(ProcessId(**facts), own) == "unknown"
 
 
@@ -169,7 +195,9 @@ def test_silent_rank_is_found_by_both_neighbours(ring):
     found = [turn(0, 1, 3) for _ in range(12)]
     assert found[:9] == [{}] * 9
     losses = [loss for turns in found for loss in turns.values()]
-    assert {(loss.rank, loss.found, loss.activity) for loss in losses} == {(2, "unknown", "outside of any step")}
+    assert {(loss.rank, loss.found, loss.activity) for loss in losses} == {
+        (2, "unknown", "outside of any step")
+    }
     assert {rank for turns in found for rank in turns} == {1, 3}
 
 
@@ -183,7 +211,9 @@ def test_dead_process_is_found_at_the_second_check(ring):
 
 
 def test_a_rank_says_good_bye_and_beats_on(ring):
-    _, beats, turn = ring([ProcessId(host=f"h{n}", machine="m", pid=n, started=1) for n in range(2)])
+    _, beats, turn = ring(
+        [ProcessId(host=f"h{n}", machine="m", pid=n, started=1) for n in range(2)]
+    )
     beats[1].announce_exit(5)
     assert turn(0) == {}
     assert beats[0].exited() == {1: 5}
@@ -194,7 +224,9 @@ def test_a_rank_says_good_bye_and_beats_on(ring):
 
 def test_heartbeats_do_not_pile_up_for_a_stuck_rank(ring):
     """Heartbeats do not pile up for a rank that receives none."""
-    comms, _, turn = ring([ProcessId(host=f"h{n}", machine="m", pid=n, started=1) for n in range(3)])
+    comms, _, turn = ring(
+        [ProcessId(host=f"h{n}", machine="m", pid=n, started=1) for n in range(3)]
+    )
     comms[0].arrives = False
     sent = []
     comms[0].isend = lambda value, dest, tag: sent.append(dest) or comms[0]

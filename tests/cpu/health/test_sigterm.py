@@ -1,4 +1,6 @@
-"""SIGTERM is an interrupt of the main thread, once for all that come together, and none of a data loader's workers'."""
+"""SIGTERM is an interrupt of the main thread, once for all that come together, and none of a data
+loader's workers'.
+"""
 
 import signal
 import subprocess
@@ -16,7 +18,11 @@ termination = SigtermHandler(FlightRecorder([this_process()], 0))
 
 def run(code):
     done = subprocess.run(
-        [sys.executable, "-c", START + code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", START + code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

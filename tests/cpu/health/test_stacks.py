@@ -28,4 +28,6 @@ def test_no_garbage_is_collected_while_frames_are_taken(collects, monkeypatch):
     (gc.enable if collects else gc.disable)()
     text = stacks()
     assert seen == [False] and gc.isenabled() == collects
-    assert text.startswith(f"thread '{threading.main_thread().name}':\n") and "test_stacks.py" in text
+    assert (
+        text.startswith(f"thread '{threading.main_thread().name}':\n") and "test_stacks.py" in text
+    )

@@ -64,7 +64,11 @@ def test_one_rank_reports(ranks, monkeypatch):
     for _ in range(6):
         boxes = [SimpleQueue() for _ in range(ranks)]
         dogs = [
-            Watchdog(Comm(rank, boxes), timeout_s=0.05, flight=FlightRecorder([this_process()] * ranks, rank))
+            Watchdog(
+                Comm(rank, boxes),
+                timeout_s=0.05,
+                flight=FlightRecorder([this_process()] * ranks, rank),
+            )
             for rank in range(ranks)
         ]
         reports, first, over = [], threading.Event(), threading.Event()
@@ -85,7 +89,10 @@ def test_one_rank_reports(ranks, monkeypatch):
                 dog.start()
                 over.wait(60)
 
-        threads = [threading.Thread(target=stuck, args=(dog, draw.choice((0, 0, 0.02, 0.04)))) for dog in dogs]
+        threads = [
+            threading.Thread(target=stuck, args=(dog, draw.choice((0, 0, 0.02, 0.04))))
+            for dog in dogs
+        ]
         for thread in threads:
             thread.start()
         assert first.wait(60)
@@ -105,15 +112,26 @@ def test_one_rank_reports(ranks, monkeypatch):
         (0, None, False, False),  # it is lost
         (1, RankStatus(entered=1, waits=(), asking=True), True, True),
         (0, RankStatus(entered=1, waits=(), asking=True), True, False),
-        (1, RankStatus(entered=1, waits=(), asking=False), True, False),  # its wait was over before it reported
+        (
+            1,
+            RankStatus(entered=1, waits=(), asking=False),
+            True,
+            False,
+        ),  # its wait was over before it reported
     ],
 )
-def test_report_is_left_to_another_rank_that_asks(rank, other, asks, holds_back, monkeypatch, clock):
-    """A rank leaves the report to a lower one that asks, and to any that asked and then does not answer."""
+def test_report_is_left_to_another_rank_that_asks(
+    rank, other, asks, holds_back, monkeypatch, clock
+):
+    """A rank leaves the report to a lower one that asks, and to any that asked and then does not
+    answer.
+    """
     monkeypatch.setattr(watchdog, "_HOLD_S", 0)
     monkeypatch.setattr(watchdog, "abort_everywhere", lambda *_: None)
     dog = Watchdog(
-        Comm(rank, [SimpleQueue(), SimpleQueue()]), timeout_s=0.01, flight=FlightRecorder([this_process()] * 2, rank)
+        Comm(rank, [SimpleQueue(), SimpleQueue()]),
+        timeout_s=0.01,
+        flight=FlightRecorder([this_process()] * 2, rank),
     )
     questions = []
 
@@ -130,12 +148,16 @@ def test_report_is_left_to_another_rank_that_asks(rank, other, asks, holds_back,
     assert questions.count("standing") == 1 + holds_back  # after holding back it asks again
 
 
-@pytest.mark.parametrize("awaited", [{}, {0: "its data has not given it"}, {1: "its job has not come so far"}])
+@pytest.mark.parametrize(
+    "awaited", [{}, {0: "its data has not given it"}, {1: "its job has not come so far"}]
+)
 def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
     """Without anybody to wait for it goes on: what holds it up is watched elsewhere."""
     boxes = [SimpleQueue() for _ in range(2)]
     dogs = [
-        Watchdog(Comm(rank, boxes), timeout_s=0.05, flight=FlightRecorder([this_process()] * 2, rank))
+        Watchdog(
+            Comm(rank, boxes), timeout_s=0.05, flight=FlightRecorder([this_process()] * 2, rank)
+        )
         for rank in range(2)
     ]
     asked, reports, over = threading.Semaphore(0), [], threading.Event()
@@ -155,7 +177,9 @@ def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     for dog in dogs:
         dog.start()
-    with dogs[0].monitor(job="a", step=4, segment=-1, what="batch 4", local=0 in awaited, waiting_for=told):
+    with dogs[0].monitor(
+        job="a", step=4, segment=-1, what="batch 4", local=0 in awaited, waiting_for=told
+    ):
         assert asked.acquire(timeout=60)
         if awaited:
             assert over.wait(60)
@@ -165,7 +189,10 @@ def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
         dog.stop()
     assert [lost for _, lost in reports] == ([tuple(awaited)] if awaited else [])
     for rank, why in awaited.items():
-        assert f"rank {rank} {'is late itself' if rank == 0 else 'has not arrived'}: {why}" in reports[0][0]
+        assert (
+            f"rank {rank} {'is late itself' if rank == 0 else 'has not arrived'}: {why}"
+            in reports[0][0]
+        )
 
 
 @pytest.fixture
@@ -179,7 +206,11 @@ def clock(monkeypatch):
 
 def test_time_while_stopped_does_not_count_as_waiting(clock):
     """Time during which the process was stopped does not count as waiting."""
-    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=5, flight=FlightRecorder([this_process()] * 2, 0))
+    dog = Watchdog(
+        Comm(0, [SimpleQueue(), SimpleQueue()]),
+        timeout_s=5,
+        flight=FlightRecorder([this_process()] * 2, 0),
+    )
     found = []
     dog._investigate = lambda token: found.append(dog._waits[token][0].job)
 
@@ -205,12 +236,18 @@ def test_wait_blaming_nobody_leaves_rank_to_heartbeats(heartbeat, monkeypatch):
     """An evaluation may hold the interpreter's lock for longer than a question waits."""
     reports = []
     monkeypatch.setattr(watchdog, "_ANSWER_S", 0.05)
-    monkeypatch.setattr(watchdog, "abort_everywhere", lambda text, reason, notify: reports.append(reason.lost))
+    monkeypatch.setattr(
+        watchdog, "abort_everywhere", lambda text, reason, notify: reports.append(reason.lost)
+    )
     dog = Watchdog(
-        Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.01, flight=FlightRecorder([this_process()] * 2, 0)
+        Comm(0, [SimpleQueue(), SimpleQueue()]),
+        timeout_s=0.01,
+        flight=FlightRecorder([this_process()] * 2, 0),
     )
     dog._heartbeat = heartbeat
-    with dog.monitor(job="a", step=3, segment=-1, what="evaluation", local=True, waiting_for=lambda _: {}):
+    with dog.monitor(
+        job="a", step=3, segment=-1, what="evaluation", local=True, waiting_for=lambda _: {}
+    ):
         threading.Event().wait(0.05)
         dog._look_at_waits()
     assert reports == ([] if heartbeat else [(1,)])
@@ -218,11 +255,19 @@ def test_wait_blaming_nobody_leaves_rank_to_heartbeats(heartbeat, monkeypatch):
 
 def test_time_stopped_while_asking_is_no_wait(clock, monkeypatch):
     """Time during which the process was stopped while it asked does not count as waiting."""
-    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=5, flight=FlightRecorder([this_process()] * 2, 0))
+    dog = Watchdog(
+        Comm(0, [SimpleQueue(), SimpleQueue()]),
+        timeout_s=5,
+        flight=FlightRecorder([this_process()] * 2, 0),
+    )
     turns = iter([100.0])
-    dog._stop = SimpleNamespace(wait=lambda s: clock.__setitem__(0, clock[0] + next(turns, s)), is_set=lambda: False)
+    dog._stop = SimpleNamespace(
+        wait=lambda s: clock.__setitem__(0, clock[0] + next(turns, s)), is_set=lambda: False
+    )
     reports = []
-    monkeypatch.setattr(watchdog, "abort_everywhere", lambda text, reason, notify: reports.append(text))
+    monkeypatch.setattr(
+        watchdog, "abort_everywhere", lambda text, reason, notify: reports.append(text)
+    )
     with dog.monitor(job="a", step=3, segment=1, what="psum"):
         clock[0] += 0.5
         with dog.monitor(job="b", step=3, segment=1, what="psum"):
@@ -233,15 +278,23 @@ def test_time_stopped_while_asking_is_no_wait(clock, monkeypatch):
             dog._look_at_waits()  # a has waited 5.9 s; asks, and is stopped for 100 s meanwhile
     assert len(reports) == 1
     (said,) = re.findall(r"rank 0 has waited (\d+) s in job 'a'", reports[0])
-    assert int(said) in range(6, 16)  # with the 3 s of each of two questions, and what a stop may count for
+    assert int(said) in range(
+        6, 16
+    )  # with the 3 s of each of two questions, and what a stop may count for
 
 
 def test_waits_of_its_own_are_told_for_as_long_again(clock):
     dog = Watchdog(
-        Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.2, flight=FlightRecorder([this_process()] * 2, 0)
+        Comm(0, [SimpleQueue(), SimpleQueue()]),
+        timeout_s=0.2,
+        flight=FlightRecorder([this_process()] * 2, 0),
     )
     with dog.monitor(job="a", step=3, segment=-1, what="evaluation", local=True):
-        assert dog._status().may_be_late("a") and not dog._status().may_be_late("b") and dog._status().entered == 0
+        assert (
+            dog._status().may_be_late("a")
+            and not dog._status().may_be_late("b")
+            and dog._status().entered == 0
+        )
         ((_, awaited),) = dog._waits.values()
         assert awaited({1: None}) == {0: "own evaluation is its own affair"}
     with dog.monitor(job="b", step=3, segment=1, what="psum"):
@@ -252,7 +305,9 @@ def test_waits_of_its_own_are_told_for_as_long_again(clock):
 
 def test_a_wait_that_moves_on_begins_anew(clock):
     dog = Watchdog(
-        Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.2, flight=FlightRecorder([this_process()] * 2, 0)
+        Comm(0, [SimpleQueue(), SimpleQueue()]),
+        timeout_s=0.2,
+        flight=FlightRecorder([this_process()] * 2, 0),
     )
     watch = dog.monitor(job="a", step=3, segment=-1, what="checkpoint", local=True)
     with watch:

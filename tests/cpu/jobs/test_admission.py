@@ -1,5 +1,5 @@
-"""What jobs book next to each other, and the words in which one is refused; `tests/mpi/cases/memory_table.py` has the
-rest.
+"""What jobs book next to each other, and the words in which one is refused;
+`tests/mpi/cases/memory_table.py` has the rest.
 """
 
 import gc
@@ -75,13 +75,17 @@ def test_a_limit_refuses_only_jobs_that_bring_a_base_of_their_own() -> None:
         return state
 
     runner.add("first", parent)
-    with pytest.raises(JobError, match="`brings its own` failed .* does not fit into the memory of rank 0"):
+    with pytest.raises(
+        JobError, match="`brings its own` failed .* does not fit into the memory of rank 0"
+    ):
         runner.run()
     assert [job.status for job in late] == ["ended", "failed"]
 
 
 def test_arrays_that_jobs_replace_are_booked_for_each_of_them() -> None:
-    """Jobs that don't donate may begin with one array, and have one each after a step. Batches move on likewise."""
+    """Jobs that don't donate may begin with one array, and have one each after a step. Batches move
+    on likewise.
+    """
 
     @jaxcross.crossover(axes="batch")
     def without_donation(weights: Any, batch: Any) -> Any:
@@ -99,7 +103,10 @@ def test_arrays_that_jobs_replace_are_booked_for_each_of_them() -> None:
         runner.run()
         return runner.booked_bytes
 
-    weights, batches = [jnp.ones(1000), jnp.ones(1000)], [[jnp.ones((4, 500)), jnp.ones((4, 500))] for _ in "ab"]
+    weights, batches = (
+        [jnp.ones(1000), jnp.ones(1000)],
+        [[jnp.ones((4, 500)), jnp.ones((4, 500))] for _ in "ab"],
+    )
     assert booked_with([weights[0]] * 2, [batches[0]] * 2) == booked_with(weights, batches)
 
 
@@ -123,7 +130,8 @@ def test_what_a_program_reads_counts_next_to_the_other_programs_of_its_job() -> 
     reads = Need.of(JobMemory(peak_bytes=130, boundary_bytes=120), [(array, 100)])
     other = Need.of(JobMemory(peak_bytes=80, boundary_bytes=70), [])
     assert needed_by([[reads, other]]) == 130
-    # The array, what the two jobs keep of their own, and what the fullest segment takes in addition.
+    # The array, what the two jobs keep of their own, and what the fullest segment takes in
+    # addition.
     assert needed_by([[reads, other], [reads]]) == 100 + 70 + 20 + 10
 
 
@@ -160,6 +168,7 @@ def test_need_of_a_job_alone_is_stated_once() -> None:
     booking = [Need.of(JobMemory(peak_bytes=300), [])]
     text = MemoryAdmission(100)._refusal("a", booking, 0, "make the batch smaller, or ")
     assert text == (
-        "it does not fit into the memory of rank 0: 200 B are missing. It needs 300 B, and the limit is 100 B. To make"
-        " it fit, make the batch smaller, or give `Runner(memory=...)` if a rank may use more."
+        "it does not fit into the memory of rank 0: 200 B are missing. It needs 300 B, and the "
+        "limit is 100 B. To make it fit, make the batch smaller, or give `Runner(memory=...)` if a "
+        "rank may use more."
     )

@@ -1,4 +1,6 @@
-"""`job.every` and `job.stop_early`: which steps evaluate and where a job ends, killed and started again or not."""
+"""`job.every` and `job.stop_early`: which steps evaluate and where a job ends, killed and started
+again or not.
+"""
 
 import re
 import shutil
@@ -31,7 +33,13 @@ def test_every_second_step_is_evaluated(rank):
 def test_metrics_reach_report_and_files(tmp_path):
     def work(world):
         step = make_step(world)
-        job = Job("a", lambda state, batch: (step(state, batch), {}), init(world, own=False), batches(world), steps=4)
+        job = Job(
+            "a",
+            lambda state, batch: (step(state, batch), {}),
+            init(world, own=False),
+            batches(world),
+            steps=4,
+        )
         job.every(2, lambda state: {"accuracy": float(state["w"][0])})
         job.every(3, lambda state: 7.5, rank=0, name="other")
         report = run([job], world=world, metrics=tmp_path)
@@ -47,17 +55,31 @@ def test_metrics_reach_report_and_files(tmp_path):
 @pytest.mark.mostly_integration("{'after': 7}-None")
 @pytest.mark.parametrize("rank", [None, 0])
 @pytest.mark.parametrize(
-    "stop", [{"after": 6}, {"after": 7}, {"fails_at": 6}, {"fails_at": 12}, {"after": 5, "save_every": 100}], ids=str
+    "stop",
+    [
+        {"after": 6},
+        {"after": 7},
+        {"fails_at": 6},
+        {"fails_at": 12},
+        {"after": 5, "save_every": 100},
+    ],
+    ids=str,
 )
 def test_a_resumed_job_evaluates_the_same_steps(stop, rank, tmp_path):
-    """Also the step whose evaluation failed: its state is saved, and evaluated after the restart."""
+    """Also the step whose evaluation failed: its state is saved, and evaluated after the
+    restart.
+    """
     common = {"rank": rank, "metrics": tmp_path / "m"}
     train(2, tmp_path / "c", **common, **stop)
     (job, _), (other, _) = train(2, tmp_path / "c", **common, save_every=stop.get("save_every", 3))
     two = train(2, None, rank=rank, metrics=tmp_path / "two")[0][0]
     assert lines(tmp_path / "m") == lines(tmp_path / "two")
     same(job.state, two.state)
-    assert evaluations(job) == evaluations(other) == [e for e in evaluations(two) if e in evaluations(job)]
+    assert (
+        evaluations(job)
+        == evaluations(other)
+        == [e for e in evaluations(two) if e in evaluations(job)]
+    )
     again, called = train(2, tmp_path / "c", **common)[0]
     assert called == [] and again.step == STEPS
     assert lines(tmp_path / "m") == lines(tmp_path / "two")
@@ -77,7 +99,9 @@ def test_an_evaluation_that_no_checkpoint_covers_counts_once(tmp_path):
 
 
 @pytest.mark.parametrize("rank", [None, 1])
-@pytest.mark.parametrize("early", [EARLY, {"mode": "max", "patience_steps": 3}, {"mode": "min", "patience": 3}])
+@pytest.mark.parametrize(
+    "early", [EARLY, {"mode": "max", "patience_steps": 3}, {"mode": "min", "patience": 3}]
+)
 def test_a_job_stops_early_on_all_ranks(early, rank, tmp_path):
     for job, _ in train(2, None, early=early, rank=rank):
         assert (job.step, job.status, job.error) == (10, "stopped early", None)
@@ -87,8 +111,17 @@ def test_a_job_stops_early_on_all_ranks(early, rank, tmp_path):
 def test_ranks_that_score_differently_stop_at_one_step():
     def work(world):
         step, seen = make_step(world), []
-        job = Job("a", lambda state, batch: (step(state, batch), {}), init(world, own=False), batches(world), steps=9)
-        job.every(1, lambda state: {"score": len(seen) if world.rank else -len(seen) or seen.append(0) or 0})
+        job = Job(
+            "a",
+            lambda state, batch: (step(state, batch), {}),
+            init(world, own=False),
+            batches(world),
+            steps=9,
+        )
+        job.every(
+            1,
+            lambda state: {"score": len(seen) if world.rank else -len(seen) or seen.append(0) or 0},
+        )
         job.stop_early("eval/score", mode="max", patience=2)
         report = run([job], world=world)
         return job.step, report.jobs[0].how, report.jobs[0].why, str(report)
@@ -100,13 +133,17 @@ def test_ranks_that_score_differently_stop_at_one_step():
 
 
 @pytest.mark.mostly_integration("{'fails_at': 10}")
-@pytest.mark.parametrize("stop", [{"after": 5}, {"after": 7}, {"after": 9}, {"fails_at": 8}, {"fails_at": 10}], ids=str)
+@pytest.mark.parametrize(
+    "stop", [{"after": 5}, {"after": 7}, {"after": 9}, {"fails_at": 8}, {"fails_at": 10}], ids=str
+)
 def test_a_resumed_job_stops_at_the_same_step(stop, tmp_path):
     whole = train(2, None, early=EARLY)
     train(2, tmp_path, early=EARLY, **stop)
     for _ in range(2):  # the second time there is nothing to train
         for (job, _), (unkilled, _) in zip(train(2, tmp_path, early=EARLY), whole, strict=True):
-            assert (job.step, job.status) == (unkilled.step, unkilled.status) == (10, "stopped early")
+            assert (
+                (job.step, job.status) == (unkilled.step, unkilled.status) == (10, "stopped early")
+            )
             same(job.state, unkilled.state)
     ((job, _),) = train(1, tmp_path, early={"mode": "max", "patience": 9})
     assert (job.step, job.status) == (STEPS, "ended")
@@ -199,15 +236,34 @@ def communicates_alone(job, world):
 @pytest.mark.parametrize(
     ("fn", "text", "steps"),
     [
-        (unassigned, "evaluation `eval` of step 2 needs the state.* Assign `job.state = state` after each step", 2),
-        (no_metric, "no number `eval/accuracy`, which `job.stop_early` needs. It returned `eval/loss`", 2),
+        (
+            unassigned,
+            (
+                "evaluation `eval` of step 2 needs the state.* Assign `job.state = state` after each "
+                "step"
+            ),
+            2,
+        ),
+        (
+            no_metric,
+            "no number `eval/accuracy`, which `job.stop_early` needs. It returned `eval/loss`",
+            2,
+        ),
         (not_a_number, "evaluation `eval` of step 2 has no number `eval/accuracy`", 2),
-        (no_evaluation, "needs the metric `eval/accuracy`, and the job has no evaluation that could return it", 0),
+        (
+            no_evaluation,
+            "needs the metric `eval/accuracy`, and the job has no evaluation that could return it",
+            0,
+        ),
         (unlike, r"rank 0 evaluates by .*every\(2, .* rank 1 by .*every\(3, ", 0),
         (only_one_evaluates, "different things on different ranks|unequally", 0),
         (no_metrics, "must return a dict of metrics by name, a number or None, got a `str`", 2),
         (in_the_loop, "call `job.every` before the loop", 0),
-        (without_batches, "makes its next step and has not made the evaluation `eval` of step 2", 2),
+        (
+            without_batches,
+            "makes its next step and has not made the evaluation `eval` of step 2",
+            2,
+        ),
         (trains_on, "trains on after step 2, where it stopped early", 2),
         (communicates_alone, "different", 2),
     ],
@@ -219,8 +275,13 @@ def test_a_mistake_is_an_error_on_every_rank(fn, text, steps):
 
 
 def test_checkpoints_need_the_metric_of_the_best(tmp_path):
-    for error, step in errors_of(trains, checkpoints=Checkpoints(tmp_path, best="eval/loss", mode="min")):
-        assert "`Checkpoints(best=...)` needs the metric `eval/loss`" in error and "name='eval'" in error
+    for error, step in errors_of(
+        trains, checkpoints=Checkpoints(tmp_path, best="eval/loss", mode="min")
+    ):
+        assert (
+            "`Checkpoints(best=...)` needs the metric `eval/loss`" in error
+            and "name='eval'" in error
+        )
         assert step == 0
 
 
@@ -228,14 +289,35 @@ def test_checkpoints_need_the_metric_of_the_best(tmp_path):
     ("call", "text"),
     [
         (lambda job: job.every(0, len), "`n` of `job.every` in job `a` must be at least 1"),
-        (lambda job: job.every(2, 3), "`fn` of `job.every` in job `a` must be a function of the state"),
-        (lambda job: job.every(2, len, rank=-1), "`rank` of `job.every` in job `a` must be at least 0"),
+        (
+            lambda job: job.every(2, 3),
+            "`fn` of `job.every` in job `a` must be a function of the state",
+        ),
+        (
+            lambda job: job.every(2, len, rank=-1),
+            "`rank` of `job.every` in job `a` must be at least 0",
+        ),
         (lambda job: job.every(2, len, name="a/b"), "must be a text without a slash"),
-        (lambda job: job.stop_early("m", mode="best", patience=1), "`mode` of .* must be one of 'min', 'max'"),
-        (lambda job: job.stop_early("m", mode="min"), "Give one of `patience` and `patience_steps`"),
-        (lambda job: job.stop_early("m", mode="min", patience=0), "`patience` .* must be at least 1"),
-        (lambda job: job.stop_early("m", mode="min", patience=1, min_delta=-1), "`min_delta` .* must be at least 0"),
-        (lambda job: job.stop_early(3, mode="min", patience=1), "`metric` .* must be the name of a metric"),
+        (
+            lambda job: job.stop_early("m", mode="best", patience=1),
+            "`mode` of .* must be one of 'min', 'max'",
+        ),
+        (
+            lambda job: job.stop_early("m", mode="min"),
+            "Give one of `patience` and `patience_steps`",
+        ),
+        (
+            lambda job: job.stop_early("m", mode="min", patience=0),
+            "`patience` .* must be at least 1",
+        ),
+        (
+            lambda job: job.stop_early("m", mode="min", patience=1, min_delta=-1),
+            "`min_delta` .* must be at least 0",
+        ),
+        (
+            lambda job: job.stop_early(3, mode="min", patience=1),
+            "`metric` .* must be the name of a metric",
+        ),
     ],
 )
 def test_arguments_are_checked_where_they_are_given(call, text):
@@ -244,21 +326,31 @@ def test_arguments_are_checked_where_they_are_given(call, text):
 
 
 def test_an_evaluation_after_the_stop_has_its_batches():
-    """Two evaluations of one step: the first ends the training, and the second reads batches of its own."""
+    """Two evaluations of one step: the first ends the training, and the second reads batches of its
+    own.
+    """
 
     def work(world):
         seen = []
 
         def fn(job):
             job.every(1, lambda state: {"score": 0.0})
-            job.every(1, lambda state: float(len(seen.append(0) or list(job.batches([1.0] * 3)))), name="read")
+            job.every(
+                1,
+                lambda state: float(len(seen.append(0) or list(job.batches([1.0] * 3)))),
+                name="read",
+            )
             job.stop_early("eval/score", mode="max", patience=2)
             return trains(job, world)
 
         runner = Runner(world)
         job = runner.add("a", fn)
         runner.run()
-        return job.step, job.status, [values["read"] for _, values in job.history if "read" in values]
+        return (
+            job.step,
+            job.status,
+            [values["read"] for _, values in job.history if "read" in values],
+        )
 
     assert run_ranks(2, work) == [(3, "stopped early", [3.0, 3.0, 3.0])] * 2
 
@@ -289,7 +381,9 @@ def test_an_owed_evaluation_takes_no_batches_of_training(tmp_path):
         return run_ranks(2, work)
 
     start(tmp_path / "c", 4)
-    for job, whole in zip(start(tmp_path / "c", None), start(tmp_path / "whole", None), strict=True):
+    for job, whole in zip(
+        start(tmp_path / "c", None), start(tmp_path / "whole", None), strict=True
+    ):
         assert job.step == whole.step == 8
         same(job.state, whole.state)
         assert [values["eval"] for _, values in job.history] == [3.0, 3.0, 3.0]

@@ -1,4 +1,6 @@
-"""Fused jobs on ranks that are threads: who leaves where, what becomes of the others, and what is refused."""
+"""Fused jobs on ranks that are threads: who leaves where, what becomes of the others, and what is
+refused.
+"""
 
 from typing import Any
 
@@ -32,7 +34,8 @@ def no_step(state: Any, batch: Any) -> Any:
 def make_jobs(*data: Any, **options: Any) -> list[Job]:
     names = "abcdef"[: len(data)]
     return [
-        Job(name, no_step, float(n), each, **options) for n, (name, each) in enumerate(zip(names, data, strict=True))
+        Job(name, no_step, float(n), each, **options)
+        for n, (name, each) in enumerate(zip(names, data, strict=True))
     ]
 
 
@@ -41,14 +44,19 @@ def test_members_end_with_their_own_data(lengths: tuple[int, ...]) -> None:
     """Each ends in the state that it reaches alone, however many leave at a time."""
 
     def work(world: Any) -> Any:
-        jobs = make_jobs(*([float(10 * n + i) for i in range(length)] for n, length in enumerate(lengths)))
+        jobs = make_jobs(
+            *([float(10 * n + i) for i in range(length)] for n, length in enumerate(lengths))
+        )
         report = run([FusedJob(jobs, fused_step(world))], world=world)
         assert report.jobs[0].steps == max(lengths)
         return [(job.state, job.step, job.history) for job in jobs]
 
     for found in run_ranks(2, work):
         for n, (length, (state, step, history)) in enumerate(zip(lengths, found, strict=True)):
-            states = [solo([[float(10 * n + i) for i in range(end)]] * 2, float(n)) for end in range(length + 1)]
+            states = [
+                solo([[float(10 * n + i) for i in range(end)]] * 2, float(n))
+                for end in range(length + 1)
+            ]
             assert (state, step) == (states[-1], length)
             assert history == [(i, {"loss": states[i]}) for i in range(1, length + 1)]
 
@@ -68,9 +76,9 @@ def test_the_shortest_data_of_any_rank_end_a_member() -> None:
         step = make_step(world, shape=(1,))
 
         def fused(states: Any, batches: Any) -> Any:
-            return tuple(step(np.array(states), np.array([np.asarray(b)[0] for b in batches]))), tuple(
-                {} for _ in states
-            )
+            return tuple(
+                step(np.array(states), np.array([np.asarray(b)[0] for b in batches]))
+            ), tuple({} for _ in states)
 
         jobs = make_jobs(one_buffer(), short)
         run([FusedJob(jobs, fused)], world=world)
@@ -100,7 +108,8 @@ def test_data_that_raise_end_their_member_alone() -> None:
         jobs = make_jobs([1.0, 2.0, 3.0], broken(), [1.0, 2.0])
         fused = FusedJob(jobs, fused_step(world))
         with pytest.raises(
-            JobError, match=r"^Job `b` failed on rank 1 after step 1: OSError: no such shard.*after step 1"
+            JobError,
+            match=r"^Job `b` failed on rank 1 after step 1: OSError: no such shard.*after step 1",
         ):
             run([fused], world=world)
         return [(job.state, job.step) for job in jobs]
@@ -120,7 +129,10 @@ def test_one_stops_early_and_the_others_go_on() -> None:
         return [[job.step, [each for each in job.history if "eval" in each[1]]] for job in jobs]
 
     third = solo([[1.0] * 3] * 2, 1.0)
-    one, other = [(2, {"eval": {"score": 1.0}}), (4, {"eval": {"score": 1.0}})], [(3, {"eval": third})]
+    one, other = (
+        [(2, {"eval": {"score": 1.0}}), (4, {"eval": {"score": 1.0}})],
+        [(3, {"eval": third})],
+    )
     assert run_ranks(2, work) == [[[4, one], [5, other]]] * 2
 
 
@@ -220,8 +232,13 @@ def test_each_member_names_its_own_leaves() -> None:
     def work(world: Any) -> Any:
         start = {"w": float(world.rank), "own": float(world.rank)}
         names: Any = {"a": (), "b": "own"}
-        jobs = [Job(n, no_step, start, [0.0], initial="broadcast", rank_local=own) for n, own in names.items()]
+        jobs = [
+            Job(n, no_step, start, [0.0], initial="broadcast", rank_local=own)
+            for n, own in names.items()
+        ]
         run([FusedJob(jobs, lambda states, batches: (states, ({}, {})))], world=world)
         return [job.state for job in jobs]
 
-    assert run_ranks(2, work) == [[{"w": 0.0, "own": 0.0}, {"w": 0.0, "own": own}] for own in (0.0, 1.0)]
+    assert run_ranks(2, work) == [
+        [{"w": 0.0, "own": 0.0}, {"w": 0.0, "own": own}] for own in (0.0, 1.0)
+    ]

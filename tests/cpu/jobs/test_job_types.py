@@ -86,7 +86,11 @@ def test_broadcast_preserves_types_and_pins_nothing(x64: bool) -> None:
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(got), strict=True):
         assert type(before) is type(after)
         if isinstance(before, jax.Array):
-            assert (before.aval, before.committed, before.sharding) == (after.aval, after.committed, after.sharding)
+            assert (before.aval, before.committed, before.sharding) == (
+                after.aval,
+                after.committed,
+                after.sharding,
+            )
             if jnp.issubdtype(before.dtype, jax.dtypes.prng_key):
                 before, after = jax.random.key_data(before), jax.random.key_data(after)
         assert np.asarray(before).dtype == np.asarray(after).dtype
@@ -99,9 +103,14 @@ def test_broadcast_preserves_custom_generator_keys(pinned: bool) -> None:
     """A broadcast preserves the keys of a custom generator."""
     impl: Any = threefry_prng_impl
     own = define_prng_impl(
-        key_shape=impl.key_shape, seed=impl.seed, split=impl.split, random_bits=impl.random_bits, fold_in=impl.fold_in,
-        name="own", tag="own",
-    )  # fmt: skip
+        key_shape=impl.key_shape,
+        seed=impl.seed,
+        split=impl.split,
+        random_bits=impl.random_bits,
+        fold_in=impl.fold_in,
+        name="own",
+        tag="own",
+    )
     key = jax.random.key(3, impl=own)
     if pinned:
         key = jax.device_put(key, jax.devices()[0])
@@ -120,7 +129,10 @@ def test_zeros_have_the_compiled_exchange_types() -> None:
 
     with jax.enable_x64(True):
         args = [jnp.ones(3), jnp.arange(2), jax.random.key(1)]
-        done = stages.compile(stages.cut(trace(step, args, axes={"batch": 2}, wire=LocalRanks()), bucket_bytes=0), args)
+        done = stages.compile(
+            stages.cut(trace(step, args, axes={"batch": 2}, wire=LocalRanks()), bucket_bytes=0),
+            args,
+        )
         execution = done.execution(args)
 
     def work() -> Any:

@@ -47,7 +47,9 @@ def test_jobs_join_that_ranks_add_in_other_orders(policy):
         runner.add("b", loop, step=make_step(world, "b"), data=batches)
         report = runner.run()
         assert report is runner.report
-        return [(job.name, job.state, job.step, job.status) for job in runner.jobs], [job.name for job in report.jobs]
+        return [(job.name, job.state, job.step, job.status) for job in runner.jobs], [
+            job.name for job in report.jobs
+        ]
 
     long, short = solo(2, [1.0, 2.0, 3.0, 4.0]), solo(2, [5.0, 6.0])
     for jobs, names in run_ranks(2, work):
@@ -99,11 +101,14 @@ def test_job_missing_on_a_rank_is_an_error_on_all():
 
         runner.add("a", parent, step=make_step(world, "a"))
         with pytest.raises(
-            JobError, match=r"^Jobs were added during the run but not on every rank, .*: `b` \(rank 1 of"
+            JobError,
+            match=r"^Jobs were added during the run but not on every rank, .*: `b` \(rank 1 of",
         ):
             runner.run()
         assert [job.name for job in runner.report.jobs] == ["a"]  # pyright: ignore[reportOptionalMemberAccess]
-        return [(job.name, job.status, job.done.is_set(), job.error is not None) for job in runner.jobs]
+        return [
+            (job.name, job.status, job.done.is_set(), job.error is not None) for job in runner.jobs
+        ]
 
     first, second = run_ranks(2, work)
     assert first == [("a", "ended", True, False)]
@@ -141,7 +146,9 @@ def test_one_rank_stops_a_job_and_the_others_go_on(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_jobs_that_nobody_can_resume_end_the_run(monkeypatch, ranks):
-    """Ranks are threads here, and count as such: the test decides whether one could resume the jobs."""
+    """Ranks are threads here, and count as such: the test decides whether one could resume the
+    jobs.
+    """
     monkeypatch.setattr(paused_run, "can_resume", lambda: False)
 
     def train(job, step):
@@ -157,7 +164,9 @@ def test_jobs_that_nobody_can_resume_end_the_run(monkeypatch, ranks):
         jobs = [runner.add(name, train, step=make_step(world, name)) for name in "ab"]
         with pytest.raises(JobError) as raised:
             runner.run()
-        assert str(raised.value).startswith("All jobs that were left are paused (`a`, `b`), and no rank has a thread")
+        assert str(raised.value).startswith(
+            "All jobs that were left are paused (`a`, `b`), and no rank has a thread"
+        )
         return [(job.status, job.step) for job in jobs]
 
     results = run_ranks(ranks, work)
@@ -194,14 +203,18 @@ def test_a_paused_job_takes_no_turn_until_it_goes_on():
     (seen, steps), (theirs, their_steps) = run_ranks(2, work)
     assert (seen, steps) == (theirs, their_steps)
     rest = seen[seen.index(("b", "paused")) : seen.index(("b", "goes on"))]
-    assert len({step for job, step in rest if job == "b" and step != "paused"}) <= 1  # of the step that had begun
+    assert (
+        len({step for job, step in rest if job == "b" and step != "paused"}) <= 1
+    )  # of the step that had begun
     assert sum(job == "a" for job, _ in rest) >= 6
 
 
 def test_wishes_come_too_early_before_the_run():
     def work(world):
         job = Runner(world).add("a", endless, step=None)
-        with pytest.raises(JobError, match=r"^Job `a` is not running: it can be stopped or paused during"):
+        with pytest.raises(
+            JobError, match=r"^Job `a` is not running: it can be stopped or paused during"
+        ):
             job.stop()
 
     run_ranks(1, work)
@@ -287,13 +300,16 @@ def test_only_rank_0_submits_registered_functions():
             if world.rank == 0:
                 runner.submit("f", job="x")
             else:
-                with pytest.raises(JobError, match=r"^Job `x` was submitted on rank 1\. Submit on rank 0"):
+                with pytest.raises(
+                    JobError, match=r"^Job `x` was submitted on rank 1\. Submit on rank 0"
+                ):
                     runner.submit("f", job="x")
             step(0.0, 1.0)
 
         runner.add("a", parent, step=make_step(world, "a"))
         with pytest.raises(
-            JobError, match=r"^Job `x` failed on rank 1 after step 0: JobError: rank 1 has registered no `f`"
+            JobError,
+            match=r"^Job `x` failed on rank 1 after step 0: JobError: rank 1 has registered no `f`",
         ):
             runner.run()
         return runner.jobs[0].status
@@ -317,7 +333,13 @@ def test_many_short_jobs_leave_nothing_behind():
             for n in range(60):
                 one = runner.add(f"j{n}", child, step=make_step(world, f"j{n}"))
                 until(job, step, lambda: one.done.is_set() and not threads[-1].is_alive())  # noqa: B023
-                peak.append((len(driver.router.jobs), driver._interleaver.shared.rows, len(driver.router.threads)))
+                peak.append(
+                    (
+                        len(driver.router.jobs),
+                        driver._interleaver.shared.rows,
+                        len(driver.router.threads),
+                    )
+                )
 
         runner.add("a", parent, step=make_step(world, "a"))
         runner.run()

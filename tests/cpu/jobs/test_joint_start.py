@@ -1,4 +1,6 @@
-"""The joint start of a run, on ranks that are threads: which job waits for which, and that no job waits for ever."""
+"""The joint start of a run, on ranks that are threads: which job waits for which, and that no job
+waits for ever.
+"""
 
 import math
 import threading
@@ -76,7 +78,9 @@ def test_first_steps_wait_for_the_slow_compiler(ranks, policy):
     assert run_ranks(ranks, work) == [([], *[solo([DATA] * ranks)] * 2)] * ranks
 
 
-@pytest.mark.parametrize(("policy", "start"), [(RoundRobin(), "as ready"), (Sequential(), "together")])
+@pytest.mark.parametrize(
+    ("policy", "start"), [(RoundRobin(), "as ready"), (Sequential(), "together")]
+)
 def test_as_ready_a_job_begins_at_once(policy, start):
     def work(world):
         runner = Runner(world, policy, start=start, instruments=[hears := Hears()])
@@ -99,7 +103,8 @@ def test_as_ready_a_job_begins_at_once(policy, start):
     assert run_ranks(2, work) == [[]] * 2
 
 
-# Every way in which a job does not come to a first step for now: the others begin, and the run ends.
+# Every way in which a job does not come to a first step for now: the others begin, and the run
+# ends.
 
 
 def ends_without_a_step(job, world, other):
@@ -147,7 +152,11 @@ def meets_ranks_first(job, world, other):
 
 
 def calls_unlike_steps(job, world, other):
-    local, first, second = make_step(world, "local", exchanges=0), make_step(world, "b"), make_step(world, "c")
+    local, first, second = (
+        make_step(world, "local", exchanges=0),
+        make_step(world, "b"),
+        make_step(world, "c"),
+    )
     return second(first(local(0.0, 1.0), 1.0), 1.0)
 
 
@@ -172,9 +181,22 @@ def trains_by_a_server(job, world, other):
             threading.Event().wait(0.01)
 
 
-KINDS = [ends_without_a_step, never_calls_a_step, waits_for_a_result, polls_for_a_result, raises_at_once,
-         raises_on_one_rank, has_no_batch, stops_itself, meets_ranks_first, calls_unlike_steps, only_evaluates,
-         pauses_itself, adds_a_job, trains_by_a_server]  # fmt: skip
+KINDS = [
+    ends_without_a_step,
+    never_calls_a_step,
+    waits_for_a_result,
+    polls_for_a_result,
+    raises_at_once,
+    raises_on_one_rank,
+    has_no_batch,
+    stops_itself,
+    meets_ranks_first,
+    calls_unlike_steps,
+    only_evaluates,
+    pauses_itself,
+    adds_a_job,
+    trains_by_a_server,
+]
 
 
 @pytest.mark.mostly_integration(
@@ -227,9 +249,13 @@ def waits_for_its_data(job, world, other):
 
 
 @pytest.mark.mostly_integration("waits_unseen", "waits_on_one_rank", "waits_for_its_data")
-@pytest.mark.parametrize("kind", [waits_unseen, waits_on_one_rank, waits_by_meeting_ranks, waits_for_its_data])
+@pytest.mark.parametrize(
+    "kind", [waits_unseen, waits_on_one_rank, waits_by_meeting_ranks, waits_for_its_data]
+)
 def test_a_job_that_waits_unseen_is_excused_in_time(kind, limit, caplog):
-    """A job waits for another one in a way that cannot be seen: after a while the other one begins."""
+    """A job waits for another one in a way that cannot be seen: after a while the other one
+    begins.
+    """
     limit(0.3)
 
     def work(world):
@@ -241,7 +267,12 @@ def test_a_job_that_waits_unseen_is_excused_in_time(kind, limit, caplog):
 
     assert run_ranks(2, work) == [(solo([DATA] * 2), True)] * 2
     # Once, whichever rank found it late first.
-    assert caplog.text.count("Job `b` spent 30 s, on some rank, on other work than compiling its first step") == 1
+    assert (
+        caplog.text.count(
+            "Job `b` spent 30 s, on some rank, on other work than compiling its first step"
+        )
+        == 1
+    )
 
 
 @pytest.mark.usefixtures("limit")
@@ -270,7 +301,9 @@ def test_another_start_on_another_rank_is_an_error():
             runner.run()
 
     run_ranks(2, work)
-    with pytest.raises(ValueError, match=r"^`start` must be one of 'together', 'as ready', got 'later'"):
+    with pytest.raises(
+        ValueError, match=r"^`start` must be one of 'together', 'as ready', got 'later'"
+    ):
         run_ranks(1, lambda world: Runner(world, start="later"))
 
 
@@ -295,7 +328,9 @@ def test_the_gate_opens_when_the_earlier_jobs_have_come():
 def test_only_other_work_counts_against_the_limit():
     limit = StartLimit(10.0)
     assert limit.look(0.0, {0: False, 1: True}) == []
-    assert limit.look(9.0, {0: True, 1: False}) == []  # the time since the last look counts by what is done now
+    assert (
+        limit.look(9.0, {0: True, 1: False}) == []
+    )  # the time since the last look counts by what is done now
     assert limit.look(19.5, {0: False, 1: True}) == [0]
     assert limit.look(40.0, {0: False, 1: True}) == []
     assert limit.look(42.0, {1: False}) == [1]

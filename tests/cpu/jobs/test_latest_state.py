@@ -134,7 +134,9 @@ def test_results_changed_before_next_step_are_a_guess(changes, donates):
     latest.set(state(0.0), 0)
     latest.note_arguments([jnp.ones(3), *latest.state.values()])
     latest.note_results((one, jnp.float32(0)), 1)
-    latest.note_arguments([jnp.ones(3), *({"w": one["w"] + 1, "b": one["b"]} if changes else one).values()])
+    latest.note_arguments(
+        [jnp.ones(3), *({"w": one["w"] + 1, "b": one["b"]} if changes else one).values()]
+    )
     if donates:
         delete(one)
     latest.note_results((two, jnp.float32(0)), 2)
@@ -144,7 +146,9 @@ def test_results_changed_before_next_step_are_a_guess(changes, donates):
 
 
 def test_results_written_into_before_next_step_are_a_guess():
-    """As those of which the function makes another dict: the results are known as the step returned them."""
+    """As those of which the function makes another dict: the results are known as the step returned
+    them.
+    """
     latest, one, two = LatestState(), state(1.0), state(2.0)
     latest.set(state(0.0), 0)
     latest.note_results((one, jnp.float32(0)), 1)
@@ -173,10 +177,14 @@ def test_results_with_a_reported_change_are_no_guess():
 
 @pytest.mark.parametrize("later", [lambda w: w, lambda w: (w, w["w"].sum(), 1), lambda w: w["w"]])
 def test_results_of_another_make_are_looked_at_anew(later):
-    """A static argument may change what a step returns, and another function may be given what the step left."""
+    """A static argument may change what a step returns, and another function may be given what the
+    step left.
+    """
     latest, state = LatestState(), {"w": jnp.ones(3)}
     latest.set(state, 0)
-    for step, results in enumerate(((state, jnp.float32(1)), later(state), (state, jnp.float32(1))), 1):
+    for step, results in enumerate(
+        ((state, jnp.float32(1)), later(state), (state, jnp.float32(1))), 1
+    ):
         latest.note_arguments(jax.tree.leaves(state))
         latest.note_results(results, step)
     latest.note_arguments(jax.tree.leaves(state))

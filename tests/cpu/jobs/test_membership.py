@@ -1,4 +1,6 @@
-"""Jobs that skip steps or leave: what they free, what is kept of them, and which exchange the error names."""
+"""Jobs that skip steps or leave: what they free, what is kept of them, and which exchange the error
+names.
+"""
 
 import gc
 import itertools
@@ -55,7 +57,9 @@ def test_memory_of_a_job_that_left_is_released(how):
 
         def watch(job, step):
             until(job, step, other.done.is_set)
-            late = time.monotonic() + 30  # what it had begun may still be on the device, or being read
+            late = (
+                time.monotonic() + 30
+            )  # what it had begun may still be on the device, or being read
             until(job, step, lambda: len(arrays()) <= 1 or time.monotonic() > late)
             probes["arrays"] = len(arrays())
             other.state = None
@@ -73,7 +77,10 @@ def test_memory_of_a_job_that_left_is_released(how):
 
     assert run_ranks(1, work) == [how]
     assert probes["held"]() is None
-    assert (probes["arrays"], probes["afterwards"]) == (1, 0)  # the last committed state, as long as somebody wants it
+    assert (probes["arrays"], probes["afterwards"]) == (
+        1,
+        0,
+    )  # the last committed state, as long as somebody wants it
 
 
 # A real step, cut and compiled, on one rank.
@@ -100,7 +107,9 @@ def batches(*bad, n=6):
 
 
 @pytest.mark.mostly_integration("options2")
-@pytest.mark.parametrize("options", [{"donate_argnums": 0}, {}, {"cut": 2, "bucket_bytes": 0, "donate_argnums": 0}])
+@pytest.mark.parametrize(
+    "options", [{"donate_argnums": 0}, {}, {"cut": 2, "bucket_bytes": 0, "donate_argnums": 0}]
+)
 def test_skipped_step_equals_a_missing_batch(options):
     """A skipped step has the same result as if its batch had not been there."""
     world, step = jaxcross.initialize(), real_step(**options)
@@ -109,7 +118,13 @@ def test_skipped_step_equals_a_missing_batch(options):
         return jnp.ones(8), jnp.int32(0)
 
     skips = Job("skips", step, state(), batches(1, 4), nonfinite="skip")
-    never = Job("never", step, state(), (b for k, b in enumerate(batches()) if k not in (1, 4)), nonfinite="skip")
+    never = Job(
+        "never",
+        step,
+        state(),
+        (b for k, b in enumerate(batches()) if k not in (1, 4)),
+        nonfinite="skip",
+    )
     still_open = Job("beside", step, state(), batches())
     report = run([skips, never, still_open], world=world)
     alone = state()
@@ -117,7 +132,8 @@ def test_skipped_step_equals_a_missing_batch(options):
         alone, _ = step(alone, batch)
     for one, other in ((skips, never), (still_open, None)):
         assert all(
-            np.array_equal(a, b) for a, b in zip(one.state, alone if other is None else other.state, strict=True)
+            np.array_equal(a, b)
+            for a, b in zip(one.state, alone if other is None else other.state, strict=True)
         )
     assert [job.skipped for job in report.jobs] == [2, 0, 0]
     assert (skips.step, int(skips.state[1])) == (6, 4)
@@ -149,11 +165,16 @@ def test_nonfinite_exchange_midway_is_named_with_line():
     @jaxcross.crossover(axes="batch")
     def step(state, batch):
         mean = jax.lax.pmean(batch.mean(), "batch")
-        wide = jax.lax.pmean(batch.astype(jnp.bfloat16) / 0, "batch")  # not this one, but this one's division
+        wide = jax.lax.pmean(
+            batch.astype(jnp.bfloat16) / 0, "batch"
+        )  # not this one, but this one's division
         return state + jax.lax.pmean(mean * state, "batch") + wide.sum(), None
 
     job = Job("a", step, jnp.ones(3), [np.ones(4, np.float32)], nonfinite="raise")
-    with pytest.raises(JobError, match=r"FloatingPointError: `psum batch bfloat16\[4\]` at \S*test_membership.py:\d+"):
+    with pytest.raises(
+        JobError,
+        match=r"FloatingPointError: `psum batch bfloat16\[4\]` at \S*test_membership.py:\d+",
+    ):
         run([job], world=world)
     assert job.step == 0
 
@@ -173,7 +194,9 @@ def test_infinite_norm_divided_by_its_segment_is_seen(cut):
     (told,) = run([skips], world=world).jobs
     assert (skips.step, told.skipped, skips.state.tolist()) == (3, 1, [0.0] * 4)
     raises = Job("raises", step, jnp.ones(4), data, nonfinite="raise")
-    with pytest.raises(JobError, match=r"FloatingPointError: `psum batch float32\[\]` at \S*test_membership.py:\d+"):
+    with pytest.raises(
+        JobError, match=r"FloatingPointError: `psum batch float32\[\]` at \S*test_membership.py:\d+"
+    ):
         run([raises], world=world)
     assert raises.step == 1
 
@@ -229,7 +252,11 @@ def test_a_job_that_catches_everything_is_left_behind(ends, caplog):
 
     (how, kept, state), second = run_ranks(2, work)
     assert (how, kept, state) == second
-    assert (how, kept, state) == ("stopped" if ends == "stops" else "failed", True, solo(2, [1.0] * 5))
+    assert (how, kept, state) == (
+        "stopped" if ends == "stops" else "failed",
+        True,
+        solo(2, [1.0] * 5),
+    )
     assert sum("catches every exception" in r.getMessage() for r in caplog.records) == 2
 
 

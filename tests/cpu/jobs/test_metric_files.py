@@ -1,4 +1,6 @@
-"""`Runner(metrics=...)`: each step once, whatever was killed, and an error on every rank before anything is lost."""
+"""`Runner(metrics=...)`: each step once, whatever was killed, and an error on every rank before
+anything is lost.
+"""
 
 import json
 import shutil
@@ -28,7 +30,9 @@ def test_a_killed_run_has_each_step_once(ranks, tmp_path):
         shutil.rmtree(next((tmp_path / "c" / job).glob("*08*")))
     again = train(ranks, tmp_path / "c", metrics=tmp_path / "m")
     for job in "ab":
-        assert [step for step, _ in steps_and_losses(tmp_path / "m", job)] == list(range(1, STEPS + 1))
+        assert [step for step, _ in steps_and_losses(tmp_path / "m", job)] == list(
+            range(1, STEPS + 1)
+        )
         assert steps_and_losses(tmp_path / "m", job) == steps_and_losses(tmp_path / "m0", job)
         assert [rank[job][2] for rank in again] == [rank[job][2] for rank in whole]
         assert list(again[0][job][2]) == list(range(1, STEPS + 1))

@@ -1,4 +1,6 @@
-"""What becomes of a job that exchanges values that are not finite, for each policy, on every rank alike."""
+"""What becomes of a job that exchanges values that are not finite, for each policy, on every rank
+alike.
+"""
 
 import re
 from contextlib import suppress
@@ -64,14 +66,25 @@ def test_what_is_not_finite(ranks, policy, exchanges):
     if policy == "ignore":
         assert (how, steps, skipped, state, raised) == ("ended", 4, 0, "nan", False)
     elif policy == "skip":
-        assert (how, steps, skipped, state, raised) == ("ended", 4, 1, alone([1.0, 2.0, 4.0]), False)
+        assert (how, steps, skipped, state, raised) == (
+            "ended",
+            4,
+            1,
+            alone([1.0, 2.0, 4.0]),
+            False,
+        )
     else:
-        assert (how, steps, state) == ("failed" if policy == "raise" else "ejected", 2, alone([1.0, 2.0]))
+        assert (how, steps, state) == (
+            "failed" if policy == "raise" else "ejected",
+            2,
+            alone([1.0, 2.0]),
+        )
         assert raised == (policy == "raise")
         verb = "failed" if policy == "raise" else "was ejected"
         assert text.startswith(
-            f"Job `bad` {verb} on {'ranks 0, 1' if ranks == 2 else 'rank 0'} in step 3, segment 1 (collective):"
-            " FloatingPointError: `psum batch float32[]` made values that are not finite"
+            f"Job `bad` {verb} on {'ranks 0, 1' if ranks == 2 else 'rank 0'} in step 3, segment 1 "
+            "(collective): FloatingPointError: `psum batch float32[]` made values that are not "
+            "finite"
         )
 
 
@@ -97,8 +110,11 @@ def test_a_job_that_would_skip_for_ever_fails(spoilt):
     assert len(set(results)) == 1
     steps, skipped, text = results[0]
     assert steps == skipped == (10 if spoilt else 25)
-    # Both ranks raise. The error names one of them if the other had not come to raise when the ranks met.
-    assert bool(re.match("Job `bad` failed on (ranks 0, 1|rank [01]) after step 10: ", text)) == spoilt
+    # Both ranks raise. The error names one of them if the other had not come to raise when the
+    # ranks met.
+    assert (
+        bool(re.match("Job `bad` failed on (ranks 0, 1|rank [01]) after step 10: ", text)) == spoilt
+    )
     assert ("the last 10 steps were skipped, and `state` of the state" in text) == spoilt
 
 
@@ -124,7 +140,14 @@ def test_skipped_steps_count_on_after_a_restart(spoilt, tmp_path):
                 runner.run()
             report = runner.report
             assert report is not None
-            found.append((bad.step, bad.skipped, report.jobs[0].skipped, "the last 10 steps" in str(bad.error)))
+            found.append(
+                (
+                    bad.step,
+                    bad.skipped,
+                    report.jobs[0].skipped,
+                    "the last 10 steps" in str(bad.error),
+                )
+            )
         return found
 
     for found in run_ranks(2, work):
@@ -132,7 +155,9 @@ def test_skipped_steps_count_on_after_a_restart(spoilt, tmp_path):
 
 
 class OneSided(FakeCompiled):
-    """What is exchanged in step 3 is not finite on rank 1 alone, as where a rank receives from one other only."""
+    """What is exchanged in step 3 is not finite on rank 1 alone, as where a rank receives from one
+    other only.
+    """
 
     def execution(self, inputs):
         seen = current_job().step == 2 and self.world.rank == 1  # pyright: ignore[reportOptionalMemberAccess]
@@ -164,7 +189,9 @@ def test_what_one_rank_alone_sees_counts_on_all(policy):
         return job.status, job.step, job.skipped, job.state
 
     expected = (
-        ("ejected", 2, 0, solo(3, [1.0, 2.0])) if policy == "eject" else ("ended", 4, 1, solo(3, [1.0, 2.0, 4.0]))
+        ("ejected", 2, 0, solo(3, [1.0, 2.0]))
+        if policy == "eject"
+        else ("ended", 4, 1, solo(3, [1.0, 2.0, 4.0]))
     )
     assert run_ranks(3, work) == [expected] * 3
 

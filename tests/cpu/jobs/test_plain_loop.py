@@ -33,7 +33,9 @@ def test_initial_decides_the_use_of_each_ranks_values() -> None:
 def test_a_local_state_trains_on() -> None:
     def work(world: Any) -> Any:
         step = make_step(world)
-        job = Job("a", lambda state, batch: (step(state, batch), {}), 1.0, [1.0, 2.0], initial="local")
+        job = Job(
+            "a", lambda state, batch: (step(state, batch), {}), 1.0, [1.0, 2.0], initial="local"
+        )
         run([job], world=world)
         return job.state
 
@@ -45,7 +47,9 @@ def test_different_initial_options_error_says_how() -> None:
 
     def work(world: Any) -> None:
         initial: Any = "local" if world.rank else "broadcast"
-        with pytest.raises(JobError, match=r"different things on different ranks.*mode='broadcast'"):
+        with pytest.raises(
+            JobError, match=r"different things on different ranks.*mode='broadcast'"
+        ):
             run([Job("a", make_step(world), 1.0, [1.0], initial=initial)], world=world)
 
     run_ranks(2, work)
@@ -55,13 +59,22 @@ def test_different_initial_options_error_says_how() -> None:
     ("options", "kind", "message"),
     [
         (
-            {"initial": "own"}, ValueError,
+            {"initial": "own"},
+            ValueError,
             "^`initial` of job `a` must be one of 'check', 'broadcast', 'local', got 'own'.$",
         ),
-        ({"initial": ["local"]}, ValueError, "^`initial` of job `a` must be one of .*, got .'local'.*$"),
-        ({"nonfinite": True}, ValueError, "^`nonfinite` of job `a` must be one of 'ignore', 'raise', .*, got True.$"),
+        (
+            {"initial": ["local"]},
+            ValueError,
+            "^`initial` of job `a` must be one of .*, got .'local'.*$",
+        ),
+        (
+            {"nonfinite": True},
+            ValueError,
+            ("^`nonfinite` of job `a` must be one of 'ignore', 'raise', .*, got True.$"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_job_arguments_are_checked_on_construction(
     options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
@@ -78,7 +91,10 @@ def test_invalid_restore_mode_fails_job_on_all_ranks() -> None:
 
         runner = Runner(world)
         runner.add("a", lambda job: job.restore(0.0, mode="own" if world.rank else "check"))
-        with pytest.raises(JobError, match=r"on rank 1 .*`mode` of `job.restore` in job `a` must be one of 'check', "):
+        with pytest.raises(
+            JobError,
+            match=r"on rank 1 .*`mode` of `job.restore` in job `a` must be one of 'check', ",
+        ):
             runner.run()
 
     run_ranks(2, work)

@@ -52,7 +52,12 @@ def test_a_read_only_view_of_a_buffer_is_copied():
 def test_every_kind_of_leaf():
     column = np.arange(6.0, dtype=np.float32).reshape(2, 3).T
     device = jnp.ones(2)
-    kinds = {"column": column, "half": np.ones(3, ml_dtypes.bfloat16), "empty": np.zeros((0, 2)), "scalar": np.int32(4)}
+    kinds = {
+        "column": column,
+        "half": np.ones(3, ml_dtypes.bfloat16),
+        "empty": np.zeros((0, 2)),
+        "scalar": np.int32(4),
+    }
     batch = to_device({**kinds, "text": "label", "device": device})
     for name, array in kinds.items():
         assert np.array_equal(batch[name], array)

@@ -1,4 +1,6 @@
-"""How far jobs are, as rank 0 shows it: its lines, when they are due, and the file for other processes."""
+"""How far jobs are, as rank 0 shows it: its lines, when they are due, and the file for other
+processes.
+"""
 
 import os
 import threading
@@ -20,13 +22,21 @@ from tests.support.runner_jobs import make_step
 
 
 def make_job(name="a", *, step=0, steps=None, status=None, history=(), made=None) -> Any:
-    host = SimpleNamespace(steps_made=step if made is None else made, planned_steps=steps, observer=None)
-    return SimpleNamespace(name=name, step=step, status=status, history=list(history), host=host, paused=False)
+    host = SimpleNamespace(
+        steps_made=step if made is None else made, planned_steps=steps, observer=None
+    )
+    return SimpleNamespace(
+        name=name, step=step, status=status, history=list(history), host=host, paused=False
+    )
 
 
 def reporter(jobs, activities=(), *, progress=None, rank=0, environ=None):
-    flight: Any = SimpleNamespace(run="x", current=lambda: tuple(activities), replace_file=lambda *_: None)
-    return ProgressReporter(lambda: jobs, flight=flight, rank=rank, ranks=2, progress=progress, environ=environ or {})
+    flight: Any = SimpleNamespace(
+        run="x", current=lambda: tuple(activities), replace_file=lambda *_: None
+    )
+    return ProgressReporter(
+        lambda: jobs, flight=flight, rank=rank, ranks=2, progress=progress, environ=environ or {}
+    )
 
 
 def due(interval, until, every=1.0):
@@ -51,7 +61,9 @@ def test_the_environment_overrules_the_script():
     assert due(interval_of(False, {"JAXCROSS_PROGRESS": "20"}), 30) == [3, 23]
     assert due(interval_of(None, {"JAXCROSS_PROGRESS": ""}), 10) == [3]
     for text in ("yes", "-1", "nan", "inf"):
-        with pytest.raises(ValueError, match=r"`JAXCROSS_PROGRESS` in the environment must be seconds"):
+        with pytest.raises(
+            ValueError, match=r"`JAXCROSS_PROGRESS` in the environment must be seconds"
+        ):
             interval_of(None, {"JAXCROSS_PROGRESS": text})
 
 
@@ -59,7 +71,9 @@ def test_a_line_says_what_a_job_waits_for(capsys):
     jobs = [make_job(step=1, steps=9), make_job("b")]
     compiling = Activity(job="b", step=0, segment=-1, what="compile", number=0, since_s=4.0)
     vote = Activity(job="", step=0, segment=-1, what="vote", number=7, since_s=4.0)
-    wait = Activity(job="a", step=2, segment=-1, what="batch 2 of data 1", number=0, since_s=5.0, local=True)
+    wait = Activity(
+        job="a", step=2, segment=-1, what="batch 2 of data 1", number=0, since_s=5.0, local=True
+    )
     shown = reporter(jobs, (vote, wait, compiling))
     for now_s in (0.0, 2.0, 16.0):
         shown.look(now_s)
@@ -89,14 +103,18 @@ def test_what_computes_is_no_wait(capsys):
 
 
 def test_the_end_is_told_where_lines_were(capsys):
-    job = make_job(step=3, steps=3, history=[(2, {"loss": 0.5}), (3, {"loss": 0.25})], status="ended")
+    job = make_job(
+        step=3, steps=3, history=[(2, {"loss": 0.5}), (3, {"loss": 0.25})], status="ended"
+    )
     short, long = reporter([job]), reporter([job])
     short.look(1.0)
     short.look(2.0, over=True)
     assert capsys.readouterr().err == ""
     long.look(4.0)
     long.look(4.5, over=True)
-    assert capsys.readouterr().err.splitlines()[-1] == "[jaxcross 4 s] a: step 3/3, loss 0.250, ended"
+    assert (
+        capsys.readouterr().err.splitlines()[-1] == "[jaxcross 4 s] a: step 3/3, loss 0.250, ended"
+    )
 
 
 def test_a_resumed_job_has_the_pace_of_this_run(capsys):
@@ -105,7 +123,10 @@ def test_a_resumed_job_has_the_pace_of_this_run(capsys):
     for now_s in (0, 1, 2, 3):
         job.step, job.host.steps_made = 500 + 2 * now_s, 2 * now_s
         shown.look(float(now_s))
-    assert capsys.readouterr().err.splitlines()[-1] == "[jaxcross 3 s] a: step 506/1000, 2.00 steps/s, 4 min 07 s left"
+    assert (
+        capsys.readouterr().err.splitlines()[-1]
+        == "[jaxcross 3 s] a: step 506/1000, 2.00 steps/s, 4 min 07 s left"
+    )
 
 
 def test_a_closed_log_ends_no_training(monkeypatch):
@@ -119,14 +140,24 @@ def test_a_closed_log_ends_no_training(monkeypatch):
 def test_the_file_tells_other_processes(tmp_path):
     flight = FlightRecorder([this_process()], 0)
     shown = ProgressReporter(
-        lambda: [make_job(step=2, steps=4)], flight=flight, rank=0, ranks=1, progress=False, environ={}
+        lambda: [make_job(step=2, steps=4)],
+        flight=flight,
+        rank=0,
+        ranks=1,
+        progress=False,
+        environ={},
     )
     shown.look(1.0)
     assert read_progress(tmp_path) is None
     flight.record_to(tmp_path)
     shown.look(2.0, over=True)
     run = read_progress(tmp_path)
-    assert run is not None and (run.jobs[0].name, run.jobs[0].steps, run.over, run.shown) == ("a", 4, True, False)
+    assert run is not None and (run.jobs[0].name, run.jobs[0].steps, run.over, run.shown) == (
+        "a",
+        4,
+        True,
+        False,
+    )
     assert not list(tmp_path.glob("*.new"))
 
 
@@ -147,7 +178,9 @@ def test_a_runner_writes_how_far_its_jobs_are(tmp_path):
     run, other = run_ranks(2, work)
     assert other is None
     assert (run.ranks, run.over, run.shown) == (2, True, True)
-    assert [(job.name, job.step, job.steps, job.status) for job in run.jobs] == [("a", 3, 3, "ended")]
+    assert [(job.name, job.step, job.steps, job.status) for job in run.jobs] == [
+        ("a", 3, 3, "ended")
+    ]
     assert not [thread for thread in threading.enumerate() if thread.name == "jaxcross-progress"]
 
 

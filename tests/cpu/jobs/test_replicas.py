@@ -34,16 +34,24 @@ def test_reports_are_gathered_only_where_they_differ():
     for thread in threads:
         thread.join()
     assert heard[0] == heard[1] == [[one, one], [one, two]]
-    assert len(gathers) == 2 and all('"x": "1"' in text and text.count("[4,") == 1 for text in gathers)
+    assert len(gathers) == 2 and all(
+        '"x": "1"' in text and text.count("[4,") == 1 for text in gathers
+    )
 
 
 @pytest.mark.parametrize(
     ("said", "found"),
     [
         ([RankReport(1, "", {"x": "1"})] * 3, None),
-        ([RankReport(1, "", {"x": "1", "y": "1"}), RankReport(1, "", {"x": "1", "y": "2"})], Difference("y", (0, 1))),
+        (
+            [RankReport(1, "", {"x": "1", "y": "1"}), RankReport(1, "", {"x": "1", "y": "2"})],
+            Difference("y", (0, 1)),
+        ),
         ([*[RankReport(1, "", {"x": "1"})] * 2, RankReport(1, "", {})], Difference("x", (0, 2))),
-        ([RankReport(1, "", {"x": "1"}), RankReport(2, "", {"x": "2"})], "its ranks are at different steps, 1, 2"),
+        (
+            [RankReport(1, "", {"x": "1"}), RankReport(2, "", {"x": "2"})],
+            "its ranks are at different steps, 1, 2",
+        ),
         ([RankReport(1, "", {"x": "1"}), RankReport(1, "gone", {})], "gone"),
         ([RankReport(1, BETWEEN, {"x": "1"})] * 2, None),
         ([RankReport(1, BETWEEN, {"x": "1"}), RankReport(1, BETWEEN, {"x": "2"})], BETWEEN),
@@ -56,11 +64,17 @@ def test_what_follows_from_reports(said, found):
 
 def test_findings_keep_the_last_comparison_that_held():
     findings = Findings("a")
-    alike, apart = [RankReport(4, "", {"x": "1"})] * 2, [RankReport(9, "", {"x": "1"}), RankReport(9, "", {"x": "2"})]
+    alike, apart = (
+        [RankReport(4, "", {"x": "1"})] * 2,
+        [RankReport(9, "", {"x": "1"}), RankReport(9, "", {"x": "2"})],
+    )
     assert findings.add(alike, 1) is None and (findings.text, findings.held) == ("equal", 4)
     assert findings.add(apart, 1) == Difference("x", (0, 1))
     assert findings.text == "differ after step 9, first `x` on ranks 0 and 1; equal after step 4"
-    assert "Job `a`: its replicas differ after step 9, first in `x` on ranks 0 and 1." in findings.message()
+    assert (
+        "Job `a`: its replicas differ after step 9, first in `x` on ranks 0 and 1."
+        in findings.message()
+    )
     findings.add([RankReport(12, "between two exchanges", {})] * 2, 1)
     assert findings.text == "not compared: between two exchanges; equal after step 4"
     findings.add([RankReport(12, UNCHANGED, {})] * 2, 1)
@@ -75,8 +89,13 @@ def test_findings_count_batches_if_there_are_no_steps():
     findings.unit = "batch"
     findings.held = 10
     findings.add([RankReport(30, "", {"x": "1"}), RankReport(30, "", {"x": "2"})], 1)
-    assert findings.text == "differ after batch 30, first `x` on ranks 0 and 1; equal after batch 10"
-    assert "differ after batch 30" in findings.message() and "They were equal after batch 10." in findings.message()
+    assert (
+        findings.text == "differ after batch 30, first `x` on ranks 0 and 1; equal after batch 10"
+    )
+    assert (
+        "differ after batch 30" in findings.message()
+        and "They were equal after batch 10." in findings.message()
+    )
 
 
 def test_a_state_of_a_single_array_is_named_in_words():
@@ -96,7 +115,11 @@ def test_table_groups_jobs_with_the_same_finding():
     """The table states the finding in one line for all jobs that have the same one."""
     facts = [
         JobSummary(name=name, steps=1, replicas=text)
-        for name, text in (("a", "equal"), ("b", "differ after step 1, first `x` on ranks 0 and 1"), ("c", "equal"))
+        for name, text in (
+            ("a", "equal"),
+            ("b", "differ after step 1, first `x` on ranks 0 and 1"),
+            ("c", "equal"),
+        )
     ]
     report = Report(spans=(), jobs=(*facts, JobSummary(name="d", steps=1)), wall_ns={0: (0, 1)})
     lines = str(report).splitlines()
@@ -129,9 +152,9 @@ def test_one_rank_is_silent(caplog):
 def trains_apart(job, donate, hands_over):
     state = job.restore({"w": jnp.zeros(3)})
     for batch in job.batches([jnp.full(3, 1.0 + job._world.rank)] * 3):
-        state = jax.jit(lambda s, x: jax.tree.map(lambda w: w + x, s), donate_argnums=(0,) if donate else ())(
-            state, batch
-        )
+        state = jax.jit(
+            lambda s, x: jax.tree.map(lambda w: w + x, s), donate_argnums=(0,) if donate else ()
+        )(state, batch)
         if hands_over:
             job.state = state
     return state
@@ -202,4 +225,6 @@ def test_unreadable_state_is_reported_without_hanging():
     checks.begin(start, 0, local=False, named=(), resumed=False, together=lambda *_: None)
     latest.set({"w": Unreadable()}, 0)
     checks.finish("ended", 0)
-    assert checks.end is not None and checks.end.why.startswith("rank 0 cannot read its state (TypeError")
+    assert checks.end is not None and checks.end.why.startswith(
+        "rank 0 cannot read its state (TypeError"
+    )

@@ -1,4 +1,6 @@
-"""The runner on ranks that are threads: its jobs equal jobs that run alone, and what they log and restore."""
+"""The runner on ranks that are threads: its jobs equal jobs that run alone, and what they log and
+restore.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,11 @@ from tests.support.runner_jobs import loop, make_step, solo
 @pytest.mark.parametrize("policy", [RoundRobin(), Weighted((1, 2, 1)), Sequential()])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_jobs_in_crossover_equal_jobs_alone(ranks, policy):
-    data = {"a": [[1.0, 2.0, 3.0]] * ranks, "b": [[float(r), 5.0] for r in range(ranks)], "c": [[]] * ranks}
+    data = {
+        "a": [[1.0, 2.0, 3.0]] * ranks,
+        "b": [[float(r), 5.0] for r in range(ranks)],
+        "c": [[]] * ranks,
+    }
 
     def work(world):
         log = SpanLog()
@@ -26,14 +32,21 @@ def test_jobs_in_crossover_equal_jobs_alone(ranks, policy):
                 runner.add(name, loop, step=make_step(world, name), data=batches[world.rank])
             report = runner.run()
         order = [(s.job, s.step) for s in log.spans if s.kind == "collective"]
-        return [(j.state, j.step) for j in runner.jobs], order, [f.facts.steps for f in report.rounds.jobs], log.notes
+        return (
+            [(j.state, j.step) for j in runner.jobs],
+            order,
+            [f.facts.steps for f in report.rounds.jobs],
+            log.notes,
+        )
 
     results = run_ranks(ranks, work)
     for states, order, steps, notes in results:
         assert states == [(solo(batches), len(batches[0])) for batches in data.values()]
         assert order == results[0][1]
         assert steps == [3, 2, 0]
-        assert {(job, value) for job, kind, _, value in notes if kind == "done"} == {(n, "ended") for n in data}
+        assert {(job, value) for job, kind, _, value in notes if kind == "done"} == {
+            (n, "ended") for n in data
+        }
     if policy == Sequential():
         assert [job for job, _ in results[0][1]] == ["a"] * 3 + ["b"] * 2
 
@@ -64,8 +77,10 @@ def test_listeners_hear_how_a_job_ended():
         runner.add("good", lambda job: None)
         with pytest.raises(JobError):
             runner.run()
-        return {name: [(kind, str(value)[:23]) for job, kind, _, value in log.notes if job == name][-2:]
-                for name in ("bad", "good")}  # fmt: skip
+        return {
+            name: [(kind, str(value)[:23]) for job, kind, _, value in log.notes if job == name][-2:]
+            for name in ("bad", "good")
+        }
 
     (notes,) = run_ranks(1, work)
     assert notes["bad"] == [("status", "Job `bad` failed on ran"), ("closed", "failed")]
@@ -87,7 +102,11 @@ def test_a_job_is_shown_in_a_line():
 
     before, after, report = run_ranks(1, work)[0]
     assert before == "<job `a`, not over, after step 0>"
-    assert after.startswith("<job `a`, failed (") and after.endswith("), after step 1>") and "boom" in after
+    assert (
+        after.startswith("<job `a`, failed (")
+        and after.endswith("), after step 1>")
+        and "boom" in after
+    )
     assert report.startswith("<Report of 1 job (1 failed): 1 step in ")
 
 
@@ -107,7 +126,9 @@ def test_logs_are_read_back_in_order():
 
 def test_what_was_logged_may_be_donated_or_overwritten():
     def train(job):
-        step = jax.jit(lambda state, x: {"n": state["n"] + 1, "w": state["w"] @ x}, donate_argnums=0)
+        step = jax.jit(
+            lambda state, x: {"n": state["n"] + 1, "w": state["w"] @ x}, donate_argnums=0
+        )
         state, buffer = {"n": jnp.zeros((), int), "w": jnp.eye(200)}, np.zeros(())
         for n in range(20):
             state = step(state, jnp.eye(200))
@@ -142,7 +163,8 @@ def test_logging_traced_values_error_says_where_to_log():
         runner = Runner(world)
         runner.add("a", lambda job: jax.jit(lambda x: job.log({"loss": x}))(1.0))
         with pytest.raises(
-            JobError, match=r"TypeError: `job.log` was called with traced values, inside a `jax.jit` or"
+            JobError,
+            match=r"TypeError: `job.log` was called with traced values, inside a `jax.jit` or",
         ):
             runner.run()
 
@@ -154,7 +176,8 @@ def test_only_kinds_of_spans_can_be_measured():
         def train(job):
             with (
                 pytest.raises(
-                    ValueError, match="^`kind` of `job.measure` in job `a` must be one of 'compute', .*'host'"
+                    ValueError,
+                    match="^`kind` of `job.measure` in job `a` must be one of 'compute', .*'host'",
                 ),
                 job.measure("evaluation"),
             ):
@@ -184,7 +207,9 @@ def test_run_is_the_plain_loop():
 
 def test_a_step_must_return_a_pair_in_the_plain_loop():
     def work(world):
-        with pytest.raises(JobError, match=r"`step` of job `a` must return a pair `\(state, metrics\)`, got a "):
+        with pytest.raises(
+            JobError, match=r"`step` of job `a` must return a pair `\(state, metrics\)`, got a "
+        ):
             run([Job("a", make_step(world), 0.0, [1.0])], world=world)
 
     assert run_ranks(1, work) == [None]
@@ -205,7 +230,9 @@ def test_different_shares_on_two_ranks():
         runner = Runner(world, Weighted((1, 1 + world.rank)))
         runner.add("a", lambda job: None)
         runner.add("b", lambda job: None)
-        with pytest.raises(JobError, match=r"^Ranks 0 and 1 want to run different things: .*shares=\(1\.0, 2\.0\)"):
+        with pytest.raises(
+            JobError, match=r"^Ranks 0 and 1 want to run different things: .*shares=\(1\.0, 2\.0\)"
+        ):
             runner.run()
 
     assert run_ranks(2, work) == [None, None]
@@ -225,9 +252,13 @@ def test_bad_arguments():
         job = runner.add("a", lambda job: None)
         with pytest.raises(ValueError, match=r"^There is a job `a` already\."):
             runner.add("a", lambda job: None)
-        with pytest.raises(TypeError, match=r"^Job `b` needs a function `fn\(job, \*\*kwargs\)`, got a `int`"):
+        with pytest.raises(
+            TypeError, match=r"^Job `b` needs a function `fn\(job, \*\*kwargs\)`, got a `int`"
+        ):
             runner.add("b", 3)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"^the name of a job must be a text that is not empty, got ''$"):
+        with pytest.raises(
+            ValueError, match=r"^the name of a job must be a text that is not empty, got ''$"
+        ):
             runner.add("", lambda job: None)
         with pytest.raises(JobError, match=r"^Job `a` is not running\."):
             job.batches([])
@@ -235,7 +266,10 @@ def test_bad_arguments():
             job.restore(0.0)
         with pytest.raises(ValueError, match=r"^`depth` must be at least 1, got 0\.$"):
             Runner(world, depth=0)
-        with pytest.raises(TypeError, match=r"^`step` of job `x` must be a function of `\(state, batch\)`, got 1\.$"):
+        with pytest.raises(
+            TypeError,
+            match=r"^`step` of job `x` must be a function of `\(state, batch\)`, got 1\.$",
+        ):
             Job("x", 1, None, [])  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"^`steps` of job `x` must be at least 0, got -1\.$"):
             Job("x", print, None, [], steps=-1)

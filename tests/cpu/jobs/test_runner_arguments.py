@@ -1,4 +1,6 @@
-"""Arguments of `Runner`, `run` and `Job` are checked where they are given, with what to give instead."""
+"""Arguments of `Runner`, `run` and `Job` are checked where they are given, with what to give
+instead.
+"""
 
 import functools
 from collections.abc import Callable
@@ -24,27 +26,55 @@ POLICIES = r"`jaxcross.Sequential\(\)`, `jaxcross.RoundRobin\(\)` or `jaxcross.W
 INSTRUMENTS = r"an iterable of objects of classes derived from `Instrument`, such as `\[log\]`"
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"policy": "sequential"}, TypeError, f"`policy` must be {POLICIES}, got 'sequential'."),
-    ({"policy": jaxcross.RoundRobin}, TypeError, f"`policy` must be {POLICIES}, got the class `RoundRobin`."),
+    (
+        {"policy": jaxcross.RoundRobin},
+        TypeError,
+        f"`policy` must be {POLICIES}, got the class `RoundRobin`.",
+    ),
     ({"link": 5}, TypeError, "`link` must be a `Link`, .* got 5."),
     ({"link": Link}, TypeError, "`link` must be .* got the class `Link`."),
     ({"depth": 1.5}, TypeError, "`depth` must be a whole number, got 1.5."),
     ({"depth": True}, TypeError, "`depth` must be a whole number, got True."),
-    ({"progress": "no"}, TypeError, "`progress` must be True, False, the seconds between lines, or None, got 'no'."),
-    ({"progress": 0}, ValueError, "`progress` must be more than 0 seconds between lines, False for none, got 0."),
+    (
+        {"progress": "no"},
+        TypeError,
+        "`progress` must be True, False, the seconds between lines, or None, got 'no'.",
+    ),
+    (
+        {"progress": 0},
+        ValueError,
+        "`progress` must be more than 0 seconds between lines, False for none, got 0.",
+    ),
     (
         {"progress": float("nan")},
         ValueError,
         "`progress` must be more than 0 seconds between lines, False for none, got nan.",
     ),
-    ({"memory": "80 GBit"}, ValueError, "`memory` must be a number of bytes with a unit, .* got '80 GBit'."),
+    (
+        {"memory": "80 GBit"},
+        ValueError,
+        "`memory` must be a number of bytes with a unit, .* got '80 GBit'.",
+    ),
     ({"memory": 0}, ValueError, "`memory` must be above 0 bytes, got 0."),
-    ({"memory": 1.5e9}, TypeError, "`memory` must be a whole number of bytes, .* got 1500000000.0."),
+    (
+        {"memory": 1.5e9},
+        TypeError,
+        "`memory` must be a whole number of bytes, .* got 1500000000.0.",
+    ),
     ({"depth": 0}, ValueError, "`depth` must be at least 1, got 0."),
     ({"instruments": SpanLog()}, TypeError, f"`instruments` must be {INSTRUMENTS}, got <"),
-    ({"instruments": [SpanLog]}, TypeError, f"`instruments` must be {INSTRUMENTS}, got the class `SpanLog`."),
+    (
+        {"instruments": [SpanLog]},
+        TypeError,
+        f"`instruments` must be {INSTRUMENTS}, got the class `SpanLog`.",
+    ),
     ({"instruments": [print]}, TypeError, f"`instruments` must be {INSTRUMENTS}, got <built-in"),
     ({"instruments": None}, TypeError, f"`instruments` must be {INSTRUMENTS}, got None."),
-    ({"checkpoints": "folder"}, TypeError, "`checkpoints` must be `jaxcross.Checkpoints.* got 'folder'."),
+    (
+        {"checkpoints": "folder"},
+        TypeError,
+        "`checkpoints` must be `jaxcross.Checkpoints.* got 'folder'.",
+    ),
     ({"events": 3}, TypeError, "`events` must be the path of a folder, or None, got 3."),
 ]
 
@@ -54,7 +84,9 @@ def test_a_folder_of_events_that_cannot_be_written_is_named(tmp_path: Path) -> N
     file.write_text("")
 
     def work(world: Any) -> None:
-        with pytest.raises(ValueError, match=f"^`events` is `{file / 'events'}`, where this rank cannot write down"):
+        with pytest.raises(
+            ValueError, match=f"^`events` is `{file / 'events'}`, where this rank cannot write down"
+        ):
             Runner(world, events=file / "events")
 
     run_ranks(1, work)
@@ -62,7 +94,9 @@ def test_a_folder_of_events_that_cannot_be_written_is_named(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("given", [Runner, functools.partial(run, [])], ids=["Runner", "run"])
 @pytest.mark.parametrize(
-    ("options", "kind", "message"), WRONG, ids=[f"{n}-{next(iter(options))}" for n, (options, *_) in enumerate(WRONG)]
+    ("options", "kind", "message"),
+    WRONG,
+    ids=[f"{n}-{next(iter(options))}" for n, (options, *_) in enumerate(WRONG)],
 )
 def test_arguments_of_a_runner(
     given: Callable[..., Any], options: dict[str, Any], kind: type[Exception], message: str
@@ -79,7 +113,8 @@ def test_chaos_and_the_world_of_a_runner() -> None:
         with pytest.raises(TypeError, match=r"^`chaos` must be a whole number, got 'yes'\.$"):
             Runner(world, chaos="yes")  # type: ignore[arg-type]
         with pytest.raises(
-            TypeError, match=r"^`world` must be what `jaxcross.initialize\(\)` returned, or None, got R"
+            TypeError,
+            match=r"^`world` must be what `jaxcross.initialize\(\)` returned, or None, got R",
         ):
             Runner(jaxcross.RoundRobin())  # type: ignore[arg-type]
         Runner(world, None, instruments=iter([SpanLog()]), link="a cable", chaos=-1, depth=3)
@@ -113,27 +148,69 @@ class Loaded:
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "message"),
     [
-        ((1, step, 0.0, []), {}, TypeError, "`name` must be a text that is unique among the jobs, got 1."),
-        (("", step, 0.0, []), {}, ValueError, "`name` must not be empty"),
-        (("a", 1, 0.0, []), {}, TypeError, "`step` of job `a` must be a function of `.state, batch.`, got 1."),
         (
-            ("a", lambda state, x, y: (state, {}), 0.0, []), {}, TypeError,
-            "`step` of job `a` must take `.state, batch.`, got a function of `.state, x, y.`. Let each element",
+            (1, step, 0.0, []),
+            {},
+            TypeError,
+            ("`name` must be a text that is unique among the jobs, got 1."),
         ),
-        (("a", lambda state: state, 0.0, []), {}, TypeError, "`step` of job `a` must take `.state, batch.`, got"),
+        (("", step, 0.0, []), {}, ValueError, "`name` must not be empty"),
         (
-            ("a", jaxcross.crossover(lambda s, x, y: (s, {}), axes="batch"), 0.0, []), {}, TypeError,
+            ("a", 1, 0.0, []),
+            {},
+            TypeError,
+            ("`step` of job `a` must be a function of `.state, batch.`, got 1."),
+        ),
+        (
+            ("a", lambda state, x, y: (state, {}), 0.0, []),
+            {},
+            TypeError,
+            (
+                "`step` of job `a` must take `.state, batch.`, got a function of `.state, x, y.`. Let "
+                "each element"
+            ),
+        ),
+        (
+            ("a", lambda state: state, 0.0, []),
+            {},
+            TypeError,
+            "`step` of job `a` must take `.state, batch.`, got",
+        ),
+        (
+            ("a", jaxcross.crossover(lambda s, x, y: (s, {}), axes="batch"), 0.0, []),
+            {},
+            TypeError,
             "`step` of job `a` must take `.state, batch.`, got a function of `.s, x, y.`",
         ),
-        (("a", step, 0.0, 5), {}, TypeError, "`batches` of job `a` must be an iterable of batches, got a `int`."),
         (
-            ("a", step, 0.0, {"x": 1.0}), {}, TypeError,
-            "`batches` of job `a` must be an iterable of batches, got a `dict`; this looks like a single batch.",
+            ("a", step, 0.0, 5),
+            {},
+            TypeError,
+            ("`batches` of job `a` must be an iterable of batches, got a `int`."),
         ),
-        (("a", step, 0.0, []), {"steps": 2.5}, TypeError, "`steps` of job `a` must be a whole number, got 2.5."),
-        (("a", step, 0.0, []), {"steps": -1}, ValueError, "`steps` of job `a` must be at least 0, got -1."),
+        (
+            ("a", step, 0.0, {"x": 1.0}),
+            {},
+            TypeError,
+            (
+                "`batches` of job `a` must be an iterable of batches, got a `dict`; this looks like a "
+                "single batch."
+            ),
+        ),
+        (
+            ("a", step, 0.0, []),
+            {"steps": 2.5},
+            TypeError,
+            "`steps` of job `a` must be a whole number, got 2.5.",
+        ),
+        (
+            ("a", step, 0.0, []),
+            {"steps": -1},
+            ValueError,
+            "`steps` of job `a` must be at least 0, got -1.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_arguments_of_a_job(
     arguments: tuple[Any, ...], options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
@@ -144,10 +221,14 @@ def test_arguments_of_a_job(
 @pytest.mark.parametrize(
     "valid",
     [
-        step, functools.partial(lambda rate, state, batch: (state, batch), 0.1), jaxcross.crossover(step, axes="batch"),
-        lambda state, batch, rate=0.1: (state, batch), lambda *arguments: arguments, print,
+        step,
+        functools.partial(lambda rate, state, batch: (state, batch), 0.1),
+        jaxcross.crossover(step, axes="batch"),
+        lambda state, batch, rate=0.1: (state, batch),
+        lambda *arguments: arguments,
+        print,
     ],
-)  # fmt: skip
+)
 def test_steps_that_take_a_state_and_a_batch_are_jobs(valid: Callable[..., Any]) -> None:
     Job("a", valid, 0.0, Loaded())  # type: ignore[arg-type]
 
@@ -163,16 +244,36 @@ async def makes_a_coroutine(job: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "kwargs", "message"),
     [
-        (Job("a", step, 0.0, []), {}, r"Job `a` needs a function `fn\(job, \*\*kwargs\)`, got a `Job`\."),
-        (lambda: None, {}, r"Job `a` calls its function as `fn\(job\)`: too many positional arguments\."),
+        (
+            Job("a", step, 0.0, []),
+            {},
+            r"Job `a` needs a function `fn\(job, \*\*kwargs\)`, got a `Job`\.",
+        ),
+        (
+            lambda: None,
+            {},
+            r"Job `a` calls its function as `fn\(job\)`: too many positional arguments\.",
+        ),
         (
             lambda job: None,
             {"lr": 1},
             r"Job `a` calls its function as `fn\(job, lr=...\)`: got an unexpected",
         ),
-        (step, {}, r"Job `a` calls its function as `fn\(job\)`: missing a required argument: 'batch'\."),
-        (makes_a_generator, {}, "Job `a` needs a function that trains when it is called; this one makes a generator,"),
-        (functools.partial(makes_a_coroutine), {}, "Job `a` needs a function that trains .* makes a coroutine,"),
+        (
+            step,
+            {},
+            r"Job `a` calls its function as `fn\(job\)`: missing a required argument: 'batch'\.",
+        ),
+        (
+            makes_a_generator,
+            {},
+            "Job `a` needs a function that trains when it is called; this one makes a generator,",
+        ),
+        (
+            functools.partial(makes_a_coroutine),
+            {},
+            "Job `a` needs a function that trains .* makes a coroutine,",
+        ),
     ],
 )
 def test_job_functions_are_checked_when_added(function: Any, kwargs: Any, message: str) -> None:
@@ -185,28 +286,39 @@ def test_job_functions_are_checked_when_added(function: Any, kwargs: Any, messag
     run_ranks(1, work)
 
 
-@pytest.mark.parametrize("function", [print, lambda job, lr=1: None, functools.partial(step, batch=1), lambda *a: None])
+@pytest.mark.parametrize(
+    "function", [print, lambda job, lr=1: None, functools.partial(step, batch=1), lambda *a: None]
+)
 def test_functions_that_take_a_job_can_be_added(function: Any) -> None:
     run_ranks(1, lambda world: Runner(world).add("a", function))  # type: ignore[arg-type]
 
 
 def test_jobs_do_not_share_an_iterator() -> None:
     data = iter([1.0, 2.0])
-    with pytest.raises(ValueError, match="^`batches` of jobs `a` and `c` are one iterator, .* Give each job its own.$"):
+    with pytest.raises(
+        ValueError,
+        match="^`batches` of jobs `a` and `c` are one iterator, .* Give each job its own.$",
+    ):
         run([Job("a", step, 0.0, data), Job("b", step, 0.0, [1.0]), Job("c", step, 0.0, data)])
 
 
 def test_numbers_of_steps_may_be_numpys() -> None:
     assert type(checked_interval(np.int32(2))) is int
     for wrong in (0, -1, True, "3", 1.5, np.float32(2)):
-        with pytest.raises(ValueError, match="^`check_replicas` is .* the number of steps from one comparison to the"):
+        with pytest.raises(
+            ValueError,
+            match="^`check_replicas` is .* the number of steps from one comparison to the",
+        ):
             checked_interval(wrong)
 
 
 def test_rank_local_holds_names() -> None:
     assert checked_names("`rank_local`", "mask") == ("mask",)
     for wrong in (5, (1,), ("mask", None)):
-        with pytest.raises(TypeError, match="^`rank_local` must be texts that name leaves, such as `.'mask',.`, got "):
+        with pytest.raises(
+            TypeError,
+            match="^`rank_local` must be texts that name leaves, such as `.'mask',.`, got ",
+        ):
             checked_names("`rank_local`", wrong)
     with pytest.raises(TypeError, match="^`rank_local` of job `a` must be texts"):
         Job("a", step, 0.0, [], rank_local=5)  # type: ignore[arg-type]
@@ -218,9 +330,14 @@ def test_run_takes_jobs(wrong: Any) -> None:
         run(wrong)
 
 
-@pytest.mark.parametrize("wrong", [4, "41", ("4", 1), [None], {"a": 4, "b": 1}, {4, 1}, (True, 1), None])
+@pytest.mark.parametrize(
+    "wrong", [4, "41", ("4", 1), [None], {"a": 4, "b": 1}, {4, 1}, (True, 1), None]
+)
 def test_shares_are_numbers_in_order(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"^`Weighted` takes a share for each job, as in `Weighted\(\(4, 1\)\)`, got "):
+    with pytest.raises(
+        TypeError,
+        match=r"^`Weighted` takes a share for each job, as in `Weighted\(\(4, 1\)\)`, got ",
+    ):
         jaxcross.Weighted(wrong)
     with pytest.raises(TypeError, match=r"^`Weighted` takes a share .*`joining='2'`\.$"):
         jaxcross.Weighted((4, 1), joining="2")  # type: ignore[arg-type]

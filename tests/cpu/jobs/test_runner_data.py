@@ -1,4 +1,6 @@
-"""The data of a job: how its loop ends, when the data is closed, and how its examples are counted."""
+"""The data of a job: how its loop ends, when the data is closed, and how its examples are
+counted.
+"""
 
 import itertools
 import logging
@@ -18,7 +20,9 @@ from tests.support.runner_jobs import loop, make_step, solo
 
 
 def test_data_that_ends_on_one_rank_ends_loop_on_all():
-    """Data that ends on one rank ends the loop on all ranks, and the report names the ranks that had more."""
+    """Data that ends on one rank ends the loop on all ranks, and the report names the ranks that
+    had more.
+    """
     ready = threading.Event()
 
     def data(world):
@@ -35,7 +39,10 @@ def test_data_that_ends_on_one_rank_ends_loop_on_all():
         job = runner.add("a", loop, step=make_step(world), data=data(world))
         report = runner.run()
         (facts,) = report.jobs
-        said = "a: its loop ended with the shortest rank's data; rank 1 had more, which was not used." in str(report)
+        said = (
+            "a: its loop ended with the shortest rank's data; rank 1 had more, which was not used."
+            in str(report)
+        )
         return job.step, job.state, facts.left_over, said
 
     assert run_ranks(2, work) == [(3, solo([[1.0] * 3] * 2), (1,), True)] * 2
@@ -44,9 +51,24 @@ def test_data_that_ends_on_one_rank_ends_loop_on_all():
 @pytest.mark.parametrize(
     ("data", "steps", "message"),
     [
-        (None, None, "TypeError: `batches` of job `a` must be an iterable of batches, got a `NoneType`"),
-        ("abc", None, "TypeError: `batches` of job `a` must be an iterable of batches, got a `str`"),
-        ({"x": 1.0}, None, "TypeError: `batches` of job `a` must be .* got a `dict`; this looks like a single batch"),
+        (
+            None,
+            None,
+            "TypeError: `batches` of job `a` must be an iterable of batches, got a `NoneType`",
+        ),
+        (
+            "abc",
+            None,
+            "TypeError: `batches` of job `a` must be an iterable of batches, got a `str`",
+        ),
+        (
+            {"x": 1.0},
+            None,
+            (
+                "TypeError: `batches` of job `a` must be .* got a `dict`; this looks like a single "
+                "batch"
+            ),
+        ),
         ([1.0], -1, "ValueError: `steps` of job `a` must be at least 0, got -1"),
         ([1.0], "3", "TypeError: `steps` of job `a` must be a whole number, got '3'"),
     ],
@@ -56,7 +78,9 @@ def test_a_loop_that_cannot_run_fails_its_job(data, steps, message):
         runner = Runner(world)
         runner.add("a", lambda job: list(job.batches(data, steps)))
         other = runner.add("b", loop, step=make_step(world), data=[1.0, 2.0])
-        with pytest.raises(JobError, match=f"^Job `a` failed on (ranks 0, 1|rank [01]) after step 0: {message}"):
+        with pytest.raises(
+            JobError, match=f"^Job `a` failed on (ranks 0, 1|rank [01]) after step 0: {message}"
+        ):
             runner.run()
         return other.status
 
@@ -65,7 +89,9 @@ def test_a_loop_that_cannot_run_fails_its_job(data, steps, message):
 
 def test_steps_limit_the_batches():
     def work(world):
-        job = (runner := Runner(world)).add("a", loop, step=make_step(world), data=iter(lambda: 1.0, None), steps=4)
+        job = (runner := Runner(world)).add(
+            "a", loop, step=make_step(world), data=iter(lambda: 1.0, None), steps=4
+        )
         runner.run()
         return job.step
 
@@ -210,10 +236,14 @@ def test_examples_per_step_is_the_mean_of_its_batches():
 @pytest.mark.parametrize(
     ("shape", "unit"),
     [
-        ((4, 32, 32, 3), "images"), ((4, 1, 28, 28), "images"), ((4, 32, 32, 64), "examples"), ((4, 128), "examples"),
-        ((4, 8, 4, 16), "examples"), ((4,), "examples"),
+        ((4, 32, 32, 3), "images"),
+        ((4, 1, 28, 28), "images"),
+        ((4, 32, 32, 64), "examples"),
+        ((4, 128), "examples"),
+        ((4, 8, 4, 16), "examples"),
+        ((4,), "examples"),
     ],
-)  # fmt: skip
+)
 def test_only_batches_of_images_are_called_images(shape, unit):
     assert count_examples({"x": np.zeros(shape, np.float32), "y": np.zeros(4)}, 2) == (8.0, unit)
 
@@ -236,7 +266,8 @@ class Slow:
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "level"), [({"disk": 1e8, "origin": 1e9}, "origin"), ({"disk": 1e-12}, ""), ({}, "")]
+    ("waited_s", "level"),
+    [({"disk": 1e8, "origin": 1e9}, "origin"), ({"disk": 1e-12}, ""), ({}, "")],
 )
 def test_input_spans_name_the_level_that_waited(waited_s, level):
     """The level that reading a batch waited for longest, if that was half of the time at least."""

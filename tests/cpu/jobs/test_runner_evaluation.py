@@ -1,4 +1,6 @@
-"""Evaluation between steps: it takes its turn, and neither step numbers nor errors nor reports count it as a step."""
+"""Evaluation between steps: it takes its turn, and neither step numbers nor errors nor reports
+count it as a step.
+"""
 
 import pytest
 
@@ -65,9 +67,14 @@ def test_steps_have_their_numbers_beside_evaluations():
                 evaluate(1.0, evaluate(1.0, 2.0))
 
         runner.add("a", fn, step=make_step(world))
-        with pytest.raises(JobError, match="after step 3: ValueError: boom. Every rank leaves the job after step 3,"):
+        with pytest.raises(
+            JobError,
+            match="after step 3: ValueError: boom. Every rank leaves the job after step 3,",
+        ):
             runner.run()
-        exchanges = [(s.step, s.other_calls, s.in_step) for s in log.spans if s.kind == "collective"]
+        exchanges = [
+            (s.step, s.other_calls, s.in_step) for s in log.spans if s.kind == "collective"
+        ]
         return exchanges, [step for _, kind, step, _ in log.notes if kind == "status"]
 
     calls = [(step, 2 * step - 2 + n, n == 0) for step in (1, 2, 3) for n in range(3)]
@@ -90,7 +97,9 @@ def test_an_evaluation_that_fails_is_not_called_a_step():
 
         evaluate = make_step(world, "evaluate", compute=lambda segment, values: fails(values))
         runner.add("a", fn, step=make_step(world), evaluate=evaluate)
-        with pytest.raises(JobError, match=r"in a call after step 2, segment 0 .*leaves the job after step 2,"):
+        with pytest.raises(
+            JobError, match=r"in a call after step 2, segment 0 .*leaves the job after step 2,"
+        ):
             runner.run()
 
     run_ranks(2, work)

@@ -1,4 +1,6 @@
-"""A job that fails or is interrupted ends at the same step on every rank, with one error, and other jobs go on."""
+"""A job that fails or is interrupted ends at the same step on every rank, with one error, and other
+jobs go on.
+"""
 
 import re
 import threading
@@ -16,7 +18,8 @@ from tests.support.runner_jobs import add, failing_loop_results, loop, make_step
 
 
 @pytest.mark.parametrize(
-    ("segment", "when"), [(0, ""), (2, ""), (4, ", after the commit, so this rank lacks the step's results")]
+    ("segment", "when"),
+    [(0, ""), (2, ""), (4, ", after the commit, so this rank lacks the step's results")],
 )
 def test_a_failed_segment_ends_its_job_on_every_rank(segment, when):
     """Segment 0 fails before anything is exchanged, 2 between exchanges, 4 after the commit."""
@@ -30,15 +33,20 @@ def test_a_failed_segment_ends_its_job_on_every_rank(segment, when):
                 raise FloatingPointError("boom")
             return sum(values)
 
-        return loop, {"step": make_step(world, "bad", exchanges=2, compute=compute), "data": [1.0, 1.0, 1.0]}
+        return loop, {
+            "step": make_step(world, "bad", exchanges=2, compute=compute),
+            "data": [1.0, 1.0, 1.0],
+        }
 
     results = failing_loop_results(2, 1, start)
     for rank, (error, _) in enumerate(results):
         assert str(error).startswith(
-            f"Job `bad` failed on rank 1 in step 2, segment {segment} (compute){when}: FloatingPointError: boom."
+            f"Job `bad` failed on rank 1 in step 2, segment {segment} (compute){when}: "
+            "FloatingPointError: boom."
         )
         assert isinstance(error.__cause__, FloatingPointError) == (rank == 1)
-    # Before the commit nothing of step 2 came through anywhere; after it, the other rank has state 2.
+    # Before the commit nothing of step 2 came through anywhere; after it, the other rank has state
+    # 2.
     assert [bad.step for _, bad in results] == ([2, 1] if segment == 4 else [1, 1])
     assert (results[0][1].state == results[1][1].state) == (segment != 4)
 
@@ -68,8 +76,8 @@ def test_a_computation_that_fails_after_its_steps_commit_says_so():
     results = failing_loop_results(2, 1, start)
     for error, _ in results:
         assert str(error).startswith(
-            "Job `bad` failed on rank 1 in step 2, segment 0 (compute), after the commit, so this rank lacks the step's"
-            " results: FloatingPointError: boom."
+            "Job `bad` failed on rank 1 in step 2, segment 0 (compute), after the commit, so this "
+            "rank lacks the step's results: FloatingPointError: boom."
         )
     assert [bad.step for _, bad in results] == [2, 1]
 
@@ -94,10 +102,12 @@ def test_an_exception_in_a_job_ends_it_on_every_rank():
 
 @pytest.mark.parametrize("guilty", [(1,), (0, 1)])
 def test_a_failed_job_prints_one_traceback_when_it_leaves(capsys, guilty):
-    """The traceback isn't kept until the run ends, which can be days later. It's printed once if both ranks fail alike.
+    """The traceback isn't kept until the run ends, which can be days later. It's printed once if
+    both ranks fail alike.
 
-    Which of two guilty ranks prints it is open: if the ranks agree on the failure before the second rank has
-    raised, only the first rank has failed. `printing_ranks` decides this, and has tests of its own.
+    Which of two guilty ranks prints it is open: if the ranks agree on the failure before the second
+    rank has raised, only the first rank has failed. `printing_ranks` decides this, and has tests of
+    its own.
     """
     both, printed = threading.Barrier(2), []
 
@@ -144,7 +154,9 @@ def test_a_job_that_leaves_without_an_exception_prints_its_error_once(capsys):
 
     run_ranks(2, work)
     text = capsys.readouterr().err
-    assert text.startswith("jaxcross: Job `bad` does different things on different ranks after step 2: ")
+    assert text.startswith(
+        "jaxcross: Job `bad` does different things on different ranks after step 2: "
+    )
     assert text.count("\n") == 1
 
 
@@ -178,8 +190,8 @@ def test_different_step_counts_are_an_error_on_all():
 
     for error, bad in failing_loop_results(2, 0, start):
         assert str(error).startswith(
-            "Job `bad` does different things on different ranks after step 2: rank 0 called step 3 by `bad`"
-            " (function 1 of the job); rank 1 ended after step 2. All ranks must"
+            "Job `bad` does different things on different ranks after step 2: rank 0 called step 3 "
+            "by `bad` (function 1 of the job); rank 1 ended after step 2. All ranks must"
         )
         assert bad.step == 2
 
@@ -225,7 +237,9 @@ def test_several_failures_are_raised_as_one_with_notes():
         runner = Runner(world)
         runner.add("a", fail)
         runner.add("b", fail)
-        with pytest.raises(JobError, match=r"^Job `a` failed on rank 0 after step 0: RuntimeError: a\.") as raised:
+        with pytest.raises(
+            JobError, match=r"^Job `a` failed on rank 0 after step 0: RuntimeError: a\."
+        ) as raised:
             runner.run()
         return raised.value.__notes__
 
@@ -247,7 +261,10 @@ def test_of_many_jobs_that_fail_the_first_are_told():
         return raised.value.__notes__
 
     (notes,) = run_ranks(1, work)
-    assert len(notes) == MAX_ERRORS_SHOWN and notes[-1] == "And 3 more jobs failed: `runner.report` says why."
+    assert (
+        len(notes) == MAX_ERRORS_SHOWN
+        and notes[-1] == "And 3 more jobs failed: `runner.report` says why."
+    )
 
 
 def test_an_interrupt_stops_all_ranks_at_the_same_step():
@@ -274,7 +291,9 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step():
 
 
 def test_exchanges_at_different_calls_are_reported():
-    """Alike exchanges, in unlike steps: `cond(n % 3 == 2, pmean)` with counters that began apart."""
+    """Alike exchanges, in unlike steps: `cond(n % 3 == 2, pmean)` with counters that began
+    apart.
+    """
 
     def work(world):
         exchanges = make_step(world)
@@ -284,18 +303,26 @@ def test_exchanges_at_different_calls_are_reported():
         def fn(job):
             state = 0.0
             for n in range(world.rank, world.rank + 6):
-                state = exchanges(state, 1.0) if n % 3 == 2 else job.host.run(compiled, [state, 1.0], compiled)
+                state = (
+                    exchanges(state, 1.0)
+                    if n % 3 == 2
+                    else job.host.run(compiled, [state, 1.0], compiled)
+                )
 
         runner = Runner(world)
         bad = runner.add("bad", fn)
         good = runner.add("good", loop, step=make_step(world, "good"), data=[1.0, 2.0])
         with pytest.raises(
-            ExchangeError, match=r"^Job `bad` takes a branch with exchanges at different calls: rank 0 in step 3, rank "
+            ExchangeError,
+            match=r"^Job `bad` takes a branch with exchanges at different calls: rank 0 in step 3, rank ",
         ) as error:
             runner.run()
         return str(error.value), bad.status, good.status, good.state
 
     first, second = run_ranks(2, work)
     assert first == second
-    assert "rank 1 in step 2. Its predicate must be the same on every rank: look at counters" in first[0]
+    assert (
+        "rank 1 in step 2. Its predicate must be the same on every rank: look at counters"
+        in first[0]
+    )
     assert first[1:] == ("failed", "ended", solo([[1.0, 2.0]] * 2))

@@ -23,7 +23,10 @@ def test_nested_run_is_rejected_but_works_afterwards():
 
         def fn(job, step):
             state = step(0.0, 1.0)
-            with pytest.raises(JobError, match=r"^A run is in progress in this process, and two at once would mix up"):
+            with pytest.raises(
+                JobError,
+                match=r"^A run is in progress in this process, and two at once would mix up",
+            ):
                 inner.run()
             with pytest.raises(JobError, match=r"^A run is in progress in this process"):
                 run([Job("b", step, 0.0, [1.0])], world=world)
@@ -48,7 +51,9 @@ def test_run_is_rejected_in_another_thread(at):
         jobs = [runner.add("a", lambda job: 7.0) for runner in runners]
 
         def late(what, value):
-            if not world.exchange_owner.lane_threads and (at == "the first word") == (jobs[0].status is None):
+            if not world.exchange_owner.lane_threads and (at == "the first word") == (
+                jobs[0].status is None
+            ):
                 begun.set()
                 assert go_on.wait(60)
             return meet(what, value)
@@ -70,7 +75,9 @@ def test_run_is_rejected_in_another_thread(at):
 
 
 def in_a_thread(batches):
-    """Batches by way of a thread that dies, should they raise, without a word to whoever waits for them."""
+    """Batches by way of a thread that dies, should they raise, without a word to whoever waits for
+    them.
+    """
     ready = queue.Queue(2)
 
     def fill():
@@ -113,7 +120,11 @@ def test_waits_for_ranks_from_other_thread_are_refused():
         caught = []
 
         def ask(job):
-            for wait in (job.restore, lambda _: list(job.batches([])), lambda _: list(job.batches([]))):
+            for wait in (
+                job.restore,
+                lambda _: list(job.batches([])),
+                lambda _: list(job.batches([])),
+            ):
                 try:
                     wait(0.0)
                 except JobError as error:
@@ -123,12 +134,17 @@ def test_waits_for_ranks_from_other_thread_are_refused():
             thread = threading.Thread(target=ask, args=(job,), name="mine")
             thread.start()
             thread.join()
-            with pytest.raises(JobError, match=r"^`job\.batches` of job `a` was iterated in thread `mine`"):
+            with pytest.raises(
+                JobError, match=r"^`job\.batches` of job `a` was iterated in thread `mine`"
+            ):
                 step(0.0, 1.0)
 
         runner = Runner(world)
         runner.add("a", fn, step=make_step(world))
-        with pytest.raises(JobError, match=r"^Job `a` failed on rank 0 after step 0: JobError: `job\.batches` of job"):
+        with pytest.raises(
+            JobError,
+            match=r"^Job `a` failed on rank 0 after step 0: JobError: `job\.batches` of job",
+        ):
             runner.run()
         return [text.partition(" of job `a` was ")[::2] for text in caught]
 
@@ -161,6 +177,8 @@ def test_a_step_in_a_thread_that_is_no_job_is_refused():
         runner.add("a", fn)
         runner.run()
         assert not owner.in_run
-        return caught[0].startswith("`train_step` was called from thread `mine`, which is not a job of the runner")
+        return caught[0].startswith(
+            "`train_step` was called from thread `mine`, which is not a job of the runner"
+        )
 
     assert run_ranks(1, work) == [True]

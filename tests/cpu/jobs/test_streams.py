@@ -1,4 +1,6 @@
-"""Loops over batches that come and go in one job: nothing of them stays, and a restart finds those that are open."""
+"""Loops over batches that come and go in one job: nothing of them stays, and a restart finds those
+that are open.
+"""
 
 import itertools
 import threading
@@ -13,10 +15,16 @@ from tests.support.fakes import run_ranks
 
 
 def known(job):
-    """How many loops each part of a run knows of, once the threads of those that are over have said their last."""
+    """How many loops each part of a run knows of, once the threads of those that are over have said
+    their last.
+    """
     for thread in threading.enumerate():
         prefetcher = getattr(getattr(thread, "_target", None), "__self__", None)
-        if isinstance(prefetcher, Prefetcher) and prefetcher._driver is job._life.driver and prefetcher.closed:
+        if (
+            isinstance(prefetcher, Prefetcher)
+            and prefetcher._driver is job._life.driver
+            and prefetcher.closed
+        ):
             thread.join(60)
             assert not thread.is_alive()
     interleaver = job._life.driver._interleaver
@@ -26,7 +34,9 @@ def known(job):
 
 
 def loops(job, n):
-    """One loop to its end, one that `steps` end, one that is left early, on rank 0 with data for more."""
+    """One loop to its end, one that `steps` end, one that is left early, on rank 0 with data for
+    more.
+    """
     assert list(job.batches([float(n), 1.0])) == [n, 1.0]
     assert list(job.batches(itertools.count(1.0), 2)) == [1.0, 2.0]
     for batch in job.batches(itertools.count(1.0)):
@@ -89,7 +99,11 @@ def test_a_job_goes_on_after_many_loops_that_are_over(tmp_path):
         step, state = make_step(world), job.restore(init(world, own=False))
         for n, batch in enumerate(job.batches(data, steps)):
             loops(job, n)
-            state = step(state, batch + sum(x for _, x in zip(range(3), job.batches(batches(world, 7)), strict=False)))
+            state = step(
+                state,
+                batch
+                + sum(x for _, x in zip(range(3), job.batches(batches(world, 7)), strict=False)),
+            )
             loops(job, n)
             job.save(state)
         return state
@@ -104,7 +118,9 @@ def test_a_job_goes_on_after_many_loops_that_are_over(tmp_path):
 
 @pytest.mark.parametrize("form", ["one after the other", "one in another"])
 def test_job_training_in_several_loops_is_not_saved(form, tmp_path):
-    """A restart would go on with the first loop that the function begins, where the one that was open stood."""
+    """A restart would go on with the first loop that the function begins, where the one that was
+    open stood.
+    """
 
     def fn(job, world, data):
         step, state = make_step(world), job.restore(init(world, own=False))
@@ -113,7 +129,9 @@ def test_job_training_in_several_loops_is_not_saved(form, tmp_path):
             for batch in job.batches(data, 3):
                 state = step(state, batch)
                 if n == 1:
-                    with pytest.raises(JobError, match="cannot save this state.*trains in several loops over"):
+                    with pytest.raises(
+                        JobError, match="cannot save this state.*trains in several loops over"
+                    ):
                         job.save(state)
             if n == 0:
                 job.save(state)
@@ -125,7 +143,9 @@ def test_job_training_in_several_loops_is_not_saved(form, tmp_path):
 
 
 def test_job_resumed_at_loop_end_is_not_saved_later(tmp_path, caplog):
-    """As where a function takes the epochs that are done from `job.step`: one is lost, and not in silence."""
+    """As where a function takes the epochs that are done from `job.step`: one is lost, and not in
+    silence.
+    """
 
     def fn(job, world, data, epochs=2):
         step, state = make_step(world), job.restore(init(world, own=False))
@@ -137,7 +157,10 @@ def test_job_resumed_at_loop_end_is_not_saved_later(tmp_path, caplog):
     train(2, tmp_path, names="a", fn=fn, epochs=1)
     assert not resumes(caplog)
     train(2, tmp_path, names="a", fn=fn, epochs=3)
-    assert any("its last state is not saved: its function trains in several loops" in text for text in resumes(caplog))
+    assert any(
+        "its last state is not saved: its function trains in several loops" in text
+        for text in resumes(caplog)
+    )
 
 
 def goes_on_exactly(fn, folder):
@@ -151,7 +174,9 @@ def goes_on_exactly(fn, folder):
 def test_two_loops_side_by_side_go_on_where_they_stood(tmp_path, caplog):
     def fn(job, world, data, steps):
         step, state = make_step(world), job.restore(init(world, own=False))
-        for batch, other in zip(job.batches(data, steps), job.batches(itertools.count(1.0)), strict=False):
+        for batch, other in zip(
+            job.batches(data, steps), job.batches(itertools.count(1.0)), strict=False
+        ):
             state = step(state, batch + other)
             job.save(state)
         return state

@@ -1,4 +1,6 @@
-"""The least compression that hides: never more than is needed, and what it foresees is what travels."""
+"""The least compression that hides: never more than is needed, and what it foresees is what
+travels.
+"""
 
 import itertools
 from functools import partial
@@ -16,14 +18,24 @@ from jaxcross.plan.compression import CANDIDATES, _least_compression, _total, re
 from tests.support.examples import scaled
 from tests.support.exchange_table import TABLE, params
 
-PARAMS = {"kernel": jax.ShapeDtypeStruct((512, 1024), jnp.float32), "bias": jax.ShapeDtypeStruct((1024,), jnp.float32)}
-# A vector so short that `top_k` sorts it: the search for a threshold takes ten times as long to trace.
-SMALL = {"kernel": jax.ShapeDtypeStruct((64, 128), jnp.float32), "bias": jax.ShapeDtypeStruct((128,), jnp.float32)}
+PARAMS = {
+    "kernel": jax.ShapeDtypeStruct((512, 1024), jnp.float32),
+    "bias": jax.ShapeDtypeStruct((1024,), jnp.float32),
+}
+# A vector so short that `top_k` sorts it: the search for a threshold takes ten times as long to
+# trace.
+SMALL = {
+    "kernel": jax.ShapeDtypeStruct((64, 128), jnp.float32),
+    "bias": jax.ShapeDtypeStruct((128,), jnp.float32),
+}
 
 
 def choose(target, *times, ranks=2):
     logged = []
-    jobs = [JobCost(name=f"job{n}", compute_s=c, exchange_s=m, params=SMALL) for n, (c, m) in enumerate(times)]
+    jobs = [
+        JobCost(name=f"job{n}", compute_s=c, exchange_s=m, params=SMALL)
+        for n, (c, m) in enumerate(times)
+    ]
     chosen = choose_compression(target, jobs, "batch", ranks=ranks, log=logged.append)
     assert len(chosen) == len(times)
     return chosen, logged[0]
@@ -73,7 +85,11 @@ def test_a_profile_says_the_cost():
     [
         (4 * 513 * 1024, 4, "the profile of `a` was measured on 4 ranks, and `ranks` is 2"),
         (4 * 513 * 1024 - 4, 2, "exchanges 2.1 MB, and `params` has 2.1 MB: it is of another step"),
-        (10**7, 2, "exchanges 10.0 MB, and `params` has 2.1 MB: it is of another step, or was not measured"),
+        (
+            10**7,
+            2,
+            "exchanges 10.0 MB, and `params` has 2.1 MB: it is of another step, or was not measured",
+        ),
     ],
 )
 def test_the_profile_of_something_else_is_refused(nbytes, ranks, message):
@@ -90,16 +106,26 @@ def test_exchanges_that_cannot_hide_are_logged():
 
 def test_a_candidate_that_refuses_leaves_is_left_out():
     counts = SMALL | {"count": jax.ShapeDtypeStruct((3,), jnp.int32)}
-    for exchange_s, expected in ((0.0, "mean"), (0.1, "mean"), (3.0, "power_sgd, rank 8"), (1e6, "top_k, 0.1%")):
+    for exchange_s, expected in (
+        (0.0, "mean"),
+        (0.1, "mean"),
+        (3.0, "power_sgd, rank 8"),
+        (1e6, "top_k, 0.1%"),
+    ):
         logged = []
         cost = JobCost(name="a", compute_s=1.0, exchange_s=exchange_s, params=counts)
         choose_compression(1.0, [cost], "batch", ranks=2, log=logged.append)
         *chosen, left_out = logged[0].splitlines()
         assert names("\n".join(chosen)) == [expected]
-        assert left_out.startswith("  a cannot have qsgd, 127 levels: the update `['count']` is int32")
+        assert left_out.startswith(
+            "  a cannot have qsgd, 127 levels: the update `['count']` is int32"
+        )
     with pytest.raises(TypeError):
         choose_compression(
-            1.0, [JobCost(name="a", compute_s=1.0, exchange_s=1.0, params=jax.random.key(0))], "batch", ranks=2
+            1.0,
+            [JobCost(name="a", compute_s=1.0, exchange_s=1.0, params=jax.random.key(0))],
+            "batch",
+            ranks=2,
         )
 
 
@@ -108,21 +134,30 @@ def test_one_rank_exchanges_nothing():
     assert names(text) == ["mean"]
 
 
-@pytest.mark.parametrize("bad", [dict(target=0), dict(target=1, compute_s=0), dict(target=1, jobs=0)])
+@pytest.mark.parametrize(
+    "bad", [dict(target=0), dict(target=1, compute_s=0), dict(target=1, jobs=0)]
+)
 def test_invalid_costs_are_refused(bad):
-    jobs = [JobCost(name="a", compute_s=bad.get("compute_s", 1.0), exchange_s=1.0, params=PARAMS)] * bad.get("jobs", 1)
+    jobs = [
+        JobCost(name="a", compute_s=bad.get("compute_s", 1.0), exchange_s=1.0, params=PARAMS)
+    ] * bad.get("jobs", 1)
     with pytest.raises(ValueError, match="must be positive|needs at least one job"):
         choose_compression(bad["target"], jobs, "batch", ranks=2)
 
 
 def test_several_axes_are_refused():
     cost = JobCost(name="a", compute_s=1.0, exchange_s=1.0, params=PARAMS)
-    with pytest.raises(ValueError, match=r"^`axis_name` of `choose_compression` is `\('node', 'local'\)`"):
+    with pytest.raises(
+        ValueError, match=r"^`axis_name` of `choose_compression` is `\('node', 'local'\)`"
+    ):
         choose_compression(1.0, [cost], ("node", "local"), ranks=4)
 
 
 @settings(deadline=None, max_examples=scaled(300))
-@given(st.lists(st.lists(st.floats(0.01, 10), min_size=4, max_size=4), min_size=1, max_size=3), st.floats(0.05, 20))
+@given(
+    st.lists(st.lists(st.floats(0.01, 10), min_size=4, max_size=4), min_size=1, max_size=3),
+    st.floats(0.05, 20),
+)
 def test_no_job_can_step_back(seconds, limit):
     at = _least_compression(seconds, limit)
     if _total(seconds, at) <= limit:
@@ -130,7 +165,9 @@ def test_no_job_can_step_back(seconds, limit):
             for lower in range(step):
                 assert _total(seconds, [*at[:job], lower, *at[job + 1 :]]) > limit
     else:
-        best = min(_total(seconds, choice) for choice in itertools.product(range(4), repeat=len(seconds)))
+        best = min(
+            _total(seconds, choice) for choice in itertools.product(range(4), repeat=len(seconds))
+        )
         assert _total(seconds, at) == pytest.approx(best)
 
 
@@ -157,10 +194,23 @@ def test_the_candidates_descend():
 @pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, 4, 5, 8, 16])
 def test_what_is_foreseen_is_what_travels(ranks):
-    """The wire's bytes, of which the table of exchanges is the measure. Steps that differ count as the largest one."""
+    """The wire's bytes, of which the table of exchanges is the measure. Steps that differ count as
+    the largest one.
+    """
     rows = {row.name: row for row in TABLE}
-    names = ["mean", "mean, bfloat16", "mean, ring", "mean, tree", "top_k", "top_k, bfloat16", "top_k, warm-up",
-             "power_sgd", "qsgd", "sign_sgd", "local_sgd"]  # fmt: skip
+    names = [
+        "mean",
+        "mean, bfloat16",
+        "mean, ring",
+        "mean, tree",
+        "top_k",
+        "top_k, bfloat16",
+        "top_k, warm-up",
+        "power_sgd",
+        "qsgd",
+        "sign_sgd",
+        "local_sgd",
+    ]
     shapes = [x.shape for x in params().values()]
     for row in map(rows.__getitem__, names):
         promised = max(row.bytes(shapes, ranks), row.later[1](shapes, ranks) if row.later else 0)
@@ -184,17 +234,31 @@ def test_sums_in_16_bits_are_counted_as_they_travel(ranks):
 
 
 def test_init_may_ask_for_the_axis():
-    unsized, sized = (exchange.sharded_optimizer(optax.adam(0.1), "batch", ranks=ranks) for ranks in (None, 4))
-    assert received_bytes(unsized, PARAMS, "batch", 4) == received_bytes(sized, PARAMS, "batch", 4) > 0
+    unsized, sized = (
+        exchange.sharded_optimizer(optax.adam(0.1), "batch", ranks=ranks) for ranks in (None, 4)
+    )
+    assert (
+        received_bytes(unsized, PARAMS, "batch", 4) == received_bytes(sized, PARAMS, "batch", 4) > 0
+    )
 
 
 @pytest.mark.mostly_integration("2-mean, bfloat16", "8-power_sgd, rank 8")
 @pytest.mark.parametrize(
     ("ranks", "expected"),
-    [(2, "mean, bfloat16"), (4, "qsgd, 127 levels"), (8, "power_sgd, rank 8"), (16, "power_sgd, rank 8")],
+    [
+        (2, "mean, bfloat16"),
+        (4, "qsgd, 127 levels"),
+        (8, "power_sgd, rank 8"),
+        (16, "power_sgd, rank 8"),
+    ],
 )
 def test_nothing_is_chosen_that_sends_no_less(ranks, expected):
-    small = JobCost(name="small", compute_s=1.0, exchange_s=1.5, params=jax.ShapeDtypeStruct((64, 32), jnp.float32))
+    small = JobCost(
+        name="small",
+        compute_s=1.0,
+        exchange_s=1.5,
+        params=jax.ShapeDtypeStruct((64, 32), jnp.float32),
+    )
     logged = []
     choose_compression(1.0, [small], "batch", ranks=ranks, log=logged.append)
     assert names(logged[0]) == [expected]

@@ -29,7 +29,9 @@ def train(job, steps=6):
 
 
 def test_a_run_alone_has_a_profile(tmp_path: Path) -> None:
-    """Its segments are the program's, its memory at least state, gradients and batch; the twin runs as many steps."""
+    """Its segments are the program's, its memory at least state, gradients and batch; the twin runs
+    as many steps.
+    """
     with jaxcross.Runner(jaxcross.initialize()) as runner:
         runner.add("a", train)
         report = runner.run()
@@ -49,7 +51,9 @@ def test_jobs_in_turn_have_profiles() -> None:
         for name in "ab":
             runner.add(name, train)
         report = runner.run()
-    assert {Profile.of(report, name).graph.kinds for name in "ab"} == {("compute", "collective", "compute")}
+    assert {Profile.of(report, name).graph.kinds for name in "ab"} == {
+        ("compute", "collective", "compute")
+    }
 
 
 def test_a_job_without_steps_has_none() -> None:

@@ -21,7 +21,11 @@ RING = [(0, 1), (1, 0)]
 
 
 def gathered(k: Any, x: Any) -> Any:
-    return lax.all_gather(k, "x"), lax.all_gather(jax.random.split(k, 3), "x", tiled=True), lax.psum(x, "x")
+    return (
+        lax.all_gather(k, "x"),
+        lax.all_gather(jax.random.split(k, 3), "x", tiled=True),
+        lax.psum(x, "x"),
+    )
 
 
 def moved(k: Any, x: Any) -> Any:
@@ -74,7 +78,9 @@ def test_equals_vmap(step: Callable[..., Any]) -> None:
 
 
 def test_exchange_says_what_travels() -> None:
-    program = stages.cut(trace(gathered, [jax.random.key(0), jnp.ones(4)], axes={"x": 2}, wire=LocalRanks()))
+    program = stages.cut(
+        trace(gathered, [jax.random.key(0), jnp.ones(4)], axes={"x": 2}, wire=LocalRanks())
+    )
     assert [(e.op, e.dtype, e.shape) for e in program.exchanges][:2] == [
         ("all_gather", "uint32", (2,)), ("all_gather", "uint32", (3, 2)),
     ]  # fmt: skip

@@ -1,4 +1,6 @@
-"""Exchanges of what the step before left: they wait for no computation, and all costly work can run next to them."""
+"""Exchanges of what the step before left: they wait for no computation, and all costly work can run
+next to them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def leaf_by_leaf(pending: Any) -> Any:
 
 
 def in_sixteen_bits(pending: Any) -> Any:
-    return jax.tree.map(lambda x: lax.psum(x.astype(jnp.bfloat16), "batch").astype(x.dtype) / 2, pending)
+    return jax.tree.map(
+        lambda x: lax.psum(x.astype(jnp.bfloat16), "batch").astype(x.dtype) / 2, pending
+    )
 
 
 def as_a_vector(pending: Any) -> Any:
@@ -41,7 +45,12 @@ def as_a_vector(pending: Any) -> Any:
 
 def in_two_hops(pending: Any) -> Any:
     def mean(x: Any) -> Any:
-        return lax.all_gather(lax.psum_scatter(x.reshape(-1), "batch", tiled=True), "batch", tiled=True) / 2
+        return (
+            lax.all_gather(
+                lax.psum_scatter(x.reshape(-1), "batch", tiled=True), "batch", tiled=True
+            )
+            / 2
+        )
 
     return jax.tree.map(lambda x: mean(x).reshape(x.shape), pending)
 
@@ -72,7 +81,9 @@ def cut_of(step: Callable[..., Any], *args: Any, cut: Any = "whole") -> Program:
 
 
 def products(program: Program) -> list[int]:
-    return [sum(e.primitive.name == "dot_general" for e in s.jaxpr.jaxpr.eqns) for s in program.segments]
+    return [
+        sum(e.primitive.name == "dot_general" for e in s.jaxpr.jaxpr.eqns) for s in program.segments
+    ]
 
 
 @pytest.mark.mostly_integration(
@@ -86,7 +97,9 @@ def products(program: Program) -> list[int]:
 @pytest.mark.parametrize("metric", [False, True])
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("rows", [1, 64])
-def test_it_waits_for_nothing_and_all_products_run_next_to_it(mean: Any, metric: bool, cut: Any, rows: int) -> None:
+def test_it_waits_for_nothing_and_all_products_run_next_to_it(
+    mean: Any, metric: bool, cut: Any, rows: int
+) -> None:
     """Gradients larger than what they are computed from, too, are not left for after the commit."""
     program = cut_of(step_of(mean, metric=metric), state_of(1), jnp.ones((rows, WIDTH)), cut=cut)
     (carried,) = program.order.carried
@@ -114,7 +127,9 @@ def test_results_are_those_of_vmap(mean: Any, metric: bool) -> None:
 
 @pytest.mark.parametrize("cut", ["whole", "auto", 3])
 def test_what_a_later_exchange_needs_of_the_work_is_made_early(cut: Any) -> None:
-    """A metric of gradients and update is exchanged behind both; the gradients do not wait for the update."""
+    """A metric of gradients and update is exchanged behind both; the gradients do not wait for the
+    update.
+    """
 
     def step(state: Any, x: Any) -> Any:
         params, pending, _ = state
@@ -126,7 +141,14 @@ def test_what_a_later_exchange_needs_of_the_work_is_made_early(cut: Any) -> None
     ranks = [(state_of(r), jnp.full((4, WIDTH), 0.5 + r)) for r in range(2)]
     program = cut_of(step, *ranks[0], cut=cut)
     (carried,) = program.order.carried
-    assert sum(products(program)[n] for n, after in enumerate(program.order.after) if not after >> carried & 1) == 5
+    assert (
+        sum(
+            products(program)[n]
+            for n, after in enumerate(program.order.after)
+            if not after >> carried & 1
+        )
+        == 5
+    )
     got = run_program(program, [jax.tree.leaves(args) for args in ranks])
     for mine, theirs in zip(got, vmap_oracle(step, AXES, ranks), strict=True):
         for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
@@ -173,7 +195,13 @@ def next_to_no_work(state: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize(
     "step",
-    [of_the_batch, of_arithmetic_with_other_readers, of_work, that_all_work_waits_for, next_to_no_work],
+    [
+        of_the_batch,
+        of_arithmetic_with_other_readers,
+        of_work,
+        that_all_work_waits_for,
+        next_to_no_work,
+    ],
 )
 def test_other_exchanges_are_not_carried(step: Any) -> None:
     program = cut_of(step, state_of(1), jnp.ones((4, WIDTH)))
@@ -193,7 +221,9 @@ def test_it_comes_before_all_other_exchanges() -> None:
     program = cut_of(step, state_of(1), jnp.ones((4, WIDTH)))
     assert len(program.collectives) == 2
     loop = program.collectives[1].index
-    assert not any(program.order.after[loop] >> s.index & 1 for s in program.segments if s.kind == "compute")
+    assert not any(
+        program.order.after[loop] >> s.index & 1 for s in program.segments if s.kind == "compute"
+    )
     assert not program.order.carried
 
 
@@ -208,22 +238,32 @@ def test_its_host_operations_leave_the_computation_alone() -> None:
     program = cut_of(step, state_of(1), jnp.ones((4, WIDTH)))
     (carried,) = program.order.carried
     assert all(carried not in needs for needs in program.order.needs)
-    casts = [sum(e.primitive.name == "convert_element_type" for e in s.jaxpr.jaxpr.eqns) for s in program.segments]
+    casts = [
+        sum(e.primitive.name == "convert_element_type" for e in s.jaxpr.jaxpr.eqns)
+        for s in program.segments
+    ]
     assert casts[carried] == 2 and casts[0] >= 2
     # What only the exchange reads is cast there alone; afterwards, the sums are cast back.
     program = cut_of(step_of(in_sixteen_bits), state_of(1), jnp.ones((4, WIDTH)))
-    casts = [sum(e.primitive.name == "convert_element_type" for e in s.jaxpr.jaxpr.eqns) for s in program.segments]
+    casts = [
+        sum(e.primitive.name == "convert_element_type" for e in s.jaxpr.jaxpr.eqns)
+        for s in program.segments
+    ]
     assert casts == [0, 2, 2]
 
 
 def test_gradients_are_whole_before_the_commit():
-    """Their transposes and sums over the batch, too. The optimizer's next state is made behind it."""
+    """Their transposes and sums over the batch, too. The optimizer's next state is made behind
+    it.
+    """
 
     def step(state: Any, x: Any) -> Any:
         params, pending, m = state
         grads = jax.grad(lambda p: (jnp.tanh(x @ p["a"] + p["b"]) ** 2).mean())(params)
         m = jax.tree.map(lambda old, grad: 0.9 * old + grad, m, grads)
-        params = jax.tree.map(lambda p, step, due: p - 0.1 * step - due, params, m, leaf_by_leaf(pending))
+        params = jax.tree.map(
+            lambda p, step, due: p - 0.1 * step - due, params, m, leaf_by_leaf(pending)
+        )
         return params, grads, m
 
     tree = {"a": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones(WIDTH)}

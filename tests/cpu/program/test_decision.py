@@ -1,4 +1,6 @@
-"""Conditionals that only values decide: what ranks count beside their exchanges, and what they are told."""
+"""Conditionals that only values decide: what ranks count beside their exchanges, and what they are
+told.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,11 @@ def by_value(x):
 def test_eight_bytes_beside_the_exchange() -> None:
     program = cut(by_value, X, axes={"batch": 2})
     assert program.exchange_signature().splitlines() == [
-        "axes batch=2", "psum batch float32[2]", "psum batch float32[4, 2]", "exchanges of each segment: 2",
-    ]  # fmt: skip
+        "axes batch=2",
+        "psum batch float32[2]",
+        "psum batch float32[4, 2]",
+        "exchanges of each segment: 2",
+    ]
     (decision,) = decisions(program)
     assert (decision.axes, decision.takers) == (("batch",), (1,))
     assert "test_decision.py" in decision.source and "(by_value)" in decision.source
@@ -116,8 +121,9 @@ def test_all_alike(counts) -> None:
 
 def test_what_is_said() -> None:
     assert str(DECISION.mismatch([2.0, 0.0, 1.0])).startswith(
-        "ranks decided the conditional at train.py:12 (step) differently. Of those that exchange in it over `row`,"
-        " `col`, 2 took branch 0, which exchanges, and 1 took one that does not. They would average zeros of those that"
+        "ranks decided the conditional at train.py:12 (step) differently. Of those that exchange "
+        "in it over `row`, `col`, 2 took branch 0, which exchanges, and 1 took one that does not. "
+        "They would average zeros of those that"
     )
     both = Decision(axes=("row",), takers=(0, 1), source="here").mismatch([1.0, 3.0])
     assert "1 took branch 0, which exchanges, and 3 took branch 1, which exchanges." in str(both)

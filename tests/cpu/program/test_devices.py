@@ -1,4 +1,6 @@
-"""Several devices a rank: the user's shardings are kept, an exchange gets one copy, and collectives run elsewhere."""
+"""Several devices a rank: the user's shardings are kept, an exchange gets one copy, and collectives
+run elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -99,9 +101,18 @@ print("one buffer")
 @pytest.fixture(scope="module")
 def output() -> str:
     root = Path(__file__).parents[3]
-    env = {**os.environ, "PYTHONPATH": str(root), "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
     done = subprocess.run(
-        [*warm_python.COMMAND, "-c", SCRIPT], capture_output=True, text=True, timeout=200, env=env, check=False
+        [*warm_python.COMMAND, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=env,
+        check=False,
     )
     return done.stdout + done.stderr
 

@@ -1,4 +1,6 @@
-"""Executables are shared by segments that compute the same and by no others, whatever their text leaves out."""
+"""Executables are shared by segments that compute the same and by no others, whatever their text
+leaves out.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ def test_a_key_keeps_what_it_tells_apart() -> None:
     del callback
     jax.clear_caches()
     gc.collect()
-    assert alive() is not None and kept, "another object could get its place in memory, hence its identity"
+    assert alive() is not None and kept, (
+        "another object could get its place in memory, hence its identity"
+    )
 
 
 def noisy(impl: Any = None) -> Program:
@@ -124,9 +128,13 @@ def rematerialised(by: float = 1.0) -> Program:
     def inner(w: Any) -> Any:
         return jnp.sin(jnp.sin(w) * by)
 
-    outer = jax.checkpoint(lambda w: jnp.cos(inner(w)), policy=jax.checkpoint_policies.save_only_these_names("y"))
+    outer = jax.checkpoint(
+        lambda w: jnp.cos(inner(w)), policy=jax.checkpoint_policies.save_only_these_names("y")
+    )
     grad = jax.grad(lambda w: outer(w).sum())
-    return stages.cut(trace(lambda w: lax.pmean(grad(w), "batch"), (X,), axes={"batch": 2}, wire=LocalRanks()))
+    return stages.cut(
+        trace(lambda w: lax.pmean(grad(w), "batch"), (X,), axes={"batch": 2}, wire=LocalRanks())
+    )
 
 
 STEPS = (noisy, rematerialised)
@@ -136,7 +144,9 @@ STEPS = (noisy, rematerialised)
 def test_wrapped_functions_are_keyed_by_computation(make: Any) -> None:
     """What JAX makes of functions is recognised by what it computes."""
     program = make()
-    assert any(f"{name}[" in str(program.traced) for name in ("random_wrap", "checkpoint", "remat2")), "it is there"
+    assert any(
+        f"{name}[" in str(program.traced) for name in ("random_wrap", "checkpoint", "remat2")
+    ), "it is there"
     assert not any(isinstance(part, _Same) for s in program.segments for part in segment_key(s))
     assert program_digest(make()) == program_digest(program), "with functions of its own"
 
@@ -147,7 +157,10 @@ def test_what_a_checkpoint_recomputes_counts() -> None:
 
 @pytest.mark.integration
 def test_steps_are_known_again_in_other_processes() -> None:
-    script = "import tests.cpu.program.test_digest as t; print(*(t.program_digest(make()) for make in t.STEPS))"
+    script = (
+        "import tests.cpu.program.test_digest as t; print(*(t.program_digest(make()) for make in "
+        "t.STEPS))"
+    )
     path = os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])
     others = [
         subprocess.Popen(
@@ -171,7 +184,9 @@ def test_contexts_count(loop: bool) -> None:
 
         def step(key: Any, x: Any) -> Any:
             if loop:
-                return lax.pmean(lax.scan(lambda c, _: (c + noise(key), None), x, None, length=2)[0], "batch")
+                return lax.pmean(
+                    lax.scan(lambda c, _: (c + noise(key), None), x, None, length=2)[0], "batch"
+                )
             return lax.pmean(x + noise(key), "batch")
 
         return stages.cut(trace(step, (jax.random.key(0), X), axes={"batch": 2}, wire=LocalRanks()))
@@ -186,12 +201,19 @@ def test_generators_with_equal_names_share_nothing() -> None:
 
     def define(bits: Any) -> Any:
         return define_prng_impl(
-            key_shape=impl.key_shape, seed=impl.seed, split=impl.split, random_bits=bits, fold_in=impl.fold_in,
-            name=impl.name, tag=impl.tag,
-        )  # fmt: skip
+            key_shape=impl.key_shape,
+            seed=impl.seed,
+            split=impl.split,
+            random_bits=bits,
+            fold_in=impl.fold_in,
+            name=impl.name,
+            tag=impl.tag,
+        )
 
     def negated(*args: Any) -> Any:
         return ~impl.random_bits(*args)
 
-    found = [segment_key(noisy(i).segments[0]) for i in (define(impl.random_bits), define(negated), None)]
+    found = [
+        segment_key(noisy(i).segments[0]) for i in (define(impl.random_bits), define(negated), None)
+    ]
     assert len(set(found)) == 3

@@ -1,4 +1,6 @@
-"""Which loops that exchange have a vote: those whose number of iterations may differ by rank, and no others."""
+"""Which loops that exchange have a vote: those whose number of iterations may differ by rank, and
+no others.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,28 @@ def by_predicate_exchange(x: Any) -> Any:
 def nested_equal(x: Any) -> Any:
     def body(c: Any) -> Any:
         i, v = c
-        return i + 1, lax.while_loop(lambda d: d[0] < i, lambda d: (d[0] + 1, lax.psum(d[1], "batch")), (0, v))[1]
+        return i + 1, lax.while_loop(
+            lambda d: d[0] < i, lambda d: (d[0] + 1, lax.psum(d[1], "batch")), (0, v)
+        )[1]
 
     return lax.while_loop(lambda c: c[0] < 3, body, (0, x))
 
 
 def by_all_gather(x: Any) -> Any:
     total = lax.all_gather(x, "batch").sum()
-    return lax.while_loop(lambda c: c[0] < total, lambda c: (c[0] + 1, lax.pmean(c[1], "batch")), (0.0, x))
+    return lax.while_loop(
+        lambda c: c[0] < total, lambda c: (c[0] + 1, lax.pmean(c[1], "batch")), (0.0, x)
+    )
 
 
-EQUAL = [by_literals, by_exchange, by_exchange_outside, by_predicate_exchange, nested_equal, by_all_gather]
+EQUAL = [
+    by_literals,
+    by_exchange,
+    by_exchange_outside,
+    by_predicate_exchange,
+    nested_equal,
+    by_all_gather,
+]
 
 
 @pytest.mark.mostly_integration("by_predicate_exchange", "nested_equal", "by_all_gather")
@@ -88,7 +101,9 @@ def by_group(n: Any, x: Any) -> Any:
 
 
 def by_callback(n: Any, x: Any) -> Any:
-    return by_input(jax.pure_callback(lambda: np.int32(2), jax.ShapeDtypeStruct((), jnp.int32)) + 0 * n, x)
+    return by_input(
+        jax.pure_callback(lambda: np.int32(2), jax.ShapeDtypeStruct((), jnp.int32)) + 0 * n, x
+    )
 
 
 DIFFERENT = [by_input, by_rank, by_constant, by_permutation, by_group, by_callback]
@@ -105,7 +120,9 @@ def test_sum_over_an_axis_is_equal_along_it_alone() -> None:
 
     def step(x: Any, over: str) -> Any:
         n = lax.psum(x.sum(), "row")
-        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, lax.psum(c[1], over)), (0.0, x))
+        return lax.while_loop(
+            lambda c: c[0] < n, lambda c: (c[0] + 1, lax.psum(c[1], over)), (0.0, x)
+        )
 
     axes = {"row": 2, "col": 2}
     assert not votes(cut(lambda x: step(x, "row"), X, axes=axes))
@@ -114,26 +131,37 @@ def test_sum_over_an_axis_is_equal_along_it_alone() -> None:
 
 def test_one_rank_does_not_vote() -> None:
     assert not votes(cut(by_input, jnp.int32(1), X, axes={"batch": 1}))
-    assert not votes(cut(lambda n, x: by_input(n, x), jnp.int32(1), X, axes={"batch": 1, "other": 2}))
+    assert not votes(
+        cut(lambda n, x: by_input(n, x), jnp.int32(1), X, axes={"batch": 1, "other": 2})
+    )
 
 
 def test_rank_own_numbers_in_the_code_are_told() -> None:
-    """A Python number in the predicate, other on each rank: the signatures differ before anything is exchanged."""
+    """A Python number in the predicate, other on each rank: the signatures differ before anything
+    is exchanged.
+    """
 
     def on(rank: int) -> str:
         bound = 3 + rank
-        step = lambda x: lax.while_loop(lambda c: c[0] < bound, lambda c: (c[0] + 1, lax.psum(c[1], "batch")), (0, x))  # noqa: E731
+        step = lambda x: lax.while_loop(  # noqa: E731
+            lambda c: c[0] < bound, lambda c: (c[0] + 1, lax.psum(c[1], "batch")), (0, x)
+        )
         return cut(step, X).exchange_signature()
 
     assert on(0) == on(0)
     with pytest.raises(ValueError, match="are equal"):
         signature_mismatch("step", [on(0), on(0)])
     text = signature_mismatch("step", [on(0), on(1)])
-    assert "make different numbers of iterations of a loop" in text and "Pass a rank's own number" in text
+    assert (
+        "make different numbers of iterations of a loop" in text
+        and "Pass a rank's own number" in text
+    )
 
 
 def test_rank_local_numbers_in_a_voted_loop_are_equal() -> None:
-    """Also where the analysis learns late, from what an outer loop carries, that a predicate may differ."""
+    """Also where the analysis learns late, from what an outer loop carries, that a predicate may
+    differ.
+    """
 
     def on(rank: int) -> str:
         def outer(c: Any) -> Any:
@@ -141,6 +169,8 @@ def test_rank_local_numbers_in_a_voted_loop_are_equal() -> None:
             inner = lambda d: (d[0] + 1, lax.psum(d[1], "batch"))  # noqa: E731
             return i + v[0], lax.while_loop(lambda d: d[0] < i * (1 + rank), inner, (0.0, v))[1]
 
-        return cut(lambda x: lax.while_loop(lambda c: c[0] < 9 + rank, outer, (0.0, x)), X).exchange_signature()
+        return cut(
+            lambda x: lax.while_loop(lambda c: c[0] < 9 + rank, outer, (0.0, x)), X
+        ).exchange_signature()
 
     assert on(0) == on(1) and "until" not in on(0)

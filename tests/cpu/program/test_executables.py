@@ -1,4 +1,6 @@
-"""The cache of executables: equal segments share one, unequal ones do not, and only the latest unused ones are kept."""
+"""The cache of executables: equal segments share one, unequal ones do not, and only the latest
+unused ones are kept.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_equal_steps_compile_once_others_do_not_share() -> None:
 
     def called(by: float) -> Any:
         shape = jax.ShapeDtypeStruct((5,), jnp.float32)
-        return lambda x: lax.psum(jax.pure_callback(lambda v: np.asarray(v) * np.float32(by), shape, x), "batch")
+        return lambda x: lax.psum(
+            jax.pure_callback(lambda v: np.asarray(v) * np.float32(by), shape, x), "batch"
+        )
 
     x, cache = jnp.ones(5), ExecutableCache()
 
@@ -73,7 +77,9 @@ def test_latest_unused_executables_are_retained() -> None:
         cache.get(n, Thing)
     gc.collect()
     assert len(cache) == 3 + MAX_IDLE_EXECUTABLES
-    assert [cache.get(("used", n), Thing) for n in range(3)] == used and cache.compiled == 3 + 2 * MAX_IDLE_EXECUTABLES
+    assert [
+        cache.get(("used", n), Thing) for n in range(3)
+    ] == used and cache.compiled == 3 + 2 * MAX_IDLE_EXECUTABLES
     cache.get(2 * MAX_IDLE_EXECUTABLES - 1, Thing)
     assert cache.compiled == 3 + 2 * MAX_IDLE_EXECUTABLES, "one of the latest"
     cache.get(0, Thing)

@@ -1,4 +1,6 @@
-"""The cutter keeps every bit: random steps, evaluated equation by equation before and after the cut."""
+"""The cutter keeps every bit: random steps, evaluated equation by equation before and after the
+cut.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,17 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 CUTS = ("whole", 1, 2, 3, 5, "auto")
 # Shrinking recompiles for minutes: set JAXCROSS_SHRINK=1 to have a failing recipe made small.
-PHASES = [Phase.explicit, Phase.generate, *([Phase.shrink] if os.environ.get("JAXCROSS_SHRINK") else [])]
+PHASES = [
+    Phase.explicit,
+    Phase.generate,
+    *([Phase.shrink] if os.environ.get("JAXCROSS_SHRINK") else []),
+]
 FUZZ = settings(
-    deadline=None, database=None, phases=PHASES, suppress_health_check=list(HealthCheck), report_multiple_bugs=False
+    deadline=None,
+    database=None,
+    phases=PHASES,
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
 )
 
 
@@ -41,12 +51,16 @@ def bits(results: list[list[Any]]) -> list[Any]:
 def traced(recipe: Recipe) -> tuple[Traced, list[list[Any]]]:
     sizes = recipe.sizes
     leaves = [arguments(recipe, r) for r in range(int(np.prod(list(sizes.values()))))]
-    return trace(build(recipe), leaves[0], axes=sizes, wire=LocalRanks(), donate_argnums=(0, 1)), leaves
+    return trace(
+        build(recipe), leaves[0], axes=sizes, wire=LocalRanks(), donate_argnums=(0, 1)
+    ), leaves
 
 
 def examples(few: int, many: int) -> Any:
     """Runs a test with few examples in CI, and with many before a release."""
-    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.exhaustive)])
+    return pytest.mark.parametrize(
+        "examples", [few, pytest.param(many, marks=pytest.mark.exhaustive)]
+    )
 
 
 @pytest.mark.integration
@@ -69,7 +83,9 @@ def test_cut_program_equals_its_jaxpr_bit_for_bit(examples: int) -> None:
             assert verify(parse(text)).exchange_signature() == program.exchange_signature()
             if (digest := program_digest(program)) not in seen:
                 seen.add(digest)
-                assert bits(run_program(program, leaves)) == expected, f"cut={cut!r}, packed={packed}\n{program}"
+                assert bits(run_program(program, leaves)) == expected, (
+                    f"cut={cut!r}, packed={packed}\n{program}"
+                )
 
     equal()
 
@@ -77,7 +93,9 @@ def test_cut_program_equals_its_jaxpr_bit_for_bit(examples: int) -> None:
 @pytest.mark.integration
 @examples(40, 120)
 def test_flat_jaxpr_equals_the_step_as_jax_traced_it(examples: int) -> None:
-    """Inlining, deciding and splitting `cond` change no bit; what is never read is not even made."""
+    """Inlining, deciding and splitting `cond` change no bit; what is never read is not even
+    made.
+    """
 
     @seed(2)
     @settings(FUZZ, max_examples=examples)
@@ -112,8 +130,12 @@ def test_digest_and_signature_depend_on_the_step_alone(recipe: Recipe) -> None:
 
 @pytest.mark.integration
 def test_fuzzer_reaches_what_it_is_for() -> None:
-    """Most random programs hold exchanges, many several segments, some a `cond` the host decides and some a loop."""
-    counts = dict.fromkeys(("exchange", "two collectives", "undecided", "loop", "cond", "bucket", "packed"), 0)
+    """Most random programs hold exchanges, many several segments, some a `cond` the host decides
+    and some a loop.
+    """
+    counts = dict.fromkeys(
+        ("exchange", "two collectives", "undecided", "loop", "cond", "bucket", "packed"), 0
+    )
 
     @seed(1)
     @settings(FUZZ, max_examples=100)
@@ -127,7 +149,9 @@ def test_fuzzer_reaches_what_it_is_for() -> None:
         counts["undecided"] += whole.undecided is not None
         counts["loop"] += any("loop" in dict(x.params) for x in program.exchanges)
         counts["cond"] += any(e.primitive.name == "cond" for e in flat.jaxpr.jaxpr.eqns)
-        counts["bucket"] += len(stages.cut(flat, "whole", bucket_bytes=0).exchanges) > len(program.exchanges)
+        counts["bucket"] += len(stages.cut(flat, "whole", bucket_bytes=0).exchanges) > len(
+            program.exchanges
+        )
         with mock.patch("jaxcross.program.stages.on_accelerator", return_value=True):
             counts["packed"] += stages.cut(flat, "whole").text() != program.text()
 
@@ -145,10 +169,18 @@ def test_results_are_those_of_vmap() -> None:
         for kind in dict.fromkeys(EXCHANGES):
             if "scatter" in kind and axes == 2:
                 continue  # JAX's own is wrong under two `vmap`s: it scatters another dimension
-            over = (0, 1, 3) if kind.startswith(("p", "v")) and "scatter" not in kind else (0, 1)  # all that `vmap` has
-            ops = tuple(Op(kind, x=0, y=1, axes=a, flag=f) for a in over for f in (1, 3))  # whole rings
+            over = (
+                (0, 1, 3) if kind.startswith(("p", "v")) and "scatter" not in kind else (0, 1)
+            )  # all that `vmap` has
+            ops = tuple(
+                Op(kind, x=0, y=1, axes=a, flag=f) for a in over for f in (1, 3)
+            )  # whole rings
             recipe = Recipe(axes, ((2, 2), (1, 2)), ops, tuple(range(2 * len(over))), 1)
             flat, leaves = traced(recipe)
             got = run_program(stages.cut(flat, 2), leaves)
             for a, b in zip(got, vmap_oracle(build(recipe), recipe.sizes, leaves), strict=True):
-                jax.tree.map(partial(np.testing.assert_array_equal, err_msg=f"{kind} over {recipe.sizes}"), a, b)
+                jax.tree.map(
+                    partial(np.testing.assert_array_equal, err_msg=f"{kind} over {recipe.sizes}"),
+                    a,
+                    b,
+                )

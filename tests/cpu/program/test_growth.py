@@ -1,4 +1,6 @@
-"""What it takes to trace and cut a step does not grow faster than the step: calls are counted, not timed."""
+"""What it takes to trace and cut a step does not grow faster than the step: calls are counted, not
+timed.
+"""
 
 from __future__ import annotations
 
@@ -72,17 +74,24 @@ def conditionals_in_one(state: Any, x: Any) -> Any:
 
 def made(step: Callable[..., Any], count: int, cut: Any = "whole") -> Program:
     return stages.cut(
-        trace(step, (leaves(count), jnp.float32(1)), axes=AXES, wire=LocalRanks(), donate_argnums=(0,)), cut
+        trace(
+            step, (leaves(count), jnp.float32(1)), axes=AXES, wire=LocalRanks(), donate_argnums=(0,)
+        ),
+        cut,
     )
 
 
 @pytest.mark.mostly_integration("gradients-16")
 @pytest.mark.parametrize("cut", ["whole", 16])
 @pytest.mark.parametrize(
-    "step", [gradients, chain, recomputed, one_conditional, conditionals, conditionals_in_one], ids=lambda f: f.__name__
+    "step",
+    [gradients, chain, recomputed, one_conditional, conditionals, conditionals_in_one],
+    ids=lambda f: f.__name__,
 )
 def test_work_grows_as_the_leaves(step: Callable[..., Any], cut: Any) -> None:
-    """Four times the leaves take four times the calls, to a tenth; it would be sixteen times, were it quadratic."""
+    """Four times the leaves take four times the calls, to a tenth; it would be sixteen times, were
+    it quadratic.
+    """
 
     def work() -> None:
         program = made(step, count, cut)
@@ -123,7 +132,9 @@ def test_exchanges_of_a_conditional_go_level_by_level() -> None:
 
 
 def test_ordered_callbacks_in_a_cond_keep_their_order() -> None:
-    """One that is written between two exchanges stays behind the first, and so does what follows it."""
+    """One that is written between two exchanges stays behind the first, and so does what follows
+    it.
+    """
 
     def step(x: Any) -> Any:
         def branch(x: Any) -> Any:
@@ -136,7 +147,9 @@ def test_ordered_callbacks_in_a_cond_keep_their_order() -> None:
         return lax.cond(x[0] > 0, branch, lambda x: x, x)
 
     traced = trace(step, (jnp.ones(4),), axes=AXES, wire=LocalRanks())
-    conds = [str(e.params["branches"]) for e in traced.jaxpr.jaxpr.eqns if e.primitive.name == "cond"]
+    conds = [
+        str(e.params["branches"]) for e in traced.jaxpr.jaxpr.eqns if e.primitive.name == "cond"
+    ]
     found = [re.findall(r"fmt='?(\w)", text) for text in conds]
     assert found == [["a"], ["b", "c"]]
 
@@ -144,14 +157,18 @@ def test_ordered_callbacks_in_a_cond_keep_their_order() -> None:
 @pytest.mark.mostly_integration("1", "5")
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 21])
 def test_a_buffer_gives_back_what_was_put_in(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one concatenation, in one of several, and in one of several of several: four operands are the longest here."""
+    """In one concatenation, in one of several, and in one of several of several: four operands are
+    the longest here.
+    """
     monkeypatch.setattr(buffers, "OPERANDS", 4)
     shapes = [((), (3,), (2, 2))[n % 3] for n in range(count)]
     values = [jnp.full(shape, n) for n, shape in enumerate(shapes)]
     flat = buffers.packed(values)
     assert flat.tolist() == [n for n, v in enumerate(values) for _ in range(v.size)]
     for parted in (buffers.unpacked(flat, shapes), offsets.split(flat, [v.size for v in values])):
-        assert all(np.array_equal(np.ravel(a), np.ravel(b)) for a, b in zip(parted, values, strict=True))
+        assert all(
+            np.array_equal(np.ravel(a), np.ravel(b)) for a, b in zip(parted, values, strict=True)
+        )
 
 
 def test_pieces_of_one_size_share_a_kernel() -> None:
@@ -159,7 +176,9 @@ def test_pieces_of_one_size_share_a_kernel() -> None:
     sizes = [3, 5, 3, 3, 7, 3]
     flat, host = np.arange(sum(sizes), dtype=np.float32), jax.devices("cpu")[0]
     struct = jax.ShapeDtypeStruct(flat.shape, flat.dtype)
-    bound = compile_with_arguments(lambda x: offsets.split(x, sizes), [struct], name="split", host=host, place=None)
+    bound = compile_with_arguments(
+        lambda x: offsets.split(x, sizes), [struct], name="split", host=host, place=None
+    )
     wanted = np.split(flat, np.cumsum(sizes)[:-1])
     assert all(map(np.array_equal, bound(flat), wanted))
     assert [int(x[0]) for x in bound.first] == [0, 8, 11, 21]

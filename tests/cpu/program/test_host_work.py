@@ -1,4 +1,6 @@
-"""On an accelerator small work between two exchanges stays on the host: no array goes there and back for it."""
+"""On an accelerator small work between two exchanges stays on the host: no array goes there and
+back for it.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,10 @@ def test_adasum_keeps_its_bits_on_the_host() -> None:
 @pytest.mark.integration
 def test_adasum_of_a_large_model_is_handed_over_once() -> None:
     """Its passes take less time than its exchanges, however large the gradients are."""
-    large = {"w": jax.ShapeDtypeStruct((50 * BIG,), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    large = {
+        "w": jax.ShapeDtypeStruct((50 * BIG,), jnp.float32),
+        "b": jax.ShapeDtypeStruct((3,), jnp.float32),
+    }
     assert exchanges(adasum, large) == 1
 
 

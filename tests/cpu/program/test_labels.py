@@ -1,4 +1,6 @@
-"""Labels find exchanges that ranks trace in different orders: always, if the ranks compute the same."""
+"""Labels find exchanges that ranks trace in different orders: always, if the ranks compute the
+same.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def in_a_while(order: Any, tree: Any) -> Any:
 
 def in_a_scan_and_a_cond(order: Any, tree: Any) -> Any:
     def body(carry: Any, n: Any) -> Any:
-        taken = lax.cond(n > 1, lambda c: {k: lax.psum(c[k], "x") for k in order}, lambda c: c, carry)
+        taken = lax.cond(
+            n > 1, lambda c: {k: lax.psum(c[k], "x") for k in order}, lambda c: c, carry
+        )
         return taken, None
 
     return lax.scan(body, tree, jnp.arange(3))[0]
@@ -116,7 +120,10 @@ def of_scaled_rows(order: Any, tree: Any) -> Any:
 
 
 def of_stacked_layers(order: Any, tree: Any) -> Any:
-    layers, n = jnp.stack([tree[k] for k in sorted(order)]), {k: n for n, k in enumerate(sorted(order))}
+    layers, n = (
+        jnp.stack([tree[k] for k in sorted(order)]),
+        {k: n for n, k in enumerate(sorted(order))},
+    )
     grads = jax.grad(lambda p: jnp.sum(jnp.tanh(X @ p[0].T @ p[1]) @ p[2].T))(layers)
     for k in order:
         layers = layers.at[n[k]].add(-0.1 * lax.pmean(grads[n[k]], "x"))
@@ -138,8 +145,8 @@ def of_split_rows(order: Any, tree: Any) -> Any:
     return jnp.concatenate([means[k] for k in sorted(order)])
 
 
-# Into a list or tuple. The place of a result follows from the order of tracing, so no exchange of one rank has both the
-# origin and the use of one of another rank.
+# Into a list or tuple. The place of a result follows from the order of tracing, so no exchange of
+# one rank has both the origin and the use of one of another rank.
 
 
 def into_a_list(order: Any, tree: Any) -> Any:
@@ -176,15 +183,39 @@ def list_with_zeros(order: Any, tree: Any) -> Any:
 
 def named_by_place(order: Any, tree: Any) -> Any:
     """Here the use has a name, and the origin a place."""
-    return {k: lax.pmean(v, "x") for k, v in zip(order, (tree[k] for k in sorted(order)), strict=True)}
+    return {
+        k: lax.pmean(v, "x") for k, v in zip(order, (tree[k] for k in sorted(order)), strict=True)
+    }
 
 
 SWAPPED = [
-    of_rows, of_scaled_rows, of_stacked_layers, of_sliced_rows, of_split_rows, of_leaves, of_computed, of_gradients,
-    added_up, of_constants, of_functions, gathered, passed_on, in_a_long_scan, in_a_while, in_a_scan_and_a_cond,
-    by_data, rematerialised, into_a_list, into_a_tuple, next_to_a_state, list_of_gradients, list_of_a_dict,
-    list_of_rows, list_with_zeros, named_by_place,
-]  # fmt: skip
+    of_rows,
+    of_scaled_rows,
+    of_stacked_layers,
+    of_sliced_rows,
+    of_split_rows,
+    of_leaves,
+    of_computed,
+    of_gradients,
+    added_up,
+    of_constants,
+    of_functions,
+    gathered,
+    passed_on,
+    in_a_long_scan,
+    in_a_while,
+    in_a_scan_and_a_cond,
+    by_data,
+    rematerialised,
+    into_a_list,
+    into_a_tuple,
+    next_to_a_state,
+    list_of_gradients,
+    list_of_a_dict,
+    list_of_rows,
+    list_with_zeros,
+    named_by_place,
+]
 
 
 @pytest.mark.mostly_integration(
@@ -203,10 +234,14 @@ SWAPPED = [
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("step", SWAPPED)
 def test_swapped_exchanges_are_an_error(step: Any, bucket_bytes: int) -> None:
-    assert both(step, TREE, bucket_bytes=bucket_bytes).startswith("ranks 0 and 1 make the exchanges of `<lambda>` in d")
+    assert both(step, TREE, bucket_bytes=bucket_bytes).startswith(
+        "ranks 0 and 1 make the exchanges of `<lambda>` in d"
+    )
 
 
-@pytest.mark.mostly_integration("of_constants", "of_functions", "gathered", "passed_on", "in_a_long_scan")
+@pytest.mark.mostly_integration(
+    "of_constants", "of_functions", "gathered", "passed_on", "in_a_long_scan"
+)
 @pytest.mark.parametrize("step", SWAPPED)
 def test_equal_orders_are_no_error(step: Any) -> None:
     assert both(step, TREE, orders=[ORDERS[1]] * 3) == ""
@@ -221,7 +256,9 @@ def test_swapped_gradients_of_different_losses() -> None:
         mean = {k: lax.pmean(grads[k], "x") for k in ORDERS[rank]}
         return {k: tree[k] - 0.1 * mean[k] for k in tree}
 
-    assert both(step, TREE, orders=(0, 1)).startswith("ranks 0 and 1 make the exchanges of `<lambda>` in different or")
+    assert both(step, TREE, orders=(0, 1)).startswith(
+        "ranks 0 and 1 make the exchanges of `<lambda>` in different or"
+    )
 
 
 @pytest.mark.parametrize("cut", [3, "auto"])
@@ -232,10 +269,15 @@ def test_swapped_exchanges_of_a_finer_cut(cut: Any) -> None:
 
 
 def test_finer_cut_may_make_orders_equal() -> None:
-    """Exchanges travel when they are ready: what matters is their order on the wire, not that of tracing."""
+    """Exchanges travel when they are ready: what matters is their order on the wire, not that of
+    tracing.
+    """
 
     def chain(order: Any, tree: Any) -> Any:
-        deep = {"a": jnp.sin(X @ tree["a"].T), "b": jnp.cumsum(jnp.sin(X @ tree["b"].T) @ X, 0) @ X.T}
+        deep = {
+            "a": jnp.sin(X @ tree["a"].T),
+            "b": jnp.cumsum(jnp.sin(X @ tree["b"].T) @ X, 0) @ X.T,
+        }
         return {k: lax.psum(deep[k], "x") for k in order}
 
     orders = ("a", "b"), ("b", "a")
@@ -258,20 +300,40 @@ def test_message_names_ranks_numbers_leaves_and_lines() -> None:
         return {k: lax.pmean(tree[k], "x") for k in order}  # the user's line
 
     line = f"{__file__}:{step.__code__.co_firstlineno + 1}"
-    first, *lines, remedy = both(step, {"a": X, "b": X}, orders=(("a", "b"), ("b", "a")), bucket_bytes=0).splitlines()
-    assert first == "ranks 0 and 1 make the exchanges of `<lambda>` in different orders, which would mix their values:"
-    a, b = "`psum` of `args[0]['a']` for `result['a']`", "`psum` of `args[0]['b']` for `result['b']`"
+    first, *lines, remedy = both(
+        step, {"a": X, "b": X}, orders=(("a", "b"), ("b", "a")), bucket_bytes=0
+    ).splitlines()
+    assert first == (
+        "ranks 0 and 1 make the exchanges of `<lambda>` in different orders, which would mix "
+        "their values:"
+    )
+    a, b = (
+        "`psum` of `args[0]['a']` for `result['a']`",
+        "`psum` of `args[0]['b']` for `result['b']`",
+    )
     assert [text.partition(", at ")[0].strip() for text in lines] == [
-        "rank 0:", f"exchange 1: {a}", f"exchange 2: {b}", "rank 1:", f"exchange 1: {b}", f"exchange 2: {a}",
-    ]  # fmt: skip
+        "rank 0:",
+        f"exchange 1: {a}",
+        f"exchange 2: {b}",
+        "rank 1:",
+        f"exchange 1: {b}",
+        f"exchange 2: {a}",
+    ]
     assert sum(line in text for text in lines) == 4
     assert "sort the names" in remedy
-    assert "part 2 of exchange 1: `psum` of `args[0]['a']`" in both(step, {"a": X, "b": X}, orders=("ab", "ba"))
+    assert "part 2 of exchange 1: `psum` of `args[0]['a']`" in both(
+        step, {"a": X, "b": X}, orders=("ab", "ba")
+    )
 
 
 def test_one_rank_of_four_is_found() -> None:
-    programs = [program_of(lambda t, o=ORDERS[rank == 2]: of_leaves(o, t), TREE, axes={"x": 4}) for rank in range(4)]
-    assert verdict(programs).startswith("ranks 0 and 2 make the exchanges of `<lambda>` in different orders")
+    programs = [
+        program_of(lambda t, o=ORDERS[rank == 2]: of_leaves(o, t), TREE, axes={"x": 4})
+        for rank in range(4)
+    ]
+    assert verdict(programs).startswith(
+        "ranks 0 and 2 make the exchanges of `<lambda>` in different orders"
+    )
 
 
 # What labels are made of.
@@ -300,7 +362,9 @@ def test_labels_are_the_same_in_every_process() -> None:
     """Python salts its hashes of texts in each process."""
     path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, sys.path)])
     env = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", HASHED], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", HASHED], env=env, capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) == order_hash(program_of(lambda t: lax.pmean(t, "x"), TREE))
 
 
@@ -310,7 +374,9 @@ def test_program_read_from_text_has_no_labels() -> None:
 
 
 def wide(leaves: int) -> Traced:
-    """Updates of many leaves by one scalar that all of them make, and a long chain of sums of leaves."""
+    """Updates of many leaves by one scalar that all of them make, and a long chain of sums of
+    leaves.
+    """
 
     def step(params: Any, x: Any) -> Any:
         grads = lax.pmean(jax.grad(lambda p: sum(jnp.sum(jnp.tanh(w * x)) for w in p))(params), "x")

@@ -1,4 +1,6 @@
-"""Labels find the same step with its equations in another order wherever that changes the order of its exchanges."""
+"""Labels find the same step with its equations in another order wherever that changes the order of
+its exchanges.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def reordered(traced: Traced, rng: random.Random) -> Traced:
     left, known = list(inner.eqns), {*inner.invars}
     eqns = []
     while left:
-        ready = [e for e in left if all(isinstance(a, compat.Literal) or a in known for a in e.invars)]
+        ready = [
+            e for e in left if all(isinstance(a, compat.Literal) or a in known for a in e.invars)
+        ]
         eqns.append(rng.choice(ready))
         left.remove(eqns[-1])
         known.update(eqns[-1].outvars)
@@ -38,7 +42,9 @@ def reordered(traced: Traced, rng: random.Random) -> Traced:
 
 
 def travelling(program: Program) -> list[Any]:
-    """The results of the exchanges in the order in which they travel, and which of several of one equation."""
+    """The results of the exchanges in the order in which they travel, and which of several of one
+    equation.
+    """
     eqns = program.traced.jaxpr.jaxpr.eqns
     made = {
         id(x): (tuple(map(id, eqns[i].outvars)), n)
@@ -49,8 +55,12 @@ def travelling(program: Program) -> list[Any]:
 
 
 def compared(traced: Traced, rng: random.Random, cut: Any, bucket_bytes: int) -> bool:
-    """Whether the two orders of equations make the exchanges travel in two orders, which then must be found."""
-    one, other = (stages.cut(t, cut, bucket_bytes=bucket_bytes) for t in (traced, reordered(traced, rng)))
+    """Whether the two orders of equations make the exchanges travel in two orders, which then must
+    be found.
+    """
+    one, other = (
+        stages.cut(t, cut, bucket_bytes=bucket_bytes) for t in (traced, reordered(traced, rng))
+    )
     ranks = math.prod(traced.axes.values())
     assert verdict([one] * ranks) == ""
     if one.exchange_signature() != other.exchange_signature():
@@ -69,11 +79,17 @@ FUZZ = settings(
 )
 KINDS = ("psum", "psum", "psum", "psum", "pmean", "psum_tree", "tanh", "scale", "matmul", "sub")
 ALIKE = st.builds(
-    Recipe, st.just(0), st.just(((2, 0),) * 3),
-    st.lists(st.builds(Op, st.sampled_from(KINDS), st.integers(0, 11), st.integers(0, 11)), min_size=6, max_size=14)
-    .map(tuple),
-    st.lists(st.integers(0, 12), min_size=6, max_size=12).map(tuple), st.just(1),
-)  # fmt: skip
+    Recipe,
+    st.just(0),
+    st.just(((2, 0),) * 3),
+    st.lists(
+        st.builds(Op, st.sampled_from(KINDS), st.integers(0, 11), st.integers(0, 11)),
+        min_size=6,
+        max_size=14,
+    ).map(tuple),
+    st.lists(st.integers(0, 12), min_size=6, max_size=12).map(tuple),
+    st.just(1),
+)
 """Steps whose exchanges are alike: of one shape, over one axis."""
 
 
@@ -103,6 +119,8 @@ def test_random_steps_in_another_order() -> None:
 def test_zoo_in_another_order(row: Any) -> None:
     step, state = row.build(2)
     args = state, row.batch(0, 0)
-    traced = decide(trace(step, args, axes=row.axes(2), wire=LocalRanks()), jax.tree.leaves((args, {})))
+    traced = decide(
+        trace(step, args, axes=row.axes(2), wire=LocalRanks()), jax.tree.leaves((args, {}))
+    )
     for n in range(2):
         compared(traced, random.Random(n), "whole", 0)

@@ -1,4 +1,6 @@
-"""Ranks may differ in what is their own: batches, stages, results. Their exchanges are not taken for swapped ones."""
+"""Ranks may differ in what is their own: batches, stages, results. Their exchanges are not taken
+for swapped ones.
+"""
 
 from __future__ import annotations
 
@@ -46,18 +48,27 @@ CUT_IN_THREE = ("linen pmap-style", "already jitted", "scan", "cond by data", "t
 CUT_ROWS = [
     *(pytest.param("whole", row, id=f"whole-{row.name}") for row in ZOO),
     *(
-        pytest.param(3, row, id=f"3-{row.name}", marks=[] if row.name in CUT_IN_THREE else pytest.mark.exhaustive)
+        pytest.param(
+            3,
+            row,
+            id=f"3-{row.name}",
+            marks=[] if row.name in CUT_IN_THREE else pytest.mark.exhaustive,
+        )
         for row in ZOO
     ),
 ]
 
 
-@pytest.mark.mostly_integration("whole-scan", "whole-while", "3-linen pmap-style", "3-already jitted")
+@pytest.mark.mostly_integration(
+    "whole-scan", "whole-while", "3-linen pmap-style", "3-already jitted"
+)
 @pytest.mark.parametrize(("cut", "row"), CUT_ROWS)
 def test_batch_size_is_no_error(row: Any, cut: Any) -> None:
     step, state = row.build(4)
     batch = row.batch(0, 0)
-    sizes = (4, 1, 3, 4) if isinstance(batch, dict) else (12,) * 4  # others are matrices as large as the state
+    sizes = (
+        (4, 1, 3, 4) if isinstance(batch, dict) else (12,) * 4
+    )  # others are matrices as large as the state
     batches = [jax.tree.map(lambda x, n=n: x[:n], batch) for n in sizes]
     programs = [program_of(step, state, b, axes=row.axes(4), cut=cut) for b in batches]
     assert verdict(programs) == ""
@@ -76,10 +87,14 @@ def test_batch_size_is_no_error_for_strategies(row: Any) -> None:
     def step(carry: Any, x: Any) -> Any:
         params, state = carry
         updates, state = tx.update(jax.grad(loss)(params, x), state, params)
-        return (jax.tree.map(jnp.add, params, updates), state), lax.pmean(loss(params, x), tuple(row.axes(4)))
+        return (jax.tree.map(jnp.add, params, updates), state), lax.pmean(
+            loss(params, x), tuple(row.axes(4))
+        )
 
     rows = SHAPES["kernel"][0]
-    programs = [program_of(step, start(tx), jnp.ones((n, rows)), axes=row.axes(4)) for n in (8, 1, 3, 8)]
+    programs = [
+        program_of(step, start(tx), jnp.ones((n, rows)), axes=row.axes(4)) for n in (8, 1, 3, 8)
+    ]
     assert verdict(programs) == ""
 
 
@@ -115,11 +130,18 @@ def test_ranks_may_choose_their_own_rows_by_data() -> None:
 
 @pytest.mark.parametrize("nothing", [jnp.zeros_like, lambda x: x * False], ids=["zeros", "product"])
 def test_all_gather_by_sums(nothing: Any) -> None:
-    """A rank's own value is at a place of its own, and so is the result that it needs of its neighbour."""
+    """A rank's own value is at a place of its own, and so is the result that it needs of its
+    neighbour.
+    """
 
     def step(rank: Any, x: Any) -> Any:
         every = [lax.psum(x if n == rank else nothing(x), "x") for n in range(3)]
-        return {"every": every, "mine": every[rank], "left": every[rank - 1], "right": every[(rank + 1) % 3]}
+        return {
+            "every": every,
+            "mine": every[rank],
+            "left": every[rank - 1],
+            "right": every[(rank + 1) % 3],
+        }
 
     assert both(step, X, orders=range(3), axes={"x": 3}) == ""
 
@@ -145,11 +167,15 @@ def test_parts_of_a_batch_that_is_short_on_one_rank() -> None:
             total = total.at[n].add(lax.psum(x[n * size : (n + 1) * size].sum(), "x"))
         return total
 
-    assert verdict([program_of(step, jnp.ones((rows, 3)), axes={"x": 3}) for rows in (6, 6, 3)]) == ""
+    assert (
+        verdict([program_of(step, jnp.ones((rows, 3)), axes={"x": 3}) for rows in (6, 6, 3)]) == ""
+    )
 
 
 def test_loop_unrolled_by_batch_size() -> None:
-    """Each rank has its own number of micro-batches, and equations. What they exchange is still recognised."""
+    """Each rank has its own number of micro-batches, and equations. What they exchange is still
+    recognised.
+    """
 
     def step(order: Any, tree: Any, batch: Any) -> Any:
         def loss(t: Any, x: Any) -> Any:
@@ -168,7 +194,8 @@ def test_loop_unrolled_by_batch_size() -> None:
         tree, sizes, axes = {k: jnp.eye(3) for k in "abc"}, (2, 8, 5), {"x": 3}
         pairs = zip(orders, sizes, strict=True)
         return [
-            program_of(lambda t, b, o=o: step(o, t, b), tree, jnp.ones((n, 3)), cut=cut, axes=axes) for o, n in pairs
+            program_of(lambda t, b, o=o: step(o, t, b), tree, jnp.ones((n, 3)), cut=cut, axes=axes)
+            for o, n in pairs
         ]
 
     assert verdict(programs([ORDERS[0]] * 3)) == verdict(programs([ORDERS[0]] * 3, cut=2)) == ""
@@ -187,7 +214,9 @@ def normed(w: Any, h: Any) -> Any:
     return (h - h.mean()) / h.std() @ w
 
 
-@pytest.mark.parametrize("layers", [[(dense, gated), (gated, dense)], [(dense, normed), (normed, dense)]])
+@pytest.mark.parametrize(
+    "layers", [[(dense, gated), (gated, dense)], [(dense, normed), (normed, dense)]]
+)
 def test_stages_of_a_pipeline_on_a_ring(layers: Any) -> None:
     """Each rank runs its own two layers, in its own order, and hands on what it has after each."""
 
@@ -253,16 +282,24 @@ def test_more_results_on_one_rank() -> None:
     """Results of a shorter tuple are not taken for those of a longer one at the same place."""
 
     def step(rank: Any, a: Any, b: Any) -> Any:
-        loss, (ga, gb) = jax.value_and_grad(lambda a, b: jnp.sum(jnp.tanh(X @ a.T) @ b), (0, 1))(a, b)
+        loss, (ga, gb) = jax.value_and_grad(lambda a, b: jnp.sum(jnp.tanh(X @ a.T) @ b), (0, 1))(
+            a, b
+        )
         ga, gb = lax.pmean(ga, "x"), lax.pmean(gb, "x")
         return (loss, ga, gb) if rank == 0 else (ga, gb)
 
     assert both(step, X, X, orders=(0, 1)) == ""
 
 
-@pytest.mark.parametrize("made", [lambda x, w: x, lambda x, w: jnp.tanh(x @ w)], ids=["argument", "computed"])
-@pytest.mark.parametrize("used", [lambda y, w: w[0] * y, lambda y, w: y @ w], ids=["element-wise", "product"])
-@pytest.mark.parametrize(("exchange", "nothing"), [(lax.psum, 0.0), (lax.pmax, -jnp.inf)], ids=["psum", "pmax"])
+@pytest.mark.parametrize(
+    "made", [lambda x, w: x, lambda x, w: jnp.tanh(x @ w)], ids=["argument", "computed"]
+)
+@pytest.mark.parametrize(
+    "used", [lambda y, w: w[0] * y, lambda y, w: y @ w], ids=["element-wise", "product"]
+)
+@pytest.mark.parametrize(
+    ("exchange", "nothing"), [(lax.psum, 0.0), (lax.pmax, -jnp.inf)], ids=["psum", "pmax"]
+)
 def test_ranks_in_turns(made: Any, used: Any, exchange: Any, nothing: float) -> None:
     """One rank after the other broadcasts its value; the results are added up."""
 

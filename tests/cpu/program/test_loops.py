@@ -1,4 +1,6 @@
-"""Loops that exchange, with another number of iterations on each rank, in lock step: what `vmap` gives."""
+"""Loops that exchange, with another number of iterations on each rank, in lock step: what `vmap`
+gives.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,23 @@ def compare(name: str, ranks: int) -> None:
         for rank, (mine, want) in enumerate(zip(got, oracle(args), strict=True)):
             for a, b in zip(mine, jax.tree.leaves(want), strict=True):
                 assert a.dtype == b.dtype
-                np.testing.assert_allclose(a, b, rtol=row.rtol, atol=row.rtol, err_msg=f"rank {rank}, call {t}")
+                np.testing.assert_allclose(
+                    a, b, rtol=row.rtol, atol=row.rtol, err_msg=f"rank {rank}, call {t}"
+                )
 
 
 # Over MPI all rows run on two ranks, so that here four are the usual number.
 ON_TWO = (
-    "frozen carry", "nested", "cond inside", "micro-batches", "zero iterations", "line search", "one of two axes",
-    "in a cond", "equal loop inside",
-)  # fmt: skip
+    "frozen carry",
+    "nested",
+    "cond inside",
+    "micro-batches",
+    "zero iterations",
+    "line search",
+    "one of two axes",
+    "in a cond",
+    "equal loop inside",
+)
 ON_FOUR = ("micro-batches", "nested, local", "predicate exchanges", "two axes", "groups")
 
 
@@ -56,7 +67,10 @@ ON_FOUR = ("micro-batches", "nested, local", "predicate exchanges", "two axes", 
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        *(pytest.param(name, 2, marks=[] if name in ON_TWO else pytest.mark.exhaustive) for name in TABLE),
+        *(
+            pytest.param(name, 2, marks=[] if name in ON_TWO else pytest.mark.exhaustive)
+            for name in TABLE
+        ),
         *((name, 4) for name in TABLE),
     ],
 )
@@ -74,19 +88,25 @@ def test_loop_equals_vmap_in_64_bits(name: str) -> None:
 def at_once(program: Program, args: Any) -> Any:
     """The results of a program, uncut, on all ranks."""
     traced = program.traced
-    return over_ranks(lambda *a: traced.out_tree.unflatten(jaxpr_as_fun(traced.jaxpr)(*a)), traced.axes)(args)
+    return over_ranks(
+        lambda *a: traced.out_tree.unflatten(jaxpr_as_fun(traced.jaxpr)(*a)), traced.axes
+    )(args)
 
 
 def micro_batches(s: Any, t: Any, x: Any) -> Any:
     n = 2 + (lax.axis_index("batch") + t) % 2
-    return lax.fori_loop(0, n, lambda _, c: c + lax.psum(jnp.float32(1), "batch"), s), lax.psum(x, "batch")
+    return lax.fori_loop(0, n, lambda _, c: c + lax.psum(jnp.float32(1), "batch"), s), lax.psum(
+        x, "batch"
+    )
 
 
 def test_each_rank_makes_its_own_number_of_iterations() -> None:
     program = cut(micro_batches, jnp.float32(0), jnp.int32(0), jnp.float32(0))
     states, seen = [jnp.float32(0)] * 2, []
     for t in range(4):
-        outs = run_program(program, [[s, jnp.int32(t), jnp.float32(10 + r)] for r, s in enumerate(states)])
+        outs = run_program(
+            program, [[s, jnp.int32(t), jnp.float32(10 + r)] for r, s in enumerate(states)]
+        )
         states = [s for s, _ in outs]
         seen.append([*map(float, states)])
         assert [float(x) for _, x in outs] == [21, 21]
@@ -95,7 +115,10 @@ def test_each_rank_makes_its_own_number_of_iterations() -> None:
 
 def test_vote_is_four_bytes_and_printed() -> None:
     program = cut(micro_batches, jnp.float32(0), jnp.int32(0), jnp.float32(0))
-    assert loops(program) == ["pmax batch int32[] loop='while ?'", "psum batch float32[] loop='while ?'"]
+    assert loops(program) == [
+        "pmax batch int32[] loop='while ?'",
+        "psum batch float32[] loop='while ?'",
+    ]
     (vote,) = (x for x in program.exchanges if x.op == "pmax")
     assert vote.nbytes == 4 and "test_loops.py" in vote.source and "(micro_batches)" in vote.source
     assert parse(program.text()).text() == program.text()
@@ -109,12 +132,16 @@ def test_vote_goes_over_all_axes_of_the_loop() -> None:
 
 
 def test_finished_rank_does_not_prolong_an_inner_loop() -> None:
-    """Remainders by subtraction: of the carry that the outer loop ends with, the inner one would never end."""
+    """Remainders by subtraction: of the carry that the outer loop ends with, the inner one would
+    never end.
+    """
 
     def step(a: Any, b: Any, *, exchange: Any) -> Any:
         def outer(c: Any) -> Any:
             a, b, n = c
-            rest, n = lax.while_loop(lambda d: d[0] >= b, lambda d: (d[0] - b, d[1] + exchange(1)), (a, n))
+            rest, n = lax.while_loop(
+                lambda d: d[0] >= b, lambda d: (d[0] - b, d[1] + exchange(1)), (a, n)
+            )
             return b, rest, n + lax.psum(1.0, "batch") / 2
 
         return lax.while_loop(lambda c: c[1] > 0, outer, (a, b, 0.0))
@@ -130,7 +157,9 @@ def test_finished_rank_does_not_prolong_an_inner_loop() -> None:
 @pytest.mark.mostly_integration("2")
 @pytest.mark.parametrize("start", range(4))
 def test_finished_rank_lets_others_resume_inner_loop(start: int) -> None:
-    """A predicate that exchanges reads its carry: while it goes on, one that had stopped may go on again."""
+    """A predicate that exchanges reads its carry: while it goes on, one that had stopped may go on
+    again.
+    """
 
     def step(outer: Any, x: Any) -> Any:
         index = lax.axis_index("batch")
@@ -165,7 +194,9 @@ def test_callback_with_results_is_refused() -> None:
 
     def step(n: Any, x: Any) -> Any:
         def body(_: Any, c: Any) -> Any:
-            return c + lax.psum(io_callback(lambda v: v, jax.ShapeDtypeStruct((3,), jnp.float32), c), "batch")
+            return c + lax.psum(
+                io_callback(lambda v: v, jax.ShapeDtypeStruct((3,), jnp.float32), c), "batch"
+            )
 
         return lax.fori_loop(0, n, body, x)
 
@@ -194,7 +225,9 @@ def test_loop_in_an_untaken_branch_ends() -> None:
     """On zeros the body would run for ever."""
 
     def step(x: Any) -> Any:
-        double = lambda v: lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2 + 0 * lax.psum(c, "batch"), v)  # noqa: E731
+        double = lambda v: lax.while_loop(  # noqa: E731
+            lambda c: c.sum() < 50, lambda c: c * 2 + 0 * lax.psum(c, "batch"), v
+        )
         return lax.cond(x.sum() > 0, double, lambda v: v - 1, x)
 
     program = cut(step, X)
@@ -216,14 +249,17 @@ def test_conditional_in_a_kept_loop_is_agreed() -> None:
     def step(x: Any) -> Any:
         def body(c: Any, i: Any) -> Any:
             taken = (i + lax.axis_index("batch")) % 5 == 0
-            return lax.cond(taken, lambda v: v + lax.psum(v % 3, "batch"), lambda v: v + 1, c) % 19, None
+            return lax.cond(
+                taken, lambda v: v + lax.psum(v % 3, "batch"), lambda v: v + 1, c
+            ) % 19, None
 
         return lax.scan(body, x, jnp.arange(70))[0]
 
     program = cut(step, X)
     assert [x.line() for x in program.exchanges] == [
-        "pmax batch int32[1] loop='scan 70'", "psum batch float32[3] loop='cond ?' loop='scan 70'",
-    ]  # fmt: skip
+        "pmax batch int32[1] loop='scan 70'",
+        "psum batch float32[3] loop='cond ?' loop='scan 70'",
+    ]
     args = [(own(r),) for r in range(2)]
     got = run_program(program, [list(a) for a in args])
     for mine, want in zip(got, over_ranks(step, {"batch": 2})(args), strict=True):
@@ -234,28 +270,39 @@ def test_loop_in_a_conditional_is_cut_for_one_rank() -> None:
     """A loop in a conditional is cut for one rank as for several."""
 
     def step(x: Any) -> Any:
-        double = lambda v: lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2 + lax.psum(c, "batch"), v)  # noqa: E731
+        double = lambda v: lax.while_loop(  # noqa: E731
+            lambda c: c.sum() < 50, lambda c: c * 2 + lax.psum(c, "batch"), v
+        )
         return lax.cond(x.sum() > 0, double, lambda v: v - 1, x)
 
     program = cut(step, X, axes={"batch": 1})
-    assert [run_program(program, [[sign * X]])[0][0].tolist() for sign in (1, -1)] == [[27] * 3, [-2] * 3]
+    assert [run_program(program, [[sign * X]])[0][0].tolist() for sign in (1, -1)] == [
+        [27] * 3,
+        [-2] * 3,
+    ]
 
 
 def test_jointly_ended_inner_loop_is_not_cut_short() -> None:
-    """A rank that is through follows an inner loop which is decided along the axis that it exchanges over."""
+    """A rank that is through follows an inner loop which is decided along the axis that it
+    exchanges over.
+    """
 
     def step(x: Any) -> Any:
         bound = lax.pmax(x.sum(), "col") + 1500
 
         def outer(_: Any, c: Any) -> Any:
-            inner = lax.while_loop(lambda d: d[0] < bound, lambda d: (d[0] + 1, lax.pmax(d[1] + 1, "col")), (0.0, c))
+            inner = lax.while_loop(
+                lambda d: d[0] < bound, lambda d: (d[0] + 1, lax.pmax(d[1] + 1, "col")), (0.0, c)
+            )
             return inner[1] % 7 + lax.psum(c, "row")
 
         return lax.fori_loop(0, 1 + lax.axis_index("col"), outer, x)
 
     axes = {"row": 2, "col": 2}
     program = cut(step, X, axes=axes)
-    assert len(votes(program)) == 1 and votes(program)[0].startswith("pmax row,col int32[] loop='while ?'")
+    assert len(votes(program)) == 1 and votes(program)[0].startswith(
+        "pmax row,col int32[] loop='while ?'"
+    )
     args = [(own(r),) for r in range(4)]
     for mine, want in zip(at_once(program, args), over_ranks(step, axes)(args), strict=True):
         assert np.array_equal(mine, want)
@@ -279,13 +326,19 @@ def test_finished_rank_contributes_until_others_finish(iterations: int) -> None:
 
 
 def left_early(outer: Any, inner: Any, *, kind: str) -> Any:
-    """The rank that is through needs `inner` iterations, the other one two; their sum is in the other's result."""
+    """The rank that is through needs `inner` iterations, the other one two; their sum is in the
+    other's result.
+    """
     add = lambda x: x + (lax.psum(x + 1, "batch") > 0 if kind == "exchanges" else 1)  # noqa: E731
     length = lambda: lax.while_loop(lambda x: x < inner, add, jnp.zeros_like(inner))  # noqa: E731
 
     def told() -> Any:
         if kind == "in a scan":
-            return lax.scan(lambda c, _: (c + lax.psum(length(), "batch"), None), jnp.zeros_like(inner), length=2)[0]
+            return lax.scan(
+                lambda c, _: (c + lax.psum(length(), "batch"), None),
+                jnp.zeros_like(inner),
+                length=2,
+            )[0]
         if kind == "in a cond":
             return lax.psum(lax.cond(inner > 1, length, lambda: inner), "batch")
         if kind == "hidden by a maximum":
@@ -313,7 +366,9 @@ def test_unfinished_inner_loop_is_an_error_on_all(monkeypatch: Any, kind: str, n
             got = run_program(program, [list(a) for a in args])
             assert [float(g) for (g,) in got] == [*map(float, over_ranks(step, {"batch": 2})(args))]
         else:
-            with pytest.raises(ExchangeError, match="1 that is through with it did not come to the end") as raised:
+            with pytest.raises(
+                ExchangeError, match="1 that is through with it did not come to the end"
+            ) as raised:
                 run_program(program, [list(a) for a in args])
             assert str(raised.value).count("test_loops.py") == 2
 
@@ -324,25 +379,41 @@ def test_loop_in_a_shard_map_equals_vmap(check: bool) -> None:
         return lax.pcast(x, "batch", to="varying") if check else x
 
     def step(t: Any, x: Any) -> Any:
-        return lax.fori_loop(0, number(t), lambda i, c: c + varying(lax.psum(c[::-1] + i, "batch")), x)
+        return lax.fori_loop(
+            0, number(t), lambda i, c: c + varying(lax.psum(c[::-1] + i, "batch")), x
+        )
 
     mesh = jax.sharding.AbstractMesh((2,), ("batch",))
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P("batch"), check_vma=check)
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P("batch"), check_vma=check
+    )
     args = [(jnp.int32(1), own(r)) for r in range(2)]
     got = run_program(cut(mapped, *args[0]), [list(a) for a in args])
-    for mine, want in zip(got, over_ranks(TABLE["frozen carry"].step, {"batch": 2})(args), strict=True):
+    for mine, want in zip(
+        got, over_ranks(TABLE["frozen carry"].step, {"batch": 2})(args), strict=True
+    ):
         assert np.array_equal(mine[0], want)
 
 
 @pytest.mark.parametrize(
-    ("step", "votes"), [(micro_batches, True), (lambda s, t, x: lax.while_loop(
-        lambda c: c[0] < 3, lambda c: (c[0] + 1, lax.psum(c[1], "batch")), (0, s)), False)]
-)  # fmt: skip
+    ("step", "votes"),
+    [
+        (micro_batches, True),
+        (
+            lambda s, t, x: lax.while_loop(
+                lambda c: c[0] < 3, lambda c: (c[0] + 1, lax.psum(c[1], "batch")), (0, s)
+            ),
+            False,
+        ),
+    ],
+)
 def test_notice_tells_of_the_vote(step: Any, votes: bool, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "jaxcross"):
         program = cut(step, jnp.float32(0), jnp.int32(0), jnp.float32(0))
         advise(program.traced, program, set())
     (record,) = caplog.records
     text = record.getMessage()
-    assert "exchanges inside a while at" in text and "test_loops.py" in text and "correct" not in text
+    assert (
+        "exchanges inside a while at" in text and "test_loops.py" in text and "correct" not in text
+    )
     assert ("vote before each" in text) == votes

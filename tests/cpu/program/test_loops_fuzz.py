@@ -1,4 +1,6 @@
-"""Random loops inside loops, of whole numbers whose sums are exact: as under `vmap`, or an error."""
+"""Random loops inside loops, of whole numbers whose sums are exact: as under `vmap`, or an
+error.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,21 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 Value = Callable[[list[Any]], Any]  # of all earlier values
 KINDS = (
-    "fori", "while", "while by value", "while by exchange", "local", "scan", "long scan", "cond", "switch", "vmap",
-    "jit", "remat", "custom_jvp", "two in a row",
-)  # fmt: skip
+    "fori",
+    "while",
+    "while by value",
+    "while by exchange",
+    "local",
+    "scan",
+    "long scan",
+    "cond",
+    "switch",
+    "vmap",
+    "jit",
+    "remat",
+    "custom_jvp",
+    "two in a row",
+)
 
 
 class Recipe:
@@ -34,7 +48,9 @@ class Recipe:
         self.sizes = self.pick.choice([{"a": 2}, {"a": 3}, {"a": 2, "b": 2}])
 
     def axes(self) -> Any:
-        return self.pick.choice([*self.sizes, tuple(self.sizes)] if len(self.sizes) > 1 else [*self.sizes])
+        return self.pick.choice(
+            [*self.sizes, tuple(self.sizes)] if len(self.sizes) > 1 else [*self.sizes]
+        )
 
     def value(self) -> Value:
         """One of the last four values."""
@@ -42,15 +58,27 @@ class Recipe:
         return lambda env: env[-min(n, len(env))]
 
     def plain(self) -> Value:
-        x, y, scale, modulus = self.value(), self.value(), self.pick.randint(1, 3), self.pick.choice([7, 11, 13])
+        x, y, scale, modulus = (
+            self.value(),
+            self.value(),
+            self.pick.randint(1, 3),
+            self.pick.choice([7, 11, 13]),
+        )
         return lambda env: (x(env) * scale + y(env)[::-1] + 1) % modulus
 
     def exchange(self) -> Value:
         x, axes = self.value(), self.axes()
-        kinds: list[Any] = [lambda v: lax.psum(v, axes) % 17, lambda v: lax.pmax(v, axes), lambda v: lax.pmin(v, axes)]
+        kinds: list[Any] = [
+            lambda v: lax.psum(v, axes) % 17,
+            lambda v: lax.pmax(v, axes),
+            lambda v: lax.pmin(v, axes),
+        ]
         if isinstance(axes, str):
             ring = [(n, (n + 1) % self.sizes[axes]) for n in range(self.sizes[axes])]
-            kinds += [lambda v: lax.ppermute(v, axes, ring), lambda v: lax.all_gather(v, axes)[0] + 1]
+            kinds += [
+                lambda v: lax.ppermute(v, axes, ring),
+                lambda v: lax.all_gather(v, axes)[0] + 1,
+            ]
             if self.sizes[axes] == 2:
                 kinds += [lambda v: lax.all_to_all(v, axes, 0, 0, tiled=True)]
         kind = self.pick.choice(kinds)
@@ -92,14 +120,18 @@ class Recipe:
             more = {
                 "while": lambda n, v: (n < bound([*env, v])) & (test([*env, v]).sum() % 5 != 0),
                 "while by value": lambda _, v: v.sum() % 5 != 0,
-                "while by exchange": lambda _, v: lax.psum(v.sum(), axes) % 3 != lax.axis_index(axes) % 3,
+                "while by exchange": lambda _, v: (
+                    lax.psum(v.sum(), axes) % 3 != lax.axis_index(axes) % 3
+                ),
                 "local": lambda n, v: n + v[0] % 2 < c,
             }.get(kind)
             x, count = start(env), lambda: bound(env)
             if more is not None:
                 new = (lambda v: v * 2 % 13) if kind == "local" else inside
                 n, v = lax.while_loop(
-                    lambda d: more(*d) & (d[0] < 6), lambda d: (d[0] + 1, new(d[1])), (jnp.int32(0), x)
+                    lambda d: more(*d) & (d[0] < 6),
+                    lambda d: (d[0] + 1, new(d[1])),
+                    (jnp.int32(0), x),
                 )
                 return v + n
             if kind in ("fori", "two in a row"):
@@ -107,7 +139,9 @@ class Recipe:
                 again = lambda i, v: (v + lax.psum(x + i, axes)) % 17  # noqa: E731
                 return x if kind == "fori" else lax.fori_loop(0, x.sum() % 4, again, x)
             if kind == "scan":
-                return lax.scan(lambda v, s: (inside(v + s), None), x, jnp.arange(c, dtype=jnp.int32))[0]
+                return lax.scan(
+                    lambda v, s: (inside(v + s), None), x, jnp.arange(c, dtype=jnp.int32)
+                )[0]
             if kind == "long scan":
                 few = lambda v, s: (lax.cond(s % 9 == 0, inside, lambda w: w * 3 % 11, v), v.sum())  # noqa: E731
                 v, sums = lax.scan(few, x, jnp.arange(70, dtype=jnp.int32), reverse=c % 2 == 0)
@@ -115,7 +149,9 @@ class Recipe:
             if kind == "cond":
                 return lax.cond(count() % 2 == 0, inside, lambda v: inside(v, other), x)
             if kind == "switch":
-                return lax.switch(count() % 3, [inside, lambda v: inside(v, other), lambda v: v + 1], x)
+                return lax.switch(
+                    count() % 3, [inside, lambda v: inside(v, other), lambda v: v + 1], x
+                )
             if kind == "vmap":
                 return jax.vmap(lambda s: inside(x + s))(jnp.arange(2, dtype=jnp.int32)).sum(0) % 19
             if kind == "custom_jvp":
@@ -127,7 +163,9 @@ class Recipe:
         return run
 
     def step(self) -> Callable[..., Any]:
-        """Loops in a loop that each rank goes through as often as it likes, and an exchange of what they make."""
+        """Loops in a loop that each rank goes through as often as it likes, and an exchange of what
+        they make.
+        """
         inner, last, count, axes = self.nested(1), self.exchange(), self.bound("rank"), self.axes()
         rest = self.nested(1)
 
@@ -145,11 +183,18 @@ def agrees(seed: int) -> set[str]:
     """Compares a random step with `vmap`; what its calls came to."""
     recipe = Recipe(seed)
     step, ranks, came = recipe.step(), int(np.prod([*recipe.sizes.values()])), set()
-    calls = [[(jnp.int32(t), jnp.asarray([1, 2, 3 + 2 * r, 5 * r], jnp.int32)) for r in range(ranks)] for t in range(2)]
+    calls = [
+        [(jnp.int32(t), jnp.asarray([1, 2, 3 + 2 * r, 5 * r], jnp.int32)) for r in range(ranks)]
+        for t in range(2)
+    ]
     traced = trace(step, calls[0][0], axes=recipe.sizes, wire=LocalRanks())
     try:
         wanted = [*map(over_ranks(step, recipe.sizes), calls)]
-    except (NotImplementedError, AssertionError, TypeError):  # JAX fails at some exchanges inside two `vmap`s
+    except (
+        NotImplementedError,
+        AssertionError,
+        TypeError,
+    ):  # JAX fails at some exchanges inside two `vmap`s
         return {"no oracle"}
     for args, want in zip(calls, wanted, strict=True):
         try:

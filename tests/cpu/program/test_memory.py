@@ -1,4 +1,6 @@
-"""Values die at their last use and are given away there; the step's own state only after its last exchange."""
+"""Values die at their last use and are given away there; the step's own state only after its last
+exchange.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +50,17 @@ def test_only_results_and_inputs_remain_at_the_end(cut: Any) -> None:
         execution.run(segment.index)
         assert not alive(execution) & set(segment.last_uses)
     assert alive(execution) <= set(program.outputs) | set(program.inputs)
-    assert {v for s in program.segments for v in s.last_uses} >= {v for s in program.segments for v in s.inputs} - set(
-        program.outputs
-    )
+    assert {v for s in program.segments for v in s.last_uses} >= {
+        v for s in program.segments for v in s.inputs
+    } - set(program.outputs)
 
 
 def test_stages_are_shown_in_a_line() -> None:
     done, _ = compiled(cut="whole")
     name, axes = done.program.name, ", ".join(f"{axis}={size}" for axis, size in AXES.items())
-    assert repr(done.program.traced) == f"<Traced step `{name}` over {axes}; print() shows the jaxpr>"
+    assert (
+        repr(done.program.traced) == f"<Traced step `{name}` over {axes}; print() shows the jaxpr>"
+    )
     assert repr(done) == f"<Compiled step `{name}` of {len(done.runnables)} executables>"
 
 
@@ -66,7 +70,9 @@ def test_state_is_overwritten_after_the_last_exchange() -> None:
     state, _ = args
     execution = done.execution(jax.tree.leaves((args, {})))
     for segment in done.program.segments:
-        assert not any(x.is_deleted() for x in state.values()), f"given away before segment {segment.index}"
+        assert not any(x.is_deleted() for x in state.values()), (
+            f"given away before segment {segment.index}"
+        )
         execution.run(segment.index)
     assert state["w"].is_deleted()
     assert not args[1].is_deleted(), "the batch was not given away"
@@ -90,7 +96,9 @@ def test_user_arrays_are_not_overwritten_undonated() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_exchanged_input_is_still_the_users(size: int) -> None:
-    """A group of one sends nothing: its result may be its operand's buffer, and must not be given away with it."""
+    """A group of one sends nothing: its result may be its operand's buffer, and must not be given
+    away with it.
+    """
 
     def step(params: Any) -> Any:
         total = lax.psum(params, "batch")
@@ -105,7 +113,9 @@ def test_an_exchanged_input_is_still_the_users(size: int) -> None:
             execution.run(segment.index)
         total, moved = execution.outputs()
         assert np.array_equal(params, np.arange(8.0))
-        assert np.array_equal(total, np.arange(8.0) * 2 * size) and np.array_equal(moved, np.arange(8.0) + 1)
+        assert np.array_equal(total, np.arange(8.0) * 2 * size) and np.array_equal(
+            moved, np.arange(8.0) + 1
+        )
 
 
 def test_dead_values_between_segments_are_overwritten() -> None:
@@ -126,16 +136,21 @@ def places(tree: Any) -> list[int]:
 
 @pytest.mark.mostly_integration("none-orders2")
 @pytest.mark.parametrize(
-    ("exchanges", "orders"), [("now", [(0, 1, 2)]), ("delayed", [(0, 1, 2), (1, 0, 2)]), ("none", [(0,)])]
+    ("exchanges", "orders"),
+    [("now", [(0, 1, 2)]), ("delayed", [(0, 1, 2), (1, 0, 2)]), ("none", [(0,)])],
 )
-def test_each_array_of_a_state_stays_where_it_is(exchanges: str, orders: list[tuple[int, ...]]) -> None:
+def test_each_array_of_a_state_stays_where_it_is(
+    exchanges: str, orders: list[tuple[int, ...]]
+) -> None:
     """Arrays of one shape that changed places would be copied in each step."""
     tx = optax.adam(0.1)
     params = {name: jnp.full((N, N), float(n)) for n, name in enumerate("abc")}
 
     def step(state: Any, batch: Any) -> Any:
         params, moments, pending = state
-        grads = jax.grad(lambda p: sum(jnp.mean(jnp.tanh(batch @ w) ** 2) for w in p.values()))(params)
+        grads = jax.grad(lambda p: sum(jnp.mean(jnp.tanh(batch @ w) ** 2) for w in p.values()))(
+            params
+        )
         if exchanges == "delayed":
             grads, pending = lax.pmean(pending, "batch"), grads
         elif exchanges == "now":
@@ -165,7 +180,9 @@ def test_figures_of_an_executable_are_asked_once() -> None:
     done, _ = compiled()
     found = [runnable.memory() for runnable in done.runnables]
     assert None not in found
-    assert all(runnable.memory() is stats for runnable, stats in zip(done.runnables, found, strict=True))
+    assert all(
+        runnable.memory() is stats for runnable, stats in zip(done.runnables, found, strict=True)
+    )
     assert done.live_bytes() is done.live_bytes()
 
 
@@ -173,7 +190,9 @@ def test_figures_of_an_executable_are_asked_once() -> None:
 def test_peak_is_near_that_of_the_fused_step() -> None:
     done, args = compiled()
     wire = LocalRanks()
-    fused = jax.jit(lambda *a: wire.lower(done.program.traced.jaxpr, AXES)(*a), donate_argnums=(0, 1))
+    fused = jax.jit(
+        lambda *a: wire.lower(done.program.traced.jaxpr, AXES)(*a), donate_argnums=(0, 1)
+    )
     stats = fused.lower(*jax.tree.leaves((args, {}))).compile().memory_analysis()
     floor = sum(x.nbytes for x in jax.tree.leaves(args))
     peak = done.peak_live_bytes()
@@ -187,7 +206,12 @@ def test_peak_is_near_that_of_the_fused_step() -> None:
     ("make", "share"),
     [
         (lambda: workloads.mlp(), 1.0),
-        (lambda: workloads.transformer(layers=1, width=64, length=16, batch_size=2, vocabulary=64), 1.0),
+        (
+            lambda: workloads.transformer(
+                layers=1, width=64, length=16, batch_size=2, vocabulary=64
+            ),
+            1.0,
+        ),
         # XLA rearranges a convolution's gradient in a buffer more where it is also a result
         pytest.param(
             lambda: workloads.resnet("resnet8", batch_size=2, image_size=32, classes=8),
@@ -203,9 +227,16 @@ def test_the_cut_adds_no_copies(make: Any, share: float) -> None:
     args = work.state(0), work.batch(0)
     done, _ = compiled(work.make(lambda tree: lax.pmean(tree, "batch")), args=args)
     state = range(len(jax.tree.leaves(args[0])))
-    fused = jax.jit(lambda *a: LocalRanks().lower(done.program.traced.jaxpr, AXES)(*a), donate_argnums=tuple(state))
+    fused = jax.jit(
+        lambda *a: LocalRanks().lower(done.program.traced.jaxpr, AXES)(*a),
+        donate_argnums=tuple(state),
+    )
     whole = copied_bytes(fused.lower(*jax.tree.leaves(args)).compile().as_text())
-    cut = [copied_bytes(r.call.as_text()) - FENCE_BYTES for r in done.runnables if r.segment.kind == "compute"]
+    cut = [
+        copied_bytes(r.call.as_text()) - FENCE_BYTES
+        for r in done.runnables
+        if r.segment.kind == "compute"
+    ]
     assert sum(cut) <= share * whole, (cut, whole)
 
 
@@ -228,7 +259,9 @@ def test_exchange_copies_only_into_and_out_of_messages() -> None:
 def copied_bytes(module: str, what: str = "copy") -> int:
     found = re.findall(rf"= (\w+)\[([\d,]*)\]\S* (?:{what})\(", module)
     sizes = {"f32": 4, "u32": 4, "s32": 4, "pred": 1, "bf16": 2}
-    return sum(sizes[kind] * math.prod(int(n) for n in shape.split(",") if n) for kind, shape in found)
+    return sum(
+        sizes[kind] * math.prod(int(n) for n in shape.split(",") if n) for kind, shape in found
+    )
 
 
 @pytest.mark.mostly_integration("4")
@@ -258,7 +291,9 @@ def test_ordered_callbacks_keep_their_order(cut: Any) -> None:
 
 
 def test_segments_may_overtake_unrelated_earlier_ones() -> None:
-    """As the compute lane does while an exchange waits: what the late one reads is neither dropped nor overwritten."""
+    """As the compute lane does while an exchange waits: what the late one reads is neither dropped
+    nor overwritten.
+    """
 
     def two_exchanges(state: Any, x: Any) -> Any:
         y = jnp.tanh(x)
@@ -279,9 +314,16 @@ def test_segments_may_overtake_unrelated_earlier_ones() -> None:
 
 
 def written_peak_bytes(traced: Any) -> int:
-    """What lives at most if each equation ran where it is written, and values died at their last use."""
+    """What lives at most if each equation ran where it is written, and values died at their last
+    use.
+    """
     inner, _ = compat.open_jaxpr(traced.jaxpr)
-    last = {v: n for n, e in enumerate(inner.eqns) for v in e.invars if not isinstance(v, compat.Literal)}
+    last = {
+        v: n
+        for n, e in enumerate(inner.eqns)
+        for v in e.invars
+        if not isinstance(v, compat.Literal)
+    }
     last |= {v: len(inner.eqns) for v in inner.outvars if not isinstance(v, compat.Literal)}
     live, peak = dict.fromkeys([*inner.invars, *inner.constvars], len(inner.eqns)), 0
     for n, eqn in enumerate(inner.eqns):
@@ -304,14 +346,20 @@ def program_peak_bytes(program: Any) -> int:
 @pytest.mark.integration
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize(
-    "sizes", [pytest.param({"side": 2}, id="2-D"), pytest.param({"tensor": 4}, id="1-D", marks=pytest.mark.exhaustive)]
+    "sizes",
+    [
+        pytest.param({"side": 2}, id="2-D"),
+        pytest.param({"tensor": 4}, id="1-D", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_cutting_keeps_what_a_large_model_saves(sizes: dict[str, int], remat: bool) -> None:
     """Gathered weights of one layer at a time, and what `remat` recomputes when it is needed."""
     mesh, length = tensor.Mesh(**sizes), 64
     model = tensor.Transformer(512, 256, 4, 8, length, mesh, remat=remat)
     tokens = jax.ShapeDtypeStruct((32 // mesh.size(mesh.batch), length), jnp.int32)
-    params = jax.eval_shape(lambda: tensor.init(model, jax.random.key(0), jnp.zeros((1, length), jnp.int32), 0))
+    params = jax.eval_shape(
+        lambda: tensor.init(model, jax.random.key(0), jnp.zeros((1, length), jnp.int32), 0)
+    )
 
     def loss_and_gradients(params: Any, tokens: Any) -> Any:
         def loss_fn(params: Any) -> Any:

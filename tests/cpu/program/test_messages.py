@@ -1,4 +1,6 @@
-"""What users are told: the first sentence of every error and notice of trace, cut and `crossover`."""
+"""What users are told: the first sentence of every error and notice of trace, cut and
+`crossover`.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_unknown_axis() -> None:
     def train_step(x):
         return lax.psum(x, "ranks")
 
-    with pytest.raises(CutError, match="^`train_step` uses an axis that is not bound: .*ranks") as error:
+    with pytest.raises(
+        CutError, match="^`train_step` uses an axis that is not bound: .*ranks"
+    ) as error:
         traced(train_step, X)
     assert "The axes of this step are `batch` of 2" in str(error.value)
 
@@ -48,7 +52,9 @@ def test_state_that_is_no_pytree() -> None:
     def train_step(state, x):
         return state
 
-    message = "^argument `args\\[0\\]\\['m'\\]` of `train_step` holds a `Model`, which is not an array"
+    message = (
+        "^argument `args\\[0\\]\\['m'\\]` of `train_step` holds a `Model`, which is not an array"
+    )
     with pytest.raises(CutError, match=message):
         traced(train_step, {"m": Model()}, X)
 
@@ -71,8 +77,12 @@ class Linear:
 @pytest.mark.parametrize("inside", [lambda m: m, lambda m: {"model": (m, m)}])
 @pytest.mark.parametrize("leaf", [jax.nn.relu, jnp.tanh, len, "relu"])
 def test_a_pytree_with_static_leaves_is_told_to_be_partitioned(inside, leaf) -> None:
-    """A module whose leaves are not all arrays is a pytree already, so it cannot be registered as one."""
-    with pytest.raises(CutError, match="holds a `.*`, which is not an array. `Linear` is a pytree that has") as error:
+    """A module whose leaves are not all arrays is a pytree already, so it cannot be registered as
+    one.
+    """
+    with pytest.raises(
+        CutError, match="holds a `.*`, which is not an array. `Linear` is a pytree that has"
+    ) as error:
         traced(lambda m, x: lax.pmean(x, "batch"), inside(Linear(X, leaf)), X)
     assert "eqx.partition(model, eqx.is_array)" in str(error.value)
     with pytest.raises(CutError, match="`Linear` is a pytree that has .* eqx.partition"):
@@ -85,16 +95,27 @@ class Plain:
 
 
 def test_a_dataclass_is_told_to_be_registered() -> None:
-    cure = "put `@jax.tree_util.register_dataclass` above `Plain`, or make it a `flax.struct.dataclass`"
-    with pytest.raises(CutError, match=f"^argument .* holds a `Plain`, which is not an array. A dataclass .* {cure}"):
+    cure = (
+        "put `@jax.tree_util.register_dataclass` above `Plain`, or make it a "
+        "`flax.struct.dataclass`"
+    )
+    with pytest.raises(
+        CutError,
+        match=f"^argument .* holds a `Plain`, which is not an array. A dataclass .* {cure}",
+    ):
         traced(lambda p, x: lax.pmean(x @ p.w, "batch"), {"p": Plain(X)}, X)
     with pytest.raises(CutError, match=f"^`result` of .* is a `Plain`, .* A dataclass .* {cure}"):
         traced(lambda x: Plain(lax.pmean(x, "batch")), X)
 
 
-@pytest.mark.parametrize("wrong", [np.array(["a"]), np.array([None]), np.zeros(2, ">f4"), np.datetime64("2020-01-01")])
+@pytest.mark.parametrize(
+    "wrong", [np.array(["a"]), np.array([None]), np.zeros(2, ">f4"), np.datetime64("2020-01-01")]
+)
 def test_numpy_types_that_jax_lacks_are_named(wrong) -> None:
-    with pytest.raises(CutError, match=r"^argument `args\[0\]` of `pmean` holds a NumPy array of type `.*`, which JAX"):
+    with pytest.raises(
+        CutError,
+        match=r"^argument `args\[0\]` of `pmean` holds a NumPy array of type `.*`, which JAX",
+    ):
         traced(functools.partial(lax.pmean, axis_name="batch"), wrong)
 
 
@@ -108,7 +129,9 @@ def test_jax_errors_name_user_function_and_argument(step) -> None:
     wrapped = (train_step, jax.jit(train_step), functools.partial(train_step, {"w": X}))[step]
     given = (True,) if step == 2 else ({"v": 0.0, "w": X}, True)
     argument = "train"
-    with pytest.raises(jax.errors.TracerBoolConversionError, match=f"train_step at .*the argument {argument}") as e:
+    with pytest.raises(
+        jax.errors.TracerBoolConversionError, match=f"train_step at .*the argument {argument}"
+    ) as e:
         traced(wrapped, *given)
     assert "flat" not in str(e.value)
 
@@ -119,7 +142,8 @@ def test_result_that_is_no_array(wrong) -> None:
         return state, {"loss": lax.pmean(x, "batch"), "note": wrong}
 
     with pytest.raises(
-        CutError, match=f"^`result\\[1\\]\\['note'\\]` of `train_step` is a `{type(wrong).__name__}`, but"
+        CutError,
+        match=f"^`result\\[1\\]\\['note'\\]` of `train_step` is a `{type(wrong).__name__}`, but",
     ):
         traced(train_step, X, X)
 
@@ -128,7 +152,9 @@ def test_exchange_where_it_cannot_be_cut() -> None:
     def train_step(x):
         return lax.reduce(x, jnp.float32(0), lambda a, b: lax.psum(a + b, "batch"), (0, 1))
 
-    with pytest.raises(CutError, match="^an exchange inside `reduce` cannot be cut at .*test_messages"):
+    with pytest.raises(
+        CutError, match="^an exchange inside `reduce` cannot be cut at .*test_messages"
+    ):
         traced(train_step, X)
 
 
@@ -137,7 +163,9 @@ def test_while_beside_an_exchange_in_an_unknown_branch() -> None:
 
     def train_step(x):
         def body(c, _):
-            return lax.psum(lax.while_loop(lambda v: v.max() < 9, lambda v: v * 2, c), "batch"), None
+            return lax.psum(
+                lax.while_loop(lambda v: v.max() < 9, lambda v: v * 2, c), "batch"
+            ), None
 
         def branch(v):
             return lax.scan(body, v, None, length=3)[0]
@@ -145,14 +173,17 @@ def test_while_beside_an_exchange_in_an_unknown_branch() -> None:
         return lax.cond(lax.pmax(x.max(), "batch") > 0, branch, lambda v: v, x)
 
     with pytest.raises(
-        CutError, match="^a `while` loop next to an exchange inside `cond` cannot be cut at .*test_messages"
+        CutError,
+        match="^a `while` loop next to an exchange inside `cond` cannot be cut at .*test_messages",
     ):
         traced(train_step, X)
 
 
 @pytest.mark.parametrize("acts", [io_callback, jax.pure_callback])
 def test_callback_beside_an_exchange_in_a_cond_loop(acts) -> None:
-    """A callback that may not be intended, beside an exchange in a loop, is refused unless it is pure."""
+    """A callback that may not be intended, beside an exchange in a loop, is refused unless it is
+    pure.
+    """
 
     def train_step(x):
         def body(c, _):
@@ -166,7 +197,10 @@ def test_callback_beside_an_exchange_in_a_cond_loop(acts) -> None:
     if acts is jax.pure_callback:
         traced(train_step, X)
         return
-    with pytest.raises(CutError, match="^an exchange and a callback inside one loop inside `cond` cannot be cut at "):
+    with pytest.raises(
+        CutError,
+        match="^an exchange and a callback inside one loop inside `cond` cannot be cut at ",
+    ):
         traced(train_step, X)
 
 
@@ -181,7 +215,9 @@ def test_mutable_array(given) -> None:
             ref[...] = total
         return ref[...]
 
-    with pytest.raises(CutError, match="^`new_ref` on a mutable array cannot be cut at .*test_messages"):
+    with pytest.raises(
+        CutError, match="^`new_ref` on a mutable array cannot be cut at .*test_messages"
+    ):
         traced(train_step, X)
 
 
@@ -193,7 +229,9 @@ def test_mutable_array_inside_a_jit_or_a_loop() -> None:
 
     def train_step(x):
         y = lax.psum(jax.jit(counted)(x), "batch")
-        return lax.scan(lambda c, _: (lax.psum(counted(c), "batch"), None), y, None, length=UNROLLED + 1)[0]
+        return lax.scan(
+            lambda c, _: (lax.psum(counted(c), "batch"), None), y, None, length=UNROLLED + 1
+        )[0]
 
     traced(train_step, X)
 
@@ -210,7 +248,9 @@ def test_step_without_exchange_is_warned_of() -> None:
         return x + 1
 
     program = stages.cut(traced(evaluate, X))
-    with pytest.warns(UserWarning, match="^`evaluate` has no exchange over `batch`: every rank computes alone"):
+    with pytest.warns(
+        UserWarning, match="^`evaluate` has no exchange over `batch`: every rank computes alone"
+    ):
         advise(program.traced, program, set())
 
 
@@ -248,12 +288,18 @@ def test_calls_around_an_exchange_are_not_loops(caplog: pytest.LogCaptureFixture
     """Calls around an exchange in a loop are not treated as loops."""
 
     def ring(key, n):
-        return lax.fori_loop(0, n, lambda _, k: jax.jit(lambda k: lax.all_gather(k, "batch"))(k)[0], key)
+        return lax.fori_loop(
+            0, n, lambda _, k: jax.jit(lambda k: lax.all_gather(k, "batch"))(k)[0], key
+        )
 
     with caplog.at_level(logging.WARNING, "jaxcross"):
-        program = stages.cut(traced(ring, jax.random.key(0), 3))  # a random key travels as its words, by a call
+        program = stages.cut(
+            traced(ring, jax.random.key(0), 3)
+        )  # a random key travels as its words, by a call
         advise(program.traced, program, set())
-    assert [dict(x.params).get("loop") for x in program.exchanges] == ["while ?"] * 2  # and its vote
+    assert [dict(x.params).get("loop") for x in program.exchanges] == [
+        "while ?"
+    ] * 2  # and its vote
     assert "exchanges inside a while at" in caplog.text
     assert "closed_call" not in program.exchange_signature()
 
@@ -301,7 +347,12 @@ def script() -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[3]
     env = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(
-        [*warm_python.COMMAND, "-c", SCRIPT], capture_output=True, text=True, timeout=120, env=env, check=False
+        [*warm_python.COMMAND, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env,
+        check=False,
     )
     assert done.stdout.endswith("end\n"), done.stdout + done.stderr
     return done
@@ -323,12 +374,17 @@ def script() -> subprocess.CompletedProcess[str]:
         "name train_step max",
     ],
 )
-def test_first_sentences_of_crossover(script: subprocess.CompletedProcess[str], sentence: str) -> None:
+def test_first_sentences_of_crossover(
+    script: subprocess.CompletedProcess[str], sentence: str
+) -> None:
     assert any(line.startswith(sentence) for line in script.stdout.splitlines()), script.stdout
 
 
 def test_changed_shapes_are_noticed_once(script: subprocess.CompletedProcess[str]) -> None:
     notices = [line for line in script.stderr.splitlines() if "is compiled again" in line]
     assert notices == [
-        "`train_step` is compiled again: argument [0][1] was float32[4,2], is float32[5,2]. This notice comes once."
+        (
+            "`train_step` is compiled again: argument [0][1] was float32[4,2], is float32[5,2]. "
+            "This notice comes once."
+        )
     ]

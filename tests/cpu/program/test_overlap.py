@@ -1,4 +1,6 @@
-"""A step that is cut where its gradients become ready: their exchanges wait for computation, not for one another."""
+"""A step that is cut where its gradients become ready: their exchanges wait for computation, not
+for one another.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from jaxcross.testing import LocalRanks, decide
 LAYERS, WIDTH = 8, 64
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
-    "nesterov": optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1, momentum=0.9, nesterov=True)),
+    "nesterov": optax.chain(
+        optax.add_decayed_weights(1e-4), optax.sgd(0.1, momentum=0.9, nesterov=True)
+    ),
     "adamw": optax.adamw(1e-3),
     "lamb": optax.lamb(1e-3),
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
@@ -27,7 +31,9 @@ OPTIMIZERS = {
 }
 
 
-def flat(step: Any, *args: Any, axes: dict[str, int] | None = None, donate: tuple[int, ...] = ()) -> Traced:
+def flat(
+    step: Any, *args: Any, axes: dict[str, int] | None = None, donate: tuple[int, ...] = ()
+) -> Traced:
     traced = trace(step, args, axes=axes or {"batch": 2}, wire=LocalRanks(), donate_argnums=donate)
     return decide(traced, jax.tree.leaves(args))
 
@@ -57,7 +63,11 @@ def program(tx: optax.GradientTransformation, pieces: int, wire: str | None = No
         return (optax.apply_updates(params, updates), opt_state), metrics
 
     params = layers()
-    return stages.cut(flat(step, (params, tx.init(params)), jnp.ones((4, WIDTH)), donate=(0,)), pieces, bucket_bytes=0)
+    return stages.cut(
+        flat(step, (params, tx.init(params)), jnp.ones((4, WIDTH)), donate=(0,)),
+        pieces,
+        bucket_bytes=0,
+    )
 
 
 @pytest.mark.mostly_integration("sgd-bfloat16", "nesterov-None", "adamw-None", "adamw-bfloat16")
@@ -85,7 +95,9 @@ def test_gradients_travel_during_the_backward_pass(optimizer: str, wire: str | N
 
 
 def test_dependents_of_an_exchange_run_before_the_next() -> None:
-    """Two exchanges in a row: what reads the first and keeps little is computed before the second, not at the end."""
+    """Two exchanges in a row: what reads the first and keeps little is computed before the second,
+    not at the end.
+    """
 
     def step(x: Any) -> Any:
         first = lax.pmean(x, "batch")
@@ -98,15 +110,22 @@ def test_dependents_of_an_exchange_run_before_the_next() -> None:
 
 
 def test_what_reads_two_chains_makes_neither_wait() -> None:
-    """Two chains of exchanges and products. What reads both waits for all, and would fit before the last exchange."""
+    """Two chains of exchanges and products. What reads both waits for all, and would fit before the
+    last exchange.
+    """
 
     def step(a: Any, b: Any) -> Any:
         a, b = (jnp.tanh(lax.pmean(x @ x, "batch") @ x) for x in (a, b))
         return lax.pmean(a, "batch"), lax.pmean(b, "batch"), jnp.vdot(a, b)
 
-    cut = stages.cut(flat(step, jnp.ones((WIDTH, WIDTH)), jnp.ones((WIDTH, WIDTH))), 4, bucket_bytes=0)
+    cut = stages.cut(
+        flat(step, jnp.ones((WIDTH, WIDTH)), jnp.ones((WIDTH, WIDTH))), 4, bucket_bytes=0
+    )
     first, second, *later = (s.index for s in cut.collectives)
-    assert [[cut.order.after[n] >> before & 1 for before in (first, second)] for n in later] == [[1, 0], [0, 1]]
+    assert [[cut.order.after[n] >> before & 1 for before in (first, second)] for n in later] == [
+        [1, 0],
+        [0, 1],
+    ]
 
 
 def test_light_work_joins_a_segment_that_waits_for_as_much() -> None:
@@ -116,13 +135,17 @@ def test_light_work_joins_a_segment_that_waits_for_as_much() -> None:
         a, b = lax.psum(a, "batch"), lax.psum(b, "batch")
         return lax.psum(jnp.tanh(a @ b), "batch"), a.sum()
 
-    cut = stages.cut(flat(step, jnp.ones((WIDTH, WIDTH)), jnp.ones((WIDTH, WIDTH))), 3, bucket_bytes=0)
+    cut = stages.cut(
+        flat(step, jnp.ones((WIDTH, WIDTH)), jnp.ones((WIDTH, WIDTH))), 3, bucket_bytes=0
+    )
     kinds = [s.kind for s in cut.segments]
     assert kinds == ["collective", "collective", "compute", "collective"], cut.text()
 
 
 def test_second_exchange_does_not_delay_gradients() -> None:
-    """A metric of averaged gradients that is averaged again: light work on the exchanges' side (cut rule 4)."""
+    """A metric of averaged gradients that is averaged again: light work on the exchanges' side (cut
+    rule 4).
+    """
 
     def step(params: Any, x: Any) -> Any:
         grads = lax.pmean(gradients(params, x), "batch")
@@ -133,7 +156,9 @@ def test_second_exchange_does_not_delay_gradients() -> None:
     assert len(collectives) == 4, "the norm travels with the last gradients"
     assert all(3 <= len(s.exchanges) <= 6 for s in cut.collectives)
     assert cut.collectives[-1].exchanges[-1].shape == ()
-    assert not any(cut.order.after[index] >> n & 1 for index in collectives[:3] for n in collectives)
+    assert not any(
+        cut.order.after[index] >> n & 1 for index in collectives[:3] for n in collectives
+    )
 
 
 def test_hierarchical_mean_pieces_are_separate_chains() -> None:
@@ -146,11 +171,15 @@ def test_hierarchical_mean_pieces_are_separate_chains() -> None:
     def step(params: Any, x: Any) -> Any:
         return jax.tree.map(mean, gradients(params, x))
 
-    cut = stages.cut(flat(step, layers(), jnp.ones((4, WIDTH)), axes={"node": 2, "local": 2}), 4, bucket_bytes=0)
+    cut = stages.cut(
+        flat(step, layers(), jnp.ones((4, WIDTH)), axes={"node": 2, "local": 2}), 4, bucket_bytes=0
+    )
     collectives = [s.index for s in cut.collectives]
     assert len(collectives) == 4
     for segment in cut.collectives:
-        assert len({x.op for x in segment.exchanges}) == 3, "reduce-scatter, sum and gather of its gradients"
+        assert len({x.op for x in segment.exchanges}) == 3, (
+            "reduce-scatter, sum and gather of its gradients"
+        )
         assert not any(cut.order.after[segment.index] >> n & 1 for n in collectives)
 
 
@@ -158,10 +187,13 @@ def test_hierarchical_mean_pieces_are_separate_chains() -> None:
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 def test_the_order_does_not_depend_on_the_batch(pieces: int, bucket_bytes: int) -> None:
-    """JAX leaves out what one row does not need. A rank whose last batch is short exchanges what the others do."""
+    """JAX leaves out what one row does not need. A rank whose last batch is short exchanges what
+    the others do.
+    """
     step = lambda params, x: lax.pmean(gradients(params, x), "batch")  # noqa: E731
     cuts = [
-        stages.cut(flat(step, layers(), jnp.ones((rows, WIDTH))), pieces, bucket_bytes=bucket_bytes) for rows in (1, 4)
+        stages.cut(flat(step, layers(), jnp.ones((rows, WIDTH))), pieces, bucket_bytes=bucket_bytes)
+        for rows in (1, 4)
     ]
     assert cuts[0].exchange_signature() == cuts[1].exchange_signature()
 
@@ -187,7 +219,9 @@ def test_what_only_exchanges_make_stays_between_them() -> None:
     def again(x: Any) -> Any:
         return lax.psum(2 * lax.pmean(x, "batch") - x, "batch")
 
-    assert [len(s.exchanges) for s in stages.cut(flat(again, jnp.ones(8)), "whole").collectives] == [2]
+    assert [
+        len(s.exchanges) for s in stages.cut(flat(again, jnp.ones(8)), "whole").collectives
+    ] == [2]
 
 
 def test_empty_leaf_is_cut_like_the_others() -> None:
@@ -199,7 +233,9 @@ def test_empty_leaf_is_cut_like_the_others() -> None:
 
 def test_a_shared_buffer_has_at_most_bucket_bytes() -> None:
     traced = flat(lambda *leaves: lax.psum(leaves, "batch"), *[jnp.ones(1)] * 4)
-    shapes = [[x.shape for x in stages.cut(traced, "whole", bucket_bytes=n).exchanges] for n in (7, 8)]
+    shapes = [
+        [x.shape for x in stages.cut(traced, "whole", bucket_bytes=n).exchanges] for n in (7, 8)
+    ]
     assert shapes == [[(1,)] * 4, [(2,)] * 2]
 
 
@@ -213,7 +249,10 @@ def test_ranks_compare_buffer_layout_and_boundaries() -> None:
     first, second = stages.cut(one, "whole"), stages.cut(other, "whole")
     assert [x.shape for x in first.exchanges] == [x.shape for x in second.exchanges]
     assert first.exchange_signature() != second.exchange_signature()
-    halves, quarters = (stages.cut(one, pieces, bucket_bytes=0).exchange_signature().splitlines() for pieces in (2, 4))
+    halves, quarters = (
+        stages.cut(one, pieces, bucket_bytes=0).exchange_signature().splitlines()
+        for pieces in (2, 4)
+    )
     assert halves[-1].startswith("exchanges of each segment: ")
     assert halves[-1].count(",") == 1
     assert quarters[-1].count(",") == 3

@@ -1,4 +1,6 @@
-"""On an accelerator compute segments fill and empty the buffers that exchanges share: few arrays are handed over."""
+"""On an accelerator compute segments fill and empty the buffers that exchanges share: few arrays
+are handed over.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +64,15 @@ def test_what_an_exchange_of_the_same_segment_needs_stays() -> None:
 
 
 def test_checked_decisions_stay_in_collective_segments() -> None:
-    """How many ranks took a branch travels with other sums, and the segment that exchanges them returns it."""
+    """How many ranks took a branch travels with other sums, and the segment that exchanges them
+    returns it.
+    """
 
     def step(x: Any) -> Any:
         branches = [lambda v: jax.lax.psum(v, "batch"), lambda v: v - 1]
-        return [jax.lax.cond(x[n] > n, *branches, x) for n in range(2)], jax.lax.psum(x.astype(int), "batch")
+        return [jax.lax.cond(x[n] > n, *branches, x) for n in range(2)], jax.lax.psum(
+            x.astype(int), "batch"
+        )
 
     args = (jnp.ones(4),)
     traced = decide(trace(step, args, axes={"batch": 2}, wire=LocalRanks()), list(args))

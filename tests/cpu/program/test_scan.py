@@ -1,4 +1,6 @@
-"""A `scan` that exchanges is unrolled: the same results as JAX's own, an exchange cut in every iteration."""
+"""A `scan` that exchanges is unrolled: the same results as JAX's own, an exchange cut in every
+iteration.
+"""
 
 from __future__ import annotations
 
@@ -49,19 +51,31 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         body = nn.remat(Body, prevent_cse=False) if self.remat else Body
-        scan = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.length,
-                       metadata_params={nn.PARTITION_NAME: None})  # fmt: skip
+        scan = nn.scan(
+            body,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.length,
+            metadata_params={nn.PARTITION_NAME: None},
+        )
         return scan(self.mesh, name="blocks")(x, None)[0]
 
 
 def gradients(length: int, *, remat: bool = False) -> tuple[Any, Any, list[Any]]:
-    """The gradient of scanned blocks, that of a Python loop over the same parameters, and every rank's arguments."""
+    """The gradient of scanned blocks, that of a Python loop over the same parameters, and every
+    rank's arguments.
+    """
     model, block = Stack(length, remat), tensor.Block(2, MESH)
-    params = [tensor.init(model, jax.random.key(0), jax.ShapeDtypeStruct(X.shape, X.dtype), r) for r in range(2)]
+    params = [
+        tensor.init(model, jax.random.key(0), jax.ShapeDtypeStruct(X.shape, X.dtype), r)
+        for r in range(2)
+    ]
 
     def looped(params: Any, x: jax.Array) -> jax.Array:
         for i in range(length):
-            x = block.apply({"params": jax.tree.map(lambda p, i=i: p[i], params["blocks"]["block"])}, x)
+            x = block.apply(
+                {"params": jax.tree.map(lambda p, i=i: p[i], params["blocks"]["block"])}, x
+            )
         return jnp.sum(x**2)
 
     def scanned(params: Any, x: jax.Array) -> jax.Array:
@@ -101,7 +115,9 @@ def test_more_iterations_reuse_the_same_executables() -> None:
         scanned, _, args = gradients(length)
         programs.append(cut(scanned, args[0], MESH.axes))
     short, long = programs
-    assert len(long.collectives) - len(short.collectives) == 4, "two all-reduces forward, two backward"
+    assert len(long.collectives) - len(short.collectives) == 4, (
+        "two all-reduces forward, two backward"
+    )
     assert received(long) * 3 == received(short) * 4
     assert not any("loop" in dict(x.params) for x in long.exchanges)
     kinds = [{segment_key(s) for s in program.segments} for program in programs]
@@ -109,7 +125,9 @@ def test_more_iterations_reuse_the_same_executables() -> None:
 
 
 def reverse(x: jax.Array) -> Any:
-    """Constants, a carry that begins as a literal, rows from the last to the first, two stacks and a key."""
+    """Constants, a carry that begins as a literal, rows from the last to the first, two stacks and
+    a key.
+    """
     rows, keys = jnp.outer(jnp.arange(1.0, 4), x), jax.random.split(jax.random.key(1), 3)
 
     def body(c: Any, row: Any) -> Any:
@@ -121,7 +139,9 @@ def reverse(x: jax.Array) -> Any:
 
 
 def nested(x: jax.Array) -> Any:
-    """Inside checkpoint, custom derivatives and another loop; read as a whole and by a later loop."""
+    """Inside checkpoint, custom derivatives and another loop; read as a whole and by a later
+    loop.
+    """
 
     @jax.custom_jvp
     def inner(c: jax.Array) -> Any:
@@ -169,7 +189,9 @@ def chosen(x: jax.Array) -> jax.Array:
 
     def body(c: jax.Array, _: None) -> Any:
         total = lax.psum(c, "batch")
-        return lax.cond(total.sum() > 3, lambda v: lax.pmax(v, "batch"), lambda v: v + 1, total), None
+        return lax.cond(
+            total.sum() > 3, lambda v: lax.pmax(v, "batch"), lambda v: v + 1, total
+        ), None
 
     return lax.scan(body, x, None, length=3)[0]
 
@@ -189,11 +211,15 @@ def many(x: jax.Array) -> jax.Array:
         pytest.param(chosen, 2, 6, id="conditional"),
     ],
 )
-def test_what_is_unrolled_and_what_its_exchanges_bring(step: Any, exchanges: int, times: int) -> None:
+def test_what_is_unrolled_and_what_its_exchanges_bring(
+    step: Any, exchanges: int, times: int
+) -> None:
     x = jnp.ones(4)
     program = cut(step, (x,), AXES)
     assert len(program.exchanges) == exchanges
-    assert received(program) == times * x.nbytes, "an all-reduce on two ranks brings each what it has"
+    assert received(program) == times * x.nbytes, (
+        "an all-reduce on two ranks brings each what it has"
+    )
     assert sum(s.nbytes for s in program.segments) == times * x.nbytes
     (want, *_) = over_ranks(step, AXES)([(x,), (x,)])
     np.testing.assert_allclose(run_program(program, [[x], [x]])[0][0], want, rtol=1e-6)

@@ -1,4 +1,6 @@
-"""What a bare function means, and what the same function means as the body of a `jax.shard_map`: JAX's own numbers."""
+"""What a bare function means, and what the same function means as the body of a `jax.shard_map`:
+JAX's own numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from jax.sharding import AbstractMesh
 from jaxcross.errors import CutError
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, run_jaxpr, vmap_oracle
-from tests.support.semantics import AXES, RANKS, W, X, body, gradient, mapped, on_ranks, true_gradient
+from tests.support.semantics import (
+    AXES,
+    RANKS,
+    W,
+    X,
+    body,
+    gradient,
+    mapped,
+    on_ranks,
+    true_gradient,
+)
 
 
 def test_bare_function_has_pmap_and_vmap_semantics() -> None:
@@ -28,7 +40,9 @@ def test_bare_function_has_pmap_and_vmap_semantics() -> None:
 
 
 def test_permutation_over_axes_in_another_order_counts_ranks_in_mesh_order() -> None:
-    """XLA and the MPI wire do the same. All other exchanges count ranks in the order in which the axes are named."""
+    """XLA and the MPI wire do the same. All other exchanges count ranks in the order in which the
+    axes are named.
+    """
     axes = {"a": 2, "b": 2}
 
     def step(x: Any) -> Any:
@@ -43,7 +57,9 @@ def test_permutation_over_axes_in_another_order_counts_ranks_in_mesh_order() -> 
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_shard_map_body_has_its_check_vma_semantics(check_vma: bool, cast: bool) -> None:
-    """`pcast` changes nothing then: JAX inserts it where it is left out, and knows no varying types without check."""
+    """`pcast` changes nothing then: JAX inserts it where it is left out, and knows no varying types
+    without check.
+    """
     step = mapped(body(cast), check_vma, mesh=AbstractMesh((RANKS,), ("batch",)))
     got = on_ranks(step, X[:, None])
     want = [true_gradient()] * RANKS if check_vma else on_ranks(gradient, X)
@@ -83,12 +99,16 @@ def test_so_they_are_on_devices(on_four_devices: Callable[..., str]) -> None:
     ids=["bare", "reduced", "jit", "remat", "vmap"],
 )
 def test_pcast_in_a_bare_function_error_names_the_line(wrap: Callable[..., Any], to: Any) -> None:
-    """JAX's `vmap` over ranks refuses it, too. `pmap` ignores it, and gives the gradients of a bare function."""
+    """JAX's `vmap` over ranks refuses it, too. `pmap` ignores it, and gives the gradients of a bare
+    function.
+    """
 
     def train_step(w: Any, x: Any) -> Any:
         cast = wrap(lambda w: lax.pcast(w, "batch", to=to))
         return jax.grad(lambda w: lax.psum(jnp.sum(cast(w) * x), "batch"))(w)
 
-    with pytest.raises(CutError, match=r"`train_step` calls `jax.lax.pcast` at .*test_semantics.py:\d+") as told:
+    with pytest.raises(
+        CutError, match=r"`train_step` calls `jax.lax.pcast` at .*test_semantics.py:\d+"
+    ) as told:
         trace(train_step, (W, X[0]), axes=AXES, wire=LocalRanks())
     assert "`jax.shard_map(step, in_specs=..., out_specs=...)`" in str(told.value)

@@ -1,4 +1,6 @@
-"""A step that is a `jax.shard_map` is traced without devices, and does what JAX's own devices do."""
+"""A step that is a `jax.shard_map` is traced without devices, and does what JAX's own devices
+do.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,14 @@ from jaxcross.program.trace import Traced, trace
 from jaxcross.testing import LocalRanks, run_program
 from tests.support.shard_map_table import AXES, ROWS, mapped, parts
 
-KINDS = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit  # which is JAX's default depends on its version
-MESHES = [jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES), axis_types=(kind,) * 2) for kind in KINDS]
+KINDS = (
+    jax.sharding.AxisType.Auto,
+    jax.sharding.AxisType.Explicit,
+)  # which is JAX's default depends on its version
+MESHES = [
+    jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES), axis_types=(kind,) * 2)
+    for kind in KINDS
+]
 MESH = MESHES[0]
 
 
@@ -55,11 +63,15 @@ for what, row, check in cases():
 @pytest.mark.integration
 def test_every_row_equals_devices(on_four_devices: Callable[..., str]) -> None:
     """Four XLA devices need a process of their own."""
-    assert on_four_devices(ON_DEVICES).count("holds") == sum(len(row.checks) for row in ROWS.values())
+    assert on_four_devices(ON_DEVICES).count("holds") == sum(
+        len(row.checks) for row in ROWS.values()
+    )
 
 
 def test_jax_inserts_the_exchanges_of_gradients() -> None:
-    found = cut(traced(mapped(ROWS["inserted"], True, MESH), *of_rank("inserted")), bucket_bytes=0).exchanges
+    found = cut(
+        traced(mapped(ROWS["inserted"], True, MESH), *of_rank("inserted")), bucket_bytes=0
+    ).exchanges
     sums = sorted((*x.axes, x.count) for x in found)
     forward, gradients = [("tensor", 16)], [("data", 4), ("data", 12), ("data", 12)]
     assert sums == [("data", 1), *gradients, *forward], "and the mean loss"
@@ -80,7 +92,9 @@ def test_nothing_speaks_of_the_mesh_afterwards(name: str) -> None:
         assert eqn.primitive.name not in ("pvary", "pcast", "shard_map")
         assert eqn.ctx.cur_abstract_mesh.empty, eqn
         values = [*eqn.invars, *eqn.outvars]
-        types = [v.aval for v in values] + [jax.typeof(v.val) for v in values if isinstance(v, compat.Literal)]
+        types = [v.aval for v in values] + [
+            jax.typeof(v.val) for v in values if isinstance(v, compat.Literal)
+        ]
         assert all(t.sharding.mesh.empty and not t.mat.varying for t in types), eqn
         told = {name: value for name, value in eqn.params.items() if not compat.is_jaxpr(value)}
         assert "Manual" not in repr(told) or "branches" in told, eqn
@@ -101,21 +115,31 @@ def test_axes_of_either_type(mesh: Any) -> None:
 
 def test_specs_that_are_left_out_are_asked_for() -> None:
     step = jax.shard_map(lambda x: lax.psum(x, "data"), mesh=MESHES[1], out_specs=P())
-    with pytest.raises(CutError, match="^how the arguments of the `shard_map` of `<lambda>` are cut cannot be told"):
+    with pytest.raises(
+        CutError, match="^how the arguments of the `shard_map` of `<lambda>` are cut cannot be told"
+    ):
         traced(step, jnp.ones((4, 2)))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["auto", "explicit"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_a_vmap_of_a_shard_map_is_asked_to_be_inside(mesh: Any, wrap: Any) -> None:
-    step = jax.shard_map(lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
-    with pytest.raises(CutError, match=r"^`<lambda>` is a `jax.vmap` of a `shard_map`, .* Put the `vmap` inside"):
+    step = jax.shard_map(
+        lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False
+    )
+    with pytest.raises(
+        CutError, match=r"^`<lambda>` is a `jax.vmap` of a `shard_map`, .* Put the `vmap` inside"
+    ):
         traced(wrap(jax.vmap(step)), jnp.ones((3, 4, 2)))
-    inside = jax.shard_map(jax.vmap(lambda x: lax.psum(x, "data")), mesh=mesh, in_specs=P(None, "data"), out_specs=P())
+    inside = jax.shard_map(
+        jax.vmap(lambda x: lax.psum(x, "data")), mesh=mesh, in_specs=P(None, "data"), out_specs=P()
+    )
     assert traced(inside, jnp.ones((3, 4, 2))).jaxpr.out_avals[0].shape == (3, 4, 2)
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, lambda f: jax.jit(lambda *a: f(*a)), lambda f: lambda *a: f(*a)])
+@pytest.mark.parametrize(
+    "wrap", [jax.jit, lambda f: jax.jit(lambda *a: f(*a)), lambda f: lambda *a: f(*a)]
+)
 def test_jitted_and_called_by_another_function(wrap: Any) -> None:
     step = wrap(mapped(ROWS["inserted"], True, MESH))
     assert traced(step, *of_rank("inserted")).in_avals[0].shape == (4, 3)
@@ -123,12 +147,16 @@ def test_jitted_and_called_by_another_function(wrap: Any) -> None:
 
 def test_shards_too_short_to_be_cut_again() -> None:
     """A rank's one row cannot be split into two, which JAX would try with the shard."""
-    step = jax.shard_map(lambda x: lax.psum(x, "data"), mesh=MESH, in_specs=P("data"), out_specs=P())
+    step = jax.shard_map(
+        lambda x: lax.psum(x, "data"), mesh=MESH, in_specs=P("data"), out_specs=P()
+    )
     assert traced(step, jnp.ones((1, 3))).jaxpr.out_avals[0].shape == (1, 3)
 
 
 def test_a_step_without_exchange() -> None:
-    step = jax.jit(jax.shard_map(lambda x: 2 * x, mesh=MESH, in_specs=P("data"), out_specs=P("data")))
+    step = jax.jit(
+        jax.shard_map(lambda x: 2 * x, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+    )
     assert traced(step, jnp.ones((3, 2))).jaxpr.out_avals[0].shape == (3, 2)
 
 
@@ -145,7 +173,8 @@ def test_another_mesh_is_refused() -> None:
     step = mapped(ROWS["inserted"], True, MESH)
     for axes in ({"data": 4, "tensor": 1}, {"tensor": 2, "data": 2}, {"batch": 4}):
         with pytest.raises(
-            CutError, match="^`inserted` is a `shard_map` over `data` of 2, `tensor` of 2, but its axes"
+            CutError,
+            match="^`inserted` is a `shard_map` over `data` of 2, `tensor` of 2, but its axes",
         ):
             traced(step, *of_rank("inserted"), axes=axes)
 
@@ -158,7 +187,9 @@ def test_a_rank_may_map_over_its_own_devices() -> None:
 
 
 def test_work_outside_is_refused() -> None:
-    body = jax.shard_map(lambda x: lax.psum(x, "data"), mesh=MESH, in_specs=P("data"), out_specs=P())
+    body = jax.shard_map(
+        lambda x: lax.psum(x, "data"), mesh=MESH, in_specs=P("data"), out_specs=P()
+    )
 
     def after(x: jax.Array) -> jax.Array:
         return body(x) + 1
@@ -166,7 +197,10 @@ def test_work_outside_is_refused() -> None:
     def before(x: jax.Array) -> jax.Array:
         return body(x + 1)
 
-    with pytest.raises(CutError, match=r"^`after` computes `add` outside of its `shard_map`, at .*test_shard_map.py"):
+    with pytest.raises(
+        CutError,
+        match=r"^`after` computes `add` outside of its `shard_map`, at .*test_shard_map.py",
+    ):
         traced(after, jnp.ones((3, 2)))
     with pytest.raises(CutError, match="^`before` computes `add` outside of its `shard_map`"):
         traced(before, jnp.ones((4, 2)))
@@ -176,14 +210,19 @@ def test_work_outside_is_refused() -> None:
 def test_work_beside_replicated_shard_map_is_rejected(check_vma: bool) -> None:
     """A rank's shards have the global shapes there: only what stands outside tells."""
     body = jax.shard_map(
-        lambda x: x * (1.0 + lax.axis_index("data")), mesh=MESH, in_specs=P(), out_specs=P("data"), check_vma=check_vma
+        lambda x: x * (1.0 + lax.axis_index("data")),
+        mesh=MESH,
+        in_specs=P(),
+        out_specs=P("data"),
+        check_vma=check_vma,
     )
 
     def mean(x: jax.Array) -> jax.Array:
         return jnp.mean(body(x))
 
     with pytest.raises(
-        CutError, match=r"^`mean` computes `reduce_sum` outside of its `shard_map`, at .*test_shard_map"
+        CutError,
+        match=r"^`mean` computes `reduce_sum` outside of its `shard_map`, at .*test_shard_map",
     ):
         traced(mean, jnp.ones(2))
     with pytest.raises(CutError, match="^`mean` computes `reduce_sum` outside"):
@@ -193,40 +232,57 @@ def test_work_beside_replicated_shard_map_is_rejected(check_vma: bool) -> None:
 def test_one_argument_may_be_passed_twice() -> None:
     def products(spec: Any) -> Any:
         step = jax.shard_map(
-            lambda a, b: lax.psum(jnp.sum(a * jnp.sum(b)), "data"), mesh=MESH, in_specs=(P("data"), spec), out_specs=P()
+            lambda a, b: lax.psum(jnp.sum(a * jnp.sum(b)), "data"),
+            mesh=MESH,
+            in_specs=(P("data"), spec),
+            out_specs=P(),
         )
         return lambda x: step(x, x)
 
     told = run_program(
-        stages.cut(traced(products(P("data", None)), jnp.ones((2, 2)))), [[np.full((2, 2), r)] for r in range(4)]
+        stages.cut(traced(products(P("data", None)), jnp.ones((2, 2)))),
+        [[np.full((2, 2), r)] for r in range(4)],
     )
     assert [float(out[0]) for out in told] == [16.0 * (0 + 4), 16.0 * (1 + 9)] * 2
-    with pytest.raises(CutError, match=r"takes one argument of the step twice, cut by P\('data',?\) and by P\(\)"):
+    with pytest.raises(
+        CutError, match=r"takes one argument of the step twice, cut by P\('data',?\) and by P\(\)"
+    ):
         traced(products(P()), jnp.ones((2, 2)))
 
 
 def test_constants_lie_whole_on_every_rank() -> None:
     def scaled(spec: Any) -> Any:
         step = jax.shard_map(
-            lambda w, x: lax.psum(jnp.sum(w) * x, "data"), mesh=MESH, in_specs=(spec, P("data")), out_specs=P()
+            lambda w, x: lax.psum(jnp.sum(w) * x, "data"),
+            mesh=MESH,
+            in_specs=(spec, P("data")),
+            out_specs=P(),
         )
         return lambda x: step(np.ones(4, np.float32), x)
 
     assert traced(scaled(P()), jnp.ones(2)).jaxpr.out_avals[0].shape == (2,)
-    with pytest.raises(CutError, match=r"cuts by P\('data',?\) an array that is not an argument of the step"):
+    with pytest.raises(
+        CutError, match=r"cuts by P\('data',?\) an array that is not an argument of the step"
+    ):
         traced(scaled(P("data")), jnp.ones(2))
 
 
 def test_axes_left_to_the_partitioner_are_refused() -> None:
     step = jax.shard_map(
-        lambda x: lax.psum(x, "data"), mesh=MESH, in_specs=P("data"), out_specs=P(), axis_names={"data"}
+        lambda x: lax.psum(x, "data"),
+        mesh=MESH,
+        in_specs=P("data"),
+        out_specs=P(),
+        axis_names={"data"},
     )
     with pytest.raises(CutError, match="leaves axes to XLA's partitioner"):
         traced(step, jnp.ones((3, 2)))
 
 
 def test_what_is_wrong_with_a_step_is_told_by_jax() -> None:
-    step = jax.shard_map(lambda x: x @ jnp.ones((5, 2)), mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+    step = jax.shard_map(
+        lambda x: x @ jnp.ones((5, 2)), mesh=MESH, in_specs=P("data"), out_specs=P("data")
+    )
     with pytest.raises(TypeError, match="dot_general"):
         traced(step, jnp.ones((3, 2)))
     unequal = jax.shard_map(lambda x: x, mesh=MESH, in_specs=P("data"), out_specs=P())

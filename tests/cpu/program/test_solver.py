@@ -40,18 +40,24 @@ def test_a_solver_without_exchange_stays_as_it_is() -> None:
 
     def step(x: Any) -> Any:
         scale = 2.0 ** jax.lax.axis_index("batch")
-        return jax.lax.psum(jax.lax.custom_linear_solve(lambda v: v * scale, x, lambda _, b: b / scale), "batch")
+        return jax.lax.psum(
+            jax.lax.custom_linear_solve(lambda v: v * scale, x, lambda _, b: b / scale), "batch"
+        )
 
     assert "custom_linear_solve" in str(trace(step, (weights(),), axes=AXES, wire=LocalRanks()))
 
 
 def custom_vmap(function: Any) -> Any:
     called = jax.custom_batching.custom_vmap(function)
-    called.def_vmap(lambda size, batched, x: (x, True))  # for a `vmap` of the user's own, which there is none of
+    called.def_vmap(
+        lambda size, batched, x: (x, True)
+    )  # for a `vmap` of the user's own, which there is none of
     return called
 
 
-@pytest.mark.parametrize("wrap", [custom_vmap, lambda function: jax.lax.composite(function, "own.call")])
+@pytest.mark.parametrize(
+    "wrap", [custom_vmap, lambda function: jax.lax.composite(function, "own.call")]
+)
 def test_other_calls_that_exchange_are_inlined(wrap: Any) -> None:
     """Other calls of a function that exchanges are inlined."""
     call = wrap(lambda x: jax.lax.psum(2 * x, "batch"))

@@ -1,4 +1,6 @@
-"""Arrays that stand in a step's arguments more than once, and are donated: copies, where XLA would refuse them."""
+"""Arrays that stand in a step's arguments more than once, and are donated: copies, where XLA would
+refuse them.
+"""
 
 from __future__ import annotations
 

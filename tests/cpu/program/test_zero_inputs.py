@@ -1,4 +1,6 @@
-"""Zeros stand in for what a rank has failed to make: exchanges still run, and loops end or are refused."""
+"""Zeros stand in for what a rank has failed to make: exchanges still run, and loops end or are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_a_loop_that_ranks_vote_on_ends_on_zeros(length: int) -> None:
 
     def step(x: Any, limit: Any) -> Any:
         def grow(c: Any, _: Any = None) -> Any:
-            return lax.while_loop(lambda v: v.max() < limit + 1, lambda v: v * 2 + 0 * lax.psum(v, "batch"), c), None
+            return lax.while_loop(
+                lambda v: v.max() < limit + 1, lambda v: v * 2 + 0 * lax.psum(v, "batch"), c
+            ), None
 
         x = jnp.sin(x)
         return lax.scan(grow, x, None, length=length)[0] if length else grow(x)[0]
@@ -63,7 +67,10 @@ def test_zero_buffers_stand_in_for_what_failed() -> None:
     def step(x: Any, key: Any) -> Any:
         def body(c: Any, _: Any) -> Any:
             v, k = c
-            return (lax.psum(v + jax.random.normal(k, v.shape), "batch"), jax.random.split(k)[0]), None
+            return (
+                lax.psum(v + jax.random.normal(k, v.shape), "batch"),
+                jax.random.split(k)[0],
+            ), None
 
         (x, key), _ = lax.scan(body, (x, key), None, length=UNROLLED + 1)
         return lax.pmax(x.astype(jnp.bfloat16), "batch")
@@ -81,12 +88,16 @@ def test_zero_buffers_stand_in_for_what_failed() -> None:
 
 
 def test_late_segment_does_not_replace_zeros() -> None:
-    """The device's lane may dispatch the maker of what is exchanged after the exchange lane has zeroed it."""
+    """The device's lane may dispatch the maker of what is exchanged after the exchange lane has
+    zeroed it.
+    """
 
     def step(x: Any) -> Any:
         return lax.psum(jnp.sin(x), "batch")
 
-    done = stages.compile(stages.cut(trace(step, (jnp.ones(3),), axes=AXES, wire=LocalRanks())), [jnp.ones(3)])
+    done = stages.compile(
+        stages.cut(trace(step, (jnp.ones(3),), axes=AXES, wire=LocalRanks())), [jnp.ones(3)]
+    )
     (exchange,) = done.program.collectives
     execution = done.execution([jnp.ones(3)])
     execution.zero_inputs(exchange.index)

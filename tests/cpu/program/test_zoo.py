@@ -1,4 +1,6 @@
-"""Every step of the zoo, cut, on several ranks in lock step: equal to JAX's own `vmap` over the ranks."""
+"""Every step of the zoo, cut, on several ranks in lock step: equal to JAX's own `vmap` over the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,41 @@ from jaxcross.program import stages
 from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
 from jaxcross.program.verify import verify
-from jaxcross.testing import ComputeUnderVmap, LocalRanks, decide, over_ranks, run_jaxpr, run_program
+from jaxcross.testing import (
+    ComputeUnderVmap,
+    LocalRanks,
+    decide,
+    over_ranks,
+    run_jaxpr,
+    run_program,
+)
 from tests.support.zoo import ZOO, Row, assert_close
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 RANKS = 4
 # Whose likes are in the usual run. All rows are traced, cut and printed there.
-MORE = {"already jitted", "nn.remat", "adamw, clipped after the exchange", "batch norm, local", "batch norm, averaged"}
-ROWS = [pytest.param(row, marks=pytest.mark.exhaustive if row.name in MORE else [], id=row.name) for row in ZOO]
+MORE = {
+    "already jitted",
+    "nn.remat",
+    "adamw, clipped after the exchange",
+    "batch norm, local",
+    "batch norm, averaged",
+}
+ROWS = [
+    pytest.param(row, marks=pytest.mark.exhaustive if row.name in MORE else [], id=row.name)
+    for row in ZOO
+]
 
 
 def traced(row: Row, ranks: int) -> tuple[Any, Any, Traced]:
     step, state = row.build(ranks)
     args = (state, row.batch(0, 0))
-    return step, state, trace(step, args, axes=row.axes(ranks), wire=LocalRanks(), donate_argnums=(0,))
+    return (
+        step,
+        state,
+        trace(step, args, axes=row.axes(ranks), wire=LocalRanks(), donate_argnums=(0,)),
+    )
 
 
 @pytest.mark.mostly_integration("literal and passed-through results", "vmap inside")
@@ -74,14 +96,18 @@ def test_programs_verify_print_and_parse(row: Row, cut: Any) -> None:
     assert parse(program.text()).text() == program.text()
     assert program.exchanges, "every row exchanges something"
     package = str(Path(jaxcross.__file__).parent)
-    assert all(package not in x.source and ".py" in x.source for x in program.exchanges), "the user's line"
+    assert all(package not in x.source and ".py" in x.source for x in program.exchanges), (
+        "the user's line"
+    )
     assert len(str(program).splitlines()) == len(program.segments) + 1
 
 
 def test_verify_finds_an_exchange_in_a_compute_segment() -> None:
     """The check `verify` finds an exchange that is labelled as computation."""
     program = stages.cut(
-        trace(lambda x: jax.lax.psum(x, "batch"), (jnp.ones(3),), axes={"batch": 2}, wire=LocalRanks())
+        trace(
+            lambda x: jax.lax.psum(x, "batch"), (jnp.ones(3),), axes={"batch": 2}, wire=LocalRanks()
+        )
     )
     (segment,) = [s for s in program.segments if s.exchanges]
     moved = dataclasses.replace(segment, kind="compute", exchanges=())

@@ -18,7 +18,14 @@ def make(crossed, policy, *, ranks=2, steps=4, names="ab", link=""):
                 t = 2 * step + j if crossed else 2 * (step + j * steps)
                 common = {"rank": rank, "job": job, "step": step, "lane": 0}
                 spans.append(
-                    Span(kind="compute", segment=0, start_ns=t * S, end_ns=(t + 1) * S, ready_ns=t * S, **common)
+                    Span(
+                        kind="compute",
+                        segment=0,
+                        start_ns=t * S,
+                        end_ns=(t + 1) * S,
+                        ready_ns=t * S,
+                        **common,
+                    )
                 )
                 times = {"start_ns": (t + 1) * S, "end_ns": (t + 2) * S, "ready_ns": (t + 1) * S}
                 spans.append(Span(kind="collective", segment=1, **times, **common))
@@ -66,7 +73,8 @@ def test_a_long_run_is_drawn_as_far_as_it_can_be_read():
         begin = _steady_begin(report)
         return begin / S, _shown_s([(report, _rows(report), begin)])
 
-    # from the end of b's first step on; two computes every 2 s on the lane: the 301st begins 300 s later
+    # from the end of b's first step on; two computes every 2 s on the lane: the 301st begins 300 s
+    # later
     assert shown(make(True, "crossover", ranks=1, steps=1000)) == (3.0, 300.0)
     assert shown(make(True, "crossover", ranks=1, steps=8)) == (3.0, 14.0)
 
@@ -96,7 +104,11 @@ def test_the_chart_begins_at_the_steady_state():
     # of a job that comes later and has no part in the round it does not wait
     late = [replace(s, job="late") for s in make(True, "x", names="a", steps=2).spans]
     later = [replace(s, start_ns=s.start_ns + 13 * S, end_ns=s.end_ns + 13 * S) for s in late]
-    three = replace(crossed, spans=(*crossed.spans, *later), jobs=(*crossed.jobs, JobSummary(name="late", steps=2)))
+    three = replace(
+        crossed,
+        spans=(*crossed.spans, *later),
+        jobs=(*crossed.jobs, JobSummary(name="late", steps=2)),
+    )
     assert [job.facts.name for job in three.rounds.crossed] == ["a", "b"]
     assert _steady_begin(three) == 3 * S
     apart = make(False, "round-robin")
@@ -126,11 +138,20 @@ def test_the_legend_is_within_the_picture(tmp_path, monkeypatch, jobs):
 
     def watched(figure, **options):
         made = legend(figure, **options)
-        boxes.append((made.get_window_extent(), figure.bbox.width, [text.get_text() for text in made.get_texts()]))
+        boxes.append(
+            (
+                made.get_window_extent(),
+                figure.bbox.width,
+                [text.get_text() for text in made.get_texts()],
+            )
+        )
         return made
 
     monkeypatch.setattr(Figure, "legend", watched)
-    names = [f"a job with a name that is long, {n}" + " and longer" * (jobs == 1) * 19 for n in range(jobs)]
+    names = [
+        f"a job with a name that is long, {n}" + " and longer" * (jobs == 1) * 19
+        for n in range(jobs)
+    ]
     report = make(True, "x", names=names)
     rest = [replace(report.spans[0], kind=kind) for kind in ("compile", "input", "vote")]
     replace(report, spans=(*report.spans, *rest)).to_gantt(tmp_path / "x.png")
@@ -165,9 +186,15 @@ def test_what_is_thinner_than_a_pixel_is_a_tint(tmp_path, share):
         )
         for n in range(steps)
     ]  # fmt: skip
-    report = Report(spans=tuple(spans), jobs=(JobSummary(name="a", steps=steps),), wall_ns={0: (0, S)})
-    picture = matplotlib.image.imread(report.to_gantt(tmp_path / "x.png", window=(0.0, 1.0)))[..., :3]
+    report = Report(
+        spans=tuple(spans), jobs=(JobSummary(name="a", steps=steps),), wall_ns={0: (0, S)}
+    )
+    picture = matplotlib.image.imread(report.to_gantt(tmp_path / "x.png", window=(0.0, 1.0)))[
+        ..., :3
+    ]
     blue = np.array([0x00, 0x72, 0xB2]) / 255
     tinted = np.abs(picture - (1 - max(share, 0.15) * (1 - blue))).max(axis=-1) < 0.02
-    whole = tinted.mean(axis=1) > 0.85  # lines of the picture that are so from the axis's left to its right
+    whole = (
+        tinted.mean(axis=1) > 0.85
+    )  # lines of the picture that are so from the axis's left to its right
     assert whole.sum() > 20

@@ -14,21 +14,30 @@ from tests.support.fakes import FakeCompiled, plain_program, run_ranks
 
 def trained(world, **options):
     """Three jobs of unlike steps and data, one of which fails: what each is left with."""
-    programs = {name: plain_program(name, exchanges=n) for name, n in (("a", 1), ("b", 3), ("bad", 2))}
-    compiled = {name: FakeCompiled(p, world, lambda i, values: sum(values) / 2) for name, p in programs.items()}
+    programs = {
+        name: plain_program(name, exchanges=n) for name, n in (("a", 1), ("b", 3), ("bad", 2))
+    }
+    compiled = {
+        name: FakeCompiled(p, world, lambda i, values: sum(values) / 2)
+        for name, p in programs.items()
+    }
 
     def fn(job):
         state = job.restore(1.0)
         for batch in job.batches(float(n) for n in range(4 + world.rank)):
             if job.name == "bad" and job.step == 2 and world.rank == world.size - 1:
                 raise ValueError("boom")
-            state = current_job().host.run(compiled[job.name], [state, batch + world.rank], compiled)
+            state = current_job().host.run(
+                compiled[job.name], [state, batch + world.rank], compiled
+            )
             job.state = state
         return state
 
     with Runner(world, **options) as runner:
         jobs = [runner.add(name, fn) for name in programs]
-        with pytest.raises(JobError, match="^Job `bad` failed on rank 2 after step 2: ValueError: boom"):
+        with pytest.raises(
+            JobError, match="^Job `bad` failed on rank 2 after step 2: ValueError: boom"
+        ):
             runner.run()
     return [(job.step, job.state) for job in jobs], runner.chaos
 
@@ -47,7 +56,9 @@ def test_results_do_not_depend_on_who_is_late_when():
 def delays(seed, rank, name, monkeypatch):
     """How long a thread of that name is made to wait, time after time."""
     chaos, found = Chaos(seed, rank), []
-    monkeypatch.setattr(chaos, "_never", type("Never", (), {"wait": lambda self, seconds: found.append(seconds)})())
+    monkeypatch.setattr(
+        chaos, "_never", type("Never", (), {"wait": lambda self, seconds: found.append(seconds)})()
+    )
     thread = threading.Thread(target=lambda: [chaos.pause() for _ in range(50)], name=name)
     thread.start()
     thread.join()
@@ -60,7 +71,11 @@ def test_a_seed_makes_the_same_threads_late_alike(monkeypatch):
     assert 5 < len(first) < 40
     assert all(0 <= seconds <= 0.02 for seconds in first)
     assert first == delays(1, 0, "lane", monkeypatch)
-    others = [delays(2, 0, "lane", monkeypatch), delays(1, 1, "lane", monkeypatch), delays(1, 0, "job", monkeypatch)]
+    others = [
+        delays(2, 0, "lane", monkeypatch),
+        delays(1, 1, "lane", monkeypatch),
+        delays(1, 0, "job", monkeypatch),
+    ]
     assert first not in others
     assert len({tuple(other) for other in others}) == 3
 

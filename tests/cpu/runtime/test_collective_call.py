@@ -1,4 +1,6 @@
-"""What ranks do together: where one fails, or talks less often than the others, all of them hear it, and none waits."""
+"""What ranks do together: where one fails, or talks less often than the others, all of them hear
+it, and none waits.
+"""
 
 import numpy as np
 import pytest
@@ -46,7 +48,10 @@ def test_a_failure_of_one_rank_is_one_of_all(after):
     first, second, third = told(3, work)
     assert second == "ZeroDivisionError: here"
     assert first == third
-    assert "JobError: Ranks did something together, in which rank 1 failed: ZeroDivisionError: here" in first
+    assert (
+        "JobError: Ranks did something together, in which rank 1 failed: ZeroDivisionError: here"
+        in first
+    )
 
 
 def test_a_failure_is_heard_by_ranks_that_are_done():
@@ -75,7 +80,9 @@ def test_ranks_that_talk_otherwise_are_told_so():
     assert "rank 0 reduces 1 values" in first and "rank 1 reduces 2 values" in second
 
 
-@pytest.mark.parametrize("says", [lambda c: c.allreduce_min(np.array("x")), lambda c: c.allgather_text(3)])
+@pytest.mark.parametrize(
+    "says", [lambda c: c.allreduce_min(np.array("x")), lambda c: c.allgather_text(3)]
+)
 def test_what_cannot_be_said_is_a_failure(says):
     first, second = told(2, lambda control, rank: says(control) if rank else talks(control, 2))
     assert "rank 1 failed: " in first and second.split(":")[0] in ("ValueError", "TypeError")

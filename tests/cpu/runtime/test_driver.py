@@ -1,4 +1,6 @@
-"""The driver's lanes: spans, watching, the emulated link, what happens when a lane itself breaks."""
+"""The driver's lanes: spans, watching, the emulated link, what happens when a lane itself
+breaks.
+"""
 
 import threading
 import time
@@ -29,7 +31,9 @@ from tests.support.fakes import FakeCompiled, FakeExecution, ManualClock, plain_
 
 def runner_of(world, *, steps=2, program=None, compiled=None, **options):
     """A runner of one job that calls a step a few times."""
-    compiled = compiled or FakeCompiled(program or plain_program(shape=(2, 3)), world, lambda i, values: sum(values))
+    compiled = compiled or FakeCompiled(
+        program or plain_program(shape=(2, 3)), world, lambda i, values: sum(values)
+    )
 
     def fn(job):
         state = 0.0
@@ -50,14 +54,21 @@ def test_spans_name_what_was_done():
 
     for rank, (begin_ns, spans) in enumerate(run_ranks(2, work)):
         spans = sorted(spans, key=lambda s: s.start_ns)
-        # Each lane tells of its own, and neither waits for the other: a busy machine notes the end of a segment late.
+        # Each lane tells of its own, and neither waits for the other: a busy machine notes the end
+        # of a segment late.
         in_order = sorted(spans, key=lambda s: (s.step, s.segment))
         lanes = [(s.kind, s.job, s.step, s.segment, s.nbytes) for s in in_order if s.kind != "vote"]
         assert lanes == [
-            ("compute", "a", 1, 0, 0), ("collective", "a", 1, 1, 24), ("compute", "a", 1, 2, 0),
-            ("compute", "a", 2, 0, 0), ("collective", "a", 2, 1, 24), ("compute", "a", 2, 2, 0),
-        ]  # fmt: skip
-        assert all(s.rank == rank and begin_ns <= s.ready_ns <= s.start_ns <= s.end_ns for s in spans)
+            ("compute", "a", 1, 0, 0),
+            ("collective", "a", 1, 1, 24),
+            ("compute", "a", 1, 2, 0),
+            ("compute", "a", 2, 0, 0),
+            ("collective", "a", 2, 1, 24),
+            ("compute", "a", 2, 2, 0),
+        ]
+        assert all(
+            s.rank == rank and begin_ns <= s.ready_ns <= s.start_ns <= s.end_ns for s in spans
+        )
         compute = [s for s in spans if s.kind == "compute"]
         assert all(a.end_ns <= b.start_ns for a, b in pairwise(compute))
         exchange = [s for s in spans if s.kind in ("collective", "vote")]
@@ -74,9 +85,11 @@ def test_every_wait_for_other_ranks_is_watched():
     for watched in run_ranks(2, work):
         exchanges = [w for w in watched if w[3] == "exchange"]
         assert exchanges == [("a", 1, 1, "exchange"), ("a", 2, 1, "exchange")]
-        # One vote admits and one commits each step, one ends the job; a rank that comes late costs further ones.
+        # One vote admits and one commits each step, one ends the job; a rank that comes late costs
+        # further ones.
         assert len([w for w in watched if w[3] == "vote"]) >= 5
-        # Votes and news are about all jobs, so a report of such a wait names no job, step or segment.
+        # Votes and news are about all jobs, so a report of such a wait names no job, step or
+        # segment.
         assert {w[:3] for w in watched if w[3] in ("vote", "news of jobs")} == {("", 0, -1)}
         assert ("", 0, -1, "news of jobs") in watched
 
@@ -131,25 +144,33 @@ def test_every_segment_is_dispatched_and_then_waited_for():
     def work(world):
         events = []
         driver: Any = SimpleNamespace(
-            world=world, queue=SimpleQueue, clock_ns=ManualClock(), post=events.append, listeners=Listeners()
+            world=world,
+            queue=SimpleQueue,
+            clock_ns=ManualClock(),
+            post=events.append,
+            listeners=Listeners(),
         )
         compiled: Any = FakeCompiled(plain_program(), world, lambda i, values: sum(values))
-        call = StepCall("a", 1, step_graph_of(compiled.program), compiled.execution([1.0, 2.0]), 0, "ignore")
+        call = StepCall(
+            "a", 1, step_graph_of(compiled.program), compiled.execution([1.0, 2.0]), 0, "ignore"
+        )
         lane = ComputeLane(driver)
         lane.start()
         lane.put(m.Dispatch(0, 1, 1, 0), call)
         lane.close()
         assert sorted(events, key=lambda event: type(event).__name__) == [
-            m.SegmentCompleted(0, 1, 0, 0), m.SegmentDispatched(0, 1, 0)
-        ]  # fmt: skip
+            m.SegmentCompleted(0, 1, 0, 0),
+            m.SegmentDispatched(0, 1, 0),
+        ]
 
     run_ranks(1, work)
 
 
 def test_backoff_ends_although_the_thread_is_suspended_for_longer(monkeypatch):
-    """With a backoff of one microsecond, the time is always up before the thread begins to wait, just as if the kernel
-    had suspended it. `SimpleQueue.get(timeout=...)` of Python 3.11 and 3.12 then blocks forever, provided that it
-    returned the previous item without waiting. That's why we put two instructions at once.
+    """With a backoff of one microsecond, the time is always up before the thread begins to wait,
+    just as if the kernel had suspended it. `SimpleQueue.get(timeout=...)` of Python 3.11 and 3.12
+    then blocks forever, provided that it returned the previous item without waiting. That's why we
+    put two instructions at once.
     """
     monkeypatch.setattr(lanes, "_FIRST_BACKOFF_S", 1e-6)
 
@@ -207,7 +228,9 @@ class Broken(FakeCompiled):
 def test_an_exchange_that_breaks_ends_the_run():
     def work(world):
         with pytest.raises(OSError, match="network unreachable"):
-            runner_of(world, compiled=Broken(plain_program(), world, lambda i, values: sum(values))).run()
+            runner_of(
+                world, compiled=Broken(plain_program(), world, lambda i, values: sum(values))
+            ).run()
 
     run_ranks(1, work)
 
@@ -229,12 +252,17 @@ def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
 
     def work(world):
         runner = runner_of(
-            world, policy=Sequential(), instruments=[BreaksIn(kind)], checkpoints=Checkpoints(tmp_path / "kept")
+            world,
+            policy=Sequential(),
+            instruments=[BreaksIn(kind)],
+            checkpoints=Checkpoints(tmp_path / "kept"),
         )
         second = runner.add("b", runner._runs[0]._function)
         with pytest.raises(OSError, match="no space left") as broken:
             runner.run()
-        assert broken.value.__notes__[0] == ("raised by `BreaksIn.span`, a hook of an instrument, which must not raise")
+        assert broken.value.__notes__[0] == (
+            "raised by `BreaksIn.span`, a hook of an instrument, which must not raise"
+        )
         assert all(job.done.wait(60) for job in runner.jobs)
         assert second.status == "failed"
         assert str(second.error) == "Job `b` cannot go on: the run broke."
@@ -270,7 +298,9 @@ def test_broken_lane_wakes_waiter_on_a_joining_job():
 
 
 def test_stop_request_does_not_overtake_earlier_events(monkeypatch):
-    """A job is added just as the run begins, and asked to stop while the driver hands over what came too early."""
+    """A job is added just as the run begins, and asked to stop while the driver hands over what
+    came too early.
+    """
     found = []
 
     def steps_once_it_is_asked(job):
@@ -316,8 +346,13 @@ def test_device_error_fails_job_and_peer_gets_zeros():
     """An error of the device fails the job, and the other rank gets zeros."""
 
     def work(world):
-        runner = runner_of(world, compiled=Poisoned(plain_program(), world, lambda i, values: sum(values)))
-        with pytest.raises(JobError, match=r"^Job `a` failed on rank 0 in step 1, segment 1 \(collective\): Floating"):
+        runner = runner_of(
+            world, compiled=Poisoned(plain_program(), world, lambda i, values: sum(values))
+        )
+        with pytest.raises(
+            JobError,
+            match=r"^Job `a` failed on rank 0 in step 1, segment 1 \(collective\): Floating",
+        ):
             runner.run()
         return [j.step for j in runner.jobs]
 
@@ -332,7 +367,9 @@ def test_finished_job_may_end_before_its_event_is_set(monkeypatch):
 
         def set(self):
             super().set()
-            job_threads = [thread for thread in threading.enumerate() if isinstance(thread, JobThread)]
+            job_threads = [
+                thread for thread in threading.enumerate() if isinstance(thread, JobThread)
+            ]
             for thread in job_threads:
                 thread.join(0.3)
 
@@ -379,7 +416,9 @@ def test_step_graphs_follow_the_program():
     assert graph.needs == ((), (0,), (1,), (2,), (3,))
     assert graph.after_commit == {4}
     assert graph.nbytes == (0, 16, 0, 16, 0)
-    assert graph.signature == step_graph_of(plain_program("other", exchanges=2, shape=(4,))).signature
+    assert (
+        graph.signature == step_graph_of(plain_program("other", exchanges=2, shape=(4,))).signature
+    )
     assert graph.signature != step_graph_of(plain_program(exchanges=1, shape=(4,))).signature
     alone = step_graph_of(plain_program(exchanges=0))
     assert alone.collectives == () and not alone.is_step
@@ -388,7 +427,9 @@ def test_step_graphs_follow_the_program():
 
 def test_patience_is_bounded():
     assert backoff_s(0) == 0.002
-    assert all(a <= b for a, b in zip(map(backoff_s, range(16)), map(backoff_s, range(1, 17)), strict=True))
+    assert all(
+        a <= b for a, b in zip(map(backoff_s, range(16)), map(backoff_s, range(1, 17)), strict=True)
+    )
     assert backoff_s(16) == 0.05
 
 
@@ -401,10 +442,16 @@ def test_a_manual_clock():
 def test_interrupt_does_not_mention_jobs_that_left():
     """An interrupt says nothing about jobs that have left."""
     noted: list[str] = []
-    jobs = {0: SimpleNamespace(name="a", status="stopped"), 1: SimpleNamespace(name="b", status=None)}
+    jobs = {
+        0: SimpleNamespace(name="a", status="stopped"),
+        1: SimpleNamespace(name="b", status=None),
+    }
     driver: Any = SimpleNamespace(
-        terminated=False, interrupt=None, router=SimpleNamespace(jobs=jobs), post=lambda event: None,
+        terminated=False,
+        interrupt=None,
+        router=SimpleNamespace(jobs=jobs),
+        post=lambda event: None,
         listeners=SimpleNamespace(note=lambda job, **_: noted.append(job)),
-    )  # fmt: skip
+    )
     Driver._interrupted(driver, KeyboardInterrupt())
     assert noted == ["b"]

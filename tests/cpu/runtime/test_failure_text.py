@@ -1,4 +1,6 @@
-"""Messages that several ranks share: which ranks failed, where and why, in well-formed sentences."""
+"""Messages that several ranks share: which ranks failed, where and why, in well-formed
+sentences.
+"""
 
 import re
 from typing import Any
@@ -48,7 +50,9 @@ def test_meetings_and_trials_join_errors_likewise() -> None:
 
         with pytest.raises(OSError, match=r"^disk \d is full"):
             run_collectively(fails, world.control)
-        return gather_failures(world.control, describe(OSError("no space.\n"))), describe(OSError("(a.)"))
+        return gather_failures(world.control, describe(OSError("no space.\n"))), describe(
+            OSError("(a.)")
+        )
 
     joined = "rank 0 failed: OSError: no space; rank 1 failed: OSError: no space"
     assert run_ranks(2, work) == [(joined, "OSError: (a.)")] * 2
@@ -71,7 +75,9 @@ def test_jobs_that_failed_are_joined_as_sentences() -> None:
             runner.run()
         for text in (str(caught.value), *caught.value.__notes__):
             assert not TWO_STOPS.search(text), text
-        with pytest.raises(JobError, match=r"ValueError: no data for a\. Every rank leaves the job after step 0"):
+        with pytest.raises(
+            JobError, match=r"ValueError: no data for a\. Every rank leaves the job after step 0"
+        ):
             raise_errors(runner.jobs, None)
 
     run_ranks(2, work)
@@ -88,7 +94,10 @@ def test_notes_on_jaxs_own_frames_are_left_out() -> None:
     with pytest.raises(AttributeError) as failed:
         jax.jit(step)({"x": 1.0})
     failed.value.add_note("of the user")
-    assert describe(failed.value) == "AttributeError: 'dict' object has no attribute 'wrong' (of the user)"
+    assert (
+        describe(failed.value)
+        == "AttributeError: 'dict' object has no attribute 'wrong' (of the user)"
+    )
 
 
 def test_explanations():
@@ -106,7 +115,9 @@ def test_explanations():
     busy = explain("a", 3, ["failed\nafter step 3: ExchangeError: X", ""])
     assert type(busy) is ExchangeError, "the other rank may have had no time to say so"
     assert str(busy) == "Job `a`, step 4: X (found on rank 0; others were busy)"
-    assert isinstance(explain("a", 3, ["failed\nafter step 3: ExchangeError: X", "sync\nrestore"]), JobError)
+    assert isinstance(
+        explain("a", 3, ["failed\nafter step 3: ExchangeError: X", "sync\nrestore"]), JobError
+    )
     mixed = explain("a", 1, ["batch\nasked for batch 2 of data 1", "sync\nrestore", ""])
     assert str(mixed).startswith(
         "Job `a` does different things on different ranks after step 1: "
@@ -119,19 +130,25 @@ def test_explains_equal_exchanges_at_different_calls():
     error = explain("a", 3, ["step\ncalled step 6\npsum", "step\ncalled step 5\npsum"])
     assert isinstance(error, ExchangeError)
     assert str(error).startswith(
-        "Job `a` takes a branch with exchanges at different calls: rank 0 in step 6, rank 1 in step 5. Its predicate"
+        "Job `a` takes a branch with exchanges at different calls: rank 0 in step 6, rank 1 in "
+        "step 5. Its predicate"
     )
     unlike = explain("a", 3, ["step\ncalled step 6\npsum", "step\ncalled step 5\npmax"])
-    assert str(unlike).startswith("Job `a`, step 4: ranks 0 and 1 exchange different things in `a`: exchange 0 is")
+    assert str(unlike).startswith(
+        "Job `a`, step 4: ranks 0 and 1 exchange different things in `a`: exchange 0 is"
+    )
 
 
 def test_explains_equal_exchanges_of_different_functions():
-    texts = [f"step\ncalled step 4 by `{name}` (function {n} of the job)\npsum" for n, name in ((1, "f"), (2, "g"))]
+    texts = [
+        f"step\ncalled step 4 by `{name}` (function {n} of the job)\npsum"
+        for n, name in ((1, "f"), (2, "g"))
+    ]
     error = explain("a", 3, texts)
     assert isinstance(error, ExchangeError)
     assert str(error).startswith(
-        "Job `a`, step 4: the ranks of job `a` call different steps: rank 0 `f` (function 1 of the job), rank 1 `g`"
-        " (function 2 of the job). Exchanges match"
+        "Job `a`, step 4: the ranks of job `a` call different steps: rank 0 `f` (function 1 of the "
+        "job), rank 1 `g` (function 2 of the job). Exchanges match"
     )
 
 
@@ -139,8 +156,8 @@ def test_explains_shape_changes_on_one_rank_only():
     """The explanation covers shapes that change on one rank only."""
     error = explain("a", 3, ["sync\nfirst call of `step`", "step\ncalled step 4"])
     assert str(error).startswith(
-        "Job `a` does different things on different ranks after step 3: rank 0 first call of `step`; "
-        "rank 1 called step 4."
+        "Job `a` does different things on different ranks after step 3: rank 0 first call of "
+        "`step`; rank 1 called step 4."
     )
     assert "Or did shapes or types of a step's arguments change on some ranks only" in str(error)
     assert "shapes" not in str(explain("a", 3, ["end\nended", "step\ncalled step 4"]))

@@ -1,4 +1,6 @@
-"""Parameter servers that fail, are stopped or used wrongly: on every rank an error, nowhere a hang."""
+"""Parameter servers that fail, are stopped or used wrongly: on every rank an error, nowhere a
+hang.
+"""
 
 import math
 import re
@@ -17,7 +19,9 @@ from tests.support.server_jobs import assert_close, gradient, parameters, synchr
 
 
 def failing(ranks, start):
-    """What `runner.run` raised on each rank where job `bad` fails, and the final state of job `good`."""
+    """What `runner.run` raised on each rank where job `bad` fails, and the final state of job
+    `good`.
+    """
 
     def work(world):
         runner = Runner(world)
@@ -37,7 +41,9 @@ def test_failing_worker_ends_its_job_on_every_rank(staleness):
 
     def start(world):
         def fn(job):
-            with ParameterServer(parameters(), optax.sgd(0.1), staleness=staleness, world=world) as server:
+            with ParameterServer(
+                parameters(), optax.sgd(0.1), staleness=staleness, world=world
+            ) as server:
                 for step in range(5):
                     if step == 3 and world.rank == 1:
                         raise ValueError("boom")
@@ -59,7 +65,9 @@ def test_what_the_other_ranks_are_told():
     def start(world):
         def fn(job):
             try:
-                with ParameterServer(parameters(), optax.sgd(0.1), staleness=0, world=world) as server:
+                with ParameterServer(
+                    parameters(), optax.sgd(0.1), staleness=0, world=world
+                ) as server:
                     for step in range(3):
                         if step == 1 and world.rank == 2:
                             raise ValueError("boom")
@@ -72,8 +80,8 @@ def test_what_the_other_ranks_are_told():
 
     failing(3, start)
     text = (
-        "The parameter server cannot go on: the worker of rank 2 failed after step 1: ValueError: boom. Every rank"
-        " leaves it."
+        "The parameter server cannot go on: the worker of rank 2 failed after step 1: ValueError: "
+        "boom. Every rank leaves it."
     )
     assert told == {0: text, 1: text}
 
@@ -110,7 +118,9 @@ def test_failing_server_ends_its_job_on_every_rank(monkeypatch):
 @pytest.mark.parametrize("staleness", [0, 1, math.inf])
 def test_an_interrupt_stops_all_ranks(staleness):
     def endless(job, world):
-        with ParameterServer(parameters(), optax.sgd(0.01), staleness=staleness, world=world) as server:
+        with ParameterServer(
+            parameters(), optax.sgd(0.01), staleness=staleness, world=world
+        ) as server:
             while True:
                 if world.rank == 0 and job.step == 3 and job.name == "a":
                     job._life.driver.post(m.StopRequested())  # what the main thread does on Ctrl-C
@@ -131,7 +141,9 @@ def test_an_interrupt_stops_all_ranks(staleness):
 @pytest.mark.parametrize("staleness", [0, math.inf])
 def test_one_ranks_wish_stops_its_job_alone(staleness):
     def endless(job, world):
-        with ParameterServer(parameters(), optax.sgd(0.01), staleness=staleness, world=world) as server:
+        with ParameterServer(
+            parameters(), optax.sgd(0.01), staleness=staleness, world=world
+        ) as server:
             while True:
                 if world.rank == 1 and job.step == 3:
                     job.stop()
@@ -142,7 +154,11 @@ def test_one_ranks_wish_stops_its_job_alone(staleness):
         endless_job = runner.add("endless", endless, world=world)
         good = runner.add("good", train, world=world, optimizer=optax.sgd(0.1), staleness=0)
         report = runner.run()
-        assert [job.how for job in report.jobs] == [endless_job.status, good.status] == ["stopped", "ended"]
+        assert (
+            [job.how for job in report.jobs]
+            == [endless_job.status, good.status]
+            == ["stopped", "ended"]
+        )
         return good.state
 
     for state in run_ranks(2, work):
@@ -154,7 +170,10 @@ def test_one_ranks_wish_stops_its_job_alone(staleness):
     ("unlike", "message"),
     [
         ({"staleness": lambda rank: rank}, "exchange different things in `bad`"),
-        ({"params": lambda rank: {"w": jnp.full(3, float(rank))}}, "The state differs between ranks"),
+        (
+            {"params": lambda rank: {"w": jnp.full(3, float(rank))}},
+            "The state differs between ranks",
+        ),
     ],
 )
 def test_ranks_must_agree(unlike, message):
@@ -173,16 +192,22 @@ def test_ranks_must_agree(unlike, message):
 
 def test_bad_arguments():
     def fn(job, world):
-        with pytest.raises(ValueError, match=r"^`staleness` of a parameter server is `-1`: it counts steps"):
+        with pytest.raises(
+            ValueError, match=r"^`staleness` of a parameter server is `-1`: it counts steps"
+        ):
             ParameterServer(parameters(), optax.sgd(0.1), staleness=-1, world=world)
         with pytest.raises(ValueError, match=r"^`staleness` of a parameter server is `0.5`"):
             ParameterServer(parameters(), optax.sgd(0.1), staleness=0.5, world=world)
         with pytest.raises(ValueError, match=r"^`staleness` of a parameter server is `True`"):
             ParameterServer(parameters(), optax.sgd(0.1), staleness=True, world=world)
-        with pytest.raises(TypeError, match=r"^`\['n'\]` of the parameters is of type int32: a parameter server"):
+        with pytest.raises(
+            TypeError, match=r"^`\['n'\]` of the parameters is of type int32: a parameter server"
+        ):
             ParameterServer({"n": jnp.arange(3)}, optax.sgd(0.1), staleness=0, world=world)
         server = ParameterServer(parameters(), optax.sgd(0.1), staleness=0, world=world)
-        with pytest.raises(JobError, match=r"^`push_pull` of a parameter server works inside its `with` block"):
+        with pytest.raises(
+            JobError, match=r"^`push_pull` of a parameter server works inside its `with` block"
+        ):
             server.push_pull(parameters())
         with server:
             with pytest.raises(ValueError, match=r"^gradients have the structure"):
@@ -191,7 +216,9 @@ def test_bad_arguments():
                 text = rf"^the gradient `\['b'\]` is {wrong.dtype}\[{wrong.size}\], the parameter float32\[3\]"
                 with pytest.raises(ValueError, match=text):
                     server.push_pull(parameters() | {"b": wrong})
-        with pytest.raises(JobError, match=r"^`push_pull` of a parameter server works inside its `with` block"):
+        with pytest.raises(
+            JobError, match=r"^`push_pull` of a parameter server works inside its `with` block"
+        ):
             server.push_pull(parameters())
         with pytest.raises(JobError, match=r"^This parameter server was used"), server:
             pass

@@ -15,7 +15,10 @@ from tests.support.server_jobs import parameters
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_a_layout_puts_together_what_it_took_apart(ranks):
-    params = parameters() | {"h": jnp.arange(11, dtype=jnp.bfloat16), "c": jnp.ones((2, 2), jnp.complex64)}
+    params = parameters() | {
+        "h": jnp.arange(11, dtype=jnp.bfloat16),
+        "c": jnp.ones((2, 2), jnp.complex64),
+    }
     layout = Layout(params, ranks)
     leaves = jax.tree.leaves(params)
     messages = layout.parts(leaves)

@@ -12,7 +12,16 @@ from jaxcross.jobs.runner import Runner
 from jaxcross.server import ParameterServer
 from jaxcross.server.clocks import Clocks
 from tests.support.fakes import FakeMailbox, run_ranks
-from tests.support.server_jobs import assert_close, assert_same, constant, gradient, parameters, run, synchronous, train
+from tests.support.server_jobs import (
+    assert_close,
+    assert_same,
+    constant,
+    gradient,
+    parameters,
+    run,
+    synchronous,
+    train,
+)
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -31,7 +40,9 @@ def test_with_staleness_0_it_is_synchronous_training(ranks, optimizer):
 @pytest.mark.mostly_integration("1", "3")
 @pytest.mark.parametrize("staleness", [0, 1, 3, math.inf])
 def test_every_gradient_counts_once(staleness):
-    results = run(3, a={"optimizer": optax.sgd(0.1), "staleness": staleness, "gradient": constant, "steps": 5})
+    results = run(
+        3, a={"optimizer": optax.sgd(0.1), "staleness": staleness, "gradient": constant, "steps": 5}
+    )
     total = sum(rank + step for rank in range(3) for step in range(5))
     for [state] in results:
         assert_same(state, results[0][0])
@@ -40,7 +51,10 @@ def test_every_gradient_counts_once(staleness):
 
 @pytest.mark.integration
 def test_two_servers_at_once_do_what_each_does_alone():
-    a, b = {"optimizer": optax.adam(0.1), "staleness": 0}, {"optimizer": optax.sgd(0.2), "staleness": 0}
+    a, b = (
+        {"optimizer": optax.adam(0.1), "staleness": 0},
+        {"optimizer": optax.sgd(0.2), "staleness": 0},
+    )
     both = run(2, a=a, b=b)
     for rank in range(2):
         assert_same(both[rank], [run(2, a=a)[0][0], run(2, b=b)[0][0]])
@@ -68,7 +82,9 @@ def test_slow_worker_delays_others_only_at_the_bound(staleness):
     """A slow worker delays others at the bound only."""
 
     def fn(job, world):
-        with ParameterServer(parameters(), optax.sgd(0.1), staleness=staleness, world=world) as server:
+        with ParameterServer(
+            parameters(), optax.sgd(0.1), staleness=staleness, world=world
+        ) as server:
             pause = threading.Event()
             while world.rank == 0 and server.clocks[1] < staleness + 1:
                 pause.wait(0.001)
@@ -90,9 +106,14 @@ def test_workers_may_make_unlike_numbers_of_steps(staleness):
     def work(world):
         runner = Runner(world)
         job = runner.add(
-            "a", train, world=world, optimizer=optax.sgd(0.1), staleness=staleness, steps=2 + 4 * world.rank,
+            "a",
+            train,
+            world=world,
+            optimizer=optax.sgd(0.1),
+            staleness=staleness,
+            steps=2 + 4 * world.rank,
             gradient=constant,
-        )  # fmt: skip
+        )
         runner.run()
         return job.state, job.step
 
@@ -106,7 +127,10 @@ def test_workers_may_make_unlike_numbers_of_steps(staleness):
 def test_the_report_counts_steps():
     def work(world):
         runner = Runner(world)
-        jobs = [runner.add(name, train, world=world, optimizer=optax.sgd(0.1), staleness=1) for name in "ab"]
+        jobs = [
+            runner.add(name, train, world=world, optimizer=optax.sgd(0.1), staleness=1)
+            for name in "ab"
+        ]
         report = runner.run()
         assert [job.step for job in jobs] == [4, 4]
         assert [step for step, _ in jobs[0].history] == [1, 2, 3, 4]

@@ -1,4 +1,6 @@
-"""What is said once about steps that are legal but rarely meant, with the cure, and about no others."""
+"""What is said once about steps that are legal but rarely meant, with the cure, and about no
+others.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def sums_first(_: Any, w: Any, x: Any, mask: Any) -> Any:
     return w - lax.psum(grads, "batch") / lax.psum(mask.sum(), "batch")
 
 
-@pytest.mark.parametrize("function", [masked, where, labelled, jax.jit(masked), jax.checkpoint(masked)])
+@pytest.mark.parametrize(
+    "function", [masked, where, labelled, jax.jit(masked), jax.checkpoint(masked)]
+)
 @pytest.mark.parametrize("step", [averaged, only_the_loss_averaged])
 def test_a_mean_of_means_is_told(told: Any, step: Any, function: Any) -> None:
     (text,) = told(traced(partial(step, function), W, X, MASK))
@@ -123,7 +127,9 @@ def looped(w: Any, xs: Any) -> Any:
 
 
 def behind_the_loop(w: Any, xs: Any) -> Any:
-    total = lax.scan(lambda total, x: (total + jax.grad(loss)(w, x), None), jnp.zeros_like(w), xs)[0]
+    total = lax.scan(lambda total, x: (total + jax.grad(loss)(w, x), None), jnp.zeros_like(w), xs)[
+        0
+    ]
     return w - lax.pmean(total, "batch") / len(xs)
 
 
@@ -151,7 +157,9 @@ def harmonic(w: Any, xs: Any) -> Any:
 
 @pytest.mark.parametrize("step", [behind_the_loop, step_by_step, with_noise, harmonic])
 def test_other_loops_over_micro_batches_are_not(told: Any, step: Any) -> None:
-    """If each micro-batch updates the parameters, the next gradient needs the exchange before it."""
+    """If each micro-batch updates the parameters, the next gradient needs the exchange before
+    it.
+    """
     assert told(traced(step, W, MICRO)) == []
 
 
@@ -173,7 +181,9 @@ def estimates(w: Any, state: Any, x: Any) -> Any:
     ("step", "optimizer", "name"),
     [(searches, optax.lbfgs(), "optax.lbfgs"), (estimates, sophia(0.1), "optax.contrib.sophia")],
 )
-def test_an_optimizer_that_differentiates_is_told(told: Any, step: Any, optimizer: Any, name: str) -> None:
+def test_an_optimizer_that_differentiates_is_told(
+    told: Any, step: Any, optimizer: Any, name: str
+) -> None:
     state = optimizer.init(W)
     (text,) = told(traced(step, W, state, X))
     assert text.startswith(f"`{name}` in `{step.__name__}` differentiates the loss itself, at ")
@@ -186,7 +196,10 @@ def test_an_optimizer_that_differentiates_is_told(told: Any, step: Any, optimize
 
 
 def counting(state: Any, x: Any) -> Any:
-    return {"n": state["n"] + jnp.float32(1), "w": lax.pmean(x.sum(0) + state["w"], "batch")}, x.sum()
+    return {
+        "n": state["n"] + jnp.float32(1),
+        "w": lax.pmean(x.sum(0) + state["w"], "batch"),
+    }, x.sum()
 
 
 @pytest.mark.parametrize("count", [0, jnp.int32(0), np.int32(0)])
@@ -204,13 +217,32 @@ def test_a_state_whose_types_stay_is_not(told: Any) -> None:
 def test_arguments_that_are_no_state_are_not(told: Any) -> None:
     assert told(traced(lambda s, x: (s["n"] + 1, lax.pmean(x, "batch")), {"n": 0}, X)) == []
     narrow = {"w": W.astype(jnp.bfloat16)}
-    assert told(traced(lambda p: jax.tree.map(lambda g: lax.pmean(g.astype(jnp.float32), "batch"), p), narrow)) == []
-    assert told(traced(lambda w, rate: (w, lax.pmean(rate * w.sum(), "batch")), W, 0.1, donate_argnums=(0,))) == []
+    assert (
+        told(
+            traced(
+                lambda p: jax.tree.map(lambda g: lax.pmean(g.astype(jnp.float32), "batch"), p),
+                narrow,
+            )
+        )
+        == []
+    )
+    assert (
+        told(
+            traced(
+                lambda w, rate: (w, lax.pmean(rate * w.sum(), "batch")), W, 0.1, donate_argnums=(0,)
+            )
+        )
+        == []
+    )
 
 
-@pytest.mark.mostly_integration("linen pmap-style", "dropout", "schedule, injected", "nnx functional")
+@pytest.mark.mostly_integration(
+    "linen pmap-style", "dropout", "schedule, injected", "nnx functional"
+)
 @pytest.mark.parametrize("row", ZOO, ids=[row.name for row in ZOO])
 def test_nothing_of_this_is_said_of_the_zoo(row: Row, told: Any) -> None:
     step, state = row.build(2)
     found = trace(step, (state, row.batch(0, 0)), axes=row.axes(2), wire=LocalRanks())
-    assert [text for text in told(found) if " in every mini-step of `optax.MultiSteps`" not in text] == []
+    assert [
+        text for text in told(found) if " in every mini-step of `optax.MultiSteps`" not in text
+    ] == []

@@ -1,4 +1,6 @@
-"""Comparisons of what the ranks are about to call outside a run: alike, or an error on every rank."""
+"""Comparisons of what the ranks are about to call outside a run: alike, or an error on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ def first(name: str, number: int = 0, *, calls: int = 1, by_call: bool = False) 
     def call(world: Any) -> None:
         function = host(world, name, number, calls).function
         ExchangeAgreement(
-            program=plain_program(name), world=world, order=0, function=function, call=calls, by_call=by_call
+            program=plain_program(name),
+            world=world,
+            order=0,
+            function=function,
+            call=calls,
+            by_call=by_call,
         ).standalone()
 
     return call
@@ -39,7 +46,9 @@ def later(name: str, number: int, calls: int = 2) -> Call:
     """A later call of a step."""
 
     def call(world: Any) -> None:
-        variant: Any = SimpleNamespace(default=plain_program(name), world=world, is_unit=False, cut_note="")
+        variant: Any = SimpleNamespace(
+            default=plain_program(name), world=world, is_unit=False, cut_note=""
+        )
         compare = comparison_of_calls(variant, host(world, name, number, calls))
         assert compare is not None
         compare()
@@ -67,7 +76,11 @@ def outcomes(*calls: Call) -> set[str]:
         (first("f"), first("f", calls=2)),
         (later("f", 1), later("f", 1)),
         (later("f", 1), later("f", 1, calls=3)),
-        (first("f", 1, calls=3), later("f", 1), later("f", 1)),  # after an error before its first exchange
+        (
+            first("f", 1, calls=3),
+            later("f", 1),
+            later("f", 1),
+        ),  # after an error before its first exchange
     ],
 )
 def test_calls_of_one_step_go_on(calls: tuple[Call, ...]) -> None:
@@ -93,14 +106,20 @@ def test_calls_of_one_step_go_on(calls: tuple[Call, ...]) -> None:
         ),
     ],
 )
-def test_calls_of_different_steps_are_an_error_on_every_rank(calls: tuple[Call, ...], steps: str) -> None:
+def test_calls_of_different_steps_are_an_error_on_every_rank(
+    calls: tuple[Call, ...], steps: str
+) -> None:
     (text,) = outcomes(*calls)
-    assert text.startswith(f"the ranks of the script call different steps: {steps}. Exchanges match by their order")
+    assert text.startswith(
+        f"the ranks of the script call different steps: {steps}. Exchanges match by their order"
+    )
 
 
 def test_calls_that_take_a_branch_at_different_numbers_are_an_error() -> None:
     (text,) = outcomes(first("f", 1, calls=2, by_call=True), first("f", 1, calls=3, by_call=True))
-    assert text.startswith("`f` takes a branch with exchanges at different calls: rank 0 in call 2, rank 1 in call 3")
+    assert text.startswith(
+        "`f` takes a branch with exchanges at different calls: rank 0 in call 2, rank 1 in call 3"
+    )
 
 
 def test_steps_are_numbered_in_the_order_in_which_the_ranks_agree_on_them() -> None:

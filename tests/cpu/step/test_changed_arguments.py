@@ -13,7 +13,10 @@ from flax.training.train_state import TrainState
 
 from jaxcross.step.signature import describe_structures
 
-ONE_FOR_ALL = " holds another `optax` object. Make one for all jobs: with `optax.inject_hyperparams`, a value that "
+ONE_FOR_ALL = (
+    " holds another `optax` object. Make one for all jobs: with `optax.inject_hyperparams`, a "
+    "value that "
+)
 
 
 def described(old: Any, new: Any) -> str:
@@ -64,7 +67,11 @@ class Kept:
         (((1, {"a": 1}), {}), ((1, {"a": None}), {}), "the structure of `args[1]` changed"),
         (((1, (1, 2)), {}), ((1, (1,)), {}), "the structure of `args[1]` changed"),
         (((1, Kept(1)), {}), ((1, 1), {}), "the structure of `args[1]` changed"),
-        (((), {"a": 1, "b": 1}), ((), {"a": 1, "b": [1]}), "the structure of `kwargs['b']` changed"),
+        (
+            ((), {"a": 1, "b": 1}),
+            ((), {"a": 1, "b": [1]}),
+            "the structure of `kwargs['b']` changed",
+        ),
         (((1,), {}), ((1, 2), {}), "it got other arguments"),
         (((1,), {"a": 1}), ((1,), {"b": 1}), "it got other arguments"),
         (((1, 2), {}), ((1,), {"b": 2}), "it got other arguments"),

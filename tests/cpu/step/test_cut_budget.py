@@ -1,4 +1,6 @@
-"""How long a search for a cut may take: the same on ranks that know unlike things and whose clocks go unlike."""
+"""How long a search for a cut may take: the same on ranks that know unlike things and whose clocks
+go unlike.
+"""
 
 import itertools
 import math
@@ -27,13 +29,16 @@ def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         def together(_: str, work: Any) -> Any:
             return work(world.control)
 
-        steps = gather_hint("key", rank=world.rank, together=together, steps=(200, 120, None)[world.rank]).steps
+        steps = gather_hint(
+            "key", rank=world.rank, together=together, steps=(200, 120, None)[world.rank]
+        ).steps
         budget = Budget(steps, together)
         assert math.isinf(budget.limit_s)
         budget.set(1.0)
         return steps, [budget.allows_another() for _ in range(6)]
 
-    # 30 s for tries of 7 s: the first three are through after 21 s, the fourth would be after 28, the fifth after 35.
+    # 30 s for tries of 7 s: the first three are through after 21 s, the fourth would be after 28,
+    # the fifth after 35.
     assert SHARE * 120 == 30
     assert run_ranks(3, work) == [(120, [True] * 4 + [False] * 2)] * 3
 

@@ -1,4 +1,5 @@
-"""The search for the fastest cut: what it tries, when it stops, what it keeps. Times are given, not measured.
+"""The search for the fastest cut: what it tries, when it stops, what it keeps. Times are given, not
+measured.
 
 And who runs which cut: jobs beside one another, after a restart, on ranks that know unlike things.
 """
@@ -52,7 +53,9 @@ class Job:
     in_run = True
     steps_left: int | None = None
 
-    def __init__(self, control: FakeControl, cuts: dict[str, int] | None = None, *, only: bool = True) -> None:
+    def __init__(
+        self, control: FakeControl, cuts: dict[str, int] | None = None, *, only: bool = True
+    ) -> None:
         self.control, self.cuts, self.is_only_job = control, {} if cuts is None else cuts, only
         self.labels: list[str] = []
         self._programs: list[Program] = []
@@ -85,15 +88,21 @@ class Job:
 def variant_of(control: FakeControl, *, local_size: int = 2) -> Variant:
     """The step's on one rank, which has not been called."""
     world: Any = SimpleNamespace(
-        rank=control.rank, size=2, local_size=local_size, control=control, executables=None,
+        rank=control.rank,
+        size=2,
+        local_size=local_size,
+        control=control,
+        executables=None,
         flight=SimpleNamespace(during=lambda *_, **__: nullcontext()),
         monitor=lambda **_: nullcontext(),
         wire=lambda: SimpleNamespace(create_communicators=lambda *_: None),
-    )  # fmt: skip
+    )
     return Variant(
-        traced=traced(), record=StepRecord(cut="auto", bucket_bytes=0), trial_args=tuple(jax.tree.leaves(ARGUMENTS)),
+        traced=traced(),
+        record=StepRecord(cut="auto", bucket_bytes=0),
+        trial_args=tuple(jax.tree.leaves(ARGUMENTS)),
         world=world,
-    )  # fmt: skip
+    )
 
 
 def pieces_of(compiled: Any) -> int:
@@ -118,19 +127,25 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Seconds a step of each number of pieces."""
     seconds: dict[int, float] = {}
-    monkeypatch.setattr(cut_tuner, "_race", lambda rivals, *_: tuple(seconds[pieces_of(r)] for r in rivals))
+    monkeypatch.setattr(
+        cut_tuner, "_race", lambda rivals, *_: tuple(seconds[pieces_of(r)] for r in rivals)
+    )
     return seconds
 
 
 @pytest.fixture
 def search(asked: list[int], times: dict[int, float]) -> Search:
-    """Seconds a step of each number of pieces -> the number that is chosen for a job that runs alone."""
+    """Seconds a step of each number of pieces -> the number that is chosen for a job that runs
+    alone.
+    """
     (control,) = FakeControl.group(1)
 
     def run(
-        seconds: dict[int, float], into: list[int] | None = None, found: dict[str, int] | None = None,
+        seconds: dict[int, float],
+        into: list[int] | None = None,
+        found: dict[str, int] | None = None,
         steps: int | None = None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         asked.clear()
         times.clear()
         times.update(seconds)
@@ -156,10 +171,13 @@ def test_cuts_are_doubled_while_that_pays(
         assert search({1: 3.0, 2: 2.5, 4: 2.0, 8: 2.2, 16: 2.4}, asked) == 4
     assert asked == [1, 2, 4, 8, 16]
     first, second = caplog.messages
-    assert first == "`step` is compiled and timed in several cuts; a number as `cut` would save that time."
+    assert (
+        first
+        == "`step` is compiled and timed in several cuts; a number as `cut` would save that time."
+    )
     assert second == (
-        "`step` runs fastest cut into 4 exchange segments: 2 s a step, uncut 3 s (1.50x; tried 1, 2, 4, 8, 16"
-        " in 0 s, 0 s of them compiling)."
+        "`step` runs fastest cut into 4 exchange segments: 2 s a step, uncut 3 s (1.50x; tried 1, "
+        "2, 4, 8, 16 in 0 s, 0 s of them compiling)."
     )
 
 
@@ -181,13 +199,21 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     [(10, [1], 1), (27, [1, 2, 4], 4), (10**4, [1, 2, 4, 8, 16], 8), (None, [1, 2, 4, 8, 16], 8)],
 )
 def test_a_search_takes_a_share_of_the_run_at_most(
-    search: Search, steps: int | None, tried: list[int], chosen: int, caplog: pytest.LogCaptureFixture
+    search: Search,
+    steps: int | None,
+    tried: list[int],
+    chosen: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A quarter of 27 steps of 3 s is enough for two tries of 10 s, and not for three."""
     asked: list[int] = []
     assert search({1: 3.0, 2: 2.5, 4: 2.4, 8: 2.0, 16: 2.1}, asked, steps=steps) == chosen
     assert asked == tried
-    ended = [text for text in caplog.messages if "and finer is not tried: that would take more than" in text]
+    ended = [
+        text
+        for text in caplog.messages
+        if "and finer is not tried: that would take more than" in text
+    ]
     assert len(ended) == (tried[-1] < 16)
     assert any("runs fastest cut into" in text for text in caplog.messages) == (len(tried) > 1)
 
@@ -208,7 +234,13 @@ def test_short_run_does_not_store_an_unsearched_cut(search: Search, tmp_path: Pa
 def test_search_tries_one_cut_past_a_slower_one(search: Search) -> None:
     """The search tries one finer cut after one that does not pay."""
     asked: list[int] = []
-    assert search({1: 3.0, 2: 3.1, 4: 2.5, 8: 2.6, 16: 2.6}, asked) == 4 and asked == [1, 2, 4, 8, 16]
+    assert search({1: 3.0, 2: 3.1, 4: 2.5, 8: 2.6, 16: 2.6}, asked) == 4 and asked == [
+        1,
+        2,
+        4,
+        8,
+        16,
+    ]
     asked.clear()
     assert search({1: 3.0, 2: 3.1, 4: 3.2}, asked) == 1 and asked == [1, 2, 4]
 
@@ -233,10 +265,14 @@ def test_found_cut_is_stored_with_compiled_programs(search: Search, tmp_path: An
         asked: list[int] = []
         assert search({1: 3.0, 2: 2.9}, asked) == 2 and asked == [1, 2]
         asked.clear()
-        assert search({1: 3.0, 2: 3.1, 4: 3.2}, asked) == 1 and asked == [1, 2, 4], "slower than uncut: another link"
+        assert search({1: 3.0, 2: 3.1, 4: 3.2}, asked) == 1 and asked == [1, 2, 4], (
+            "slower than uncut: another link"
+        )
         asked.clear()
         assert search({1: 3.3}, asked) == 1 and asked == [1], "what was found anew is kept"
-        assert search({1: 9.0, 2: 7.0, 4: 6.0, 8: 6.0, 16: 6.0}) == 4, "uncut takes thrice as long: another link"
+        assert search({1: 9.0, 2: 7.0, 4: 6.0, 8: 6.0, 16: 6.0}) == 4, (
+            "uncut takes thrice as long: another link"
+        )
         (tmp_path / "cache" / "jaxcross-cuts.json").write_text("{")
         assert search({1: 1.0, 2: 2.0, 4: 2.0}) == 1, "a damaged file is measured again"
     finally:
@@ -247,7 +283,7 @@ def test_found_cut_is_stored_with_compiled_programs(search: Search, tmp_path: An
 
 def test_job_joining_during_a_search_changes_nothing(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     (control,) = FakeControl.group(1)
     node, first, second = variant_of(control), Job(control), Job(control, only=False)
     others: list[Any] = []
@@ -281,7 +317,9 @@ def test_job_keeps_its_cut_whatever_runs_beside_it(search: Search, asked: list[i
     found: dict[str, int] = {}
     assert search({1: 3.0, 2: 2.0, 4: 2.5, 8: 2.5}, found=found) == 2
     asked.clear()
-    assert pieces_of(prepare(variant_of(control), Job(control, found, only=False))) == 2 and asked == [2]
+    assert pieces_of(
+        prepare(variant_of(control), Job(control, found, only=False))
+    ) == 2 and asked == [2]
     asked.clear()
     beside = Job(control, only=False)
     assert pieces_of(prepare(variant_of(control), beside)) == 1 and asked == [1]
@@ -300,7 +338,9 @@ def test_a_cut_that_not_all_ranks_know_is_not_taken(
     times.update({1: 3.0, 2: 2.0, 4: 2.5, 8: 2.5})
 
     def work(world: Any) -> tuple[int, list[int]]:
-        node = variant_of(world.control, local_size=2 - world.rank)  # hosts of unlike numbers of ranks
+        node = variant_of(
+            world.control, local_size=2 - world.rank
+        )  # hosts of unlike numbers of ranks
         key = cut_tuner.cut_key(node.default, node.world)
         job = Job(world.control, {key: 4} if world.rank in knows else {}, only=only)
         return pieces_of(prepare(node, job)), list(job.cuts.values())
@@ -328,7 +368,9 @@ def test_what_ran_on_one_rank_only_decides_nothing(asked: list[int]) -> None:
     assert asked == [1, 1]
 
 
-def test_every_step_that_is_tried_is_a_wait_of_its_own(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_that_is_tried_is_a_wait_of_its_own(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A watchdog has patience with one at a time."""
     (control,) = FakeControl.group(1)
     runs: list[Any] = []
@@ -346,5 +388,7 @@ def test_every_step_that_is_tried_is_a_wait_of_its_own(asked: list[int], monkeyp
     job = Counting(control)
     prepare(variant_of(control), job)
     assert job.most == 1
-    assert len(runs) >= 16 and len(runs) % 8 == 0, "two cuts or more against the best, four steps of both"
+    assert len(runs) >= 16 and len(runs) % 8 == 0, (
+        "two cuts or more against the best, four steps of both"
+    )
     assert len(asked) > 2

@@ -1,4 +1,5 @@
-"""The search for the fastest cut where something fails on one of two ranks: no rank waits, and all choose alike.
+"""The search for the fastest cut where something fails on one of two ranks: no rank waits, and all
+choose alike.
 
 And the folder of kept cuts: who reads it, and where there is none.
 """
@@ -66,14 +67,22 @@ def compile_for(world: Any, program: Program, fails: Fails) -> Compiled:
 
 
 @pytest.fixture
-def found(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Searches on two ranks, in a job or alone, which both leave with the uncut step; returns what rank 0 logs."""
-    monkeypatch.setattr(cut_tuner, "_QUIET_S", float("inf"))  # no progress lines, however slow the machine is
+def found(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[str]]:
+    """Searches on two ranks, in a job or alone, which both leave with the uncut step; returns what
+    rank 0 logs.
+    """
+    monkeypatch.setattr(
+        cut_tuner, "_QUIET_S", float("inf")
+    )  # no progress lines, however slow the machine is
 
     def run(
-        in_job: bool, fails: Fails = lambda *_: False, compiles: Callable[[Program], bool] = lambda _: True,
+        in_job: bool,
+        fails: Fails = lambda *_: False,
+        compiles: Callable[[Program], bool] = lambda _: True,
         kept: tuple[int, float] | None = None,
-    ) -> list[str]:  # fmt: skip
+    ) -> list[str]:
         def work(world: Any) -> int:
             def build(program: Program) -> Compiled:
                 if world.rank == 1 and not compiles(program):
@@ -85,9 +94,14 @@ def found(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
             with ThreadPoolExecutor(1) as world.exchanger:
                 pieces, compiled = CutSearch(
-                    traced(), LEAVES, world=world, cut=lambda n: stages.cut(traced(), n, bucket_bytes=0), build=build,
-                    together=together, hint=CutHint(key="", resumed=None, in_process=None, is_first=True, cached=kept),
-                ).run()  # fmt: skip
+                    traced(),
+                    LEAVES,
+                    world=world,
+                    cut=lambda n: stages.cut(traced(), n, bucket_bytes=0),
+                    build=build,
+                    together=together,
+                    hint=CutHint(key="", resumed=None, in_process=None, is_first=True, cached=kept),
+                ).run()
             assert world.control.allgather_text("at the same place") == ["at the same place"] * 2
             assert pieces == len(compiled.program.collectives)
             return pieces
@@ -95,7 +109,9 @@ def found(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
         with caplog.at_level(logging.WARNING, "jaxcross"):
             assert run_ranks(2, work) == [1, 1]
         assert not any(x.is_deleted() for x in LEAVES)
-        return [text for text in caplog.messages if "is compiled and timed in several cuts" not in text]
+        return [
+            text for text in caplog.messages if "is compiled and timed in several cuts" not in text
+        ]
 
     return run
 
@@ -123,24 +139,32 @@ def test_copies_too_large_on_one_rank_leave_step_uncut(
 
 @pytest.mark.integration
 @pytest.mark.parametrize("in_job", [True, False])
-def test_cut_not_compilable_on_one_rank_is_not_tried(in_job: bool, found: Callable[..., list[str]]) -> None:
+def test_cut_not_compilable_on_one_rank_is_not_tried(
+    in_job: bool, found: Callable[..., list[str]]
+) -> None:
     """A cut that cannot be compiled on one rank is not tried."""
     told = found(in_job, compiles=lambda program: len(program.collectives) == 1)
-    assert told == [f"`step` with `cut={n}` cannot be compiled, and is not tried: {TOLD}" for n in (2, 4)]
+    assert told == [
+        f"`step` with `cut={n}` cannot be compiled, and is not tried: {TOLD}" for n in (2, 4)
+    ]
 
 
 @pytest.mark.integration
 def test_stored_cut_not_compilable_is_not_retried(found: Callable[..., list[str]]) -> None:
     """A stored cut that cannot be compiled is not tried again."""
     told = found(True, compiles=lambda program: len(program.collectives) == 1, kept=(4, 1.0))
-    assert told == [f"`step` with `cut={n}` cannot be compiled, and is not tried: {TOLD}" for n in (4, 2)]
+    assert told == [
+        f"`step` with `cut={n}` cannot be compiled, and is not tried: {TOLD}" for n in (4, 2)
+    ]
 
 
 @pytest.mark.integration
 def test_stored_cut_failing_on_copies_is_not_retried(found: Callable[..., list[str]]) -> None:
     """A stored cut that fails on copies is not tried again."""
     *told, chosen = found(True, lambda program, _: len(program.collectives) > 1, kept=(4, 1.0))
-    assert told == [f"`step` with `cut={n}` fails on copies, and is not taken: {TOLD}" for n in (4, 2)]
+    assert told == [
+        f"`step` with `cut={n}` fails on copies, and is not taken: {TOLD}" for n in (4, 2)
+    ]
     assert chosen.startswith("`step` runs fastest cut into 1 exchange segment: ")
 
 
@@ -149,7 +173,7 @@ def test_stored_cut_failing_on_copies_is_not_retried(found: Callable[..., list[s
 @pytest.mark.parametrize("which", [0, 1, -1])
 def test_a_cut_that_fails_on_one_rank_is_not_taken(
     in_job: bool, which: int, found: Callable[..., list[str]]
-) -> None:  # fmt: skip
+) -> None:
     """The rank that fails makes the exchanges that are left, and the other one waits in none."""
 
     def fails(program: Program, index: int) -> bool:
@@ -157,13 +181,17 @@ def test_a_cut_that_fails_on_one_rank_is_not_taken(
         return len(program.collectives) > 1 and index == computes[which]
 
     *told, chosen = found(in_job, fails)
-    assert told == [f"`step` with `cut={n}` fails on copies, and is not taken: {TOLD}" for n in (2, 4)]
+    assert told == [
+        f"`step` with `cut={n}` fails on copies, and is not taken: {TOLD}" for n in (2, 4)
+    ]
     assert chosen.startswith("`step` runs fastest cut into 1 exchange segment: ")
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("in_job", [True, False])
-def test_step_failing_uncut_on_one_rank_stays_uncut(in_job: bool, found: Callable[..., list[str]]) -> None:
+def test_step_failing_uncut_on_one_rank_stays_uncut(
+    in_job: bool, found: Callable[..., list[str]]
+) -> None:
     """A step that fails uncut on one rank stays uncut."""
     told = found(in_job, lambda program, index: len(program.collectives) == 1)
     assert told == [f"`step` is not cut, as it fails on copies: {TOLD}"]
@@ -175,13 +203,17 @@ def test_late_failure_in_the_search_leaves_step_uncut(
 ) -> None:
     """In the last race of uncut and the fastest, whichever that is."""
     times = [(3.0, 2.0), (2.0, 1.0), (float("inf"), float("inf"))]
-    monkeypatch.setattr(cut_tuner, "_race", lambda rivals, traced, leaves, world, *_: next(left[world.rank]))
+    monkeypatch.setattr(
+        cut_tuner, "_race", lambda rivals, traced, leaves, world, *_: next(left[world.rank])
+    )
     left = [iter(times), iter(times)]
     assert found(True) == []
 
 
 @pytest.mark.parametrize("forbidden", [0, 1])
-def test_kept_cuts_are_read_by_rank_0_alone(forbidden: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_cuts_are_read_by_rank_0_alone(
+    forbidden: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cut_tuner, "compilation_cache_dir", lambda: tmp_path)
     cut_tuner.CutCache("key").write(4, 0.5)
     stat = Path.stat
@@ -193,7 +225,10 @@ def test_kept_cuts_are_read_by_rank_0_alone(forbidden: int, tmp_path: Path, monk
 
     monkeypatch.setattr(Path, "stat", checked)
     cached = run_ranks(
-        2, lambda world: gather_hint("key", rank=world.rank, together=lambda _, work: work(world.control)).cached
+        2,
+        lambda world: (
+            gather_hint("key", rank=world.rank, together=lambda _, work: work(world.control)).cached
+        ),
     )
     assert cached == [None if forbidden == 0 else (4, 0.5)] * 2
 
@@ -201,11 +236,17 @@ def test_kept_cuts_are_read_by_rank_0_alone(forbidden: int, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("folder", "enabled", "expected"),
     [
-        (None, True, None), ("", True, None), ("gs://bucket/x", True, None), ("/x", False, None),
-        ("/x", True, Path("/x")), ("x", True, Path("x")),
+        (None, True, None),
+        ("", True, None),
+        ("gs://bucket/x", True, None),
+        ("/x", False, None),
+        ("/x", True, Path("/x")),
+        ("x", True, Path("x")),
     ],
-)  # fmt: skip
-def test_cuts_are_stored_in_jax_local_cache_folder(folder: str | None, enabled: bool, expected: Path | None) -> None:
+)
+def test_cuts_are_stored_in_jax_local_cache_folder(
+    folder: str | None, enabled: bool, expected: Path | None
+) -> None:
     """Cuts are stored where JAX stores its compiled programs, if that is a local folder."""
     names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
     before = [jax.config.values[name] for name in names]

@@ -112,7 +112,12 @@ print("end")
 def test_an_estimate_on_one_rank(quick_compiler: dict[str, str]) -> None:
     env = {**os.environ, **quick_compiler}
     done = subprocess.run(
-        [*warm_python.COMMAND, "-c", SCRIPT], capture_output=True, text=True, timeout=240, env=env, check=False
+        [*warm_python.COMMAND, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=env,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "end"

@@ -110,7 +110,12 @@ print("passed")
 @pytest.mark.integration
 def test_fuse_on_one_rank(tmp_path):
     done = subprocess.run(
-        [*warm_python.COMMAND, "-c", SCRIPT], capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path,
+        [*warm_python.COMMAND, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
-    )  # fmt: skip
+    )
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr

@@ -36,7 +36,9 @@ def on_axes(on: jax.sharding.Mesh, *spec: str) -> NamedSharding:
 
 
 def given(on: jax.sharding.Mesh, *spec: str) -> tuple[jax.Array, jax.Array]:
-    return jax.device_put(jnp.ones(3), on_axes(on)), jax.device_put(jnp.ones((4, 3)), on_axes(on, *spec))
+    return jax.device_put(jnp.ones(3), on_axes(on)), jax.device_put(
+        jnp.ones((4, 3)), on_axes(on, *spec)
+    )
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
@@ -48,7 +50,8 @@ def test_an_argument_split_along_an_axis_of_ranks_is_refused(kind: AxisType) -> 
         return w - grads, lax.pmean(loss, "b")
 
     with pytest.raises(
-        CutError, match=r"^argument `args\[1\]` is sharded along `b`, which is an axis over ranks in `train_step`"
+        CutError,
+        match=r"^argument `args\[1\]` is sharded along `b`, which is an axis over ranks in `train_step`",
     ) as error:
         traced(train_step, *given(on, "b"))
     assert CURE in str(error.value) and "give its axis another name" in str(error.value)
@@ -74,7 +77,9 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("sums", "kind", "primitive"), WAYS)
-def test_a_layout_in_place_of_an_exchange_is_refused(sums: Any, kind: AxisType, primitive: str) -> None:
+def test_a_layout_in_place_of_an_exchange_is_refused(
+    sums: Any, kind: AxisType, primitive: str
+) -> None:
     """Even if the arguments lie on one device: `reshard(grads, P())` then means nothing at all."""
     on = mesh("b", kind)
 
@@ -86,7 +91,8 @@ def test_a_layout_in_place_of_an_exchange_is_refused(sums: Any, kind: AxisType, 
     with jax.set_mesh(on):
         args = jnp.ones(3), jnp.ones((4, 3))
         with pytest.raises(
-            CutError, match=f"^`{primitive}` at .*test_mesh_axes.* lays out an array along `b`, which"
+            CutError,
+            match=f"^`{primitive}` at .*test_mesh_axes.* lays out an array along `b`, which",
         ) as error:
             traced(train_step, *args)
     assert CURE in str(error.value)

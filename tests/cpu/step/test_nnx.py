@@ -1,4 +1,6 @@
-"""Steps that change NNX objects in place: as under `nnx.jit`, wherever the objects are among the arguments."""
+"""Steps that change NNX objects in place: as under `nnx.jit`, wherever the objects are among the
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,10 @@ def compare(step, make, *rest, times=3, **options):
 """
 
 CASES = {
-    "array": "m, _ = compare(lambda o, x, ranks: update(*o, x, ranks), fresh, X); assert m.calls.get_value() == 3",
+    "array": (
+        "m, _ = compare(lambda o, x, ranks: update(*o, x, ranks), fresh, X); assert "
+        "m.calls.get_value() == 3"
+    ),
     "numpy": "compare(lambda o, x, ranks: update(*o, x, ranks), fresh, np.asarray(X))",
     "tuple": "compare(lambda o, b, ranks: update(*o, b[0], ranks, b[1]), fresh, (X, 2.0))",
     "scalar": "compare(lambda o, x, s, ranks: update(*o, x, ranks, s), fresh, X, 0.5)",
@@ -222,23 +227,44 @@ PLAIN = ("dict", "positional", "returned", "failure", "threads")
 
 
 @pytest.mark.mostly_integration("plain")
-@pytest.mark.parametrize("cases", [PLAIN, tuple(sorted(CASES.keys() - set(PLAIN)))], ids=["plain", "others"])
-def test_objects_change_as_under_nnx_jit(quick_compiler: dict[str, str], cases: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "cases", [PLAIN, tuple(sorted(CASES.keys() - set(PLAIN)))], ids=["plain", "others"]
+)
+def test_objects_change_as_under_nnx_jit(
+    quick_compiler: dict[str, str], cases: tuple[str, ...]
+) -> None:
     """The cases of a tier share a process, so that no worker of pytest runs another's cases."""
     pytest.importorskip("mpi4jax")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **quick_compiler}
     code = f"{CHECKS}\nCASES = { {case: CASES[case] for case in cases}!r}\n{RUN}"
     line = [*warm_python.COMMAND, "-c", code]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=env, check=False)
-    assert done.stdout.splitlines() == [f"{case}: passed" for case in cases], done.stdout + done.stderr
+    assert done.stdout.splitlines() == [f"{case}: passed" for case in cases], (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.integration
 def test_what_is_an_object() -> None:
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     graph, state = nnx.split(model)
-    for tree in (model, {"a": [model]}, nnx.Rngs(0), (nnx.metrics.Average(),), model.kernel, {"p": nnx.Param(0.0)}):
+    for tree in (
+        model,
+        {"a": [model]},
+        nnx.Rngs(0),
+        (nnx.metrics.Average(),),
+        model.kernel,
+        {"p": nnx.Param(0.0)},
+    ):
         assert holds_objects((tree, 1.0), {})
         assert holds_objects((), {"key": tree})
-    for tree in (state, graph, {"s": (state,)}, nnx.to_flat_state(state), nnx.to_pure_dict(state), jnp.ones(2), "x"):
+    for tree in (
+        state,
+        graph,
+        {"s": (state,)},
+        nnx.to_flat_state(state),
+        nnx.to_pure_dict(state),
+        jnp.ones(2),
+        "x",
+    ):
         assert not holds_objects((tree, 1.0), {"key": tree})

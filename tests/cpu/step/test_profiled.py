@@ -28,14 +28,18 @@ def of_one(x: Any) -> Any:
 
 
 def test_a_step_of_other_bytes_is_refused() -> None:
-    whole, other = (stages.cut(trace(f, (X,), axes={"batch": 2}, wire=LocalRanks())) for f in (of_all, of_one))
+    whole, other = (
+        stages.cut(trace(f, (X,), axes={"batch": 2}, wire=LocalRanks())) for f in (of_all, of_one)
+    )
     check_profiles([PROFILE], whole, 2)
     with pytest.raises(CutError, match="of another step"):
         check_profiles([PROFILE], other, 2)
 
 
 def test_a_step_may_exchange_less_at_some_steps() -> None:
-    """Else training would end at the first step that takes the branch of which there is no profile."""
+    """Else training would end at the first step that takes the branch of which there is no
+    profile.
+    """
 
     def step(n: Any, x: Any) -> Any:
         return lax.cond(n % 8 == 0, of_all, of_one, x)

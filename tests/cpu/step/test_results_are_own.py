@@ -1,4 +1,6 @@
-"""As from `jax.jit`, results are arrays that nobody else has: each can be donated, and nothing else changes."""
+"""As from `jax.jit`, results are arrays that nobody else has: each can be donated, and nothing else
+changes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def run(done: Compiled, args: Any) -> Any:
 
 
 def place(x: Any) -> int:
-    return (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x).unsafe_buffer_pointer()
+    return (
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    ).unsafe_buffer_pointer()
 
 
 def delete(tree: Any) -> None:
@@ -51,24 +55,38 @@ def test_results_that_repeat_can_be_donated_together() -> None:
     done = compiled(step, (state, jnp.ones(4)), (0,))
     for n in range(3):
         state = run(done, (state, jnp.ones(4)))
-        assert np.array_equal(state["p"], np.full(4, 1.0 - (n + 1))) and np.array_equal(state["p"], state["t"])
+        assert np.array_equal(state["p"], np.full(4, 1.0 - (n + 1))) and np.array_equal(
+            state["p"], state["t"]
+        )
         assert place(state["p"]) != place(state["t"])
 
 
 @pytest.mark.parametrize("donate", [(), (0,)])
 def test_constants_outlive_what_becomes_of_the_results(donate: tuple[int, ...]) -> None:
     def step(state: Any, x: Any) -> Any:
-        return {"acc": FIRST, "w": state["w"] + state["acc"] * lax.pmean(x.mean(), "batch"), "key": ROOT, "t": TABLE}
+        return {
+            "acc": FIRST,
+            "w": state["w"] + state["acc"] * lax.pmean(x.mean(), "batch"),
+            "key": ROOT,
+            "t": TABLE,
+        }
 
     def fresh() -> Any:
-        return {"acc": jnp.ones(4), "w": jnp.ones(4), "key": jax.random.key(1), "t": jnp.zeros(5000)}
+        return {
+            "acc": jnp.ones(4),
+            "w": jnp.ones(4),
+            "key": jax.random.key(1),
+            "t": jnp.zeros(5000),
+        }
 
     done = compiled(step, (fresh(), jnp.ones(4)), donate)
     for _ in range(2):
         state = fresh()
         for _ in range(3):
             state = run(done, (state, jnp.ones(4)))
-        assert np.array_equal(state["w"], 2.0 + 2 * np.arange(4.0)) and np.array_equal(state["t"], TABLE)
+        assert np.array_equal(state["w"], 2.0 + 2 * np.arange(4.0)) and np.array_equal(
+            state["t"], TABLE
+        )
         delete(state)
     assert np.array_equal(FIRST, np.arange(4.0)) and not ROOT.is_deleted()
 
@@ -100,7 +118,8 @@ def test_cuts_and_variants_share_one_constant_copy() -> None:
     copies = [stages.compile(program).constants for program in programs]
     assert len({place(x) for constants in copies for x in constants} - {place(FIRST)}) == 1
     assert all(
-        np.array_equal(run(stages.compile(p), args), done) for p, done in zip(programs, [2 * FIRST] * 4, strict=True)
+        np.array_equal(run(stages.compile(p), args), done)
+        for p, done in zip(programs, [2 * FIRST] * 4, strict=True)
     )
 
 
@@ -111,8 +130,12 @@ def test_inputs_that_come_back_are_copies() -> None:
     state = {"a": jnp.arange(3.0), "key": jax.random.key(3), "weak": jnp.asarray(2.0)}
     results = run(compiled(step, (state, jnp.ones(2))), (state, jnp.ones(2)))
     wanted = jax.jit(lambda s: (s, s["a"]))(state)
-    assert len({place(x) for x in jax.tree.leaves((state, results))}) == len(jax.tree.leaves((state, results)))
-    assert [jax.typeof(x) for x in jax.tree.leaves(results[0])] == [jax.typeof(x) for x in jax.tree.leaves(wanted[0])]
+    assert len({place(x) for x in jax.tree.leaves((state, results))}) == len(
+        jax.tree.leaves((state, results))
+    )
+    assert [jax.typeof(x) for x in jax.tree.leaves(results[0])] == [
+        jax.typeof(x) for x in jax.tree.leaves(wanted[0])
+    ]
     delete(results)
     assert np.array_equal(state["a"], np.arange(3.0)) and jax.random.bits(state["key"]) is not None
 
@@ -127,7 +150,9 @@ def test_donated_inputs_that_come_back_are_moved_once() -> None:
     state = run(done, (state, jnp.ones(())))
     assert place(state["a"]) == before != place(state["b"])
     assert run(done, (state, jnp.ones(())))["n"] == 4
-    frozen = compiled(lambda s, x: {**s, "n": s["n"] + lax.psum(x, "batch")}, (state, jnp.ones(())), (0,))
+    frozen = compiled(
+        lambda s, x: {**s, "n": s["n"] + lax.psum(x, "batch")}, (state, jnp.ones(())), (0,)
+    )
     assert frozen.passthroughs == ((0, True), (1, True)), "a frozen part of the state costs nothing"
     assert frozen.peak_live_bytes() <= peak
 
@@ -135,8 +160,13 @@ def test_donated_inputs_that_come_back_are_moved_once() -> None:
 @pytest.mark.parametrize("donate", [(), (0,)])
 def test_what_is_no_array_of_jax_comes_back_as_one(donate: tuple[int, ...]) -> None:
     given = {
-        "zeros": np.zeros(16), "long": np.int64(5), "n": 3, "f": 0.5, "yes": True, "half": np.ones(2, np.float16)
-    }  # fmt: skip
+        "zeros": np.zeros(16),
+        "long": np.int64(5),
+        "n": 3,
+        "f": 0.5,
+        "yes": True,
+        "half": np.ones(2, np.float16),
+    }
 
     def step(state: Any, x: Any) -> Any:
         return state, lax.pmean(x, "batch")

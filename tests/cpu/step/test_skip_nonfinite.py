@@ -1,4 +1,6 @@
-"""`nonfinite="skip"`: which parts of a step's results are its state, and which steps are refused."""
+"""`nonfinite="skip"`: which parts of a step's results are its state, and which steps are
+refused.
+"""
 
 from typing import Any, NamedTuple
 
@@ -31,7 +33,9 @@ def new(tree):
 
 def skipped(results, *args, state=(0,), donated=True):
     """What a step that returns `results` returns where it is skipped."""
-    return with_commit_flag(lambda *_: results, "step", state, donated=donated)(*args, jnp.asarray(False))
+    return with_commit_flag(lambda *_: results, "step", state, donated=donated)(
+        *args, jnp.asarray(False)
+    )
 
 
 def same(a, b):
@@ -58,14 +62,18 @@ def test_state_is_kept_wherever_it_stands(returns, options):
     same(got, returns(PARAMS, OPT))
 
 
-@pytest.mark.parametrize("returns", [lambda s: {"state": s, "loss": LOSS}, lambda s: Out(loss=LOSS, train=s)])
+@pytest.mark.parametrize(
+    "returns", [lambda s: {"state": s, "loss": LOSS}, lambda s: Out(loss=LOSS, train=s)]
+)
 @pytest.mark.parametrize("donated", [True, False])
 def test_a_state_in_a_dict_or_a_named_tuple_is_kept(returns, donated):
     same(skipped(returns(new(PARAMS)), PARAMS, BATCH, donated=donated), returns(PARAMS))
 
 
 def test_a_state_that_the_step_writes_into_is_kept():
-    """For a dict, and for an NNX state: the step updates a module that shares its variables with the state."""
+    """For a dict, and for an NNX state: the step updates a module that shares its variables with
+    the state.
+    """
 
     def write_dict(state):
         state["w"] += 1
@@ -78,18 +86,30 @@ def test_a_state_that_the_step_writes_into_is_kept():
         module(BATCH)
         return nnx.state(module), LOSS
 
-    for write, make in ((write_dict, lambda: dict(PARAMS)), (write_module, lambda: jax.tree.map(jnp.copy, variables))):
+    for write, make in (
+        (write_dict, lambda: dict(PARAMS)),
+        (write_module, lambda: jax.tree.map(jnp.copy, variables)),
+    ):
         step = jax.jit(with_commit_flag(write, "step", (0,), donated=True))
         same(step(make(), jnp.asarray(False)), (make(), LOSS))
         assert any(
-            map(jnp.any, jax.tree.leaves(jax.tree.map(jnp.subtract, step(make(), jnp.asarray(True))[0], make())))
+            map(
+                jnp.any,
+                jax.tree.leaves(
+                    jax.tree.map(jnp.subtract, step(make(), jnp.asarray(True))[0], make())
+                ),
+            )
         )
 
 
 def test_metrics_are_what_the_step_made_of_them():
-    """An argument that is one array is a result of its own, or none: metrics have its shape, too."""
+    """An argument that is one array is a result of its own, or none: metrics have its shape,
+    too.
+    """
     rate = jnp.float32(0.1)
-    got = skipped((new(PARAMS), {"loss": LOSS, "seen": BATCH[0]}), PARAMS, rate, BATCH[1], state=(0, 1))
+    got = skipped(
+        (new(PARAMS), {"loss": LOSS, "seen": BATCH[0]}), PARAMS, rate, BATCH[1], state=(0, 1)
+    )
     same(got, (PARAMS, {"loss": LOSS, "seen": BATCH[0]}))
 
 
@@ -100,13 +120,19 @@ def test_metrics_are_what_the_step_made_of_them():
             (new(PARAMS), (new(OPT["mu"]), OPT["count"])),
             (PARAMS, {"mu": OPT["mu"], "n": OPT["count"]}),
             BOTH,
-            "it donates argument 1 and returns arrays of the same shapes and types in another structure",
+            (
+                "it donates argument 1 and returns arrays of the same shapes and types in another "
+                "structure"
+            ),
         ),
         (
             (new(PARAMS), (jnp.ones(5), jnp.ones(6))),
             (PARAMS, {"m": jnp.zeros(5), "v": jnp.zeros(6)}),
             BOTH,
-            "it donates argument 1 and returns arrays of the same shapes and types in another structure",
+            (
+                "it donates argument 1 and returns arrays of the same shapes and types in another "
+                "structure"
+            ),
         ),
         (
             {"now": new(PARAMS), "ema": new(PARAMS)},
@@ -118,7 +144,10 @@ def test_metrics_are_what_the_step_made_of_them():
             (new(PARAMS), new(OPT), LOSS),
             (PARAMS, OPT, BATCH),
             {"donated": False},
-            "its first argument is its state, as it donates none, but argument 1 comes back in its structure as well",
+            (
+                "its first argument is its state, as it donates none, but argument 1 comes back in its "
+                "structure as well"
+            ),
         ),
     ],
 )
@@ -158,7 +187,11 @@ def test_missing_state_is_rejected_at_the_first_call():
             state, _ = step(batch, state)
 
     with pytest.raises(
-        JobError, match="CutError: `step` cannot skip a step: none of its results has the structure.* of its first arg"
+        JobError,
+        match=(
+            "CutError: `step` cannot skip a step: none of its results has the structure.* of its "
+            "first arg"
+        ),
     ):
         in_a_job(fn, [np.ones(4, np.float32)])
 

@@ -1,4 +1,6 @@
-"""A step called alone, in a world of one rank: what it takes for the same call, and what it says of wrong ones."""
+"""A step called alone, in a world of one rank: what it takes for the same call, and what it says of
+wrong ones.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,12 @@ def lines() -> list[str]:
     pytest.importorskip("mpi4jax")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
-        [*warm_python.COMMAND, "-c", CHECKS], capture_output=True, text=True, timeout=200, env=env, check=False
+        [*warm_python.COMMAND, "-c", CHECKS],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=env,
+        check=False,
     )
     assert done.stdout.endswith("end\n"), done.stdout + done.stderr
     return done.stdout.splitlines()
@@ -128,19 +135,38 @@ def lines() -> list[str]:
     "CutError: argument `args[1]` of `<lambda>` holds a `Model`, which is not an array.",
     "ValueError: argument [0]['key'] of `<lambda>` was donated to an earlier step and is gone.",
     "sentence6",
-    "FloatingPointError: segment 0 of `logarithm` (computation) made an invalid value (nan) on this rank.",
+    "FloatingPointError: segment 0 of `logarithm` (computation) made an invalid value (nan) on "
+    "this rank.",
 )
 @pytest.mark.parametrize(
     "sentence",
     [
-        "ValueError: donate_argnums of `step` names argument -3, but it was called with 2 positional arguments",
-        "ValueError: donate_argnums of `step` names argument -1, but it was called with 2 positional arguments",
-        "ValueError: static argument 1 of `step` cannot be hashed: it is or holds a `tuple` (unhashable type: 'list').",
-        "CutError: argument `args[0]['name']` of `<lambda>` holds a `str`, which is not an array. Register the class",
+        (
+            "ValueError: donate_argnums of `step` names argument -3, but it was called with 2 "
+            "positional arguments"
+        ),
+        (
+            "ValueError: donate_argnums of `step` names argument -1, but it was called with 2 "
+            "positional arguments"
+        ),
+        (
+            "ValueError: static argument 1 of `step` cannot be hashed: it is or holds a `tuple` "
+            "(unhashable type: 'list')."
+        ),
+        (
+            "CutError: argument `args[0]['name']` of `<lambda>` holds a `str`, which is not an "
+            "array. Register the class"
+        ),
         "CutError: argument `args[1]` of `<lambda>` holds a `Model`, which is not an array.",
         "ValueError: argument [0]['key'] of `<lambda>` was donated to an earlier step and is gone.",
-        "CutError: `<lambda>` was called under `jax.disable_jit()`: a crossover step exists as executables only",
-        "FloatingPointError: segment 0 of `logarithm` (computation) made an invalid value (nan) on this rank.",
+        (
+            "CutError: `<lambda>` was called under `jax.disable_jit()`: a crossover step exists as "
+            "executables only"
+        ),
+        (
+            "FloatingPointError: segment 0 of `logarithm` (computation) made an invalid value "
+            "(nan) on this rank."
+        ),
     ],
 )
 def test_first_sentences(lines: list[str], sentence: str) -> None:
@@ -173,12 +199,20 @@ def test_second_thread_is_rejected_while_first_is_busy() -> None:
         raise KeyError
     run()
     name = threading.current_thread().name
-    assert refused[0].startswith(f"`second` was called from thread `mine` while thread `{name}` is in `first`. Ranks")
+    assert refused[0].startswith(
+        f"`second` was called from thread `mine` while thread `{name}` is in `first`. Ranks"
+    )
     assert refused[1] == "no", "an error gives the turn back"
 
 
-AXES = 'it is one name, such as "batch", for an axis over all ranks, or a mapping of names to sizes, such as'
-NUMBERS = "it is the number of a positional argument, such as 0, or a sequence of numbers, such as (0, 1)."
+AXES = (
+    'it is one name, such as "batch", for an axis over all ranks, or a mapping of names to sizes, '
+    "such as"
+)
+NUMBERS = (
+    "it is the number of a positional argument, such as 0, or a sequence of numbers, such as (0, "
+    "1)."
+)
 CUT = 'cut must be "whole", "auto" or a positive number of exchange segments, not '
 
 
@@ -189,15 +223,39 @@ CUT = 'cut must be "whole", "auto" or a positive number of exchange segments, no
         ({"axes": ["batch"]}, TypeError, f"`axes` is `['batch']`: {AXES}"),
         ({"axes": None}, TypeError, f"`axes` is `None`: {AXES}"),
         ({"axes": {}}, ValueError, "A mesh needs at least one axis."),
-        ({"axes": {"a": 2.0}}, ValueError, "Axis 'a' has size 2.0: a size is 1 or more, or -1 for what is left."),
-        ({"axes": {"a": True, "b": -1}}, ValueError, "Axis 'a' has size True: a size is 1 or more, or -1 for what"),
-        ({"axes": {"a": "2"}}, ValueError, "Axis 'a' has size '2': a size is 1 or more, or -1 for what is left."),
+        (
+            {"axes": {"a": 2.0}},
+            ValueError,
+            "Axis 'a' has size 2.0: a size is 1 or more, or -1 for what is left.",
+        ),
+        (
+            {"axes": {"a": True, "b": -1}},
+            ValueError,
+            "Axis 'a' has size True: a size is 1 or more, or -1 for what",
+        ),
+        (
+            {"axes": {"a": "2"}},
+            ValueError,
+            "Axis 'a' has size '2': a size is 1 or more, or -1 for what is left.",
+        ),
         ({"axes": {"a": -1, "b": -1}}, ValueError, "Only one axis may be -1, but 'a', 'b' are."),
         ({"cut": "half"}, ValueError, f"{CUT}'half'"),
         ({"cut": np.int64(0)}, ValueError, f"{CUT}np.int64(0)"),
-        ({"bucket_bytes": None}, ValueError, "`bucket_bytes` is `None`: it counts bytes and must be a whole number"),
-        ({"bucket_bytes": "1MB"}, ValueError, "`bucket_bytes` is `'1MB'`: it counts bytes and must be a whole number"),
-        ({"bucket_bytes": -1}, ValueError, "`bucket_bytes` is `-1`: it counts bytes and must be a whole number from 0"),
+        (
+            {"bucket_bytes": None},
+            ValueError,
+            "`bucket_bytes` is `None`: it counts bytes and must be a whole number",
+        ),
+        (
+            {"bucket_bytes": "1MB"},
+            ValueError,
+            "`bucket_bytes` is `'1MB'`: it counts bytes and must be a whole number",
+        ),
+        (
+            {"bucket_bytes": -1},
+            ValueError,
+            "`bucket_bytes` is `-1`: it counts bytes and must be a whole number from 0",
+        ),
         ({"donate_argnums": None}, TypeError, f"`donate_argnums` is `None`: {NUMBERS}"),
         ({"donate_argnums": True}, TypeError, f"`donate_argnums` is `True`: {NUMBERS}"),
         ({"static_argnums": None}, TypeError, f"`static_argnums` is `None`: {NUMBERS}"),
@@ -212,7 +270,12 @@ def test_invalid_options_are_rejected_where_given(options, error, sentence) -> N
 
 def test_numbers_of_numpy_are_numbers() -> None:
     two = np.int64(2)
-    numbers = {"cut": two, "bucket_bytes": two, "donate_argnums": two, "static_argnums": np.arange(2)}
+    numbers = {
+        "cut": two,
+        "bucket_bytes": two,
+        "donate_argnums": two,
+        "static_argnums": np.arange(2),
+    }
     step = crossover(lambda x: x, axes={"a": two, "b": -1}, **numbers)
     found = (step.axes, step.cut, step.bucket_bytes, step.donate, step.static)
     assert repr(found) == "({'a': 2, 'b': -1}, 2, 2, (2,), (0, 1))"

@@ -18,7 +18,10 @@ from jaxcross.testing import LocalRanks
 
 STATE, BATCH = jnp.zeros(2), jnp.ones(2)
 SPECS = {"in_specs": (PartitionSpec(), PartitionSpec("batch")), "out_specs": PartitionSpec()}
-REMEDY = "Give `crossover` the function itself, pmap's `axis_name` as `axes`, and arguments without the leading axis"
+REMEDY = (
+    "Give `crossover` the function itself, pmap's `axis_name` as `axes`, and arguments without the "
+    "leading axis"
+)
 
 
 def step(state: Any, batch: Any) -> Any:
@@ -39,11 +42,18 @@ def sharded(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 PMAPPED = jax.pmap(step, axis_name="batch")
 KINDS = {
-    "plain": step, "jit": jax.jit(step), "jit of jit": jax.jit(jax.jit(step, donate_argnums=0)),
-    "partial": functools.partial(step), "partial of jit": functools.partial(jax.jit(step)), "object": Called(),
-    "method": Called().method, "shard_map of jit": sharded(jax.jit(step)), "jit of shard_map": jax.jit(sharded(step)),
-    "remat": jax.checkpoint(step), "remat of jit": jax.checkpoint(jax.jit(step)),
-}  # fmt: skip
+    "plain": step,
+    "jit": jax.jit(step),
+    "jit of jit": jax.jit(jax.jit(step, donate_argnums=0)),
+    "partial": functools.partial(step),
+    "partial of jit": functools.partial(jax.jit(step)),
+    "object": Called(),
+    "method": Called().method,
+    "shard_map of jit": sharded(jax.jit(step)),
+    "jit of shard_map": jax.jit(sharded(step)),
+    "remat": jax.checkpoint(step),
+    "remat of jit": jax.checkpoint(jax.jit(step)),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,36 +64,53 @@ def test_every_kind_of_function_is_the_same_step(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [PMAPPED, jax.jit(PMAPPED), functools.partial(PMAPPED), jax.pmap(step, "batch", donate_argnums=0)]
+    "wrong",
+    [
+        PMAPPED,
+        jax.jit(PMAPPED),
+        functools.partial(PMAPPED),
+        jax.pmap(step, "batch", donate_argnums=0),
+    ],
 )
 def test_a_pmap_is_refused_with_what_to_give_instead(wrong: Any) -> None:
     with pytest.raises(TypeError, match=f"^`step` is a `jax.pmap`. .*{REMEDY}"):
         jaxcross.crossover(wrong, axes="batch")
 
 
-@pytest.mark.parametrize("lengths", [(2,), (1, 2)], ids=["a rank's own batch", "with an axis of devices"])
+@pytest.mark.parametrize(
+    "lengths", [(2,), (1, 2)], ids=["a rank's own batch", "with an axis of devices"]
+)
 def test_a_step_that_calls_a_pmap_is_refused_likewise(lengths: tuple[int, ...]) -> None:
     with pytest.raises(CutError, match=f"^`<lambda>` calls a `jax.pmap`. .*{REMEDY}"):
         trace(
-            lambda state, batch: PMAPPED(state, batch), (jnp.zeros(lengths), jnp.ones(lengths)), axes={"batch": 2},
+            lambda state, batch: PMAPPED(state, batch),
+            (jnp.zeros(lengths), jnp.ones(lengths)),
+            axes={"batch": 2},
             wire=LocalRanks(),
-        )  # fmt: skip
+        )
 
 
 def test_static_jit_arguments_must_be_named_twice() -> None:
     """Static arguments of a `jax.jit` must be named twice."""
     jitted = jax.jit(lambda state, batch, n: n * step(state, batch), static_argnums=2)
-    with pytest.raises(CutError, match=r"^`<lambda>` .* name the static ones by `static_argnums` of `crossover` as we"):
+    with pytest.raises(
+        CutError,
+        match=r"^`<lambda>` .* name the static ones by `static_argnums` of `crossover` as we",
+    ):
         trace(jitted, (STATE, BATCH, 3), axes={"batch": 2}, wire=LocalRanks())
 
 
 def test_what_is_no_function_is_refused() -> None:
     jitted = jax.jit(lambda state: state)
     for wrong, words in (
-        (jitted.lower(STATE), "not a `Lowered`"), (jitted.lower(STATE).compile(), "not a `Compiled`"),
-        (Called, "not the class `Called`"), (3, "not `int`"),
-    ):  # fmt: skip
+        (jitted.lower(STATE), "not a `Lowered`"),
+        (jitted.lower(STATE).compile(), "not a `Compiled`"),
+        (Called, "not the class `Called`"),
+        (3, "not `int`"),
+    ):
         with pytest.raises(TypeError, match=f"^`crossover` takes a function, {words}"):
             jaxcross.crossover(wrong, axes="batch")
-    with pytest.raises(TypeError, match=r"^`step` is a crossover step already: give its function, `step.step`\.$"):
+    with pytest.raises(
+        TypeError, match=r"^`step` is a crossover step already: give its function, `step.step`\.$"
+    ):
         jaxcross.crossover(jaxcross.crossover(step, axes="batch"), axes="batch")

@@ -1,4 +1,6 @@
-"""The metric of a sweep: where it may come from, when its absence ends the sweep, what of it is on disk when."""
+"""The metric of a sweep: where it may come from, when its absence ends the sweep, what of it is on
+disk when.
+"""
 
 import json
 import os
@@ -17,7 +19,9 @@ from tests.support.runner_jobs import make_step
 
 
 def training(world, *, begun=None, evaluate: Any = None, late=False, logs="loss", steps=6):
-    """A `train` that adds `lr` in each step, logs it, evaluates every two steps, and logs the metric at its end."""
+    """A `train` that adds `lr` in each step, logs it, evaluates every two steps, and logs the
+    metric at its end.
+    """
     step = make_step(world)
 
     def train(job, lr):
@@ -41,7 +45,15 @@ def training(world, *, begun=None, evaluate: Any = None, late=False, logs="loss"
 def on_ranks(ranks, lr, *, metric="score", folder=None, concurrent=2, **options):
     def work(world):
         train, search = training(world, **options), {"lr": lr}
-        return sweep(train, search, metric=metric, mode="max", world=world, folder=folder, concurrent=concurrent)
+        return sweep(
+            train,
+            search,
+            metric=metric,
+            mode="max",
+            world=world,
+            folder=folder,
+            concurrent=concurrent,
+        )
 
     return run_ranks(ranks, work)
 
@@ -61,9 +73,14 @@ def refused(begun, *, match, metric="score", ranks=2, **options):
 
 
 def test_first_end_without_the_metric_ends_the_sweep():
-    """The error names what was logged, on every rank; of six trials the first ones alone have begun."""
+    """The error names what was logged, on every rank; of six trials the first ones alone have
+    begun.
+    """
     begun = []
-    refused(begun, match=r"Trial `[01] lr=\d` has come to its end and never logged `score`.* It logged: `loss`\.")
+    refused(
+        begun,
+        match=r"Trial `[01] lr=\d` has come to its end and never logged `score`.* It logged: `loss`\.",
+    )
     assert len({job.name for _, job in begun}) <= 3
 
 
@@ -117,8 +134,12 @@ def test_values_are_on_disk_before_a_checkpoint_covers_them(monkeypatch, tmp_pat
 @pytest.mark.integration
 def test_each_trial_is_deleted_once(monkeypatch, tmp_path):
     deleted, real = [], Folders.delete
-    monkeypatch.setattr(Folders, "delete", lambda self, names: (deleted.append(self.path), real(self, names)))
+    monkeypatch.setattr(
+        Folders, "delete", lambda self, names: (deleted.append(self.path), real(self, names))
+    )
     on_ranks(1, [*range(8)], logs="score", folder=tmp_path, concurrent=1)
     mine = [path.name for path in deleted if path.parent.name == "checkpoints"]
     assert len(list((tmp_path / "checkpoints").glob("*/0*"))) == 1
-    assert max(Counter(mine).values()) <= 5, "its own checkpoints are thinned out as well, but by itself alone"
+    assert max(Counter(mine).values()) <= 5, (
+        "its own checkpoints are thinned out as well, but by itself alone"
+    )

@@ -1,4 +1,6 @@
-"""Sweeps that ask Optuna: the same trials whatever the threads do, and a study that has them at the end."""
+"""Sweeps that ask Optuna: the same trials whatever the threads do, and a study that has them at the
+end.
+"""
 
 import threading
 from contextlib import nullcontext
@@ -34,11 +36,16 @@ def train_of(world, stop=None):
 def make_study(pruner=None, seed=1, **options):
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=3)
     pruner = pruner or optuna.pruners.MedianPruner(n_startup_trials=1)
-    return optuna.create_study(**{"direction": "maximize", "sampler": sampler, "pruner": pruner, **options})
+    return optuna.create_study(
+        **{"direction": "maximize", "sampler": sampler, "pruner": pruner, **options}
+    )
 
 
 def space_of(trial):
-    return {"lr": trial.suggest_float("lr", 0.1, 1.0), "steps": trial.suggest_categorical("steps", [4, 8])}
+    return {
+        "lr": trial.suggest_float("lr", 0.1, 1.0),
+        "steps": trial.suggest_categorical("steps", [4, 8]),
+    }
 
 
 def on_ranks(make=make_study, stop=None, trials=10, **options):
@@ -52,13 +59,17 @@ def on_ranks(make=make_study, stop=None, trials=10, **options):
 
 
 def facts(result):
-    return [(t.number, t.params, t.status, t.step, t.value, t.digest, t.values) for t in result.trials]
+    return [
+        (t.number, t.params, t.status, t.step, t.value, t.digest, t.values) for t in result.trials
+    ]
 
 
 PRUNERS = {
     "median": lambda: optuna.pruners.MedianPruner(n_startup_trials=1),
     "halving": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=2, reduction_factor=2),
-    "hyperband": lambda: optuna.pruners.HyperbandPruner(min_resource=2, max_resource=8, reduction_factor=2),
+    "hyperband": lambda: optuna.pruners.HyperbandPruner(
+        min_resource=2, max_resource=8, reduction_factor=2
+    ),
 }
 
 
@@ -119,7 +130,9 @@ def test_grid_can_be_pruned():
 
 
 def test_stop_before_a_decision_leaves_it_to_the_restart(tmp_path):
-    """The state that a stop saves covers the value that waits for it: a restart does not log that again."""
+    """The state that a stop saves covers the value that waits for it: a restart does not log that
+    again.
+    """
 
     def run_all(folder, stops):
         late = threading.Event()  # on rank 0, where trials are decided
@@ -134,7 +147,9 @@ def test_stop_before_a_decision_leaves_it_to_the_restart(tmp_path):
                     if stops and world.rank == 0:
                         if lr == 2.0 and job.step == 1:
                             late.wait(30)
-                            job._life.driver.post(StopRequested())  # what the main thread does on Ctrl-C
+                            job._life.driver.post(
+                                StopRequested()
+                            )  # what the main thread does on Ctrl-C
                         elif lr == 1.0 and job.step == 2:
                             late.set()
                     if job.step % 2 == 0:
@@ -143,7 +158,13 @@ def test_stop_before_a_decision_leaves_it_to_the_restart(tmp_path):
                 return state
 
             prune = optuna.pruners.ThresholdPruner(lower=10.0)
-            options = {"metric": "score", "mode": "max", "prune": prune, "concurrent": 2, "folder": folder}
+            options = {
+                "metric": "score",
+                "mode": "max",
+                "prune": prune,
+                "concurrent": 2,
+                "folder": folder,
+            }
             with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
                 return sweep(train, {"lr": [1.0, 2.0]}, world=world, **options)
 
@@ -213,8 +234,14 @@ def test_trial_is_pruned_by_an_evaluation():
 
         prune = optuna.pruners.MedianPruner(n_startup_trials=1)
         grid = {"lr": [0.5, 0.4, 0.3]}
-        return sweep(train, grid, metric="eval/score", mode="max", prune=prune, concurrent=1, world=world)
+        return sweep(
+            train, grid, metric="eval/score", mode="max", prune=prune, concurrent=1, world=world
+        )
 
     first, _ = run_ranks(2, work)
-    assert [(t.status, t.step) for t in first.trials] == [("finished", 4), ("pruned", 2), ("pruned", 2)]
+    assert [(t.status, t.step) for t in first.trials] == [
+        ("finished", 4),
+        ("pruned", 2),
+        ("pruned", 2),
+    ]
     assert {job.how for report in first.reports for job in report.jobs} == {"ended"}

@@ -1,4 +1,6 @@
-"""Sweeps on ranks that are threads: what runs, what fails alone, what is refused before the first step."""
+"""Sweeps on ranks that are threads: what runs, what fails alone, what is refused before the first
+step.
+"""
 
 import json
 from contextlib import nullcontext
@@ -42,7 +44,9 @@ def on_ranks(search, ranks=2, make=training, **options):
 
 
 def facts(result):
-    return [(t.number, t.params, t.status, t.step, t.value, t.digest, t.values) for t in result.trials]
+    return [
+        (t.number, t.params, t.status, t.step, t.value, t.digest, t.values) for t in result.trials
+    ]
 
 
 @pytest.mark.parametrize("concurrent", [1, 2, 5])
@@ -53,7 +57,9 @@ def test_grid_is_the_same_however_many_run_at_a_time(concurrent):
     assert {t.status for t in first.trials} == {"finished"}
     assert first.best == first.trials[1]
     assert first.state == first.best.value == first.best.values[-1][1]
-    assert len(first.reports) == 1  # a trial takes its place before the one that it follows has left the run
+    assert (
+        len(first.reports) == 1
+    )  # a trial takes its place before the one that it follows has left the run
 
 
 def test_smallest_is_best_where_the_mode_says_so():
@@ -80,15 +86,25 @@ def test_trial_that_raises_on_one_rank_fails_alone(tmp_path):
     assert [t.status for t in result.trials] == ["finished", "failed", "finished", "failed"]
     assert result.best.params == {"lr": 3}
     assert "failed on rank 1" in result.trials[1].error
-    assert "Trial `1 lr=2 fails=True` failed: Job `1 lr=2 fails=True` failed on rank 1" in str(result)
+    assert "Trial `1 lr=2 fails=True` failed: Job `1 lr=2 fails=True` failed on rank 1" in str(
+        result
+    )
     written = json.loads((tmp_path / "sweep.json").read_text())["trials"]
     assert [t["status"] for t in written] == ["finished", "failed", "finished", "failed"]
 
 
 def test_all_trials_failing_is_an_error_on_every_rank():
     def work(world):
-        with pytest.raises(JobError, match="All 2 trials of the sweep failed. The first: Job `0 lr=1"):
-            sweep(training(world), {"lr": [1, 2], "fails": [True]}, metric="score", mode="max", world=world)
+        with pytest.raises(
+            JobError, match="All 2 trials of the sweep failed. The first: Job `0 lr=1"
+        ):
+            sweep(
+                training(world),
+                {"lr": [1, 2], "fails": [True]},
+                metric="score",
+                mode="max",
+                world=world,
+            )
 
     run_ranks(2, work)
 
@@ -96,7 +112,10 @@ def test_all_trials_failing_is_an_error_on_every_rank():
 def test_metric_that_is_never_logged_fails_the_trial():
     result, _ = on_ranks([{"lr": 1}, {"lr": 2, "logs": "loss"}])
     assert [t.status for t in result.trials] == ["finished", "failed"]
-    assert "never logged `score`, by which trials are compared. It logged: `loss`." in result.trials[1].error
+    assert (
+        "never logged `score`, by which trials are compared. It logged: `loss`."
+        in result.trials[1].error
+    )
 
 
 def test_saving_before_logging_is_refused(tmp_path):
@@ -114,8 +133,12 @@ def test_saving_before_logging_is_refused(tmp_path):
         return train
 
     def work(world):
-        with pytest.raises(JobError, match=r"logged `score` after it had saved its state, at step 1"):
-            sweep(make(world), {"lr": [1]}, metric="score", mode="max", world=world, folder=tmp_path)
+        with pytest.raises(
+            JobError, match=r"logged `score` after it had saved its state, at step 1"
+        ):
+            sweep(
+                make(world), {"lr": [1]}, metric="score", mode="max", world=world, folder=tmp_path
+            )
 
     on_ranks({"lr": [1]}, make=make)  # without a folder nothing can be lost
     run_ranks(2, work)
@@ -167,7 +190,12 @@ def test_best_trials_state_stays_on_disk(tmp_path):
         ({"lr": [1]}, {"metric": ""}, ValueError, "`metric` is empty"),
         ({"lr": [1]}, {"metric": None}, TypeError, "`metric` must be the name"),
         ({"lr": [1]}, {"mode": "most"}, ValueError, "`mode` must be `max` or `min`"),
-        ({"lr": [1]}, {"metric": "error", "mode": None}, ValueError, "`mode` must say which `error` is better"),
+        (
+            {"lr": [1]},
+            {"metric": "error", "mode": None},
+            ValueError,
+            "`mode` must say which `error` is better",
+        ),
         ({"lr": [1]}, {"concurrent": 0}, ValueError, "`concurrent` must be at least 1"),
         ({"lr": [1]}, {"keep": 0}, ValueError, "`keep` must be at least 1"),
         ({"lr": [1]}, {"policy": None}, TypeError, "`sweep` has no argument `policy`"),
@@ -196,7 +224,12 @@ def test_argument_that_is_wrong_on_one_rank_is_refused_on_all():
     def work(world):
         with pytest.raises((TypeError, JobError)) as raised:
             sweep(
-                training(world), {"lr": [1]}, metric="score", mode="max", world=world, concurrent=[1, "a"][world.rank]
+                training(world),
+                {"lr": [1]},
+                metric="score",
+                mode="max",
+                world=world,
+                concurrent=[1, "a"][world.rank],
             )
         return str(raised.value)
 
@@ -207,7 +240,9 @@ def test_argument_that_is_wrong_on_one_rank_is_refused_on_all():
 def test_ranks_with_different_sweeps_are_refused():
     def work(world):
         with pytest.raises(JobError, match="Ranks 0 and 1 want different sweeps: `search` is"):
-            sweep(training(world), {"lr": [1 + world.rank]}, metric="score", mode="max", world=world)
+            sweep(
+                training(world), {"lr": [1 + world.rank]}, metric="score", mode="max", world=world
+            )
 
     run_ranks(2, work)
 
@@ -224,7 +259,13 @@ def test_folder_of_another_sweep_is_left_alone(tmp_path):
 
     def work(world):
         for changes, text in refused:
-            options = {"search": {"lr": [1, 2]}, "metric": "score", "mode": "max", "folder": tmp_path, **changes}
+            options = {
+                "search": {"lr": [1, 2]},
+                "metric": "score",
+                "mode": "max",
+                "folder": tmp_path,
+                **changes,
+            }
             with pytest.raises(ValueError, match=text):
                 sweep(training(world), world=world, **options)
 
@@ -237,7 +278,14 @@ def test_folder_with_other_files_is_left_alone(tmp_path):
 
     def work(world):
         with pytest.raises(ValueError, match="is to hold a sweep, and holds other files"):
-            sweep(training(world), {"lr": [1]}, metric="score", mode="max", world=world, folder=tmp_path)
+            sweep(
+                training(world),
+                {"lr": [1]},
+                metric="score",
+                mode="max",
+                world=world,
+                folder=tmp_path,
+            )
 
     run_ranks(2, work)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
@@ -248,7 +296,14 @@ def test_pruning_without_optuna_names_the_extra(monkeypatch):
 
     def work(world):
         with pytest.raises(MissingExtraError, match=r"jaxcross\[sweep\]"):
-            sweep(training(world), {"lr": [1]}, metric="score", mode="max", world=world, prune=object())
+            sweep(
+                training(world),
+                {"lr": [1]},
+                metric="score",
+                mode="max",
+                world=world,
+                prune=object(),
+            )
 
     run_ranks(2, work)
 
@@ -256,7 +311,9 @@ def test_pruning_without_optuna_names_the_extra(monkeypatch):
 @pytest.mark.integration
 @pytest.mark.parametrize("at", [3, 6])
 def test_values_before_a_stop_are_not_lost(at, tmp_path):
-    """A stop saves states that the script has not: a restart does not repeat what was logged before that."""
+    """A stop saves states that the script has not: a restart does not repeat what was logged before
+    that.
+    """
 
     def run_all(folder, stops):
         def work(world):
@@ -268,11 +325,15 @@ def test_values_before_a_stop_are_not_lost(at, tmp_path):
                     job.state = state = step(state, batch)
                     job.log({"score": state})
                     if stops and job.step == at and lr == 1 and world.rank == 0:
-                        job._life.driver.post(StopRequested())  # what the main thread does on Ctrl-C
+                        job._life.driver.post(
+                            StopRequested()
+                        )  # what the main thread does on Ctrl-C
                 return state
 
             with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
-                return sweep(train, {"lr": [1, 2, 3]}, metric="score", mode="max", world=world, folder=folder)
+                return sweep(
+                    train, {"lr": [1, 2, 3]}, metric="score", mode="max", world=world, folder=folder
+                )
 
         return run_ranks(2, work)
 

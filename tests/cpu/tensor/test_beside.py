@@ -1,4 +1,6 @@
-"""Meshes beside each other: replicas, depth layers, averages of one's own over depth; all give serial gradients."""
+"""Meshes beside each other: replicas, depth layers, averages of one's own over depth; all give
+serial gradients.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,18 @@ class Small(nn.Module):
         return embedding.attend(x + tensor.MLP(2 * FEATURES, self.mesh)(x))
 
 
-TOKENS, LABELS = np.random.default_rng(0).integers(0, VOCABULARY, (2, BATCH, LENGTH)).astype(np.int32)
+TOKENS, LABELS = (
+    np.random.default_rng(0).integers(0, VOCABULARY, (2, BATCH, LENGTH)).astype(np.int32)
+)
 ROWS = {"tokens": TOKENS, "labels": LABELS}
 
 
 def loss_and_gradients(mesh: Mesh) -> Any:
     def call(params: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
-            return tensor.cross_entropy(Small(mesh).apply({"params": params}, batch["tokens"]), batch["labels"], mesh)
+            return tensor.cross_entropy(
+                Small(mesh).apply({"params": params}, batch["tokens"]), batch["labels"], mesh
+            )
 
         return jax.value_and_grad(loss_fn)(params)
 
@@ -49,13 +55,17 @@ def loss_and_gradients(mesh: Mesh) -> Any:
 def serial() -> tuple[Any, Any, Any]:
     """Parameters, loss, gradients."""
     params = jax.tree.map(np.asarray, tensor.init(Small(), jax.random.key(0), TOKENS[:1]))
-    params = jax.tree.map(lambda p: p + np.float32(0.1) * np.random.default_rng(p.size).normal(size=p.shape), params)
+    params = jax.tree.map(
+        lambda p: p + np.float32(0.1) * np.random.default_rng(p.size).normal(size=p.shape), params
+    )
     params = jax.tree.map(np.float32, params)
     return params, *jax.jit(loss_and_gradients(Mesh()))(params, ROWS)
 
 
 def on_parts(call: Any, params: Any, held: Mesh, over: Mesh) -> list[Any]:
-    """`call(params, batch)` on every rank of `over`, parameters cut as on `held`: the last axes of `over`."""
+    """`call(params, batch)` on every rank of `over`, parameters cut as on `held`: the last axes of
+    `over`.
+    """
     specs = tensor.partition(Small(held), jnp.asarray(TOKENS[:1]))
     parts = [tensor.shard(params, specs, held, rank) for rank in range(held.ranks)]
     args = [(parts[rank % held.ranks], over.local_batch(ROWS, rank)) for rank in range(over.ranks)]
@@ -67,7 +77,9 @@ def on_parts(call: Any, params: Any, held: Mesh, over: Mesh) -> list[Any]:
     "mesh",
     [
         pytest.param(Mesh(data=2, depth=2), id="data 2 x depth 2"),
-        pytest.param(Mesh(data=3, depth=2, side=2), id="data 3 x [2,2,2]", marks=pytest.mark.exhaustive),
+        pytest.param(
+            Mesh(data=3, depth=2, side=2), id="data 3 x [2,2,2]", marks=pytest.mark.exhaustive
+        ),
         pytest.param(Mesh(data=2, tensor=2), id="data 2 x 1-D on 2", marks=pytest.mark.exhaustive),
     ],
 )
@@ -83,7 +95,9 @@ def test_data_beside_depth(mesh: Mesh, serial: tuple[Any, Any, Any]) -> None:
 
 @pytest.mark.integration
 def test_depth_is_a_mean_of_grids(serial: tuple[Any, Any, Any]) -> None:
-    """`exchange.mean` of the gradients of two grids, each with half of the batch, is a mesh of depth 2."""
+    """`exchange.mean` of the gradients of two grids, each with half of the batch, is a mesh of
+    depth 2.
+    """
     grid, deep, mean = Mesh(side=2), Mesh(side=2, depth=2), jaxcross.exchange.mean("depth")
 
     def averaged(params: Any, batch: Any) -> Any:
@@ -91,13 +105,23 @@ def test_depth_is_a_mean_of_grids(serial: tuple[Any, Any, Any]) -> None:
         return jax.lax.pmean(loss, "depth"), mean.update(gradients, mean.init(params))[0]
 
     told = on_parts(averaged, serial[0], grid, deep)
-    for one, other in zip(told, on_parts(loss_and_gradients(deep), serial[0], deep, deep), strict=True):
+    for one, other in zip(
+        told, on_parts(loss_and_gradients(deep), serial[0], deep, deep), strict=True
+    ):
         close(one, other, 1e-5)
 
 
 @pytest.mark.integration
 def test_depth_is_data_parallelism_of_the_grid() -> None:
-    """[2,2,2] is [2,2] beside itself with a batch cut in two: the same function of the same ranks, to the bit."""
-    deep, beside = Training(Mesh(side=2, depth=2), layers=1), Training(Mesh(side=2, data=2), layers=1)
+    """[2,2,2] is [2,2] beside itself with a batch cut in two: the same function of the same ranks,
+    to the bit.
+    """
+    deep, beside = (
+        Training(Mesh(side=2, depth=2), layers=1),
+        Training(Mesh(side=2, data=2), layers=1),
+    )
     for (a, _), (b, _) in zip(deep.run(2)[0], beside.run(2)[0], strict=True):
-        assert all(x.tobytes() == y.tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+        assert all(
+            x.tobytes() == y.tobytes()
+            for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        )

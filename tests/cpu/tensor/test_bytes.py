@@ -1,4 +1,6 @@
-"""What the layers put on the wire is what the formulas of docs/reference/tensor-layouts.md say, to the byte."""
+"""What the layers put on the wire is what the formulas of docs/reference/tensor-layouts.md say, to
+the byte.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,17 @@ def share(ranks: int) -> Fraction:
 
 def hidden_block(mesh: Mesh, features: int) -> jax.ShapeDtypeStruct:
     """A rank's activations."""
-    return jax.ShapeDtypeStruct((B // mesh.size(mesh.batch), S, features // mesh.size(mesh.hidden)), jnp.float32)
+    return jax.ShapeDtypeStruct(
+        (B // mesh.size(mesh.batch), S, features // mesh.size(mesh.hidden)), jnp.float32
+    )
 
 
 def ready(model: Any, mesh: Mesh, features: int) -> Any:
     """A rank's parameters, in types alone."""
     example = jax.ShapeDtypeStruct((B, S, features), jnp.float32)
-    return jax.eval_shape(lambda: tensor.init(model, jax.random.key(0), jnp.zeros(example.shape), 0))
+    return jax.eval_shape(
+        lambda: tensor.init(model, jax.random.key(0), jnp.zeros(example.shape), 0)
+    )
 
 
 def both_ways(model: Any) -> Any:
@@ -77,7 +83,9 @@ def test_one_linear_layer_on_a_grid(mesh: Mesh) -> None:
     found = exchanges(both_ways(model), mesh, params, x)
     assert received(products(found), mesh) == 3 * once, "backward is twice forward"
     assert received(over(found, "depth"), mesh) == 2 * share(d) * Fraction(kn, q * q)
-    assert received(found, mesh) == received(products(found), mesh) + received(over(found, "depth"), mesh)
+    assert received(found, mesh) == received(products(found), mesh) + received(
+        over(found, "depth"), mesh
+    )
 
 
 @pytest.mark.mostly_integration("[2,2,1]")
@@ -87,12 +95,20 @@ def test_a_block_on_a_grid(mesh: Mesh) -> None:
     model = tensor.Block(12, mesh)
     params, x = ready(model, mesh, H), hidden_block(mesh, H)
     once = share(q) * (Fraction(7 * B * S * H, d * q) + Fraction(12 * H * H, q))
-    assert received(products(exchanges(lambda p, x: model.apply({"params": p}, x), mesh, params, x)), mesh) == once
+    assert (
+        received(
+            products(exchanges(lambda p, x: model.apply({"params": p}, x), mesh, params, x)), mesh
+        )
+        == once
+    )
     found = exchanges(both_ways(model), mesh, params, x)
     assert received(products(found), mesh) == 3 * once
-    # Where q is 1, vectors are summed over `depth` alone as well: 4h of the normalisations, 9h of biases.
+    # Where q is 1, vectors are summed over `depth` alone as well: 4h of the normalisations, 9h of
+    # biases.
     vectors = 13 * H if q == 1 else 0
-    assert received(over(found, "depth"), mesh) == 2 * share(d) * (Fraction(12 * H * H, q * q) + vectors)
+    assert received(over(found, "depth"), mesh) == 2 * share(d) * (
+        Fraction(12 * H * H, q * q) + vectors
+    )
     # Two numbers a token in each direction and normalisation.
     tokens = Fraction(B * S, d * q)
     assert received(over(found, "col"), mesh) == 2 * share(q) * 2 * 4 * tokens
@@ -106,7 +122,10 @@ def test_a_block_on_a_line(mesh: Mesh) -> None:
     model = tensor.Block(12, mesh)
     params, x = ready(model, mesh, H), hidden_block(mesh, H)
     once = 4 * share(mesh.tensor) * B * S * H
-    assert received(exchanges(lambda p, x: model.apply({"params": p}, x), mesh, params, x), mesh) == once
+    assert (
+        received(exchanges(lambda p, x: model.apply({"params": p}, x), mesh, params, x), mesh)
+        == once
+    )
     assert received(exchanges(both_ways(model), mesh, params, x), mesh) == 2 * once
 
 
@@ -117,7 +136,9 @@ def test_a_deeper_model_needs_no_more_executables(mesh: Mesh) -> None:
     distinct, segments = {}, {}
     for layers in (2, 6):
         training = Training(mesh, layers=layers)
-        params = jax.eval_shape(lambda t=training: tensor.init(t.model, jax.random.key(0), t.example, 0))
+        params = jax.eval_shape(
+            lambda t=training: tensor.init(t.model, jax.random.key(0), t.example, 0)
+        )
         args = params, mesh.local_batch(batch(0), 0)
         program = cut(trace(training.loss_and_gradients, args, axes=mesh.axes, wire=LocalRanks()))
         distinct[layers] = len({segment_key(segment) for segment in program.segments})
@@ -133,7 +154,9 @@ def test_recomputation_repeats_the_forward_pass() -> None:
     for remat in (False, True):
         training = Training(mesh, tied=False, remat=remat)
         args = training.params(), mesh.local_batch(batch(0), 0)
-        counts[remat] = received(products(exchanges(training.loss_and_gradients, mesh, *args)), mesh)
+        counts[remat] = received(
+            products(exchanges(training.loss_and_gradients, mesh, *args)), mesh
+        )
     once = share(2) * (Fraction(3 * tokens * H, 2) + Fraction(8 * H * H, 2))
     assert counts[True] - counts[False] == blocks * once
 
@@ -145,7 +168,13 @@ def test_deeper_mesh_moves_less_iff_the_batch_is_large() -> None:
         once = share(q) * (Fraction(7 * tokens * h, d * q) + Fraction(12 * h * h, q))
         return 3 * once + 2 * share(d) * Fraction(12 * h * h, q * q)
 
-    for tokens, h in ((96 * 512, 4096), (384 * 512, 2048), (16 * 512, 3072), (3 * 512 + 1, 512), (3 * 512 - 1, 512)):
+    for tokens, h in (
+        (96 * 512, 4096),
+        (384 * 512, 2048),
+        (16 * 512, 3072),
+        (3 * 512 + 1, 512),
+        (3 * 512 - 1, 512),
+    ):
         assert (elements(4, 4, tokens, h) < elements(8, 1, tokens, h)) == (tokens > 3 * h)
     assert np.isclose(float(elements(4, 4, 96 * 512, 4096)) / 1e6, 330, atol=1)
     assert np.isclose(float(elements(8, 1, 96 * 512, 4096)) / 1e6, 528, atol=1)

@@ -1,4 +1,6 @@
-"""The cost model counts what a traced step puts on the wire, to the byte; its times follow the stated formula."""
+"""The cost model counts what a traced step puts on the wire, to the byte; its times follow the
+stated formula.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.support.tensor_case import BATCH, LENGTH, MESHES, QUICK, Training, ba
 
 def held(training: Training) -> Any:
     """A rank's parameters, in types alone."""
-    return jax.eval_shape(lambda: tensor.init(training.model, jax.random.key(0), training.example, 0))
+    return jax.eval_shape(
+        lambda: tensor.init(training.model, jax.random.key(0), training.example, 0)
+    )
 
 
 def exchanges(training: Training) -> tuple[Exchange, ...]:
@@ -82,7 +86,9 @@ def products(jaxpr: Any) -> int:
 def test_operations_are_those_of_the_products(name: str) -> None:
     training = Training(MESHES[name])
     args = held(training), training.mesh.local_batch(batch(0), 0)
-    jaxpr = jax.make_jaxpr(training.loss_and_gradients, axis_env=list(training.mesh.axes.items()))(*args)
+    jaxpr = jax.make_jaxpr(training.loss_and_gradients, axis_env=list(training.mesh.axes.items()))(
+        *args
+    )
     assert tensor.step_cost(training.model, BATCH, LENGTH).operations == products(jaxpr.jaxpr)
 
 
@@ -90,7 +96,10 @@ def test_work_is_shared_equally() -> None:
     serial = tensor.step_cost(transformer(Mesh()), BATCH, LENGTH)
     assert serial.messages == serial.received_bytes == 0
     for mesh in MESHES.values():
-        assert tensor.step_cost(transformer(mesh), BATCH, LENGTH).operations * mesh.ranks == serial.operations
+        assert (
+            tensor.step_cost(transformer(mesh), BATCH, LENGTH).operations * mesh.ranks
+            == serial.operations
+        )
 
 
 def test_times_follow_the_formula() -> None:
@@ -109,7 +118,9 @@ def layer_bytes(mesh: Mesh, b: int, s: int, h: int, heads: int = 64) -> int:
 
 @pytest.mark.integration
 def test_the_published_comparison() -> None:
-    """[4,4,4] against [8,8,1] on 64 ranks: fewer bytes a layer where b s > 3 h, more where it is below."""
+    """[4,4,4] against [8,8,1] on 64 ranks: fewer bytes a layer where b s > 3 h, more where it is
+    below.
+    """
     deep, flat = Mesh(side=4, depth=4), Mesh(side=8)
     for b, s, h, less in ((96, 512, 4096, True), (384, 512, 2048, True), (16, 512, 3072, False)):
         assert (layer_bytes(deep, b, s, h) < layer_bytes(flat, b, s, h)) == less == (b * s > 3 * h)
@@ -118,7 +129,9 @@ def test_the_published_comparison() -> None:
 
 
 def test_other_types_and_batches_are_refused() -> None:
-    with pytest.raises(ValueError, match="^The model computes in .*bfloat16.* but costs are those of float32"):
+    with pytest.raises(
+        ValueError, match="^The model computes in .*bfloat16.* but costs are those of float32"
+    ):
         tensor.step_cost(transformer(Mesh(), dtype=jnp.bfloat16), BATCH, LENGTH)
     with pytest.raises(ValueError, match="^A batch of shape \\(5,\\) cannot be cut"):
         tensor.step_cost(transformer(Mesh(side=2)), 5, LENGTH)
@@ -127,7 +140,9 @@ def test_other_types_and_batches_are_refused() -> None:
 
 
 def test_models_that_cannot_run_cost_nothing() -> None:
-    with pytest.raises(ValueError, match="^The heads of an attention layer, .* no multiple of the 4 ranks"):
+    with pytest.raises(
+        ValueError, match="^The heads of an attention layer, .* no multiple of the 4 ranks"
+    ):
         tensor.step_cost(transformer(Mesh(tensor=4)).clone(heads=2), BATCH, LENGTH)
     with pytest.raises(ValueError, match="^Sequences of 6 tokens are longer than the 5 positions"):
         tensor.step_cost(transformer(Mesh()), BATCH, LENGTH + 1)

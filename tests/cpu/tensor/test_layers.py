@@ -1,4 +1,6 @@
-"""Single layers on every mesh against plain NumPy and Flax: what a whole model's equality would not show alone."""
+"""Single layers on every mesh against plain NumPy and Flax: what a whole model's equality would not
+show alone.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def drawn(params: Any) -> Any:
 def held_against(
     layer: Any, serial: Any, mesh: Mesh, x: np.ndarray, *, takes: Any = hidden, gives: Any = hidden
 ) -> None:
-    """`layer(mesh)` equals `serial`, a plain Flax layer with the same tree: result, gradients of all that goes in."""
+    """`layer(mesh)` equals `serial`, a plain Flax layer with the same tree: result, gradients of
+    all that goes in.
+    """
     params = drawn(serial.init(jax.random.key(0), x)["params"])
     want, pull = jax.vjp(lambda p, x: serial.apply({"params": p}, x), params, x)
     g = normal(*want.shape, seed=9)
@@ -81,9 +85,13 @@ def held_against(
             tensor.shard(want_params, specs, mesh, rank),
             mesh.part(np.asarray(want_x), takes(mesh), rank),
         )
-        for a, b in zip(jax.tree.leaves((y, got_params, got_x)), jax.tree.leaves(expected), strict=True):
+        for a, b in zip(
+            jax.tree.leaves((y, got_params, got_x)), jax.tree.leaves(expected), strict=True
+        ):
             scale = float(np.max(np.abs(b)))
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(scale, 1.0), err_msg=f"rank {rank}")
+            np.testing.assert_allclose(
+                a, b, rtol=2e-5, atol=2e-5 * max(scale, 1.0), err_msg=f"rank {rank}"
+            )
 
 
 @pytest.mark.mostly_integration("column-1-D on 4", "row-[2,2,2]", "row-1-D on 4")
@@ -92,13 +100,19 @@ def held_against(
 def test_dense_alone_with_its_bias(mesh: Mesh, cut: Any) -> None:
     takes, gives = (hidden, inner) if cut == "column" else (inner, hidden)
     x = normal(ROWS, LENGTH, FEATURES)
-    held_against(lambda m: tensor.Dense(36, m, cut), nn.Dense(36), mesh, x, takes=takes, gives=gives)
+    held_against(
+        lambda m: tensor.Dense(36, m, cut), nn.Dense(36), mesh, x, takes=takes, gives=gives
+    )
 
 
 def test_vector_gradient_without_row_sum_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a column of ranks holds alike: each has seen the gradient of its own rows alone."""
     monkeypatch.setattr(Mesh, "summed", lambda self, spec: ())
-    mesh, x, g = Mesh(side=2), normal(ROWS, LENGTH, FEATURES), normal(ROWS, LENGTH, FEATURES, seed=9)
+    mesh, x, g = (
+        Mesh(side=2),
+        normal(ROWS, LENGTH, FEATURES),
+        normal(ROWS, LENGTH, FEATURES, seed=9),
+    )
     params = drawn({"scale": np.ones(FEATURES, np.float32), "bias": np.zeros(FEATURES, np.float32)})
 
     def call(params: Any, x: Any, g: Any) -> Any:
@@ -107,11 +121,19 @@ def test_vector_gradient_without_row_sum_is_wrong(monkeypatch: pytest.MonkeyPatc
     plain = nn.LayerNorm(epsilon=1e-5, use_fast_variance=False)
     (want,) = jax.vjp(lambda p: plain.apply({"params": p}, x), params)[1](g)
     specs = {"scale": ("col",), "bias": ("col",)}
-    cut, rows = [{k: mesh.part(v, specs[k], r) for k, v in params.items()} for r in range(4)], hidden(mesh)
+    cut, rows = (
+        [{k: mesh.part(v, specs[k], r) for k, v in params.items()} for r in range(4)],
+        hidden(mesh),
+    )
     told = on_ranks(call, mesh, lambda r: (cut[r], mesh.part(x, rows, r), mesh.part(g, rows, r)))
     for name in specs:
-        got, right = [t[name] for t in told], [mesh.part(np.asarray(want[name]), ("col",), r) for r in range(4)]
-        assert not any(np.allclose(a, b, rtol=0.1, atol=0.1) for a, b in zip(got, right, strict=True)), name
+        got, right = (
+            [t[name] for t in told],
+            [mesh.part(np.asarray(want[name]), ("col",), r) for r in range(4)],
+        )
+        assert not any(
+            np.allclose(a, b, rtol=0.1, atol=0.1) for a, b in zip(got, right, strict=True)
+        ), name
         for col in range(2):
             np.testing.assert_allclose(got[col] + got[2 + col], right[col], rtol=1e-4, atol=1e-4)
 
@@ -131,7 +153,9 @@ def test_rms_norm(mesh: Mesh) -> None:
 
 @over(GRIDS)
 def test_layer_norm_of_a_large_mean(mesh: Mesh) -> None:
-    """Mean 1e4, deviation 1, float32: the difference of two large squares would leave nothing of the variance."""
+    """Mean 1e4, deviation 1, float32: the difference of two large squares would leave nothing of
+    the variance.
+    """
     x = normal(ROWS, LENGTH, FEATURES) + np.float32(1e4)
     layer = tensor.LayerNorm(mesh)
     specs = tensor.partition(layer, x)
@@ -146,7 +170,9 @@ def test_layer_norm_of_a_large_mean(mesh: Mesh) -> None:
     for rank, got in enumerate(told):
         np.testing.assert_allclose(got, mesh.part(want, hidden(mesh), rank), atol=2e-2)
     one_pass = (x**2).mean(-1) - x.mean(-1) ** 2
-    assert not np.allclose(one_pass, wide.var(-1), rtol=0.5), "this test could not tell the two formulas apart"
+    assert not np.allclose(one_pass, wide.var(-1), rtol=0.5), (
+        "this test could not tell the two formulas apart"
+    )
 
 
 class PlainAttention(nn.Module):
@@ -157,7 +183,9 @@ class PlainAttention(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         b, s, h = x.shape
-        q, k, v = jnp.moveaxis(nn.Dense(3 * h, name="qkv")(x).reshape(b, s, self.heads, 3, -1), 3, 0)
+        q, k, v = jnp.moveaxis(
+            nn.Dense(3 * h, name="qkv")(x).reshape(b, s, self.heads, 3, -1), 3, 0
+        )
         scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / np.sqrt(h // self.heads)
         scores = jnp.where(np.tril(np.ones((s, s), bool)), scores, -np.inf)
         y = jnp.einsum("bnqk,bknd->bqnd", jax.nn.softmax(scores), v)
@@ -196,11 +224,15 @@ class PlainTransformer(nn.Module):
         x = table(tokens) + nn.Embed(LENGTH, FEATURES, name="places")(jnp.arange(tokens.shape[1]))
         norm = functools.partial(nn.LayerNorm, epsilon=1e-5, use_fast_variance=False)
         for n in range(self.layers):
-            x = x + PlainAttention(HEADS, name=f"attention_{n}")(norm(name=f"before_attention_{n}")(x))
+            x = x + PlainAttention(HEADS, name=f"attention_{n}")(
+                norm(name=f"before_attention_{n}")(x)
+            )
             y = nn.Dense(4 * FEATURES, name=f"up_{n}")(norm(name=f"before_mlp_{n}")(x))
             x = x + nn.Dense(FEATURES, name=f"down_{n}")(nn.gelu(y))
         x = norm(name="last")(x)
-        return table.attend(x) if self.tied else nn.Dense(VOCABULARY, use_bias=False, name="head")(x)
+        return (
+            table.attend(x) if self.tied else nn.Dense(VOCABULARY, use_bias=False, name="head")(x)
+        )
 
 
 def in_plain_names(params: Any) -> Any:
@@ -210,7 +242,9 @@ def in_plain_names(params: Any) -> Any:
         if name.startswith("block_"):
             block = {**part, **part["mlp"]}
             del block["mlp"]
-            told |= {f"{layer}{name.removeprefix('block')}": value for layer, value in block.items()}
+            told |= {
+                f"{layer}{name.removeprefix('block')}": value for layer, value in block.items()
+            }
         elif name != "embedding":
             told[name] = part
     return told
@@ -218,11 +252,15 @@ def in_plain_names(params: Any) -> Any:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("tied", "layers"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.exhaustive)], ids=["tied", "untied"]
+    ("tied", "layers"),
+    [(True, 1), pytest.param(False, 2, marks=pytest.mark.exhaustive)],
+    ids=["tied", "untied"],
 )
 def test_the_serial_transformer_is_that_of_plain_flax(tied: bool, layers: int) -> None:
     ours, plain = transformer(Mesh(), tied=tied, layers=layers), PlainTransformer(tied, layers)
-    tokens, labels = np.random.default_rng(0).integers(0, VOCABULARY, (2, ROWS, LENGTH)).astype(np.int32)
+    tokens, labels = (
+        np.random.default_rng(0).integers(0, VOCABULARY, (2, ROWS, LENGTH)).astype(np.int32)
+    )
     params = drawn(jax.tree.map(np.asarray, serial_params(tied=tied, layers=layers)))
     assert jax.tree.map(jnp.shape, in_plain_names(params)) == jax.tree.map(
         jnp.shape, jax.eval_shape(plain.init, jax.random.key(0), tokens)["params"]
@@ -260,14 +298,24 @@ def test_cross_entropy(mesh: Mesh, weighted: bool) -> None:
     cut, rows = (mesh.batch or None, None, mesh.inner or None), (mesh.batch or None,)
 
     def call(x: Any, labels: Any, weights: Any) -> Any:
-        return jax.value_and_grad(tensor.cross_entropy)(x, labels, mesh, weights if weighted else None)
+        return jax.value_and_grad(tensor.cross_entropy)(
+            x, labels, mesh, weights if weighted else None
+        )
 
     told = on_ranks(
-        call, mesh, lambda r: (mesh.part(logits, cut, r), mesh.part(labels, rows, r), mesh.part(weights, rows, r))
+        call,
+        mesh,
+        lambda r: (
+            mesh.part(logits, cut, r),
+            mesh.part(labels, rows, r),
+            mesh.part(weights, rows, r),
+        ),
     )
     for rank, (loss, gradient) in enumerate(told):
         np.testing.assert_allclose(loss, want, rtol=1e-5)
-        np.testing.assert_allclose(gradient, mesh.part(np.asarray(want_gradient), cut, rank), rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(
+            gradient, mesh.part(np.asarray(want_gradient), cut, rank), rtol=1e-4, atol=1e-7
+        )
     assert len({float(loss) for loss, _ in told}) == 1, "the same bits on every rank"
 
 
@@ -275,7 +323,9 @@ def test_cross_entropy(mesh: Mesh, weighted: bool) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @EVERY
 def test_cross_entropy_ignores_tokens_of_weight_zero(mesh: Mesh, bad: float) -> None:
-    """Whatever their logits and labels are, in the loss and in its gradient; the others' are as without them."""
+    """Whatever their logits and labels are, in the loss and in its gradient; the others' are as
+    without them.
+    """
     logits, labels = normal(ROWS, LENGTH, FEATURES), np.full((ROWS, LENGTH), 3, np.int32)
     weights = (np.arange(ROWS * LENGTH) % 3 != 1).astype(np.float32).reshape(ROWS, LENGTH)
     weights[0, 1], left_out = 0, weights == 0
@@ -289,13 +339,21 @@ def test_cross_entropy_ignores_tokens_of_weight_zero(mesh: Mesh, bad: float) -> 
     want, want_gradient = jax.value_and_grad(serial)(clean)
     cut, rows = (mesh.batch or None, None, mesh.inner or None), (mesh.batch or None,)
     told = on_ranks(
-        lambda x, labels, weights: jax.value_and_grad(tensor.cross_entropy)(x, labels, mesh, weights),
+        lambda x, labels, weights: jax.value_and_grad(tensor.cross_entropy)(
+            x, labels, mesh, weights
+        ),
         mesh,
-        lambda r: (mesh.part(logits, cut, r), mesh.part(labels, rows, r), mesh.part(weights, rows, r)),
+        lambda r: (
+            mesh.part(logits, cut, r),
+            mesh.part(labels, rows, r),
+            mesh.part(weights, rows, r),
+        ),
     )
     for rank, (loss, gradient) in enumerate(told):
         np.testing.assert_allclose(loss, want, rtol=1e-5)
-        np.testing.assert_allclose(gradient, mesh.part(np.asarray(want_gradient), cut, rank), rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(
+            gradient, mesh.part(np.asarray(want_gradient), cut, rank), rtol=1e-4, atol=1e-7
+        )
         assert not gradient[mesh.part(left_out, rows, rank)].any()
 
 
@@ -303,11 +361,16 @@ def test_cross_entropy_ignores_tokens_of_weight_zero(mesh: Mesh, bad: float) -> 
 def test_cross_entropy_of_the_tokens_that_count() -> None:
     logits = jnp.array([[1, 2, 3, 4], [3, 1, jnp.nan, 4], [0, 0, 1, 1]], jnp.float32)
     call = jax.value_and_grad(tensor.cross_entropy, argnums=(0, 3))
-    loss, (gradient, of_weights) = call(logits, jnp.array([0, 0, 1]), Mesh(), jnp.array([1.0, 0, 1]))
+    loss, (gradient, of_weights) = call(
+        logits, jnp.array([0, 0, 1]), Mesh(), jnp.array([1.0, 0, 1])
+    )
     assert float(loss) == pytest.approx(2.7233, abs=1e-4)
     assert not gradient[1].any() and np.isfinite(of_weights).all()
-    # Leaving a token out is no reason for another derivative in its weight, which finite logits have.
-    loss, (_, of_weights) = call(logits.at[1, 2].set(0), jnp.array([0, 0, 1]), Mesh(), jnp.array([1.0, 0, 1]))
+    # Leaving a token out is no reason for another derivative in its weight, which finite logits
+    # have.
+    loss, (_, of_weights) = call(
+        logits.at[1, 2].set(0), jnp.array([0, 0, 1]), Mesh(), jnp.array([1.0, 0, 1])
+    )
     left_out = -jax.nn.log_softmax(jnp.array([3.0, 1, 0, 4]))[0]
     assert float(of_weights[1]) == pytest.approx(float(left_out - loss) / 2, rel=1e-5)
 
@@ -326,7 +389,9 @@ def test_cross_entropy_of_a_label_out_of_range_is_nan(mesh: Mesh, label: int) ->
         lambda r: (mesh.part(logits, cut, r), mesh.part(labels, rows, r)),
     )
     for loss, gradient in told:
-        assert np.isnan(loss) and np.isnan(gradient[:, 2]).all() and np.isfinite(gradient[:, :2]).all()
+        assert (
+            np.isnan(loss) and np.isnan(gradient[:, 2]).all() and np.isfinite(gradient[:, :2]).all()
+        )
 
 
 @pytest.mark.mostly_integration("-1-1-D on 4", "24-[2,2,2]", "24-1-D on 4")
@@ -342,7 +407,10 @@ def test_embedding_of_a_token_out_of_range_is_nan(mesh: Mesh, token: int) -> Non
     told = on_ranks(
         lambda params, tokens: layer.apply({"params": params}, tokens),
         mesh,
-        lambda r: (tensor.shard(params, specs, mesh, r), mesh.part(tokens, (mesh.batch or None,), r)),
+        lambda r: (
+            tensor.shard(params, specs, mesh, r),
+            mesh.part(tokens, (mesh.batch or None,), r),
+        ),
     )
     for x in told:
         assert np.isnan(x[:, 1]).all() and np.isfinite(x[:, [0, *range(2, LENGTH)]]).all()

@@ -1,4 +1,6 @@
-"""Meshes and trees: where ranks stand, what they hold, and what is refused before the first step."""
+"""Meshes and trees: where ranks stand, what they hold, and what is refused before the first
+step.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 def test_ranks_stand_where_crossover_puts_them(mesh: Mesh) -> None:
     for rank in range(mesh.ranks):
         world = make_rank_grid(mesh.axes, rank=rank, size=mesh.ranks)
-        assert {a: mesh.coords(rank)[a] for a in mesh.axes} == dict(zip(world.names, world.coords, strict=True))
+        assert {a: mesh.coords(rank)[a] for a in mesh.axes} == dict(
+            zip(world.names, world.coords, strict=True)
+        )
     if mesh.data == 1 and mesh.tensor == 1:
         for rank in range(mesh.ranks):
             at = mesh.coords(rank)
@@ -38,7 +42,9 @@ def test_axes() -> None:
     assert Mesh(tensor=4).axes == {"tensor": 4}
     assert Mesh(side=2, data=3).axes == {"data": 3, "row": 2, "col": 2}
     assert Mesh(side=2, depth=2).axes == {"depth": 2, "row": 2, "col": 2}
-    assert Mesh(side=2, depth=2).batch == ("depth", "row") and Mesh(data=2, tensor=2).batch == ("data",)
+    assert Mesh(side=2, depth=2).batch == ("depth", "row") and Mesh(data=2, tensor=2).batch == (
+        "data",
+    )
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
@@ -88,8 +94,14 @@ def test_specs_are_those_of_the_layout() -> None:
         ({"side": 0}, "^`side` of the mesh is `0`"),
         ({"depth": 1.5}, "^`depth` of the mesh is `1.5`"),
         ({"tensor": True}, "^`tensor` of the mesh is `True`"),
-        ({"tensor": 2, "side": 2}, "^The mesh has 2 ranks along `tensor` and a grid of side 2 and depth 1."),
-        ({"tensor": 2, "depth": 2}, "^The mesh has 2 ranks along `tensor` and a grid of side 1 and depth 2."),
+        (
+            {"tensor": 2, "side": 2},
+            "^The mesh has 2 ranks along `tensor` and a grid of side 2 and depth 1.",
+        ),
+        (
+            {"tensor": 2, "depth": 2},
+            "^The mesh has 2 ranks along `tensor` and a grid of side 1 and depth 2.",
+        ),
     ],
 )
 def test_meshes_that_are_none(options: dict[str, Any], message: str) -> None:
@@ -109,7 +121,9 @@ def test_a_wrong_number_of_ranks() -> None:
 def test_axes_of_another_length() -> None:
     model = tensor.Dense(8, Mesh(tensor=2))
     step = over_ranks(lambda x: model.init(jax.random.key(0), x), {"tensor": 4})
-    with pytest.raises(ValueError, match="^The mesh has 2 ranks along `tensor`, but the step runs with 4."):
+    with pytest.raises(
+        ValueError, match="^The mesh has 2 ranks along `tensor`, but the step runs with 4."
+    ):
         step([(np.ones((2, 8), np.float32),)] * 4)
 
 
@@ -123,16 +137,22 @@ def test_axes_in_another_order() -> None:
 
     trace(step, (jnp.ones((2, 2)),), axes=mesh.axes, wire=LocalRanks())
     with pytest.raises(
-        ValueError, match="^The mesh has its axes in the order `row`, `col`, the step in .* `col`, `row`"
+        ValueError,
+        match="^The mesh has its axes in the order `row`, `col`, the step in .* `col`, `row`",
     ):
         trace(step, (jnp.ones((2, 2)),), axes={"col": 2, "row": 2}, wire=LocalRanks())
 
 
 def test_specs_of_another_layout() -> None:
     line, grid = Mesh(tensor=2), Mesh(side=2)
-    with pytest.raises(ValueError, match="^A tensor is cut over `tensor` by its spec, but the mesh has `row`, `col`"):
+    with pytest.raises(
+        ValueError,
+        match="^A tensor is cut over `tensor` by its spec, but the mesh has `row`, `col`",
+    ):
         tensor.shard([np.ones(4)], [PartitionSpec("tensor")], grid, 0)
-    with pytest.raises(ValueError, match="^A leaf is cut over `row`, `col` by its spec, but the mesh has `tensor`"):
+    with pytest.raises(
+        ValueError, match="^A leaf is cut over `row`, `col` by its spec, but the mesh has `tensor`"
+    ):
         tensor.global_norm([np.ones((2, 2))], [PartitionSpec("row", "col")], line)
 
 
@@ -150,12 +170,24 @@ def test_a_dimension_that_is_cut_over_two_axes() -> None:
 @pytest.mark.parametrize(
     ("mesh", "options", "message"),
     [
-        (Mesh(side=3), {"vocabulary": 25}, r"`embedding/tokens` of shape \(25, 24\) cannot be cut: .* 0 has length 25"),
-        (Mesh(side=3), {"features": 20, "heads": 10}, r"of shape \(24, 20\) .* 1 has length 20, .* ranks along `col`"),
-        (Mesh(tensor=4), {"heads": 6}, r"^The heads of an attention layer, an array of shape \(6,\) cannot be cut"),
+        (
+            Mesh(side=3),
+            {"vocabulary": 25},
+            r"`embedding/tokens` of shape \(25, 24\) cannot be cut: .* 0 has length 25",
+        ),
+        (
+            Mesh(side=3),
+            {"features": 20, "heads": 10},
+            r"of shape \(24, 20\) .* 1 has length 20, .* ranks along `col`",
+        ),
+        (
+            Mesh(tensor=4),
+            {"heads": 6},
+            r"^The heads of an attention layer, an array of shape \(6,\) cannot be cut",
+        ),
         (Mesh(), {"heads": 7}, "^24 features cannot be shared by 7 heads"),
     ],
-)  # fmt: skip
+)
 def test_shapes_that_do_not_divide(mesh: Mesh, options: dict[str, Any], message: str) -> None:
     model = transformer(mesh).clone(**options)
     with pytest.raises(ValueError, match=message):
@@ -169,7 +201,9 @@ def test_a_batch_that_does_not_divide() -> None:
 
 
 def test_a_batch_with_a_number_in_it() -> None:
-    with pytest.raises(ValueError, match=r"^The batch's `\['step'\]` is a number, of which ranks cannot each take"):
+    with pytest.raises(
+        ValueError, match=r"^The batch's `\['step'\]` is a number, of which ranks cannot each take"
+    ):
         Mesh(data=2).local_batch({"tokens": np.zeros((6, 5)), "step": 3}, 0)
 
 
@@ -204,12 +238,19 @@ def spread(parts: list[Any], specs: Any, mesh: Mesh) -> Any:
 def test_weights_that_differ_between_depth_layers() -> None:
     mesh = Mesh(side=2, depth=2)
     specs = {"mlp": {"kernel": PartitionSpec("row", "col"), "bias": PartitionSpec("col")}}
-    whole = {"mlp": {"kernel": np.arange(96, dtype=np.float32).reshape(8, 12), "bias": np.ones(12, np.float32)}}
+    whole = {
+        "mlp": {
+            "kernel": np.arange(96, dtype=np.float32).reshape(8, 12),
+            "bias": np.ones(12, np.float32),
+        }
+    }
     states = [tensor.shard(whole, specs, mesh, rank) for rank in range(8)]
     tensor.check_replicas(spread(states, specs, mesh))
     kernel = states[5]["mlp"]["kernel"]
     for change, apart in ((0.25, "0.25"), (np.nan, "inf")):
-        states[5] = {"mlp": {**states[5]["mlp"], "kernel": kernel + np.float32(change) * (np.arange(6) == 2)}}
+        states[5] = {
+            "mlp": {**states[5]["mlp"], "kernel": kernel + np.float32(change) * (np.arange(6) == 2)}
+        }
         message = (
             r"^The parts of `\['mlp'\]\['kernel'\]` that several ranks hold are not equal: that of rank 5 is up to"
             f" {apart} apart from that of the first rank"
@@ -223,7 +264,10 @@ def test_weights_that_differ_between_depth_layers() -> None:
         tensor.check_replicas(spread(alike, replicated, mesh))
 
 
-ROWS = {"tokens": np.arange(60, dtype=np.int32).reshape(12, 5), "weights": np.ones((12, 5), np.float32)}
+ROWS = {
+    "tokens": np.arange(60, dtype=np.int32).reshape(12, 5),
+    "weights": np.ones((12, 5), np.float32),
+}
 
 
 def first_batches(mesh: Mesh, **change: Any) -> tuple[list[Any], Any]:
@@ -255,14 +299,12 @@ def test_correctly_sharded_batch_is_accepted(mesh: Mesh) -> None:
         (Mesh(side=2, depth=2), 7, "that of rank 7 is up to 1 apart"),
         (Mesh(side=2), 0, "that of rank 1 is up to 1 apart"),
     ],
-)  # fmt: skip
+)
 def test_other_rows_along_tensor_or_col(mesh: Mesh, rank: int, numbers: str) -> None:
     """Losses come out equal, and wrong: nothing else would notice."""
     own = mesh.local_batch(ROWS, rank)
     rows, specs = first_batches(mesh, **{f"rank{rank}": {**own, "tokens": own["tokens"] + 1}})
-    message = (
-        rf"^The rows of the batch's `\['tokens'\]` that several ranks compute together .*: {numbers} .*local_batch"
-    )
+    message = rf"^The rows of the batch's `\['tokens'\]` that several ranks compute together .*: {numbers} .*local_batch"
     with pytest.raises(ValueError, match=message):
         tensor.check_replicas(spread(rows, specs, mesh), batch=True)
 
@@ -275,7 +317,9 @@ def test_large_integers_are_compared_exactly() -> None:
         tensor.check_replicas(spread(rows, {"tokens": PartitionSpec()}, mesh), batch=True)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tensor=2), Mesh(side=2)], ids=["serial", "1-D", "2-D"])
+@pytest.mark.parametrize(
+    "mesh", [Mesh(), Mesh(tensor=2), Mesh(side=2)], ids=["serial", "1-D", "2-D"]
+)
 @pytest.mark.parametrize("cut", ["rows", "table", None])
 def test_a_dense_layer_that_is_cut_some_other_way(mesh: Mesh, cut: Any) -> None:
     with pytest.raises(ValueError, match="^`cut` of a dense layer is `.*`: choose `'column'`"):
@@ -284,7 +328,9 @@ def test_a_dense_layer_that_is_cut_some_other_way(mesh: Mesh, cut: Any) -> None:
 
 def test_a_role_that_there_is_none_of() -> None:
     wrong: Any = "rows"
-    with pytest.raises(ValueError, match="^There is no role `'rows'` of a parameter: choose one of column, row,"):
+    with pytest.raises(
+        ValueError, match="^There is no role `'rows'` of a parameter: choose one of column, row,"
+    ):
         Mesh(side=2).spec(wrong)
 
 
@@ -299,12 +345,15 @@ MASKED = {
     "one for each": optax.multi_transform(
         {True: optax.adam(1e-2), False: optax.sgd(0.1, momentum=0.9)}, weights_alone
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tx", MASKED.values(), ids=MASKED)
 def test_specs_of_masked_optimizers(tx: optax.GradientTransformation) -> None:
-    mesh, specs = Mesh(side=2), {"kernel": PartitionSpec("row", "col"), "bias": PartitionSpec("col")}
+    mesh, specs = (
+        Mesh(side=2),
+        {"kernel": PartitionSpec("row", "col"), "bias": PartitionSpec("col")},
+    )
     whole = {"kernel": np.arange(8, dtype=np.float32).reshape(2, 4), "bias": np.ones(4, np.float32)}
     states = [tx.init(tensor.shard(whole, specs, mesh, rank)) for rank in range(4)]
     state, told = tx.init(whole), tensor.state_specs(tx, whole, specs)

@@ -1,4 +1,6 @@
-"""A whole model on every mesh: loss, gradients, norm, and the state after ten steps are the serial model's."""
+"""A whole model on every mesh: loss, gradients, norm, and the state after ten steps are the serial
+model's.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,17 @@ from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
 from jaxcross.testing import LocalRanks, run_program
-from tests.support.tensor_case import GRIDS, LENGTH, MESHES, QUICK, Training, batch, close, on_ranks, transformer
+from tests.support.tensor_case import (
+    GRIDS,
+    LENGTH,
+    MESHES,
+    QUICK,
+    Training,
+    batch,
+    close,
+    on_ranks,
+    transformer,
+)
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -54,8 +66,12 @@ def test_ten_steps_end_in_the_serial_state(name: str) -> None:
     (want, _), serial_told = serial()
     for n, (metrics, expected) in enumerate(zip(told, serial_told, strict=True)):
         for rank, m in enumerate(metrics):
-            np.testing.assert_allclose(m["loss"], expected["loss"], rtol=2e-5, err_msg=f"step {n}, rank {rank}")
-            np.testing.assert_allclose(m["norm"], expected["norm"], rtol=2e-4, err_msg=f"step {n}, rank {rank}")
+            np.testing.assert_allclose(
+                m["loss"], expected["loss"], rtol=2e-5, err_msg=f"step {n}, rank {rank}"
+            )
+            np.testing.assert_allclose(
+                m["norm"], expected["norm"], rtol=2e-4, err_msg=f"step {n}, rank {rank}"
+            )
     got = tensor.unshard([params for params, _ in states], training.specs, training.mesh)
     close(got, want, 2e-4)
     assert serial_told[0]["norm"] > 0.5, "the clipping did something"
@@ -64,7 +80,9 @@ def test_ten_steps_end_in_the_serial_state(name: str) -> None:
 @pytest.mark.integration
 @EVERY
 def test_copies_are_the_same_bits_and_parts_are_not(name: str) -> None:
-    """`unshard` compares copies bit for bit; here the optimizer's state with them, and that blocks do differ."""
+    """`unshard` compares copies bit for bit; here the optimizer's state with them, and that blocks
+    do differ.
+    """
     training, states, _ = trained(name)
     specs = tensor.state_specs(training.tx, states[0][0], training.specs)
     whole = tensor.unshard([opt for _, opt in states], specs, training.mesh)
@@ -75,27 +93,38 @@ def test_copies_are_the_same_bits_and_parts_are_not(name: str) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "name", ["[2,2,1]", *MORE, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("[2,2,2]", "[3,3,2]"))]
+    "name",
+    [
+        "[2,2,1]",
+        *MORE,
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("[2,2,2]", "[3,3,2]")),
+    ],
 )
 def test_gradients_with_remat_blocks_and_untied_head(name: str) -> None:
     """The gradients of two rematerialised blocks and an untied head equal the serial ones."""
     mesh, options = MESHES[name], {"tied": False, "remat": True}
     plain, cut = Training(Mesh(), **options), Training(mesh, **options)
     want_loss, want = jax.jit(plain.loss_and_gradients)(plain.params(), batch(0))
-    told = on_ranks(cut.loss_and_gradients, mesh, lambda r: (cut.params(r), mesh.local_batch(batch(0), r)))
+    told = on_ranks(
+        cut.loss_and_gradients, mesh, lambda r: (cut.params(r), mesh.local_batch(batch(0), r))
+    )
     for rank, (loss, gradients) in enumerate(told):
         np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
         close(gradients, tensor.shard(want, cut.specs, mesh, rank), 2e-5, f"rank {rank}: ")
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", ["1-D on 4", pytest.param("[2,2,2]", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name", ["1-D on 4", pytest.param("[2,2,2]", marks=pytest.mark.exhaustive)]
+)
 def test_float64_agrees_to_rounding(name: str) -> None:
     mesh, wide = MESHES[name], {"dtype": jnp.float64, "param_dtype": jnp.float64, "layers": 1}
     with jax.enable_x64(True):
         plain, cut = Training(Mesh(), **wide), Training(mesh, **wide)
         want_loss, want = jax.jit(plain.loss_and_gradients)(plain.params(), batch(0))
-        told = on_ranks(cut.loss_and_gradients, mesh, lambda r: (cut.params(r), mesh.local_batch(batch(0), r)))
+        told = on_ranks(
+            cut.loss_and_gradients, mesh, lambda r: (cut.params(r), mesh.local_batch(batch(0), r))
+        )
         for rank, (loss, gradients) in enumerate(told):
             np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
             close(gradients, tensor.shard(want, cut.specs, mesh, rank), 1e-11, f"rank {rank}: ")
@@ -108,13 +137,18 @@ def test_bfloat16_follows_the_serial_model(name: str, kept: Any) -> None:
     mesh, half = MESHES[name], {"dtype": jnp.bfloat16, "param_dtype": kept, "layers": 1}
     plain, cut = Training(Mesh(), **half), Training(mesh, **half)
     want_loss, want = jax.jit(plain.loss_and_gradients)(plain.params(), batch(0))
-    told = on_ranks(cut.loss_and_gradients, mesh, lambda r: (cut.params(r), mesh.local_batch(batch(0), r)))
+    told = on_ranks(
+        cut.loss_and_gradients, mesh, lambda r: (cut.params(r), mesh.local_batch(batch(0), r))
+    )
     for rank, (loss, gradients) in enumerate(told):
-        assert loss.dtype == jnp.float32 and all(g.dtype == kept for g in jax.tree.leaves(gradients))
+        assert loss.dtype == jnp.float32 and all(
+            g.dtype == kept for g in jax.tree.leaves(gradients)
+        )
         np.testing.assert_allclose(loss, want_loss, rtol=1e-3)
         expected = tensor.shard(want, cut.specs, mesh, rank)
         a, b = (
-            np.concatenate([np.ravel(x).astype(np.float32) for x in jax.tree.leaves(t)]) for t in (gradients, expected)
+            np.concatenate([np.ravel(x).astype(np.float32) for x in jax.tree.leaves(t)])
+            for t in (gradients, expected)
         )
         assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
 
@@ -124,9 +158,16 @@ def test_gathered_params_are_the_serial_tree() -> None:
     """Gathered parameters are the serial tree on every rank."""
     training, states, _ = trained("[2,2,2]")
     want = tensor.unshard([p for p, _ in states], training.specs, training.mesh)
-    told = on_ranks(lambda p: tensor.gather(p, training.specs, training.mesh), training.mesh, lambda r: (states[r][0],))
+    told = on_ranks(
+        lambda p: tensor.gather(p, training.specs, training.mesh),
+        training.mesh,
+        lambda r: (states[r][0],),
+    )
     for got in told:
-        assert all(x.tobytes() == y.tobytes() for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+        assert all(
+            x.tobytes() == y.tobytes()
+            for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        )
 
 
 @pytest.mark.integration
@@ -135,12 +176,15 @@ def test_init_inside_a_step_gives_the_serial_shards(name: str) -> None:
     """Initialising inside a step gives the serial parameters, cut for each rank."""
     mesh = MESHES[name]
     cut = Training(mesh, layers=1)
-    # Made here: those of the other tests may have been compiled with other options, by another file's tests.
+    # Made here: those of the other tests may have been compiled with other options, by another
+    # file's tests.
     whole = tensor.init(transformer(Mesh(), layers=1), jax.random.key(3), cut.example)
 
     def start(tokens: Any) -> Any:
         variables = cut.model.init(jax.random.key(3), tokens)
-        return jax.tree.map(lambda box: box.unbox(), variables["params"], is_leaf=lambda x: hasattr(x, "unbox"))
+        return jax.tree.map(
+            lambda box: box.unbox(), variables["params"], is_leaf=lambda x: hasattr(x, "unbox")
+        )
 
     told = on_ranks(start, mesh, lambda r: (np.zeros((1, LENGTH), np.int32),))
     for rank, got in enumerate(told):
@@ -153,11 +197,15 @@ def test_init_inside_a_step_gives_the_serial_shards(name: str) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("remat", [False, True])
-def test_initialising_never_holds_the_serial_model(monkeypatch: pytest.MonkeyPatch, remat: bool) -> None:
+def test_initialising_never_holds_the_serial_model(
+    monkeypatch: pytest.MonkeyPatch, remat: bool
+) -> None:
     mesh, held, part = Mesh(tensor=4), [], Mesh.part
     model = transformer(mesh, layers=4, remat=remat)
     example = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
-    serial = jax.eval_shape(lambda: tensor.init(model.clone(mesh=Mesh()), jax.random.key(0), example))
+    serial = jax.eval_shape(
+        lambda: tensor.init(model.clone(mesh=Mesh()), jax.random.key(0), example)
+    )
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(serial)]
     before = {id(array) for array in jax.live_arrays()}
 
@@ -166,7 +214,10 @@ def test_initialising_never_holds_the_serial_model(monkeypatch: pytest.MonkeyPat
         return part(self, value, *where)
 
     monkeypatch.setattr(Mesh, "part", watched)
-    own = sum(leaf.nbytes for leaf in jax.tree.leaves(tensor.init(model, jax.random.key(0), example, rank=1)))
+    own = sum(
+        leaf.nbytes
+        for leaf in jax.tree.leaves(tensor.init(model, jax.random.key(0), example, rank=1))
+    )
     assert own < sum(sizes) / 3
     assert max(held) < own + 2 * max(sizes) < sum(sizes) / 2
 
@@ -176,7 +227,9 @@ def test_the_norm_counts_every_element_once() -> None:
     training = Training(Mesh(side=2, depth=2))
     want = optax.tree.norm(Training(Mesh()).params())
     told = on_ranks(
-        lambda p: tensor.global_norm(p, training.specs, training.mesh), training.mesh, lambda r: (training.params(r),)
+        lambda p: tensor.global_norm(p, training.specs, training.mesh),
+        training.mesh,
+        lambda r: (training.params(r),),
     )
     np.testing.assert_allclose(told, float(want), rtol=1e-6)
 
@@ -228,7 +281,9 @@ for mesh in (meshes[name] for name in sys.argv[2:]):
 def test_shard_map_gives_the_same_gradients(
     check_vma: bool, meshes: tuple[str, ...], on_four_devices: Callable[..., str]
 ) -> None:
-    """Four CPU devices need a process of their own. The global arrays go in: their specs cut them."""
+    """Four CPU devices need a process of their own. The global arrays go in: their specs cut
+    them.
+    """
     assert on_four_devices(SHARD_MAP, str(check_vma), *meshes).count("holds") == len(meshes)
 
 
@@ -240,7 +295,9 @@ def test_checked_shard_map_on_ranks_is_the_plain_step() -> None:
     args = [(training.state(rank), mesh.local_batch(batch(0), rank)) for rank in range(mesh.ranks)]
     specs = training.specs, tensor.state_specs(training.tx, args[0][0][0], training.specs)
     devices = jax.sharding.AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
-    step = jax.shard_map(training.step, mesh=devices, in_specs=(specs, P()), out_specs=(specs, P()), check_vma=True)
+    step = jax.shard_map(
+        training.step, mesh=devices, in_specs=(specs, P()), out_specs=(specs, P()), check_vma=True
+    )
     traced = trace(step, args[0], axes=mesh.axes, wire=LocalRanks())
     told = run_program(stages.cut(traced), [jax.tree.leaves(a) for a in args])
     for got, want in zip(told, on_ranks(training.step, mesh, lambda rank: args[rank]), strict=True):

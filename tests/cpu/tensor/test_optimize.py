@@ -15,7 +15,14 @@ from jaxcross.tensor import Mesh
 from jaxcross.tensor.mesh import Role
 from tests.support.tensor_case import MESHES, close, on_ranks, over
 
-SHAPES = {"column": (12, 24), "row": (24, 12), "table": (24, 12), "positions": (5, 12), "inner": (24,), "hidden": (12,)}
+SHAPES = {
+    "column": (12, 24),
+    "row": (24, 12),
+    "table": (24, 12),
+    "positions": (5, 12),
+    "inner": (24,),
+    "hidden": (12,),
+}
 
 
 @pytest.mark.integration
@@ -48,7 +55,9 @@ def test_clipping_is_that_of_optax(mesh: Mesh) -> None:
 def test_nonfinite_value_on_one_rank_is_seen_on_all(mesh: Mesh, strange: float) -> None:
     """Else `apply_if_finite` would let some ranks step and others not."""
     specs = {"cut": PartitionSpec(*mesh.spec("inner")), "held": PartitionSpec()}
-    tx = optax.chain(tensor.clip_by_global_norm(1.0, specs, mesh), optax.apply_if_finite(optax.sgd(1.0), 9))
+    tx = optax.chain(
+        tensor.clip_by_global_norm(1.0, specs, mesh), optax.apply_if_finite(optax.sgd(1.0), 9)
+    )
 
     def step(part: Any) -> Any:
         updates, state = tx.update(part, tx.init(part))
@@ -57,7 +66,9 @@ def test_nonfinite_value_on_one_rank_is_seen_on_all(mesh: Mesh, strange: float) 
     for value in (0.5, strange):
         whole = {"cut": np.full(4, 0.5, np.float32), "held": np.full(2, 0.5, np.float32)}
         whole["cut"][-1] = value  # held by one rank, or by one column
-        told = on_ranks(step, mesh, lambda rank, whole=whole: (tensor.shard(whole, specs, mesh, rank),))
+        told = on_ranks(
+            step, mesh, lambda rank, whole=whole: (tensor.shard(whole, specs, mesh, rank),)
+        )
         skipped = int(not np.isfinite(value))
         assert [int(count) for _, count in told] == [skipped] * mesh.ranks
         for updates, _ in told:

@@ -1,4 +1,6 @@
-"""The three products on every grid: equal to the serial ones, forward and backward, other data in every depth layer."""
+"""The three products on every grid: equal to the serial ones, forward and backward, other data in
+every depth layer.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ PRODUCTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.mostly_integration("ab-[1,1,1]", "abt-[1,1,1]", "abt-[1,1,4]", "atb-[1,1,1]", "atb-[1,1,4]")
+@pytest.mark.mostly_integration(
+    "ab-[1,1,1]", "abt-[1,1,1]", "abt-[1,1,4]", "atb-[1,1,1]", "atb-[1,1,4]"
+)
 @GRID
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_product_and_both_gradients_equal_serial_ones(name: str, mesh: Mesh) -> None:
@@ -49,16 +53,24 @@ def test_product_and_both_gradients_equal_serial_ones(name: str, mesh: Mesh) -> 
         def product(a: Any, b: Any) -> Any:
             b = tensor.copy_to(b, depth) if weights[1] else b
             c = getattr(tensor, name)(a, b, mesh.row, mesh.col)
-            return c if any(weights) else tensor.reduce_from(c, depth)  # A^T B is itself a sum over depth
+            return (
+                c if any(weights) else tensor.reduce_from(c, depth)
+            )  # A^T B is itself a sum over depth
 
         c, pull = jax.vjp(product, a, b)
         return c, *pull(g)
 
     want = serial(a.astype(np.float64), b), *_gradients(name, a.astype(np.float64), b, g)
-    told = on_ranks(call, mesh, lambda r: [mesh.part(x, s, r) for x, s in zip((a, b, g), (*specs, out), strict=True)])
+    told = on_ranks(
+        call,
+        mesh,
+        lambda r: [mesh.part(x, s, r) for x, s in zip((a, b, g), (*specs, out), strict=True)],
+    )
     for rank, got in enumerate(told):
         for x, y, spec in zip(got, want, (out, *specs), strict=True):
-            np.testing.assert_allclose(x, mesh.part(y, spec, rank), rtol=1e-5, atol=1e-5, err_msg=f"rank {rank}")
+            np.testing.assert_allclose(
+                x, mesh.part(y, spec, rank), rtol=1e-5, atol=1e-5, err_msg=f"rank {rank}"
+            )
 
 
 def _gradients(name: str, a: Any, b: Any, g: Any) -> tuple[Any, Any]:
@@ -77,13 +89,21 @@ def test_weight_gradient_without_depth_sum_is_wrong(mesh: Mesh) -> None:
 
     rows = activations(mesh)
     told = on_ranks(
-        call, mesh, lambda r: (mesh.part(a, rows, r), mesh.part(b, mesh.spec("column"), r), mesh.part(g, rows, r))
+        call,
+        mesh,
+        lambda r: (
+            mesh.part(a, rows, r),
+            mesh.part(b, mesh.spec("column"), r),
+            mesh.part(g, rows, r),
+        ),
     )
     want = [mesh.part(a.T @ g, mesh.spec("column"), r) for r in range(mesh.ranks)]
     right = [np.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(told, want, strict=True)]
     assert all(right) if mesh.depth == 1 else not any(right)
     layers = np.asarray(told).reshape(mesh.depth, mesh.side**2, *told[0].shape)
-    np.testing.assert_allclose(layers.sum(0), np.asarray(want[: mesh.side**2]), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        layers.sum(0), np.asarray(want[: mesh.side**2]), rtol=1e-4, atol=1e-4
+    )
 
 
 def products(jaxpr: Any) -> list[Any]:
@@ -100,7 +120,9 @@ def products(jaxpr: Any) -> list[Any]:
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sixteen_bits_are_accumulated_in_float32(name: str, dtype: Any) -> None:
-    """XLA may do so unasked on a CPU, so that numbers show nothing there: what is asked for counts."""
+    """XLA may do so unasked on a CPU, so that numbers show nothing there: what is asked for
+    counts.
+    """
     _, *shapes, _ = PRODUCTS[name]
     a, b = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
@@ -124,7 +146,9 @@ def test_bfloat16_is_rounded_once() -> None:
 
     for got in on_ranks(call, mesh, lambda r: (np.float32(r),)):
         assert got.dtype == jnp.bfloat16
-        assert (got.astype(np.float32) == length).all(), "a sum of ones in bfloat16 would stop at 256"
+        assert (got.astype(np.float32) == length).all(), (
+            "a sum of ones in bfloat16 would stop at 256"
+        )
 
 
 @pytest.mark.integration
@@ -140,9 +164,15 @@ def test_derivatives_of_derivatives() -> None:
         def total(x: Any) -> Any:
             return tensor.reduce_from(x, ("row", "col"))
 
-        return jax.grad(lambda b: penalty(lambda a, b: tensor.ab(a, b, mesh.row, mesh.col), total, a, b))(b)
+        return jax.grad(
+            lambda b: penalty(lambda a, b: tensor.ab(a, b, mesh.row, mesh.col), total, a, b)
+        )(b)
 
     want = jax.grad(lambda b: penalty(jnp.matmul, lambda x: x, a, b))(b)
-    told = on_ranks(call, mesh, lambda r: (mesh.part(a, activations(mesh), r), mesh.part(b, ("row", "col"), r)))
+    told = on_ranks(
+        call, mesh, lambda r: (mesh.part(a, activations(mesh), r), mesh.part(b, ("row", "col"), r))
+    )
     for rank, got in enumerate(told):
-        np.testing.assert_allclose(got, mesh.part(np.asarray(want), ("row", "col"), rank), rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(
+            got, mesh.part(np.asarray(want), ("row", "col"), rank), rtol=1e-3, atol=1e-3
+        )

@@ -1,4 +1,6 @@
-"""A collective segment that the host carries out: as the segment in one executable, on memory that nobody else has."""
+"""A collective segment that the host carries out: as the segment in one executable, on memory that
+nobody else has.
+"""
 
 import gc
 import itertools
@@ -133,7 +135,9 @@ def while_of_each_element(x):
 
 def one_branch(x):
     return lax.switch(
-        jnp.int32(1), [lambda x: x, lambda x: lax.psum(x, "r"), lambda x: lax.pmax(x, "r") + 1, lambda x: 2 * x], x
+        jnp.int32(1),
+        [lambda x: x, lambda x: lax.psum(x, "r"), lambda x: lax.pmax(x, "r") + 1, lambda x: 2 * x],
+        x,
     )
 
 
@@ -155,18 +159,30 @@ def blocks(x):
 
 
 STEPS = [
-    scan_in_reverse, scan_in_a_scan, scan_with_keys, no_iteration, while_some_rank_is_small, while_of_each_element,
-    one_branch, several_exchanges, results_that_are_arguments, blocks,
-]  # fmt: skip
+    scan_in_reverse,
+    scan_in_a_scan,
+    scan_with_keys,
+    no_iteration,
+    while_some_rank_is_small,
+    while_of_each_element,
+    one_branch,
+    several_exchanges,
+    results_that_are_arguments,
+    blocks,
+]
 
 
 def data_of(value):
-    return np.asarray(jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value)
+    return np.asarray(
+        jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+    )
 
 
 @pytest.fixture(params=["small", "large"])
 def messages(request, monkeypatch):
-    """Small results stay NumPy arrays. Large ones are received into an arena, and become JAX arrays where they are."""
+    """Small results stay NumPy arrays. Large ones are received into an arena, and become JAX arrays
+    where they are.
+    """
     if request.param == "large":
         for module in (arena_module, host_program):
             monkeypatch.setattr(module, "SMALLEST_BYTES", 1)
@@ -191,7 +207,11 @@ def test_results_are_those_of_one_executable(step):
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_no_two_results_share_memory_and_none_is_an_argument(step):
     x = jnp.arange(3.0) + 1
-    got = [g for g in compiled(step, x)(x) if not jnp.issubdtype(g.dtype, jax.dtypes.prng_key) and g.size]
+    got = [
+        g
+        for g in compiled(step, x)(x)
+        if not jnp.issubdtype(g.dtype, jax.dtypes.prng_key) and g.size
+    ]
     places = [a.unsafe_buffer_pointer() for a in (x, *got)]
     assert len(set(places)) == len(places)
 
@@ -199,7 +219,9 @@ def test_no_two_results_share_memory_and_none_is_an_argument(step):
 def test_sixty_four_bits_survive_in_a_thread_without_the_setting():
     with jax.enable_x64(True):
         x = jnp.arange(3, dtype=jnp.float64) + 2**-40
-        program = compiled(lambda x: [lax.psum(x, "r"), lax.psum(x.astype(jnp.int64) + 2**40, "r")], x)
+        program = compiled(
+            lambda x: [lax.psum(x, "r"), lax.psum(x.astype(jnp.int64) + 2**40, "r")], x
+        )
     total, count = program(x)
     assert (total.dtype, count.dtype) == (np.float64, np.int64)
     assert np.asarray(total)[0] == 2**-39 and np.asarray(count)[0] == 2**41
@@ -222,7 +244,11 @@ def test_numbers_of_python_and_numpy_have_the_types_that_the_step_was_traced_wit
 def test_there_are_as_few_executables_as_the_order_of_messages_allows(monkeypatch):
     made = []
     compile_part = host_program.compile_with_arguments
-    monkeypatch.setattr(host_program, "compile_with_arguments", lambda *a, **k: made.append(1) or compile_part(*a, **k))
+    monkeypatch.setattr(
+        host_program,
+        "compile_with_arguments",
+        lambda *a, **k: made.append(1) or compile_part(*a, **k),
+    )
     large = jnp.ones(2**21)  # two sums of this size don't travel together
 
     def executables(step):
@@ -256,7 +282,8 @@ def test_callbacks_keep_their_place_among_the_messages():
 def test_an_error_of_mpi_ends_all_ranks_with_the_line():
     x = jnp.ones(2)
     with pytest.raises(
-        RuntimeError, match=r"^MPI failed in `allreduce`, at .*test_host_program\.py:\d+.*Other MPI error"
+        RuntimeError,
+        match=r"^MPI failed in `allreduce`, at .*test_host_program\.py:\d+.*Other MPI error",
     ):
         compiled(lambda x: lax.psum(x, "r"), x, comm=EqualRanks(broken=True))(x)
 
@@ -275,12 +302,18 @@ def test_lent_results_are_large_ones_of_messages_and_any_of_loops():
         return total, total + 1, lax.psum(small, "r"), looped, x, total
 
     _, program = lowered(step, jnp.ones(BIG), jnp.ones(2))
-    assert program.lent == [0, 3], "the last result is a copy, because the first one is the same value"
+    assert program.lent == [0, 3], (
+        "the last result is a copy, because the first one is the same value"
+    )
 
 
 def test_results_are_free_to_move_if_the_arguments_were():
     big = jnp.ones(BIG)
-    for step in (lambda x: lax.psum(x, "r"), lambda x: lax.psum(x, "r") + 1, lambda x: lax.all_gather(x[:3], "r")):
+    for step in (
+        lambda x: lax.psum(x, "r"),
+        lambda x: lax.psum(x, "r") + 1,
+        lambda x: lax.all_gather(x[:3], "r"),
+    ):
         (got,) = compiled(step, big)(big)
         assert not got.committed
     place = jax.sharding.SingleDeviceSharding(HOST)
@@ -291,7 +324,9 @@ def test_results_are_free_to_move_if_the_arguments_were():
 
 def test_an_invalid_value_is_found_after_the_last_message():
     comm = EqualRanks()
-    program = compiled(lambda x: lax.psum(jnp.log(lax.psum(x, "r")) * 0, "r"), x := -jnp.ones(2), comm=comm)
+    program = compiled(
+        lambda x: lax.psum(jnp.log(lax.psum(x, "r")) * 0, "r"), x := -jnp.ones(2), comm=comm
+    )
     with jax.debug_nans(True), pytest.raises(compat.InternalFloatingPointError):
         program(x)
     assert len(comm.sent) == 2
@@ -305,11 +340,15 @@ def test_a_failure_between_two_messages_ends_all_ranks():
         return lax.psum(jax.pure_callback(fails, x, lax.psum(x, "r")), "r")
 
     def in_a_loop(x):
-        return lax.scan(lambda x, _: (jax.pure_callback(fails, x, lax.psum(x, "r")), None), x, None, length=2)
+        return lax.scan(
+            lambda x, _: (jax.pure_callback(fails, x, lax.psum(x, "r")), None), x, None, length=2
+        )
 
     x = jnp.ones(2)
     for step in (between, in_a_loop):
-        with pytest.raises(RuntimeError, match=r"(?s)^`t` failed between two of its exchanges: .*disk gone"):
+        with pytest.raises(
+            RuntimeError, match=r"(?s)^`t` failed between two of its exchanges: .*disk gone"
+        ):
             compiled(step, x)(x)
     with pytest.raises(Exception, match="disk gone") as caught:
         compiled(lambda x: lax.psum(jax.pure_callback(fails, x, x), "r"), x)(x)
@@ -357,7 +396,9 @@ def test_a_slot_is_taken_again_when_nothing_refers_to_it():
 
 
 def test_a_slot_is_taken_again_as_soon_as_its_jax_array_is_gone():
-    """JAX would keep the memory until its next call, which may come only after the next exchange has received."""
+    """JAX would keep the memory until its next call, which may come only after the next exchange
+    has received.
+    """
     arena = Arena()
     for _ in range(5):
         compat.put_on_host(arena.take(BIG, np.float32), HOST, committed=False).block_until_ready()
@@ -423,12 +464,18 @@ class HostRanks:
     def lower(self, jaxpr, axes):
         channel = Channel(calls=host_calls, comm=EqualRanks(), rank=0, size=RANKS)
         messages = lower(jaxpr, make_rank_grid(axes, rank=0, size=RANKS), lambda *_: channel)
-        return HostLowered(messages, self.arena.take, print) if host_program.holds_message(messages) else None
+        return (
+            HostLowered(messages, self.arena.take, print)
+            if host_program.holds_message(messages)
+            else None
+        )
 
 
 @pytest.mark.parametrize("wire", [HostRanks(), LocalRanks()], ids=["host", "executable"])
 def test_only_memory_of_xla_is_overwritten(wire):
-    """The new parameters could take the gradients' memory. XLA would copy them for that if the wire had lent it."""
+    """The new parameters could take the gradients' memory. XLA would copy them for that if the wire
+    had lent it.
+    """
     w = jnp.ones((256, 256))
     traced = trace(lambda w, x: w - lax.psum(w * x, "r"), (w, w), axes=AXES, wire=wire)
     done = stages.compile(stages.cut(traced), [w, w])
@@ -447,7 +494,9 @@ def late_exchange(x):
 
 
 def masked_sum(x):
-    """The first sum leaves its segment through a maximum only, so the segment returns it besides its outputs."""
+    """The first sum leaves its segment through a maximum only, so the segment returns it besides
+    its outputs.
+    """
     return lax.psum(jnp.maximum(lax.psum(x * 2, "r"), 0), "r") + 1
 
 
@@ -468,7 +517,8 @@ def test_both_sets_of_receive_buffers_are_booked_whatever_is_alive(step, committ
             run.run(n)
         results.append(run.outputs())
     computing = [
-        r.memory().temp_size_in_bytes + sum(done.program.values[v].nbytes for v in r.segment.outputs)
+        r.memory().temp_size_in_bytes
+        + sum(done.program.values[v].nbytes for v in r.segment.outputs)
         for r in done.runnables
         if r.device is None
     ]

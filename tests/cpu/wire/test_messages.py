@@ -51,7 +51,9 @@ def test_carriers(dtype, name):
 
 @pytest.mark.parametrize("dtype", [jnp.dtype(jnp.int4), jax.random.key(0).dtype])
 def test_types_that_mpi_lacks(dtype):
-    with pytest.raises(ExchangeError, match=re.escape(f"An exchange of `{dtype}` cannot be made: MPI has no")):
+    with pytest.raises(
+        ExchangeError, match=re.escape(f"An exchange of `{dtype}` cannot be made: MPI has no")
+    ):
         carrier(dtype)
 
 
@@ -77,7 +79,13 @@ def exchange(op, dtype="float32", shape=(120,), **params):
         (exchange("mpi.allreduce", ranks=(0, 1), reduction="SUM"), 480),
         (exchange("mpi.barrier", shape=(0,), ranks=(0, 1)), 0),
         (exchange("pbroadcast", source=0, loop="scan 70"), 70 * 480),
-        (replace(exchange("pmax"), params=(("loop", "while ?"), ("loop", "scan 2"), ("loop", "scan 3"))), 6 * 800),
+        (
+            replace(
+                exchange("pmax"),
+                params=(("loop", "while ?"), ("loop", "scan 2"), ("loop", "scan 3")),
+            ),
+            6 * 800,
+        ),
     ],
 )
 def test_bytes(item, expected):

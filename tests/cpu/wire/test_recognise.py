@@ -25,19 +25,31 @@ TABLE = [
     (lambda x: lax.pmean(x, ("b", "a")), "psum b,a bfloat16[6, 2]"),
     (lambda x: lax.pmax(x, "b"), "pmax b bfloat16[6, 2]"),
     (lambda x: lax.pmin(x, "b"), "pmin b bfloat16[6, 2]"),
-    (lambda x: lax.all_gather(x, "b", axis=1), "all_gather b bfloat16[6, 2] dimension=1 tiled=False"),
-    (lambda x: lax.psum_scatter(x, "b", tiled=True), "reduce_scatter b bfloat16[6, 2] dimension=0 tiled=True"),
+    (
+        lambda x: lax.all_gather(x, "b", axis=1),
+        "all_gather b bfloat16[6, 2] dimension=1 tiled=False",
+    ),
+    (
+        lambda x: lax.psum_scatter(x, "b", tiled=True),
+        "reduce_scatter b bfloat16[6, 2] dimension=0 tiled=True",
+    ),
     (
         lambda x: lax.all_to_all(x, "b", 0, 1, tiled=True),
         "all_to_all b bfloat16[6, 2] split_axis=0 concat_axis=1",
     ),
-    (lambda x: lax.ppermute(x, "b", [(0, 1), (2, 0)]), "ppermute b bfloat16[6, 2] perm=((0, 1), (2, 0))"),
+    (
+        lambda x: lax.ppermute(x, "b", [(0, 1), (2, 0)]),
+        "ppermute b bfloat16[6, 2] perm=((0, 1), (2, 0))",
+    ),
     (lambda x: lax.pbroadcast(x, "a", 1), "pbroadcast a bfloat16[6, 2] source=1"),
     (
         lambda x: lax.psum(x, "b", axis_index_groups=[[0, 1], [2]]),
         "psum b bfloat16[6, 2] groups=((0, 1), (2,))",
     ),
-    (lambda x: jax.vmap(lambda v: lax.psum(v, ("i", "a")), axis_name="i")(x), "psum a bfloat16[2] positions=(0,)"),
+    (
+        lambda x: jax.vmap(lambda v: lax.psum(v, ("i", "a")), axis_name="i")(x),
+        "psum a bfloat16[2] positions=(0,)",
+    ),
     (lambda x: lax.psum(x > 0, "a"), "psum a int32[6, 2]"),
 ]
 
@@ -60,7 +72,9 @@ def test_what_is_no_exchange():
 
 
 def test_axes_of_two_worlds_cannot_be_mixed():
-    with pytest.raises(ExchangeError, match=r"^`psum` mixes axes of jaxcross \('a'\) with others \('b'\), at "):
+    with pytest.raises(
+        ExchangeError, match=r"^`psum` mixes axes of jaxcross \('a'\) with others \('b'\), at "
+    ):
         exchanges(lambda x: lax.psum(x, ("a", "b")), X, axes={"a": 2})
 
 
@@ -79,7 +93,10 @@ def test_axes_of_two_worlds_cannot_be_mixed():
             lambda x: lax.ppermute(x, "b", [(0, 1), (0, 2)]),
             r"^sources of .* each at most once, got \[0, 0\], at .*test_",
         ),
-        (lambda x: lax.pbroadcast(x, "b", 3), r"^sources of `pbroadcast` over 'b' must be .* got \[3\]"),
+        (
+            lambda x: lax.pbroadcast(x, "b", 3),
+            r"^sources of `pbroadcast` over 'b' must be .* got \[3\]",
+        ),
         (
             lambda x: lax.psum(x, "b", axis_index_groups=[[0, 1]]),
             r"^`axis_index_groups` of `psum` over 'b' must name each index from 0 to 2 once, got \[\[0, 1\]\], at ",
@@ -99,7 +116,8 @@ def test_unsupported_collectives_name_the_remedy():
         return lax.ragged_all_to_all(x, x, n, n, n, n, axis_name="a")
 
     with pytest.raises(
-        ExchangeError, match=r"^`ragged_all_to_all` over 'a' cannot be made over MPI, at .*Instead, pad"
+        ExchangeError,
+        match=r"^`ragged_all_to_all` over 'a' cannot be made over MPI, at .*Instead, pad",
     ):
         exchanges(ragged, X)
 
@@ -108,7 +126,10 @@ def test_a_shard_map_step_has_its_gradient_exchange():
     mesh = jax.sharding.AbstractMesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     step = jax.shard_map(
-        lambda w, x: jax.grad(lambda w: (w * x).sum())(w), mesh=mesh, in_specs=(spec(), spec("a")), out_specs=spec()
+        lambda w, x: jax.grad(lambda w: (w * x).sum())(w),
+        mesh=mesh,
+        in_specs=(spec(), spec("a")),
+        out_specs=spec(),
     )
     jaxpr = jax.make_jaxpr(step)(jnp.ones(3), jnp.ones(6))
     (outer,) = compat.open_jaxpr(jaxpr)[0].eqns
@@ -118,4 +139,6 @@ def test_a_shard_map_step_has_its_gradient_exchange():
 
 
 def test_lines_hold_no_handles():
-    assert Exchange(op="psum", axes=("a",), dtype="float32", shape=(3,)).line() == "psum a float32[3]"
+    assert (
+        Exchange(op="psum", axes=("a",), dtype="float32", shape=(3,)).line() == "psum a float32[3]"
+    )

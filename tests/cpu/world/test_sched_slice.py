@@ -20,7 +20,9 @@ def in_a_thread(work):
     return results[0]
 
 
-@pytest.mark.skipif(sys.platform != "linux" or platform.machine() not in sched_slice._SETATTR, reason="not Linux")
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in sched_slice._SETATTR, reason="not Linux"
+)
 def test_kernel_accepts_slices_and_changes_only_those():
     """The kernel accepts the request for short slices, and nothing else changes."""
 
@@ -31,7 +33,12 @@ def test_kernel_accepts_slices_and_changes_only_those():
         number = {"x86_64": 315, "aarch64": 275}[platform.machine()]  # sched_getattr(2)
         size = ctypes.sizeof(read)
         assert ctypes.CDLL(None).syscall(number, 0, ctypes.byref(read), size, 0) == 0
-        return before, took, (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)), read.runtime
+        return (
+            before,
+            took,
+            (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
+            read.runtime,
+        )
 
     before, took, after, slice_ns = in_a_thread(work)
     assert took

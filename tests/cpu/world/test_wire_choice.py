@@ -14,7 +14,9 @@ def test_the_argument_is_asked_before_the_variable():
     assert wire_choice.chosen(None, {"JAXCROSS_WIRE": ""}) is wire_choice.chosen(None, {}) is None
 
 
-@pytest.mark.parametrize(("argument", "environ"), [("nccl", {}), ("", {}), (None, {"JAXCROSS_WIRE": "MPI4PY"})])
+@pytest.mark.parametrize(
+    ("argument", "environ"), [("nccl", {}), ("", {}), (None, {"JAXCROSS_WIRE": "MPI4PY"})]
+)
 def test_a_name_of_no_wire_is_refused(argument, environ):
     what = "wire" if argument is not None else "JAXCROSS_WIRE"
     with pytest.raises(ValueError, match=f"^`{what}` must be 'mpi4jax' or 'mpi4py', got "):
@@ -33,6 +35,9 @@ def test_mpi4jax_is_the_default_except_on_accelerators_and_where_it_is_missing(m
 def test_different_wires_are_an_error_that_names_the_ranks():
     wire_choice.check_equal(["mpi4py"] * 3)
     missing = "mpi4jax isn't installed"
-    text = f"mpi4jax on rank 1; mpi4py on ranks 0, 2 ({missing}). Choose one on every rank: by `initialize("
+    text = (
+        f"mpi4jax on rank 1; mpi4py on ranks 0, 2 ({missing}). Choose one on every rank: by "
+        "`initialize("
+    )
     with pytest.raises(ExchangeError, match=re.escape(text)):
         wire_choice.check_equal(["mpi4py", "mpi4jax", "mpi4py"], [missing, "", missing])

@@ -16,7 +16,9 @@ from jaxcross.world import workers
 from jaxcross.world.workers import Refusal
 from jaxcross.world.world import World
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="ranks are reached by way of /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="ranks are reached by way of /proc"
+)
 
 
 @pytest.fixture
@@ -48,11 +50,22 @@ def test_a_worker_that_is_late_ends_without_a_word(importing, capsys):
 
 def test_worker_that_cannot_reach_its_rank_says_so(importing):
     """A worker that cannot reach its rank reports that itself."""
-    with another() as (_, place), pytest.raises(ExchangeError, match="^A worker process of rank 0 came to line "):
+    with (
+        another() as (_, place),
+        pytest.raises(ExchangeError, match="^A worker process of rank 0 came to line "),
+    ):
         _ = Refusal(0, place, 999, 60).allgather_text
 
 
 def test_a_worker_is_given_every_field_that_a_world_needs():
-    needed = {field.name for field in fields(World) if MISSING is field.default is field.default_factory}
-    given = {*workers._NUMBERS, *workers._TALKING, "executables", "make_wire", "unpickle"}  # the last by `_make_world`
+    needed = {
+        field.name for field in fields(World) if MISSING is field.default is field.default_factory
+    }
+    given = {
+        *workers._NUMBERS,
+        *workers._TALKING,
+        "executables",
+        "make_wire",
+        "unpickle",
+    }  # the last by `_make_world`
     assert needed <= given

@@ -35,8 +35,13 @@ def check(result: dict[str, Any]) -> None:
     # The same bits mean the same accuracies at the same steps, however long they took.
     for name, job in sequential["jobs"].items():
         curve, other = job["step_s_accuracy"], crossover["jobs"][name]["step_s_accuracy"]
-        assert [(step, accuracy) for step, _, accuracy in curve] == [(step, accuracy) for step, _, accuracy in other]
-        assert curve[-1][2] >= result["accuracy"]["goal"] or curve[-1][0] == result["accuracy"]["steps_at_most"]
+        assert [(step, accuracy) for step, _, accuracy in curve] == [
+            (step, accuracy) for step, _, accuracy in other
+        ]
+        assert (
+            curve[-1][2] >= result["accuracy"]["goal"]
+            or curve[-1][0] == result["accuracy"]["steps_at_most"]
+        )
 
 
 @pytest.mark.exhaustive
@@ -53,17 +58,26 @@ def test_by_itself(tmp_path: Path, quick_compiler: dict[str, str]) -> None:
     assert link.startswith("real link 500mbit") or ("emulated" in link and "speedup" not in result)
 
 
-def test_by_mpirun_with_a_data_set(mpirun: Callable[..., Any], tmp_path: Path, quick_compiler: dict[str, str]) -> None:
+def test_by_mpirun_with_a_data_set(
+    mpirun: Callable[..., Any], tmp_path: Path, quick_compiler: dict[str, str]
+) -> None:
     synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
     options: dict[str, Any] = {
-        "--data-dir": tmp_path / "data", "--json": tmp_path / "out.json", "--steps": 6, "--accuracy": 1.1,
-        "--accuracy-steps": 4, "--evaluate-every": 2, "--link": "emulate:500mbit",
-    }  # fmt: skip
+        "--data-dir": tmp_path / "data",
+        "--json": tmp_path / "out.json",
+        "--steps": 6,
+        "--accuracy": 1.1,
+        "--accuracy-steps": 4,
+        "--evaluate-every": 2,
+        "--link": "emulate:500mbit",
+    }
     words = ["--smoke", *(str(word) for pair in options.items() for word in pair)]
     done = mpirun(2, str(BENCHMARK), *words, timeout=900, env=quick_compiler).check()
     result = json.loads((tmp_path / "out.json").read_text())
     check(result)
     assert "speedup" not in result
     assert result["accuracy"]["crossover"]["s"] is None
-    assert result["accuracy"]["crossover"]["reason"].startswith("not reached by job0 lr=0.1,seed=0, job1")
+    assert result["accuracy"]["crossover"]["reason"].startswith(
+        "not reached by job0 lr=0.1,seed=0, job1"
+    )
     assert "page cache" in done.stdout

@@ -1,4 +1,6 @@
-"""What benchmarks/imagenet_resnet.py refuses, adds and leaves behind; the page cache that it empties."""
+"""What benchmarks/imagenet_resnet.py refuses, adds and leaves behind; the page cache that it
+empties.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ BENCHMARK = BENCHMARKS / "imagenet_resnet.py"
 def test_ranks_without_data_say_how_to_get_some(mpirun: Callable[..., Any]) -> None:
     done = mpirun(1, str(BENCHMARK), "--smoke")
     assert done.returncode != 0
-    assert "Ranks that were started by mpirun need --data-dir; `jaxcross data synth DIR`" in done.stderr
+    assert (
+        "Ranks that were started by mpirun need --data-dir; `jaxcross data synth DIR`"
+        in done.stderr
+    )
 
 
 @pytest.fixture
@@ -46,16 +51,28 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--policy", "compare"], "`--policy` is for examples/imagenet_resnet.py: this benchmark runs both ways"),
-        (["--checkpoints=kept"], "`--checkpoints` is for examples/imagenet_resnet.py: this benchmark resumes none"),
+        (
+            ["--policy", "compare"],
+            "`--policy` is for examples/imagenet_resnet.py: this benchmark runs both ways",
+        ),
+        (
+            ["--checkpoints=kept"],
+            "`--checkpoints` is for examples/imagenet_resnet.py: this benchmark resumes none",
+        ),
         (["--checkpoint-every", "5"], "`--checkpoint-every` is for examples/imagenet_resnet.py"),
-        (["--epo", "2"], "`--epochs` is for examples/imagenet_resnet.py: this benchmark counts by `--steps`"),
+        (
+            ["--epo", "2"],
+            "`--epochs` is for examples/imagenet_resnet.py: this benchmark counts by `--steps`",
+        ),
     ],
 )
 def test_meaningless_example_options_are_rejected(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str],
+    benchmark: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
     message: str,
-) -> None:  # fmt: skip
+) -> None:
     """Options of the example that mean nothing here are refused."""
     monkeypatch.setattr(sys, "argv", ["imagenet_resnet.py", *words])
     with pytest.raises(SystemExit):
@@ -73,7 +90,10 @@ def test_jobs_are_added_where_none_is_given(
 
 
 def test_one_rank_has_no_link(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    benchmark: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     lines: list[list[str]] = []
 
@@ -104,14 +124,18 @@ launch.mpirun_command = lambda **wish: made(**{{**wish, "program": [sys.executab
 
 
 GPU_OPTIONS = (
-    "no_lab=True, rate='1gbit', model='gpt', jobs=1, steps=1, repeats=1, batch_size=1, smoke=True, stand_in=True"
+    "no_lab=True, rate='1gbit', model='gpt', jobs=1, steps=1, repeats=1, batch_size=1, smoke=True, "
+    "stand_in=True"
 )
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "sys.argv = ['', '--smoke', '--rate', 'none', '--images', '8']; from imagenet_resnet import main; main()",
+        (
+            "sys.argv = ['', '--smoke', '--rate', 'none', '--images', '8']; from imagenet_resnet "
+            "import main; main()"
+        ),
         f"from gpu_ranks import measure; measure(Namespace({GPU_OPTIONS}), print)",
     ],
     ids=["imagenet_resnet", "gpu_ranks"],
@@ -120,7 +144,11 @@ def test_terminated_benchmark_leaves_nothing_behind(words: str, tmp_path: Path) 
     """A benchmark that is terminated leaves nothing behind."""
     if launch.find_mpirun() is None:
         pytest.skip("no mpirun")
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path]), "TMPDIR": str(tmp_path)}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path]),
+        "TMPDIR": str(tmp_path),
+    }
     line = [sys.executable, "-c", TOLD + words]
     up: list[int] = []
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environ) as benchmark:
@@ -150,8 +178,19 @@ def test_without_evaluation_there_is_no_accuracy(
 ) -> None:
     synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
     out = tmp_path / "out.json"
-    words = ["--data-dir", str(tmp_path / "data"), "--json", str(out), "--steps", "3", "--eval-steps", "0"]
-    mpirun(1, str(BENCHMARK), "--smoke", *words, "--job=lr=0.3,seed=5", timeout=900, env=quick_compiler).check()
+    words = [
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--json",
+        str(out),
+        "--steps",
+        "3",
+        "--eval-steps",
+        "0",
+    ]
+    mpirun(
+        1, str(BENCHMARK), "--smoke", *words, "--job=lr=0.3,seed=5", timeout=900, env=quick_compiler
+    ).check()
     result = json.loads(out.read_text())
     assert result["jobs"] == ["lr=0.3,seed=5"]
     assert "accuracy" not in result
@@ -184,4 +223,6 @@ def test_page_cache_of_files_is_dropped_and_filled(page_cache: ModuleType, tmp_p
 def test_only_record_files_are_named(page_cache: ModuleType, tmp_path: Path) -> None:
     for name in ("imagenet2012-train.array_record-00000-of-00001", "dataset_info.json"):
         (tmp_path / name).touch()
-    assert [p.name for p in page_cache.files_of(tmp_path)] == ["imagenet2012-train.array_record-00000-of-00001"]
+    assert [p.name for p in page_cache.files_of(tmp_path)] == [
+        "imagenet2012-train.array_record-00000-of-00001"
+    ]

@@ -1,4 +1,6 @@
-"""Loss against seconds over a real link, at toy size: the losses are those of the same training under `vmap`."""
+"""Loss against seconds over a real link, at toy size: the losses are those of the same training
+under `vmap`.
+"""
 
 import sys
 from pathlib import Path
@@ -19,7 +21,12 @@ def test_losses_over_a_link_are_those_under_vmap(smoke):
     made = convergence.plan("images", 2, 1, smoke=True)
     mean = next(s for s in STRATEGIES if s.name == "mean")
     expected = convergence.train(
-        made, mean.make(made.setting), mean.model, axes=one_axis(2), steps=made.steps, every=made.every
+        made,
+        mean.make(made.setting),
+        mean.model,
+        axes=one_axis(2),
+        steps=made.steps,
+        every=made.every,
     )
     np.testing.assert_allclose(row["test_loss"], expected["test_loss"], atol=2e-4)
     assert row["seconds"][0] == sorted(row["seconds"][0])

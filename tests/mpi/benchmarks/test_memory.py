@@ -1,4 +1,6 @@
-"""benchmarks/memory_booked.py: what jobs book is what they need, at a quarter of the benchmark's size."""
+"""benchmarks/memory_booked.py: what jobs book is what they need, at a quarter of the benchmark's
+size.
+"""
 
 from __future__ import annotations
 
@@ -33,5 +35,6 @@ def test_jobs_book_what_they_need(memory_booked: ModuleType, jobs: int, cut: str
     assert row["booked_bytes"] >= 0.98 * row["needed_bytes"]
     # Over mpi4py, jobs also book a second set of receive buffers. These runs use only some of them.
     second = jobs * row["gradient_bytes"] if row["over"] == "mpi4py" else 0
-    # What is booked for the process is little next to the benchmark's arrays, and much next to these.
+    # What is booked for the process is little next to the benchmark's arrays, and much next to
+    # these.
     assert row["booked_bytes"] - PROCESS_BYTES <= 1.15 * (row["needed_bytes"] + second)

@@ -18,7 +18,8 @@ def test_plan(smoke, tmp_path):
         low, high = row["interval_s"]
         assert 0 < low < row["predicted_s"] < high
         assert row["ratio"] == pytest.approx(row["predicted_s"] / row["achieved_s"])
-    # A toy's exchange may be too slow for its bytes: then no contention is known, and nothing is expected.
+    # A toy's exchange may be too slow for its bytes: then no contention is known, and nothing is
+    # expected.
     assert all(row["case"] == "two" and row["predicted"] >= 1 for row in result["estimates"])
     assert {row["kind"] for row in result["solo"]} == {"language", "large cut in 16", "small"}
     again = smoke("plan.py", "--only", "variants", "--rates", "1000")
@@ -35,10 +36,13 @@ def test_carried(smoke, tmp_path):
     assert set(alone["s"]) == set(alone["processor_s"]) == {"jit", "compute", "blocking", "carried"}
     assert set(work["s"]) == set(work["processor_s"]) == {"jit", "compute", "work", "carried"}
     assert all(
-        len(seconds) == 1 for row in (alone, work) for seconds in (*row["raw"].values(), *row["processor_s"].values())
+        len(seconds) == 1
+        for row in (alone, work)
+        for seconds in (*row["raw"].values(), *row["processor_s"].values())
     )
     memory = result["memory"]
-    # The fragment on its way, of four: eight bits an element and a unit for each 128, of which some fill up the last.
+    # The fragment on its way, of four: eight bits an element and a unit for each 128, of which some
+    # fill up the last.
     blocking, carried = memory["blocking 0"], memory["carried 0"]
     assert blocking["pending_bytes"] == 0 < carried["pending_bytes"] < 79832 / 4 * 1.2
     assert carried["programs"] > blocking["programs"] == 5

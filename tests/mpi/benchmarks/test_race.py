@@ -1,4 +1,6 @@
-"""The race runs at toy size, every byte over a real link; teams that fail say why and leave nothing behind."""
+"""The race runs at toy size, every byte over a real link; teams that fail say why and leave nothing
+behind.
+"""
 
 import importlib.util
 import subprocess
@@ -25,14 +27,23 @@ def test_race(smoke, tmp_path):
     left_out = {} if importlib.util.find_spec("torch") else {"two/ddp": "PyTorch is not installed"}
     assert result["left_out"] == left_out
     rows = {row["rival"]: row for row in result["rows"]}
-    assert {"fused", "fused-k", "gloo", "gloo-k", "sequential", "crossover", "crossover-bf16"} <= set(rows)
+    assert {
+        "fused",
+        "fused-k",
+        "gloo",
+        "gloo-k",
+        "sequential",
+        "crossover",
+        "crossover-bf16",
+    } <= set(rows)
     for row in rows.values():
         assert row["case"] == "two" and row["rate"] == "balanced"
         assert 0 < row["bound_s"] <= row["bound_with_tax_s"]
         assert row["cpu_s"] > 0 and row["peak_rss_bytes"] > 1e8
         assert 0 <= row["hidden_share"] <= 1
         assert len(row["raw"]) == 1
-    # counted by the link: 79,832 float32 gradients, sent by each of two ranks; half of that as bfloat16
+    # counted by the link: 79,832 float32 gradients, sent by each of two ranks; half of that as
+    # bfloat16
     assert 2 * 4 * 79832 <= rows["crossover"]["wire_bytes"] < 1.5 * 2 * 4 * 79832
     assert 2 * 2 * 79832 <= rows["crossover-bf16"]["wire_bytes"] < 2 * 4 * 79832
     # two processes hold more than the larger of two that take turns
@@ -44,14 +55,18 @@ def test_race(smoke, tmp_path):
 
 @pytest.mark.exhaustive
 def test_race_of_one_job(smoke):
-    result = smoke("race.py", "--cases", "one", "--rivals", "fused,uncut,wait-free", "--patience", "600")
+    result = smoke(
+        "race.py", "--cases", "one", "--rivals", "fused,uncut,wait-free", "--patience", "600"
+    )
     rows = {row["rival"]: row for row in result["rows"]}
     assert set(rows) == {"fused", "uncut", "wait-free"}
     (link,) = result["links"]
     facts = link["wait_free"]
     assert facts["pieces"] >= 1 and facts["c_s"] == rows["wait-free"]["c_s"][0]
     assert facts["first_bucket_s"] > 0 and 0 < facts["last_bucket_s"] < facts["m_s"]
-    assert facts["best_s"] == max(facts["first_bucket_s"] + facts["m_s"], facts["c_s"] + facts["last_bucket_s"])
+    assert facts["best_s"] == max(
+        facts["first_bucket_s"] + facts["m_s"], facts["c_s"] + facts["last_bucket_s"]
+    )
     (calibration,) = link["calibration"]
     assert len(calibration["first"]) == 2, "of each rank"
 
@@ -66,7 +81,9 @@ def test_race_of_unlike_jobs(smoke):
         (raw,) = row["raw"]
         jobs = raw["account"]["jobs"]
         assert [job["steps"] for job in jobs] == [4, 4]
-        large, small = (job["bytes_per_step"] for job in jobs)  # of all gradients and the loss, in whatever pieces
+        large, small = (
+            job["bytes_per_step"] for job in jobs
+        )  # of all gradients and the loss, in whatever pieces
         width = 2 if row["rival"].endswith("bf16") else 4
         assert (large, small) == (width * 79832 + 4, width * 84160 + 4)
 
@@ -76,7 +93,9 @@ def test_memory(smoke):
     rows = smoke("memory.py")["rows"]
     by = {(row["jobs"], row["way"]): row for row in rows}
     assert by[2, "one process"]["peak_rss_bytes"] < by[2, "k processes"]["peak_rss_bytes"]
-    assert set(by) == {(k, way) for k in (1, 2) for way in ("one process", *(f"k processes{end}" for end in ENDS))}
+    assert set(by) == {
+        (k, way) for k in (1, 2) for way in ("one process", *(f"k processes{end}" for end in ENDS))
+    }
     # like jobs compile once in one process
     assert by[2, "one process"]["compilations"] == by[1, "one process"]["compilations"]
     assert by[2, "k processes"]["compilations"] == 2 * by[1, "k processes"]["compilations"]
@@ -84,7 +103,9 @@ def test_memory(smoke):
 
 def test_a_team_that_cannot_start_is_quoted(tmp_path):
     with Lab() as lab, Stage(lab, tmp_path, patience_s=60) as stage:
-        with pytest.raises(TeamError, match="team `nobody/0`: a process ended before its rank said hello") as caught:
+        with pytest.raises(
+            TeamError, match="team `nobody/0`: a process ended before its rank said hello"
+        ) as caught:
             stage.start("nobody", "two", job=0, smoke=True)
         assert "can't open file" in str(caught.value)
         processes = stage.teams["nobody/0"].processes

@@ -1,4 +1,6 @@
-"""Gradient accumulation in a run: the bytes of twelve steps, the same on every way to them, and what is logged."""
+"""Gradient accumulation in a run: the bytes of twelve steps, the same on every way to them, and
+what is logged.
+"""
 
 import logging
 
@@ -15,7 +17,9 @@ from jaxcross.testing import over_ranks
 world = jaxcross.initialize()
 
 STEPS, K, SIZE = 12, 4, 1 << 10
-GRADIENTS = 4 * SIZE * 2 * (world.size - 1) // world.size  # bytes that a rank receives in an all-reduce of them
+GRADIENTS = (
+    4 * SIZE * 2 * (world.size - 1) // world.size
+)  # bytes that a rank receives in an all-reduce of them
 SGD = optax.sgd(0.1, momentum=0.9)
 
 
@@ -60,7 +64,9 @@ def run(*names):
     jobs = {name: runner.add(name, trains, tx=TXS[name]) for name in names}
     rows = {row["name"]: row for row in runner.run().summary()["jobs"]}
     assert all(rows[name]["steps"] == STEPS for name in names)
-    return {name: job.state for name, job in jobs.items()}, {n: r["bytes_per_step"] * STEPS for n, r in rows.items()}
+    return {name: job.state for name, job in jobs.items()}, {
+        n: r["bytes_per_step"] * STEPS for n, r in rows.items()
+    }
 
 
 def oracle(tx):
@@ -69,7 +75,9 @@ def oracle(tx):
     states = [(params, tx.init(params))] * world.size
     call = over_ranks(step, {"batch": world.size})
     for n in range(STEPS):
-        states = [state for state, _ in call([(s, batch(n, rank)) for rank, s in enumerate(states)])]
+        states = [
+            state for state, _ in call([(s, batch(n, rank)) for rank, s in enumerate(states)])
+        ]
     return [jax.tree.map(np.asarray, jax.tree.leaves(state)) for state in states]
 
 
@@ -82,7 +90,9 @@ told = []
 logging.getLogger("jaxcross").addFilter(lambda record: told.append(record.getMessage()) or True)
 
 TXS = {name: tx for name, (tx, _) in WAYS.items()}
-TXS["top_k"] = accumulate(optax.chain(top_k(0.25, "batch", skip=lambda path, leaf: False), SGD), every=K)
+TXS["top_k"] = accumulate(
+    optax.chain(top_k(0.25, "batch", skip=lambda path, leaf: False), SGD), every=K
+)
 STEPS_OF = {name: jaxcross.crossover(make(tx), axes="batch") for name, tx in TXS.items()}
 alone = {}
 for name, (_, exchanges) in WAYS.items():
@@ -93,7 +103,11 @@ for name, (_, exchanges) in WAYS.items():
 alone |= run("top_k")[0]
 # Each oracle, which holds all ranks, is compiled by one of them.
 mine = {name: oracle(tx) for name, tx in [*TXS.items()][world.rank :: world.size]}
-wanted = {name: states[world.rank] for part in MPI.COMM_WORLD.allgather(mine) for name, states in part.items()}
+wanted = {
+    name: states[world.rank]
+    for part in MPI.COMM_WORLD.allgather(mine)
+    for name, states in part.items()
+}
 for name in TXS:
     for a, b in zip(jax.tree.leaves(alone[name]), wanted[name], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -105,5 +119,8 @@ STEPS_OF["MultiSteps"] = jaxcross.crossover(make(TXS["MultiSteps"]), axes="batch
 run("MultiSteps")
 notices = [text for text in told if "`jaxcross.exchange.accumulate(optimizer, every=k)`" in text]
 assert len(notices) == 2 and len(set(notices)) == 1, told
-assert "in every mini-step of `optax.MultiSteps`, at " in notices[0] and "(make.<locals>.train_step)" in notices[0]
+assert (
+    "in every mini-step of `optax.MultiSteps`, at " in notices[0]
+    and "(make.<locals>.train_step)" in notices[0]
+)
 print(f"rank {world.rank}: accumulated", flush=True)

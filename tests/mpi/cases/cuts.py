@@ -1,4 +1,5 @@
-"""Ranks that would cut one step differently: a clear error on all of them before the first exchange, never a wait.
+"""Ranks that would cut one step differently: a clear error on all of them before the first
+exchange, never a wait.
 
 Prints `passed NAME` for each case, and at the end `rank R: cuts done`.
 """
@@ -39,14 +40,18 @@ def adasum(grads: Any) -> Any:
 
 def means(state: Any) -> Any:
     """Several small exchanges, which a rank next to an accelerator packs elsewhere."""
-    return jax.tree.map(lambda w, g: w - 0.1 * g, state, lax.pmean(jax.tree.map(jnp.sin, state), "batch"))
+    return jax.tree.map(
+        lambda w, g: w - 0.1 * g, state, lax.pmean(jax.tree.map(jnp.sin, state), "batch")
+    )
 
 
 def two_layers(layers: Any, batch: Any) -> Any:
     def loss(layers: Any) -> Any:
         return (jnp.tanh(jnp.tanh(batch @ layers["in"]) @ layers["out"]) ** 2).mean()
 
-    return jax.tree.map(lambda w, g: w - 0.1 * g, layers, lax.pmean(jax.grad(loss)(layers), "batch"))
+    return jax.tree.map(
+        lambda w, g: w - 0.1 * g, layers, lax.pmean(jax.grad(loss)(layers), "batch")
+    )
 
 
 LAYERS = {"in": jnp.ones((3, 20)), "out": jnp.ones((20, 15)) / 20}
@@ -101,7 +106,9 @@ def refused(make_step: Callable[[], Any], *args: Any) -> None:
 
 
 def kinds_that_cut_differently() -> None:
-    """Adasum stays on the host next to an accelerator, and goes through several segments elsewhere."""
+    """Adasum stays on the host next to an accelerator, and goes through several segments
+    elsewhere.
+    """
     for rank in (0, 1):
         with next_to_an_accelerator(rank):
             refused(lambda: jaxcross.crossover(adasum, axes="batch"), [X, X[0]])
@@ -120,7 +127,9 @@ def kinds_that_cut_alike() -> None:
 
 
 def profiles() -> dict[str, Profile]:
-    """Profiles of the step by what they choose: one segment, two, or nothing, as they are of something else."""
+    """Profiles of the step by what they choose: one segment, two, or nothing, as they are of
+    something else.
+    """
     cost = jaxcross.estimate(jaxcross.crossover(two_layers, axes="batch"), LAYERS, X, steps=1).cost
     whole, cut = cost.whole, cost.cut
     assert cut is not None
@@ -133,12 +142,16 @@ def profiles() -> dict[str, Profile]:
 
 
 def profiles_that_differ() -> None:
-    """By the cut that they choose, or by what they are of: no rank runs, whichever rank has the other one."""
+    """By the cut that they choose, or by what they are of: no rank runs, whichever rank has the
+    other one.
+    """
     known = profiles()
     pairs = (("one", "two"), ("two", "of other ranks"), ("of another step", "one"))
     for first, other in pairs:
         given = known[other if RANK else first]
-        refused(lambda given=given: jaxcross.crossover(two_layers, axes="batch", cut=given), LAYERS, X)
+        refused(
+            lambda given=given: jaxcross.crossover(two_layers, axes="batch", cut=given), LAYERS, X
+        )
     for wrong in ("of other ranks", "of another step"):
         for run in (alone, in_a_job):
             text = run(jaxcross.crossover(two_layers, axes="batch", cut=known[wrong]), LAYERS, X)
@@ -148,10 +161,17 @@ def profiles_that_differ() -> None:
 
 def a_search_on_one_rank_alone() -> None:
     """Ranks that exchange alike, of which one would try other cuts while the others train."""
-    refused(lambda: jaxcross.crossover(two_layers, axes="batch", cut="auto" if RANK else 1), LAYERS, X)
+    refused(
+        lambda: jaxcross.crossover(two_layers, axes="batch", cut="auto" if RANK else 1), LAYERS, X
+    )
 
 
-CASES = (kinds_that_cut_differently, kinds_that_cut_alike, profiles_that_differ, a_search_on_one_rank_alone)
+CASES = (
+    kinds_that_cut_differently,
+    kinds_that_cut_alike,
+    profiles_that_differ,
+    a_search_on_one_rank_alone,
+)
 
 if __name__ == "__main__":
     for case in CASES:

@@ -1,4 +1,5 @@
-"""Conditionals that exchange and that only values decide: ranks that decide differently are told, on every rank.
+"""Conditionals that exchange and that only values decide: ranks that decide differently are told,
+on every rank.
 
 Prints `rank R: decisions done`.
 """
@@ -18,7 +19,9 @@ SAID = r"ranks decided the conditional at .* differently\. Of those that exchang
 
 
 def trainer(wrap):
-    """A step whose optimizer holds the exchange, and its first state. Its batch is what the gradient is."""
+    """A step whose optimizer holds the exchange, and its first state. Its batch is what the
+    gradient is.
+    """
     tx = wrap(optax.chain(jaxcross.exchange.mean("batch"), optax.sgd(1.0)))
 
     @jaxcross.crossover(axes="batch")
@@ -58,7 +61,10 @@ def forks_alone(wrap, branch):
         step(state, gradient(1.0, bad=[P - 1]))
     text = str(error.value)
     assert text.startswith("in step 2 of `train_step`: ranks decided the conditional at "), text
-    assert f"over `batch`, {P - 1} took branch {branch}, which exchanges, and 1 took one that does not." in text, text
+    assert (
+        f"over `batch`, {P - 1} took branch {branch}, which exchanges, and 1 took one that does "
+        "not." in text
+    ), text
     # Its exchanges were made, so that ranks who still have their state may go on.
     params, _ = step(state, gradient(2.0))
     assert (params == -3).all()
@@ -78,7 +84,8 @@ def a_job_leaves_and_another_stays():
     forked, good = runner.add("forked", fn, bad=[0]), runner.add("good", fn, bad=[])
     ranks = ", ".join(map(str, range(P)))
     with pytest.raises(
-        jaxcross.JobError, match=f"^Job `forked` failed on ranks {ranks} in step 3, .*ExchangeError: {SAID}"
+        jaxcross.JobError,
+        match=f"^Job `forked` failed on ranks {ranks} in step 3, .*ExchangeError: {SAID}",
     ):
         runner.run()
     assert (forked.status, good.status, good.step) == ("failed", "ended", 4)
@@ -113,14 +120,19 @@ def only_those_count_who_exchange_with_one_another():
     step = by_value([lambda v: lax.psum(v, ("row", "col"), axis_index_groups=groups), lambda v: v])
     assert (step(RANK % 2) == (1 if RANK % 2 else len(groups[0]))).all()
     if P > 2:
-        with pytest.raises(jaxcross.JobError, match=SAID + "`row`, `col`, 1 took branch 0, .*, and 1 took one that"):
+        with pytest.raises(
+            jaxcross.JobError, match=SAID + "`row`, `col`, 1 took branch 0, .*, and 1 took one that"
+        ):
             in_a_job(step, RANK > 1)
 
 
 def several_branches_exchange():
     step = by_value([lambda v: lax.psum(v, "row"), lambda v: lax.pmax(v * 3, "row"), lambda v: v])
     assert (step(1) == 3).all() and (step(0) == 2).all() and (step(2) == 1).all()
-    with pytest.raises(jaxcross.JobError, match=SAID + "`row`, 1 took branch 0, .*, and 1 took branch 1, which exch"):
+    with pytest.raises(
+        jaxcross.JobError,
+        match=SAID + "`row`, 1 took branch 0, .*, and 1 took branch 1, which exch",
+    ):
         in_a_job(step, RANK // (P // 2))
 
 
@@ -137,7 +149,9 @@ def one_inside_another():
     assert (step(jnp.array([1.0, 0.0])) == jnp.array([1.0, 0.0])).all()
     assert (step(jnp.array([1.0, 1.0])) == many - 1).all()
     assert (step(jnp.array([3.0, 1.0])) == jnp.array([3.0, 1.0]) * many * P).all()
-    with pytest.raises(jaxcross.JobError, match=SAID + r"`row`, `col`, \d took branch 1, .*, and \d took one that"):
+    with pytest.raises(
+        jaxcross.JobError, match=SAID + r"`row`, `col`, \d took branch 1, .*, and \d took one that"
+    ):
         in_a_job(step, jnp.array([3.0 if RANK == 0 else 1.0, 1.0]))
 
 
@@ -167,16 +181,23 @@ def who_failed_is_not_taken_for_one_that_decided_otherwise():
 
     runner = jaxcross.Runner(WORLD)
     runner.add("a", fn)
-    with pytest.raises(jaxcross.JobError, match="(?s)^Job `a` failed on rank 1 in step 1, .*a bad batch") as error:
+    with pytest.raises(
+        jaxcross.JobError, match="(?s)^Job `a` failed on rank 1 in step 1, .*a bad batch"
+    ) as error:
         runner.run()
     assert "decided" not in str(error.value)
 
 
 CASES = [
-    alone, a_job_leaves_and_another_stays, who_exchanges_nothing_may_differ,
-    only_those_count_who_exchange_with_one_another, several_branches_exchange, one_inside_another, a_loop_inside,
+    alone,
+    a_job_leaves_and_another_stays,
+    who_exchanges_nothing_may_differ,
+    only_those_count_who_exchange_with_one_another,
+    several_branches_exchange,
+    one_inside_another,
+    a_loop_inside,
     who_failed_is_not_taken_for_one_that_decided_otherwise,
-]  # fmt: skip
+]
 
 for case in CASES:
     case()

@@ -1,4 +1,5 @@
-"""`jaxcross.estimate` over MPI: the same on every rank, and what is wrong on one rank is an error on all.
+"""`jaxcross.estimate` over MPI: the same on every rank, and what is wrong on one rank is an error
+on all.
 
 Prints `rank R: estimates done`.
 """
@@ -57,7 +58,8 @@ def the_same_on_every_rank():
     step, state = make_step(), fresh()
     found = jaxcross.estimate(step, state, X, link_mbps=1, memory_bytes=10**9)
     assert len(set(WORLD.control.allgather_text(json.dumps(found.as_dict())))) == 1
-    # each rank receives 2(P - 1)/P of 4 bytes a parameter; the link holds the exchange for at least so long
+    # each rank receives 2(P - 1)/P of 4 bytes a parameter; the link holds the exchange for at least
+    # so long
     nbytes = 4 * (3 * 200 + 200 * 150)
     assert abs(found.cost.wire_bytes - 2 * (P - 1) / P * nbytes) < 8
     assert found.cost.exchange_s >= 8e-6 * found.cost.wire_bytes
@@ -70,41 +72,63 @@ def the_same_on_every_rank():
 
 
 def a_profile_in_place_of_a_measurement():
-    """The same c and m come out, and nothing is timed; one of another step is refused on every rank."""
+    """The same c and m come out, and nothing is timed; one of another step is refused on every
+    rank.
+    """
     first = jaxcross.estimate(make_step(), fresh(), X, steps=1).cost
     assert first.cut is not None
     profiles = [first.whole, first.cut]
     found = jaxcross.estimate(make_step(), fresh(), X, profiles=profiles)
     assert (found.cost.compute_s, found.cost.exchange_s) == (first.compute_s, first.exchange_s)
     assert found.cost.steps == 0 and "as its profile says" in str(found).splitlines()[0]
-    assert found.cut_alone == estimate_of(first).cut_alone and "one job cut in 2: at most" in str(found)
+    assert found.cut_alone == estimate_of(first).cut_alone and "one job cut in 2: at most" in str(
+        found
+    )
     unknown = [replace(profile, memory=None) for profile in profiles]
-    assert jaxcross.estimate(make_step(), fresh(), X, profiles=unknown).cost.whole.memory == first.whole.memory
+    assert (
+        jaxcross.estimate(make_step(), fresh(), X, profiles=unknown).cost.whole.memory
+        == first.whole.memory
+    )
     other = Profile.whole("a", compute_s=1.0, exchange_s=1.0, nbytes=10**6, ranks=P)
     for refused, words in (
         (other, "of another step"),
         (replace(first.whole, ranks=P + 1), f"and `train_step` runs on {P}"),
     ):
-        text = raised(lambda given=refused: jaxcross.estimate(make_step(), fresh(), X, profiles=given))
+        text = raised(
+            lambda given=refused: jaxcross.estimate(make_step(), fresh(), X, profiles=given)
+        )
         assert text.startswith("CutError: The profile") and words in text, text
         text = raised(lambda given=refused: make_step(cut=given)(fresh(), X))
         assert text.startswith("CutError: The profile") and words in text, text
     mine = first.whole if RANK else other
     text = raised(lambda: jaxcross.estimate(make_step(), fresh(), X, profiles=mine))
     assert (
-        "ExchangeError: `train_step` cannot be measured, as rank 0 failed: CutError" if RANK else "CutError"
+        "ExchangeError: `train_step` cannot be measured, as rank 0 failed: CutError"
+        if RANK
+        else "CutError"
     ) in text
-    text = raised(lambda: jaxcross.estimate(make_step(), fresh(), X, profiles=replace(first.whole, host_s=1.0 + RANK)))
+    text = raised(
+        lambda: jaxcross.estimate(
+            make_step(), fresh(), X, profiles=replace(first.whole, host_s=1.0 + RANK)
+        )
+    )
     assert text.startswith("ExchangeError: Ranks 0 and 1 ask for different estimates"), text
 
 
 def a_profile_in_place_of_a_cut():
-    """The cut is the one that is fastest alone by the profiles, and results are those of its number."""
+    """The cut is the one that is fastest alone by the profiles, and results are those of its
+    number.
+    """
     cost = jaxcross.estimate(make_step(), fresh(), X, steps=1).cost
     assert cost.cut is not None
     slow = replace(cost.whole, seconds=tuple(1.0 for _ in cost.whole.seconds))
     fine = replace(cost.cut, seconds=tuple(0.1 for _ in cost.cut.seconds))
-    for given, number in (([slow, fine], 2), ([fine, slow], 2), (fine, 2), (replace(slow, seconds=(1.0, 0.0, 0.0)), 1)):
+    for given, number in (
+        ([slow, fine], 2),
+        ([fine, slow], 2),
+        (fine, 2),
+        (replace(slow, seconds=(1.0, 0.0, 0.0)), 1),
+    ):
         by_profile = make_step(cut=given)
         assert by_profile.cut == number, by_profile.cut
         found, wanted = by_profile(fresh(), X), make_step(cut=number)(fresh(), X)
@@ -135,12 +159,16 @@ def one_rank_that_asks_wrongly():
     wanted = (
         "ValueError: `k` must be at least 1, got 0."
         if RANK == 0
-        else "ExchangeError: `train_step` cannot be measured, as rank 0 failed: ValueError: `k` must be at least 1,"
-        " got 0."
+        else (
+            "ExchangeError: `train_step` cannot be measured, as rank 0 failed: ValueError: `k` "
+            "must be at least 1, got 0."
+        )
     )
     assert text == wanted, text
     text = raised(lambda: jaxcross.estimate(make_step(), fresh(), X, steps=1 + RANK))
-    assert text.startswith("ExchangeError: Ranks 0 and 1 ask for different estimates of `train_step`: {'jobs': 2"), text
+    assert text.startswith(
+        "ExchangeError: Ranks 0 and 1 ask for different estimates of `train_step`: {'jobs': 2"
+    ), text
 
 
 def other_steps():
@@ -166,11 +194,13 @@ def a_rank_that_fails():
 
 
 def a_rank_that_exchanges_nothing():
-    step = jaxcross.crossover((lambda s, x: s + x) if RANK else (lambda s, x: s + lax.psum(x, "batch")), axes="batch")
-    text = raised(lambda: jaxcross.estimate(step, X, X))
-    assert text.startswith("CutError" if RANK else "ExchangeError: `<lambda>` cannot be measured, as rank 1 failed"), (
-        text
+    step = jaxcross.crossover(
+        (lambda s, x: s + x) if RANK else (lambda s, x: s + lax.psum(x, "batch")), axes="batch"
     )
+    text = raised(lambda: jaxcross.estimate(step, X, X))
+    assert text.startswith(
+        "CutError" if RANK else "ExchangeError: `<lambda>` cannot be measured, as rank 1 failed"
+    ), text
 
 
 CASES = (

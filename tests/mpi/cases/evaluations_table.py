@@ -1,4 +1,6 @@
-"""Every rank: a real job that is evaluated on all ranks and on one, stops early, and keeps its best state."""
+"""Every rank: a real job that is evaluated on all ranks and on one, stops early, and keeps its best
+state.
+"""
 
 import sys
 
@@ -44,7 +46,9 @@ def start(folder, breaks_at):
         job.stop_early("eval/error", mode="min", patience_steps=10, min_delta=1e-2)
     kept = folder and jaxcross.Checkpoints(folder, every=4, keep=1, best="eval/error", mode="min")
     try:
-        report = jaxcross.run(jobs, world=WORLD, checkpoints=kept, metrics=folder and f"{folder}-metrics")
+        report = jaxcross.run(
+            jobs, world=WORLD, checkpoints=kept, metrics=folder and f"{folder}-metrics"
+        )
     except jaxcross.JobError as error:
         assert breaks_at and f"step {breaks_at[1]}" in str(error), error
         return None
@@ -61,7 +65,10 @@ def main():
     assert 15 < whole[0][0] < 200
     assert start(folder, ("a", 15)) is None
     mine = start(folder, None)
-    assert mine[0] == whole[0] and mine[1][:2] == whole[1][:2], (mine, whole)  # `b` was over, and logs nothing more
+    assert mine[0] == whole[0] and mine[1][:2] == whole[1][:2], (
+        mine,
+        whole,
+    )  # `b` was over, and logs nothing more
     best, step = jaxcross.load(folder, "a", jnp.zeros(4), best=True)
     texts = WORLD.control.allgather_text(f"{step} {np.asarray(best).tobytes().hex()} {mine[0][0]}")
     assert len(set(texts)) == 1 and step <= mine[0][0]

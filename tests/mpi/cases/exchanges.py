@@ -1,8 +1,10 @@
-"""Every exchange of the table, or those that are named, on the ranks of this run, through `crossover`: against `vmap`,
-its formulas, and the mean where it loses nothing; with no gradient, a spoiled one and no parameters; two jobs in
-crossover, of one row or of two, against each alone; all rows' states on disk and back. What three ranks refuse.
+"""Every exchange of the table, or those that are named, on the ranks of this run, through
+`crossover`: against `vmap`, its formulas, and the mean where it loses nothing; with no gradient, a
+spoiled one and no parameters; two jobs in crossover, of one row or of two, against each alone; all
+rows' states on disk and back. What three ranks refuse.
 
-Prints `rank R: exchanges done` if all rows hold. Each row's oracle, which holds all ranks, is computed by one of them.
+Prints `rank R: exchanges done` if all rows hold. Each row's oracle, which holds all ranks, is
+computed by one of them.
 """
 
 import hashlib
@@ -33,7 +35,9 @@ def copied(tree):
 
 
 def digest(tree):
-    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))).hexdigest()
+    return hashlib.sha256(
+        b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))
+    ).hexdigest()
 
 
 def oracles(rows):
@@ -66,13 +70,21 @@ def formula(row, step, carry, n):
         return []
     args = (carry, gradients(rank, n))
     traced = decide(step.trace(*args), jax.tree.leaves(args))
-    brought = sum(wire_bytes(x, row.axes(size)) for x in stages.cut(traced, bucket_bytes=0).exchanges)
+    brought = sum(
+        wire_bytes(x, row.axes(size)) for x in stages.cut(traced, bucket_bytes=0).exchanges
+    )
     expected = promised[n](list(SHAPES.values()), size)
-    return [] if brought == expected else [f"{row.name}, step {n}: {brought} bytes on the wire, not {expected}"]
+    return (
+        []
+        if brought == expected
+        else [f"{row.name}, step {n}: {brought} bytes on the wire, not {expected}"]
+    )
 
 
 def lossless(row):
-    """In the setting that loses nothing it is the mean of the gradients, or ends where its reference does."""
+    """In the setting that loses nothing it is the mean of the gradients, or ends where its
+    reference does.
+    """
     if row.lossless is None:
         return []
     tx = row.made(size, lossless=True)
@@ -85,11 +97,15 @@ def lossless(row):
         what = f"{row.name}, lossless, step {n}: "
         carry, updates = step(carry, gradients(rank, n))
         if plain:
-            means = jax.tree.map(lambda *g: np.mean(g, axis=0), *[gradients(r, n) for r in range(size)])
+            means = jax.tree.map(
+                lambda *g: np.mean(g, axis=0), *[gradients(r, n) for r in range(size)]
+            )
             found += close(updates, jax.tree.leaves(means), row.rtol, what)
         else:
             expected, _ = reference(expected, gradients(rank, n))
-            found += close(carry[0], [np.asarray(x) for x in jax.tree.leaves(expected[0])], row.rtol, what)
+            found += close(
+                carry[0], [np.asarray(x) for x in jax.tree.leaves(expected[0])], row.rtol, what
+            )
     return found
 
 
@@ -123,11 +139,15 @@ def no_parameters(row, tx):
     step = jaxcross.crossover(step_of(tx), axes=row.axes(size))
     for _ in range(2):
         carry, updates = step(carry, {})
-    return [] if (carry[0], updates) == ({}, {}) else [f"{row.name}: something came of no parameters"]
+    return (
+        [] if (carry[0], updates) == ({}, {}) else [f"{row.name}: something came of no parameters"]
+    )
 
 
 def in_crossover(policy, *members):
-    """Jobs of (row, transformation, step, shift of the gradients, digest alone): the bits that each gave alone."""
+    """Jobs of (row, transformation, step, shift of the gradients, digest alone): the bits that each
+    gave alone.
+    """
 
     def loop(job, row, tx, step, shift):
         carry = copied(start(tx))
@@ -136,7 +156,10 @@ def in_crossover(policy, *members):
         return carry
 
     with jaxcross.Runner(world, policy) as runner:
-        jobs = [runner.add(f"{n}", loop, row=m[0], tx=m[1], step=m[2], shift=m[3]) for n, m in enumerate(members)]
+        jobs = [
+            runner.add(f"{n}", loop, row=m[0], tx=m[1], step=m[2], shift=m[3])
+            for n, m in enumerate(members)
+        ]
         runner.run()
     return [
         f"{row.name}: job {job.name} under {policy.name} differs from the step alone"
@@ -146,7 +169,9 @@ def in_crossover(policy, *members):
 
 
 def kept(rows):
-    """All rows in one job: saved after their first step, and gone on with by another run, each ends as it did alone."""
+    """All rows in one job: saved after their first step, and gone on with by another run, each ends
+    as it did alone.
+    """
 
     def train(job, steps):
         state = job.restore({"done": 0} | {row.name: copied(start(tx)) for row, tx, *_ in rows})
@@ -177,15 +202,36 @@ def refused():
     params = {"w": jnp.full((4, 4), float(rank))}
     found, told = [], 0
     for tx, words in (
-        (exchange.gtop_k(0.5, "batch"), "`gtop_k` over axis `batch` of 3 ranks: its tree needs a power of two"),
+        (
+            exchange.gtop_k(0.5, "batch"),
+            "`gtop_k` over axis `batch` of 3 ranks: its tree needs a power of two",
+        ),
         (exchange.gossip(optax.sgd(0.1), "batch", "torus"), "`torus`, but 3 ranks make no grid"),
         (exchange.top_k(0.5, "rows"), "uses an axis that is not bound"),
-        (exchange.elastic_average(optax.sgd(0.1), "batch", every=1, alpha=1, beta=1 / 3), "change places at every"),
-        (exchange.sharded_optimizer(optax.sgd(0.1), "batch", ranks=2), "`sharded_optimizer` is 2, but the axis has 3"),
-        (exchange.federated_average(optax.sgd(0.1), "batch", every=1, weights=[1, 1]), "are 2, but the axis has 3"),
-        (exchange.asynchronous(optax.sgd(0.1), "batch", delays=[[0, 1]]), "are for 2 ranks, but the axis has 3"),
-        (exchange.one_bit_adam(2, "batch", ranks=2), "`ranks` of `one_bit_adam` is 2, but axis `batch` has 3"),
-        (optax.chain(exchange.top_k(0.5, "batch"), exchange.mean("batch")), "`mean` is given the leaf `['w']`, which"),
+        (
+            exchange.elastic_average(optax.sgd(0.1), "batch", every=1, alpha=1, beta=1 / 3),
+            "change places at every",
+        ),
+        (
+            exchange.sharded_optimizer(optax.sgd(0.1), "batch", ranks=2),
+            "`sharded_optimizer` is 2, but the axis has 3",
+        ),
+        (
+            exchange.federated_average(optax.sgd(0.1), "batch", every=1, weights=[1, 1]),
+            "are 2, but the axis has 3",
+        ),
+        (
+            exchange.asynchronous(optax.sgd(0.1), "batch", delays=[[0, 1]]),
+            "are for 2 ranks, but the axis has 3",
+        ),
+        (
+            exchange.one_bit_adam(2, "batch", ranks=2),
+            "`ranks` of `one_bit_adam` is 2, but axis `batch` has 3",
+        ),
+        (
+            optax.chain(exchange.top_k(0.5, "batch"), exchange.mean("batch")),
+            "`mean` is given the leaf `['w']`, which",
+        ),
     ):
         try:
             jaxcross.crossover(tx.update, axes="batch")(params, tx.init(params), params)
@@ -199,7 +245,8 @@ def refused():
     return found if (w == 1).all() else [*found, f"after errors the mean of 0, 1 and 2 is {w}"]
 
 
-# Every policy on one world; steps that exchange one thing after another beside steps of which some exchange nothing.
+# Every policy on one world; steps that exchange one thing after another beside steps of which some
+# exchange nothing.
 POLICIES = [jaxcross.RoundRobin()]
 if size == 3:
     POLICIES += [jaxcross.Sequential(), jaxcross.Weighted((1.0, 3.0))]
@@ -219,9 +266,12 @@ for row in chosen:
             failures += formula(row, step, carry, n) if shift == 0 else []
             carry, updates = step(carry, gradients(rank, n + shift))
             if shift == 0:
-                # An update that carries parameters to their mean is a difference: its last digits are theirs.
+                # An update that carries parameters to their mean is a difference: its last digits
+                # are theirs.
                 got = (carry, updates) if row.kind == "gradient" else (carry,)
-                failures += close(got, told[row.name][n][rank][: len(jax.tree.leaves(got))], row.rtol, what)
+                failures += close(
+                    got, told[row.name][n][rank][: len(jax.tree.leaves(got))], row.rtol, what
+                )
             equal = (carry[0] if row.identical else (), row.shared(carry[1]))
             if len(set(everyone.allgather(digest(equal)))) > 1:
                 failures.append(f"{what}parameters or shared state differ between ranks")
@@ -229,9 +279,15 @@ for row in chosen:
     failures += lossless(row) + zeros_and_nan(row, tx, step) + no_parameters(row, tx)
     members[row.name] = [(row, tx, step, *found) for found in alone.items()]
     if row.deterministic:
-        failures += [text for policy in POLICIES for text in in_crossover(policy, *members[row.name])]
+        failures += [
+            text for policy in POLICIES for text in in_crossover(policy, *members[row.name])
+        ]
 if members.keys() >= set(UNLIKE):
-    failures += [text for policy in POLICIES for text in in_crossover(policy, *(members[name][0] for name in UNLIKE))]
+    failures += [
+        text
+        for policy in POLICIES
+        for text in in_crossover(policy, *(members[name][0] for name in UNLIKE))
+    ]
 failures += kept([found[0] for found in members.values()])
 if failures:
     raise SystemExit(f"rank {rank}:\n" + "\n".join(failures))

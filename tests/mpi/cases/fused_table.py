@@ -71,7 +71,9 @@ def images(job, n=STEPS):
 
 
 def network(net, make_exchange):
-    tx = optax.chain(make_exchange(), optax.inject_hyperparams(optax.sgd)(learning_rate=0.0, momentum=0.9))
+    tx = optax.chain(
+        make_exchange(), optax.inject_hyperparams(optax.sgd)(learning_rate=0.0, momentum=0.9)
+    )
 
     @jaxcross.crossover(axes="batch", donate_argnums=0)
     def step(state, batch):
@@ -106,7 +108,10 @@ def keep_their_bits(pairs, k):
     for (name, net), (what, make_exchange) in pairs:
         step, state = network(net, make_exchange)
         # An exchange that keeps errors has other values on every rank.
-        jobs = [jaxcross.Job(f"{name}-{n}", step, state(n), images(n), initial="local") for n in range(k)]
+        jobs = [
+            jaxcross.Job(f"{name}-{n}", step, state(n), images(n), initial="local")
+            for n in range(k)
+        ]
         jaxcross.run(jaxcross.fuse(jobs, when="always"))
         for n, job in enumerate(jobs):
             expected = state(n)
@@ -120,7 +125,10 @@ def keep_their_bits(pairs, k):
 
 def jobs(step, lengths=(6, 3, 6)):
     rates = [*RATES.values()]
-    return [jaxcross.Job(f"j{n}", step, init(rates[n]), data(length, n)) for n, length in enumerate(lengths)]
+    return [
+        jaxcross.Job(f"j{n}", step, init(rates[n]), data(length, n))
+        for n, length in enumerate(lengths)
+    ]
 
 
 def expected(step, n, length):
@@ -131,7 +139,9 @@ def expected(step, n, length):
 
 
 def one_ends_first():
-    """Statistics are exchanged before gradients. The one with the shortest data on any rank leaves there."""
+    """Statistics are exchanged before gradients. The one with the shortest data on any rank leaves
+    there.
+    """
     step = make_step()
     found = jobs(step, (6, 3 + 2 * WORLD.rank, 6))
     report = jaxcross.run(jaxcross.fuse(found, when="always"))
@@ -168,7 +178,9 @@ def data_of_one_raise_on_one_rank():
     try:
         jaxcross.run(jaxcross.fuse(found, when="always"))
     except JobError as error:
-        assert f"Job `j1` failed on rank {WORLD.size - 1}" in str(error) and "no such shard" in str(error), error
+        assert f"Job `j1` failed on rank {WORLD.size - 1}" in str(error) and "no such shard" in str(
+            error
+        ), error
     else:
         raise AssertionError("the job did not fail")
     for n, length in enumerate((6, 2, 6)):
@@ -246,28 +258,42 @@ def unlike_jobs():
 
 
 def conditionals():
-    """One that data decide may go another way in each job; one that the host decides is not fused."""
+    """One that data decide may go another way in each job; one that the host decides is not
+    fused.
+    """
 
     @jaxcross.crossover(axes="batch")
     def by_data(state, batch):
-        return jax.lax.cond(batch > 1, lambda x: jax.lax.psum(x, "batch"), lambda x: x + 1, state), {}
+        return jax.lax.cond(
+            batch > 1, lambda x: jax.lax.psum(x, "batch"), lambda x: x + 1, state
+        ), {}
 
     @jaxcross.crossover(axes="batch")
     def by_counter(state, batch):
         count, x = state
-        return (count + 1, jax.lax.cond(count % 2 == 0, lambda x: jax.lax.psum(x, "batch"), lambda x: x + 1, x)), {}
+        return (
+            count + 1,
+            jax.lax.cond(count % 2 == 0, lambda x: jax.lax.psum(x, "batch"), lambda x: x + 1, x),
+        ), {}
 
     for step, state in ((by_data, jnp.ones(2)), (by_counter, (jnp.int32(0), jnp.ones(2)))):
         traced = step.trace(state, jnp.float32(1))
         batches = {"a": [1.0, 2.0, 1.0], "b": [2.0, 2.0, 1.0]}
         found, alone = (
-            [jaxcross.Job(name, step, state, map(jnp.float32, each)) for name, each in batches.items()]
+            [
+                jaxcross.Job(name, step, state, map(jnp.float32, each))
+                for name, each in batches.items()
+            ]
             for _ in range(2)
         )
         jaxcross.run(alone)
         fusion = jaxcross.fuse(found)
-        assert ("conditional that the host decides" in str(fusion)) == (traced.undecided is not None)
-        jaxcross.run(fusion if traced.undecided is not None else jaxcross.fuse(found, when="always"))
+        assert ("conditional that the host decides" in str(fusion)) == (
+            traced.undecided is not None
+        )
+        jaxcross.run(
+            fusion if traced.undecided is not None else jaxcross.fuse(found, when="always")
+        )
         for one, other in zip(found, alone, strict=True):
             same(one.state, other.state)
             assert one.step == other.step == 3

@@ -62,7 +62,8 @@ def run(tx, folder=None, fails=False):
 
 def same(a, b):
     return all(
-        np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+        np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
     )
 
 
@@ -72,7 +73,10 @@ for name, tx in TXS.items():
     assert [step for step, _ in job.history] == [*range(1, 8)]
     (row,) = report.summary()["jobs"]
     assert row["steps"] == 7
-    assert row["bytes_per_step"] == 4 * 4 * 2 / 7, (name, row["bytes_per_step"])  # four floats in two of seven steps
+    assert row["bytes_per_step"] == 4 * 4 * 2 / 7, (
+        name,
+        row["bytes_per_step"],
+    )  # four floats in two of seven steps
     step, alone = make(tx())
     for batch in BATCHES:
         alone, _ = step(alone, batch)

@@ -1,7 +1,9 @@
-"""Loops that exchange and end after another number of iterations on each rank: every row of the table on the ranks of
-this run against `vmap`, two jobs in crossover against each alone, and what becomes of a rank that fails.
+"""Loops that exchange and end after another number of iterations on each rank: every row of the
+table on the ranks of this run against `vmap`, two jobs in crossover against each alone, and what
+becomes of a rank that fails.
 
-Prints `passed NAME` for each case on rank 0. The command line names cases, or rows of the table for `rows`.
+Prints `passed NAME` for each case on rank 0. The command line names cases, or rows of the table for
+`rows`.
 """
 
 import json
@@ -31,7 +33,10 @@ def rows():
     for place, (name, row) in enumerate((named or TABLE).items()):
         step = jaxcross.crossover(row.step, axes=row.axes(P))
         got = [jax.tree.map(np.asarray, step(jnp.int32(t), own(RANK))) for t in range(row.calls)]
-        everywhere = [WORLD.control.allgather_text(json.dumps([x.tolist() for x in jax.tree.leaves(g)])) for g in got]
+        everywhere = [
+            WORLD.control.allgather_text(json.dumps([x.tolist() for x in jax.tree.leaves(g)]))
+            for g in got
+        ]
         if place % P == RANK:
             function, axes = row.oracle or (row.step, row.axes)
             oracle = over_ranks(function, axes(P))
@@ -42,7 +47,8 @@ def rows():
                     leaves = [np.asarray(x) for x in jax.tree.leaves(want[r])]
                     mine = json.loads(text)
                     close = [
-                        np.allclose(*pair, rtol=row.rtol, atol=row.rtol) for pair in zip(mine, leaves, strict=True)
+                        np.allclose(*pair, rtol=row.rtol, atol=row.rtol)
+                        for pair in zip(mine, leaves, strict=True)
                     ]
                     if not all(close) or types != [x.dtype for x in leaves]:
                         wrong.append(f"{name}, rank {r}, call {t}: {mine} is not {leaves}")
@@ -52,7 +58,9 @@ def rows():
 @jaxcross.crossover(axes="batch")
 def micro_batches(s, t, x):
     n = 2 + (lax.axis_index("batch") + t) % 2
-    return lax.fori_loop(0, n, lambda _, c: c + lax.psum(jnp.float32(1), "batch"), s), lax.psum(x, "batch")
+    return lax.fori_loop(0, n, lambda _, c: c + lax.psum(jnp.float32(1), "batch"), s), lax.psum(
+        x, "batch"
+    )
 
 
 def each_rank_makes_its_own_number_of_iterations():
@@ -79,7 +87,9 @@ def looping(name):
 
 
 def training(job):
-    step = jaxcross.crossover(lambda w, x: w - 0.1 * lax.pmean(jnp.tanh(w * x), "batch"), axes="batch")
+    step = jaxcross.crossover(
+        lambda w, x: w - 0.1 * lax.pmean(jnp.tanh(w * x), "batch"), axes="batch"
+    )
     w = job.restore(jnp.ones(5))
     for n in range(12):
         w = step(w, jnp.arange(5.0) + n + RANK)
@@ -112,7 +122,11 @@ def a_rank_that_fails_ends_the_loop_of_the_others():
     @jaxcross.crossover(axes="batch")
     def step(x, limit):
         x = jax.pure_callback(explode, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-        return lax.while_loop(lambda v: v.max() < limit, lambda v: v * 2 + 0 * lax.psum(v, "batch"), x) % 3 + 1
+        return (
+            lax.while_loop(lambda v: v.max() < limit, lambda v: v * 2 + 0 * lax.psum(v, "batch"), x)
+            % 3
+            + 1
+        )
 
     def fails(job):
         x = job.restore(jnp.ones(3))
@@ -128,11 +142,15 @@ def a_rank_that_fails_ends_the_loop_of_the_others():
 
 
 def a_branch_that_no_rank_takes():
-    """And one that some do: an error on all ranks, though the predicate would hold for ever on zeros."""
+    """And one that some do: an error on all ranks, though the predicate would hold for ever on
+    zeros.
+    """
 
     @jaxcross.crossover(axes="batch")
     def step(x):
-        grow = lambda v: lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2 + 0 * lax.psum(c, "batch"), v)  # noqa: E731
+        grow = lambda v: lax.while_loop(  # noqa: E731
+            lambda c: c.sum() < 50, lambda c: c * 2 + 0 * lax.psum(c, "batch"), v
+        )
         return lax.cond(x.sum() > 0, grow, lambda v: v - 1, x)
 
     assert (step(jnp.ones(3)) == 32).all() and (step(-jnp.ones(3)) == -2).all()
@@ -161,13 +179,17 @@ def callbacks():
 
 
 def an_inner_loop_that_no_rank_ends():
-    """A rank that is through needs more iterations than are tried: the job fails on all ranks, and another goes on."""
+    """A rank that is through needs more iterations than are tried: the job fails on all ranks, and
+    another goes on.
+    """
     lockstep.FROZEN = 200  # for the length of a test
 
     @jaxcross.crossover(axes="batch")
     def step(outer, inner, s):
         one = jnp.int32(1)  # with JAX_ENABLE_X64, a number of Python's has 64 bits
-        length = lambda: lax.while_loop(lambda n: n < inner, lambda n: n + lax.pmax(one, "batch"), one * 0)  # noqa: E731
+        length = lambda: lax.while_loop(  # noqa: E731
+            lambda n: n < inner, lambda n: n + lax.pmax(one, "batch"), one * 0
+        )
         return lax.fori_loop(0, outer, lambda i, c: c + lax.psum(length(), "batch"), s)
 
     long, short = [jnp.int32(1), jnp.int32(201)], [jnp.int32(2), jnp.int32(20)]
@@ -192,7 +214,9 @@ def own_numbers_in_the_code():
     bound = 3 + RANK
 
     def step(x, n):
-        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, lax.psum(c[1], "batch")), (0, x))[1]
+        return lax.while_loop(
+            lambda c: c[0] < n, lambda c: (c[0] + 1, lax.psum(c[1], "batch")), (0, x)
+        )[1]
 
     with pytest.raises(jaxcross.ExchangeError, match="Pass a rank's own number"):
         jaxcross.crossover(lambda x: step(x, bound), axes="batch")(jnp.ones(3))
@@ -205,20 +229,30 @@ def with_calls_of_mpi4jax():
 
     def step(total, x):
         n = 2 + lax.axis_index("batch")
-        return lax.fori_loop(0, n, lambda _, c: c + lax.pmax(c, "batch") + total(c), x), lax.psum(x, "batch")
+        return lax.fori_loop(0, n, lambda _, c: c + lax.pmax(c, "batch") + total(c), x), lax.psum(
+            x, "batch"
+        )
 
-    got = jaxcross.crossover(lambda x: step(lambda c: mpi4jax.allreduce(c, MPI.SUM), x), axes="batch")(x(RANK))
+    got = jaxcross.crossover(
+        lambda x: step(lambda c: mpi4jax.allreduce(c, MPI.SUM), x), axes="batch"
+    )(x(RANK))
     oracle = over_ranks(lambda x: step(lambda c: lax.psum(c, "batch"), x), {"batch": P})
     for mine, want in zip(got, oracle([(x(r),) for r in range(P)])[RANK], strict=True):
         np.testing.assert_array_equal(mine, want)
 
 
 CASES = [
-    rows, callbacks, each_rank_makes_its_own_number_of_iterations, crossover_equals_alone,
-    a_rank_that_fails_ends_the_loop_of_the_others, an_inner_loop_that_no_rank_ends, own_numbers_in_the_code,
+    rows,
+    callbacks,
+    each_rank_makes_its_own_number_of_iterations,
+    crossover_equals_alone,
+    a_rank_that_fails_ends_the_loop_of_the_others,
+    an_inner_loop_that_no_rank_ends,
+    own_numbers_in_the_code,
     with_calls_of_mpi4jax,
-    a_branch_that_no_rank_takes,  # the last one: a step fails halfway, after which this process exchanges no more
-]  # fmt: skip
+    # the last one: a step fails halfway, after which this process exchanges no more
+    a_branch_that_no_rank_takes,
+]
 for case in CASES:
     wanted = {"rows" if name in TABLE else name for name in sys.argv[1:]}
     if not wanted or case.__name__ in wanted:

@@ -1,4 +1,6 @@
-"""Every rank: jobs that join, leave and rest during a run, over real exchanges. Prints one line a case."""
+"""Every rank: jobs that join, leave and rest during a run, over real exchanges. Prints one line a
+case.
+"""
 
 import gc
 import json
@@ -38,7 +40,9 @@ def make_step(**options):
 
 def init(seed=0):
     rng = np.random.default_rng(1000 + seed)  # compiles nothing
-    return jnp.asarray(rng.normal(size=WIDTH), jnp.float32), jnp.asarray(np.zeros(WIDTH, np.float32))
+    return jnp.asarray(rng.normal(size=WIDTH), jnp.float32), jnp.asarray(
+        np.zeros(WIDTH, np.float32)
+    )
 
 
 def data(n, bad=(), skip=()):
@@ -79,11 +83,17 @@ def equal_on_ranks(value):
 
 
 def all_see(job, what):
-    return bool(job.run_on_all_ranks("all", lambda control: control.allreduce_min(np.array([what()], np.int64)))[0])
+    return bool(
+        job.run_on_all_ranks(
+            "all", lambda control: control.allreduce_min(np.array([what()], np.int64))
+        )[0]
+    )
 
 
 def jobs_join_and_leave():
-    """Added in another order on each rank, by a job and by a control thread; the first one does not notice."""
+    """Added in another order on each rank, by a job and by a control thread; the first one does not
+    notice.
+    """
     step, begun = make_step(), threading.Event()
     runner = Runner(WORLD)
 
@@ -117,7 +127,9 @@ def jobs_join_and_leave():
 
 
 def jobs_begin_together():
-    """Neither job's first step begins before both have compiled; the bits are those of a job alone, however they do."""
+    """Neither job's first step begins before both have compiled; the bits are those of a job alone,
+    however they do.
+    """
     expected = {}
     for start in ("together", "as ready"):
         log, steps = SpanLog(), {"a": make_step(), "b": make_step(cut=2)}
@@ -177,14 +189,23 @@ def one_rests():
     report = runner.run()
     same(first.state, alone(step, 20))
     same(other.state, alone(step, equal_on_ranks(other.step), seed=1))
-    ends = {name: max(s.end_ns for s in report.spans if s.job == name and s.kind == "collective") for name in "ab"}
+    ends = {
+        name: max(s.end_ns for s in report.spans if s.job == name and s.kind == "collective")
+        for name in "ab"
+    }
     assert ends["a"] < ends["b"]
-    while_it_rested = [s.step for s in report.spans if s.job == "b" and s.kind == "collective" and s.end_ns < ends["a"]]
+    while_it_rested = [
+        s.step
+        for s in report.spans
+        if s.job == "b" and s.kind == "collective" and s.end_ns < ends["a"]
+    ]
     assert max(while_it_rested, default=0) < other.step
 
 
 def one_is_ejected():
-    """For a NaN on the last rank; the other job's state is bit for bit that of a run where it had left by request."""
+    """For a NaN on the last rank; the other job's state is bit for bit that of a run where it had
+    left by request.
+    """
     step = make_step()
     runner = Runner(WORLD)
     bad = runner.add("bad", train, step=step, n=8, bad=(3,), nonfinite="eject")
@@ -207,7 +228,8 @@ def one_raises_for_it():
     bad = runner.add("bad", train, step=step, n=8, bad=(2,), nonfinite="raise")
     good = runner.add("good", train, step=step, n=8, seed=1)
     with pytest.raises(
-        JobError, match=r"^Job `bad` failed on ranks? \d.* in step 3, .*FloatingPointError: `psum batch f"
+        JobError,
+        match=r"^Job `bad` failed on ranks? \d.* in step 3, .*FloatingPointError: `psum batch f",
     ):
         runner.run()
     assert (bad.step, bad.status) == (2, "failed")
@@ -271,9 +293,16 @@ def memory_is_freed():
 
 
 CASES = [
-    jobs_join_and_leave, jobs_begin_together, one_is_stopped, one_rests, one_is_ejected, one_raises_for_it, one_skips,
-    jobs_are_submitted, memory_is_freed,
-]  # fmt: skip
+    jobs_join_and_leave,
+    jobs_begin_together,
+    one_is_stopped,
+    one_rests,
+    one_is_ejected,
+    one_raises_for_it,
+    one_skips,
+    jobs_are_submitted,
+    memory_is_freed,
+]
 
 for case in CASES:
     case()

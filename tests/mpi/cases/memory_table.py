@@ -1,4 +1,6 @@
-"""Every rank: jobs that book memory before their first step, over real exchanges. Prints one line a case."""
+"""Every rank: jobs that book memory before their first step, over real exchanges. Prints one line a
+case.
+"""
 
 import json
 import re
@@ -31,7 +33,9 @@ def step(state, batch):
 
 def init(width):
     rng = np.random.default_rng(99)  # compiles nothing
-    return jnp.asarray(rng.normal(size=width), jnp.float32), jnp.asarray(np.zeros(width, np.float32))
+    return jnp.asarray(rng.normal(size=width), jnp.float32), jnp.asarray(
+        np.zeros(width, np.float32)
+    )
 
 
 def data(width, n):
@@ -56,7 +60,11 @@ def same(job, other):
 
 
 def all_see(job, what):
-    return bool(job.run_on_all_ranks("all", lambda control: control.allreduce_min(np.array([what()], np.int64)))[0])
+    return bool(
+        job.run_on_all_ranks(
+            "all", lambda control: control.allreduce_min(np.array([what()], np.int64))
+        )[0]
+    )
 
 
 def run(*widths, memory: int | str = "1 TB", **options):
@@ -71,7 +79,9 @@ def run(*widths, memory: int | str = "1 TB", **options):
     else:
         text = ""
     assert len(set(WORLD.control.allgather_text(text))) == 1, "one error on every rank"
-    booked = WORLD.control.allgather_text(json.dumps([runner.booked_bytes, [job.status for job in runner.jobs]]))
+    booked = WORLD.control.allgather_text(
+        json.dumps([runner.booked_bytes, [job.status for job in runner.jobs]])
+    )
     assert len(set(booked)) == 1, booked
     return runner, text
 
@@ -87,12 +97,17 @@ def a_job_too_many_fails_alone():
     two, _ = run(SMALL, SMALL)
     three, text = run(SMALL, SMALL, BIG, memory=two.booked_bytes)
     refused(text, "job2", 0)
-    assert [(job.status, job.step) for job in three.jobs] == [("ended", 4), ("ended", 4), ("failed", 0)]
+    assert [(job.status, job.step) for job in three.jobs] == [
+        ("ended", 4),
+        ("ended", 4),
+        ("failed", 0),
+    ]
     assert three.booked_bytes == two.booked_bytes
     for job, other in zip(three.jobs, two.jobs, strict=False):
         same(job, other)
     assert re.search(
-        r"Alone it needs [\d.]+ MB, which is too much as well\. To make it fit, run fewer jobs at once, ", text
+        r"Alone it needs [\d.]+ MB, which is too much as well\. To make it fit, run fewer jobs at once, ",
+        text,
     )
 
 
@@ -194,7 +209,9 @@ def a_base_that_jobs_share_is_booked_once():
     for copies in (False, True):
         runner = Runner(WORLD, memory=PROCESS_BYTES + int(1.9 * base.nbytes))
         for n in range(4):
-            runner.add(f"job{n}", adapt, base=jnp.copy(base) if copies and WORLD.rank == LAST else base)
+            runner.add(
+                f"job{n}", adapt, base=jnp.copy(base) if copies and WORLD.rank == LAST else base
+            )
         if copies:
             with pytest.raises(JobError) as raised:
                 runner.run()
@@ -206,9 +223,13 @@ def a_base_that_jobs_share_is_booked_once():
 
 
 CASES = [
-    a_job_too_many_fails_alone, the_last_of_equal_jobs_is_refused, a_job_that_joins_is_refused,
-    a_job_that_leaves_makes_room, ranks_with_other_limits_agree, a_base_that_jobs_share_is_booked_once,
-]  # fmt: skip
+    a_job_too_many_fails_alone,
+    the_last_of_equal_jobs_is_refused,
+    a_job_that_joins_is_refused,
+    a_job_that_leaves_makes_room,
+    ranks_with_other_limits_agree,
+    a_base_that_jobs_share_is_booked_once,
+]
 
 for case in CASES:
     case()

@@ -1,4 +1,6 @@
-"""Steps whose mpi4jax calls do not fit together, ranks that fail or make no call, and calls outside of the step."""
+"""Steps whose mpi4jax calls do not fit together, ranks that fail or make no call, and calls outside
+of the step.
+"""
 
 import sys
 from functools import partial
@@ -15,7 +17,9 @@ import jaxcross
 
 
 def opposite_orders():
-    """Rows before columns on one rank, columns before rows on the others: each waits for another one."""
+    """Rows before columns on one rank, columns before rows on the others: each waits for another
+    one.
+    """
     row, column = comm.Split(rank // 2, rank), comm.Split(rank % 2, rank)
     first, second = (column, row) if rank in (0, 3) else (row, column)
 
@@ -49,11 +53,15 @@ def a_shorter_message():
         return mpi4jax.recv(x, 0, comm=comm)
 
     _, text = run(bad=repeated(step, x))
-    assert "`send` of float32[3] to rank 1" in text and "`recv` of float32[4] from rank 0" in text, text
+    assert (
+        "`send` of float32[3] to rank 1" in text and "`recv` of float32[4] from rank 0" in text
+    ), text
 
 
 def a_rank_fails_before_its_calls():
-    """It makes its calls with zeros, so that all ranks come to the vote and leave; no one has a changed state."""
+    """It makes its calls with zeros, so that all ranks come to the vote and leave; no one has a
+    changed state.
+    """
 
     def check(v):
         if rank == 1 and v.sum() > 100:
@@ -69,7 +77,9 @@ def a_rank_fails_before_its_calls():
     assert [job.status for job in jobs.values()] == ["failed", "ended"], text
     check_train(jobs["good"])
     state = x
-    plain = jax.jit(lambda c: jax.lax.fori_loop(0, 3, lambda _, c: jnp.minimum(walls(c), 50) + 1, c))
+    plain = jax.jit(
+        lambda c: jax.lax.fori_loop(0, 3, lambda _, c: jnp.minimum(walls(c), 50) + 1, c)
+    )
     for _ in range(jobs["bad"].step):
         state = plain(state)
     assert 0 < jobs["bad"].step < 40
@@ -84,7 +94,9 @@ def a_rank_without_calls():
             mpi4jax.send(x, 1, comm=comm)
         return mpi4jax.recv(x, 0, comm=comm) if rank == 1 else x + 1
 
-    np.testing.assert_array_equal(jaxcross.crossover(step, axes="r")(x), x - 1 if rank == 1 else x + 1)
+    np.testing.assert_array_equal(
+        jaxcross.crossover(step, axes="r")(x), x - 1 if rank == 1 else x + 1
+    )
     jobs, text = run(bad=repeated(step, x), good=repeated(train, jnp.ones(3)))
     assert "mpi4jax.barrier(comm=MPI.COMM_SELF)" in text, text
     check_train(jobs["good"])
@@ -110,7 +122,11 @@ def eager_calls_in_another_job():
             total = total + mpi4jax.allreduce(jnp.arange(5.0) + n + rank, MPI.SUM, comm=comm)
         return jax.block_until_ready(total)
 
-    jobs, text = run(step=repeated(step, jnp.ones(1000), n=40), again=repeated(step, jnp.ones(7), n=40), eager=eager)
+    jobs, text = run(
+        step=repeated(step, jnp.ones(1000), n=40),
+        again=repeated(step, jnp.ones(7), n=40),
+        eager=eager,
+    )
     assert not text, text
     want = sum(size * (jnp.arange(5.0) + n) + size * (size - 1) / 2 for n in range(40))
     np.testing.assert_array_equal(jobs["eager"].state, want)
@@ -119,7 +135,11 @@ def eager_calls_in_another_job():
         for _ in range(40):
             state = jax.jit(step)(state)
         np.testing.assert_array_equal(jobs[name].state, state)
-    assert len(world.job_comms.for_job(jobs["step"].host)) == len(world.job_comms.for_job(jobs["again"].host)) == 1
+    assert (
+        len(world.job_comms.for_job(jobs["step"].host))
+        == len(world.job_comms.for_job(jobs["again"].host))
+        == 1
+    )
     # Others who come later get them.
     jobs, text = run(later=repeated(step, jnp.ones(7)))
     assert not text, text
@@ -131,7 +151,9 @@ def communicators_that_look_alike():
     first, second = comm.Dup(), comm.Dup()
 
     def step(x):
-        return mpi4jax.allreduce(x, MPI.SUM, comm=first) + mpi4jax.allreduce(2 * x, MPI.SUM, comm=second)
+        return mpi4jax.allreduce(x, MPI.SUM, comm=first) + mpi4jax.allreduce(
+            2 * x, MPI.SUM, comm=second
+        )
 
     want = jax.jit(step)(x)
     np.testing.assert_array_equal(jaxcross.crossover(step, axes="r")(x), want)
@@ -144,7 +166,9 @@ def communicators_that_look_alike():
 
 
 def batches_of_other_shapes():
-    """A shorter batch on one rank, where all make the same calls; and other shapes on all, where calls differ."""
+    """A shorter batch on one rank, where all make the same calls; and other shapes on all, where
+    calls differ.
+    """
 
     def mean(w, batch):
         return w - mpi4jax.allreduce(jnp.mean(batch) * w, MPI.SUM, comm=comm)
@@ -163,7 +187,9 @@ def batches_of_other_shapes():
     w, lines = function(Outside())
     jobs, text = run(job=function)
     assert not text, text
-    for got, want in zip(jax.tree.leaves(jobs["job"].state), jax.tree.leaves((w, lines)), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(jobs["job"].state), jax.tree.leaves((w, lines)), strict=True
+    ):
         np.testing.assert_array_equal(got, want)
     for n, line in enumerate(lines):
         own = jnp.arange(float(4 + n // 2)) + rank
@@ -175,7 +201,9 @@ def values_that_are_not_finite():
 
     def step(x):
         got = walls(x)
-        return jnp.where(jnp.isfinite(got), x + 1, x + 1), jnp.log(0 * x[:2])  # a result that is infinite in every step
+        return jnp.where(jnp.isfinite(got), x + 1, x + 1), jnp.log(
+            0 * x[:2]
+        )  # a result that is infinite in every step
 
     def function(job, policy):
         job.nonfinite = policy
@@ -190,20 +218,30 @@ def values_that_are_not_finite():
     ejected, skipped = jobs.values()
     assert (ejected.status, ejected.step) == ("ejected", 4), (ejected.status, ejected.error)
     np.testing.assert_array_equal(ejected.state, x + 4)
-    assert (skipped.status, skipped.step, skipped.skipped) == ("ended", 5, 1), (skipped.status, skipped.error)
+    assert (skipped.status, skipped.step, skipped.skipped) == ("ended", 5, 1), (
+        skipped.status,
+        skipped.error,
+    )
     np.testing.assert_array_equal(skipped.state, jnp.full(4, jnp.nan) if rank == 0 else x + 4)
 
 
 def groups_with_steps_of_their_own():
-    """Outside a runner ranks agree with those only that they exchange with: here in pairs, the others do else."""
+    """Outside a runner ranks agree with those only that they exchange with: here in pairs, the
+    others do else.
+    """
     pair = comm.Split(rank // 2, rank)
     for n in range(1 + 2 * (rank // 2)):
-        step = jaxcross.crossover(lambda x, n=n: mpi4jax.allreduce(x * n, MPI.SUM, comm=pair), axes="r")
+        step = jaxcross.crossover(
+            lambda x, n=n: mpi4jax.allreduce(x * n, MPI.SUM, comm=pair), axes="r"
+        )
         np.testing.assert_array_equal(step(x), n * (2 * jnp.arange(4.0) + 4 * (rank // 2) + 1))
     if rank:  # rank 0 receives from whichever comes, in as many steps as there are others
         jaxcross.crossover(lambda x: mpi4jax.send(x, 0, tag=rank, comm=comm), axes="r")(x)
     else:
-        got = [jaxcross.crossover(lambda x, r=r: mpi4jax.recv(x, tag=r, comm=comm), axes="r")(x) for r in (1, 2, 3)]
+        got = [
+            jaxcross.crossover(lambda x, r=r: mpi4jax.recv(x, tag=r, comm=comm), axes="r")(x)
+            for r in (1, 2, 3)
+        ]
         np.testing.assert_array_equal(jnp.stack(got), jnp.arange(4.0) + jnp.arange(1.0, 4)[:, None])
     total = jaxcross.crossover(lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=comm), axes="r")(x)
     np.testing.assert_array_equal(total, 4 * jnp.arange(4.0) + 6)
@@ -224,14 +262,19 @@ def a_chain_through_all_ranks():
     try:
         crossed(jnp.zeros(2), True)
     except jaxcross.ExchangeError as error:
-        assert "rank 1 stands at its call 1 of 2: `recv` of float32[2] from rank 0, receive tag 2" in str(error)
+        assert (
+            "rank 1 stands at its call 1 of 2: `recv` of float32[2] from rank 0, receive tag 2"
+            in str(error)
+        )
     else:
         raise AssertionError("no error")
     np.testing.assert_array_equal(crossed(jnp.zeros(2), False), jnp.full(2, rank))
 
 
 def numbers_that_mpi_does_not_have():
-    """MPI would end all ranks. Here the step is refused, with the line, and the next one is made."""
+    """MPI would end all ranks. Here the step is refused, with the line, and the next one is
+    made.
+    """
     part = comm.Split(0 if rank == 0 else MPI.UNDEFINED)
     wrong = {
         "`root` of `mpi4jax.bcast` must be a rank of its communicator, 0 to 1, got 9, at ": (
@@ -243,13 +286,17 @@ def numbers_that_mpi_does_not_have():
         "`source` of `mpi4jax.recv` must be a rank of its communicator, 0 to 1, got -7, at ": (
             lambda x: mpi4jax.recv(x, -7, comm=comm)
         ),
-        "`tag` of `mpi4jax.recv` must be 0 or more, got -5, at ": lambda x: mpi4jax.recv(x, 0, tag=-5, comm=comm),
+        "`tag` of `mpi4jax.recv` must be 0 or more, got -5, at ": lambda x: mpi4jax.recv(
+            x, 0, tag=-5, comm=comm
+        ),
         "`sendtag` of `mpi4jax.sendrecv` must be 0 or more, got -1, at ": (
             lambda x: mpi4jax.sendrecv(x, x, 1 - rank, 1 - rank, sendtag=-1, comm=comm)
         ),
     }
     if rank == 1:
-        wrong["`mpi4jax.allreduce` goes over `MPI.COMM_NULL`, at "] = lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=part)
+        wrong["`mpi4jax.allreduce` goes over `MPI.COMM_NULL`, at "] = lambda x: mpi4jax.allreduce(
+            x, MPI.SUM, comm=part
+        )
     for message, step in wrong.items():
         try:
             jaxcross.crossover(step, axes="r")(x)
@@ -286,7 +333,9 @@ def a_shorter_batch_where_calls_differ():
 
 
 def conditionals_of_both_kinds():
-    """A `cond` that calls mpi4jax and exchanges over a named axis is made as the host or all ranks decide."""
+    """A `cond` that calls mpi4jax and exchanges over a named axis is made as the host or all ranks
+    decide.
+    """
 
     def both(v):
         return lax.psum(v, "r") + mpi4jax.allreduce(v, MPI.SUM, comm=comm)
@@ -298,7 +347,9 @@ def conditionals_of_both_kinds():
         return step(lax.pmax(p, "r"), v)
 
     def in_a_loop(v):
-        """Its ranks part at a conditional that holds named axes alone: all of them run the branch, as under `vmap`."""
+        """Its ranks part at a conditional that holds named axes alone: all of them run the branch,
+        as under `vmap`.
+        """
 
         def body(c, _):
             c = 0.5 * mpi4jax.allreduce(c, MPI.SUM, comm=comm)
@@ -307,20 +358,30 @@ def conditionals_of_both_kinds():
         return lax.scan(body, v, None, length=3)[0], lax.psum(100 * v, "r")
 
     def in_a_loop_apart(v):
-        return lax.scan(lambda c, _: (lax.cond(c + 10 * rank > 5, both, lambda c: c, c), None), v, None, length=2)[0]
+        return lax.scan(
+            lambda c, _: (lax.cond(c + 10 * rank > 5, both, lambda c: c, c), None),
+            v,
+            None,
+            length=2,
+        )[0]
 
     v = jnp.float32(1 + rank)
     total = size * (size + 1) / 2
     for function, p, wanted in (
-        (step, True, 2 * total), (step, False, 1 + rank), (agreed, rank == 0, 2 * total), (agreed, False, 1 + rank),
-    ):  # fmt: skip
+        (step, True, 2 * total),
+        (step, False, 1 + rank),
+        (agreed, rank == 0, 2 * total),
+        (agreed, False, 1 + rank),
+    ):
         got = jaxcross.crossover(function, axes="r")(jnp.bool_(p), v)
         assert [*map(float, got)] == [wanted, 100 * total], (function, p, got)
 
     def oracle(v):
         def body(c, _):
             c = 0.5 * lax.psum(c, "r")
-            return lax.cond(c + 10 * lax.axis_index("r") > 5, lambda c: c + lax.psum(c, "r"), lambda c: c, c), None
+            return lax.cond(
+                c + 10 * lax.axis_index("r") > 5, lambda c: c + lax.psum(c, "r"), lambda c: c, c
+            ), None
 
         return lax.scan(body, v, None, length=3)[0], lax.psum(100 * v, "r")
 
@@ -332,7 +393,9 @@ def conditionals_of_both_kinds():
         try:
             jaxcross.crossover(function, axes="r")(v)
         except jaxcross.CutError as error:
-            assert "mpi4jax_faults.py" in str(error) and "ranks may decide it differently" in str(error), error
+            assert "mpi4jax_faults.py" in str(error) and "ranks may decide it differently" in str(
+                error
+            ), error
         else:
             raise AssertionError("no error")
 

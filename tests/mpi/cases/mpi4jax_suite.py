@@ -1,4 +1,6 @@
-"""mpi4jax's own tests, from a folder of its source, with `jaxcross.crossover` in place of `jax.jit`."""
+"""mpi4jax's own tests, from a folder of its source, with `jaxcross.crossover` in place of
+`jax.jit`.
+"""
 
 import functools
 import sys
@@ -16,9 +18,15 @@ calls: list[str] = []
 
 
 def jit(function=None, **options):
-    """`crossover` for the functions of the tests and examples; what JAX and others jit stays as it is."""
+    """`crossover` for the functions of the tests and examples; what JAX and others jit stays as it
+    is.
+    """
     if not Path(sys._getframe(1).f_code.co_filename).is_relative_to(folder):
-        return plain(function, **options) if function is not None else functools.partial(plain, **options)
+        return (
+            plain(function, **options)
+            if function is not None
+            else functools.partial(plain, **options)
+        )
     inner, step = plain(function, **options), jaxcross.crossover(function, axes="ranks", **options)
 
     @functools.wraps(function)
@@ -33,7 +41,9 @@ def jit(function=None, **options):
 
 jax.jit = jit
 names = [folder / "tests" / "collective_ops", folder / "tests" / "test_jax_transforms.py"]
-code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", *map(str, names)])
+code = pytest.main(
+    ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", *map(str, names)]
+)
 assert len(calls) >= 40, calls
 if code == 0:
     print("suite passed", flush=True)

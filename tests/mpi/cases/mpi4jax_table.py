@@ -1,4 +1,6 @@
-"""Every call of mpi4jax, with uses that differ by rank: a step under `crossover` against `jax.jit`, bit for bit."""
+"""Every call of mpi4jax, with uses that differ by rank: a step under `crossover` against `jax.jit`,
+bit for bit.
+"""
 
 import functools
 import sys
@@ -14,7 +16,9 @@ import jaxcross
 world = jaxcross.initialize(stall_timeout_s=60)
 rank, size = world.rank, world.size
 comm = MPI.COMM_WORLD
-half = comm.Split(rank % 2, -rank)  # does not overlap with the other half, and counts ranks backwards
+half = comm.Split(
+    rank % 2, -rank
+)  # does not overlap with the other half, and counts ranks backwards
 alone = MPI.COMM_SELF
 status = MPI.Status()
 x = jnp.cos(jnp.arange(6.0)) + rank
@@ -53,7 +57,10 @@ def any_source(x):
 
 def in_loop(x):
     return jax.lax.fori_loop(
-        0, 70, lambda _, c: jnp.sin(mpi4jax.sendrecv(c, c, np.int64(down), np.int64(up), comm=comm)), x
+        0,
+        70,
+        lambda _, c: jnp.sin(mpi4jax.sendrecv(c, c, np.int64(down), np.int64(up), comm=comm)),
+        x,
     )
 
 
@@ -61,11 +68,15 @@ def in_while(x):
     def more(carry):
         return carry[1] < 3
 
-    return jax.lax.while_loop(more, lambda c: (mpi4jax.allreduce(c[0], MPI.SUM, comm=comm) / size, c[1] + 1), (x, 0))[0]
+    return jax.lax.while_loop(
+        more, lambda c: (mpi4jax.allreduce(c[0], MPI.SUM, comm=comm) / size, c[1] + 1), (x, 0)
+    )[0]
 
 
 def in_branch(x):
-    return jax.lax.cond(x[1] > -9, lambda v: mpi4jax.allreduce(v, MPI.SUM, comm=half), lambda v: v, x)
+    return jax.lax.cond(
+        x[1] > -9, lambda v: mpi4jax.allreduce(v, MPI.SUM, comm=half), lambda v: v, x
+    )
 
 
 def tags_overtake(x):
@@ -97,20 +108,39 @@ STEPS = {
     "gather": lambda x: mpi4jax.gather(x, 0, comm=comm),
     "reduce": lambda x: mpi4jax.reduce(x, MPI.PROD, size - 1, comm=comm),
     "scan": lambda x: mpi4jax.scan(x, MPI.SUM, comm=comm),
-    "scatter": lambda x: mpi4jax.scatter(jnp.stack([x * r for r in range(size)]) if rank == 0 else x, 0, comm=comm),
-    "sendrecv": lambda x: mpi4jax.sendrecv(x, x, np.int64(down), np.int64(up), comm=comm, status=status),
-    "nowhere": lambda x: jnp.where(  # what rank 0 receives from nowhere is undefined, and may be NaN
+    "scatter": lambda x: mpi4jax.scatter(
+        jnp.stack([x * r for r in range(size)]) if rank == 0 else x, 0, comm=comm
+    ),
+    "sendrecv": lambda x: mpi4jax.sendrecv(
+        x, x, np.int64(down), np.int64(up), comm=comm, status=status
+    ),
+    # what rank 0 receives from nowhere is undefined, and may be NaN
+    "nowhere": lambda x: jnp.where(
         rank > 0,
-        mpi4jax.sendrecv(x, x, down if rank else MPI.PROC_NULL, up if up else MPI.PROC_NULL, comm=comm),
+        mpi4jax.sendrecv(
+            x, x, down if rank else MPI.PROC_NULL, up if up else MPI.PROC_NULL, comm=comm
+        ),
         0,
     ),
     "alone": lambda x: mpi4jax.allgather(x, comm=alone),
-    "gradient": lambda x: jax.grad(lambda v: mpi4jax.allreduce(jnp.sin(v), MPI.SUM, comm=comm).sum())(x),
-    **{f.__name__: f for f in (
-        walls, worker_and_master, any_source, in_loop, in_while, in_branch, tags_overtake, both_fronts,
-        two_communicators,
-    )},
-}  # fmt: skip
+    "gradient": lambda x: jax.grad(
+        lambda v: mpi4jax.allreduce(jnp.sin(v), MPI.SUM, comm=comm).sum()
+    )(x),
+    **{
+        f.__name__: f
+        for f in (
+            walls,
+            worker_and_master,
+            any_source,
+            in_loop,
+            in_while,
+            in_branch,
+            tags_overtake,
+            both_fronts,
+            two_communicators,
+        )
+    },
+}
 
 
 def check_alone():
@@ -131,7 +161,9 @@ def check_alone():
 
 def check_jobs():
     """All in one runner, with a job of named axes, which takes its turns between them."""
-    want = {name: jax.block_until_ready(jaxcross.crossover(f, axes="r")(x)) for name, f in STEPS.items()}
+    want = {
+        name: jax.block_until_ready(jaxcross.crossover(f, axes="r")(x)) for name, f in STEPS.items()
+    }
 
     def repeat(job, name):
         step = jaxcross.crossover(STEPS[name], axes="r")
@@ -141,7 +173,9 @@ def check_jobs():
         return got
 
     def train(job):
-        step = jaxcross.crossover(lambda w, x: w - 0.1 * jax.lax.pmean(jnp.sin(w * x), "r"), axes="r")
+        step = jaxcross.crossover(
+            lambda w, x: w - 0.1 * jax.lax.pmean(jnp.sin(w * x), "r"), axes="r"
+        )
         w = job.restore(jnp.ones(6))
         for _ in range(20):
             w = step(w, x)
@@ -153,7 +187,10 @@ def check_jobs():
     runner.run()
     for name, job in jobs.items():
         np.testing.assert_array_equal(job.state, want[name], err_msg=name)
-    w, step = jnp.ones(6), jaxcross.crossover(lambda w, x: w - 0.1 * jax.lax.pmean(jnp.sin(w * x), "r"), axes="r")
+    w, step = (
+        jnp.ones(6),
+        jaxcross.crossover(lambda w, x: w - 0.1 * jax.lax.pmean(jnp.sin(w * x), "r"), axes="r"),
+    )
     for _ in range(20):
         w = step(w, x)
     np.testing.assert_array_equal(trained.state, w)

@@ -1,4 +1,5 @@
-"""Ranks that trace equal-looking exchanges in different orders: an error on all of them, alone and in a runner.
+"""Ranks that trace equal-looking exchanges in different orders: an error on all of them, alone and
+in a runner.
 
 Prints `passed NAME` for each case, and at the end `rank R: orders done`.
 """
@@ -36,7 +37,9 @@ def same(got, want):
 
 
 def alone():
-    """Found before anything is exchanged, also within a shared buffer and under each cut; all can go on."""
+    """Found before anything is exchanged, also within a shared buffer and under each cut; all can
+    go on.
+    """
     for options in ({}, {"bucket_bytes": 0}, {"cut": 2, "bucket_bytes": 0}, {"cut": "auto"}):
         with pytest.raises(jaxcross.ExchangeError, match=f"^{SWAPPED}") as error:
             by_name(NAMES, **options)(TREE)
@@ -45,7 +48,9 @@ def alone():
 
 
 def into_a_list():
-    """Each origin and each use is at another place, but no exchange of one rank has both of one of the other."""
+    """Each origin and each use is at another place, but no exchange of one rank has both of one of
+    the other.
+    """
     for made in (list, tuple):
 
         def step(t, made=made):
@@ -109,22 +114,32 @@ def steps_of_a_job():
 
         runner = jaxcross.Runner(WORLD)
         runner.add("job", loop)
-        one, other = f"`{names[0]}` (function 1 of the job)", f"`{names[1]}` (function 2 of the job)"
+        one, other = (
+            f"`{names[0]}` (function 1 of the job)",
+            f"`{names[1]}` (function 2 of the job)",
+        )
         with pytest.raises(jaxcross.ExchangeError) as error:
             runner.run()
-        assert f": the ranks of job `job` call different steps: rank 0 {one}, rank 1 {other}" in str(error.value)
+        assert (
+            f": the ranks of job `job` call different steps: rank 0 {one}, rank 1 {other}"
+            in str(error.value)
+        )
         assert len(seen) == 1
 
 
 def mixed_up(first, second, x):
-    """Calls two steps by turns, on rank 0 in the other order than on the rest; returns the error, the same on all."""
+    """Calls two steps by turns, on rank 0 in the other order than on the rest; returns the error,
+    the same on all.
+    """
 
     def loop():
         for _ in range(2):
             for step in (first, second) if RANK == 0 else (second, first):
                 step(x)
 
-    with pytest.raises(jaxcross.ExchangeError, match="^the ranks of the script call different steps: ") as error:
+    with pytest.raises(
+        jaxcross.ExchangeError, match="^the ranks of the script call different steps: "
+    ) as error:
         loop()
     text = str(error.value)
     assert len(set(WORLD.control.allgather_text(text))) == 1
@@ -132,23 +147,33 @@ def mixed_up(first, second, x):
 
 
 def steps_of_a_script():
-    """In the first call, after both were called in one order, and where they have one name; then all can go on."""
+    """In the first call, after both were called in one order, and where they have one name; then
+    all can go on.
+    """
     x, one, other = jnp.ones(3), jnp.full(3, 1 + (P - 1) / 2), jnp.full(3, 10 + 5 * (P - 1))
     every = range(1, P)
     f, g = two_steps()
     text = mixed_up(f, g, x)
-    assert f"steps: rank 0 `train`, call 1, {', '.join(f'rank {r} `evaluate`, call 1' for r in every)}. " in text
+    assert (
+        "steps: rank 0 `train`, call 1, "
+        f"{', '.join(f'rank {r} `evaluate`, call 1' for r in every)}. " in text
+    )
     for names in (("train", "evaluate"), ("step", "step")):
         f, g = two_steps(*names)
         for n in range(50):
             same((f(x), g(x)) if n % 2 else (g(x), f(x))[::-1], (one, other))
         text = mixed_up(f, g, x)
-        assert f"steps: rank 0 `{names[0]}` (function {f._standalone.number} of the script), call 51, rank 1 `" in text
+        assert (
+            f"steps: rank 0 `{names[0]}` (function {f._standalone.number} of the script), call 51, "
+            "rank 1 `" in text
+        )
         same((f(x), g(x)), (one, other))
-    # Neither a step that talks to nobody nor one that decides on the host at which calls it exchanges takes part.
+    # Neither a step that talks to nobody nor one that decides on the host at which calls it
+    # exchanges takes part.
     local = jaxcross.crossover(lambda x: x + 1, axes="x")
     every_third = jaxcross.crossover(
-        lambda n, x: lax.cond(n % 3 == 0, lambda x: lax.pmean(x + RANK, "x"), lambda x: x, x), axes="x"
+        lambda n, x: lax.cond(n % 3 == 0, lambda x: lax.pmean(x + RANK, "x"), lambda x: x, x),
+        axes="x",
     )
     for n in range(9):
         for _ in range(RANK):
@@ -158,7 +183,9 @@ def steps_of_a_script():
 
 
 def after_an_error_before_the_exchange():
-    """Rank 0 fails in its computation, catches that, and calls the step again, for which the others have waited."""
+    """Rank 0 fails in its computation, catches that, and calls the step again, for which the others
+    have waited.
+    """
     fails = []
 
     def host(x):
@@ -178,7 +205,9 @@ def after_an_error_before_the_exchange():
 
 
 def steps_of_a_script_checked_now_and_then():
-    """On every third call: the difference is found within as many calls, and the ranks can go on."""
+    """On every third call: the difference is found within as many calls, and the ranks can go
+    on.
+    """
     WORLD.exchange_owner.check_every, WORLD.exchange_owner.unchecked = 3, 0
     f, g = two_steps()
     x = jnp.ones(3)
@@ -218,11 +247,16 @@ def mpi4jax_calls_from_rank_to_rank():
 
     t = {"left": jnp.full(3, 10.0 + RANK), "right": jnp.full(3, 20.0 + RANK)}
     got = jaxcross.crossover(step, axes="x")(t)
-    same(got, {"left": jnp.full(3, 20.0 + (RANK - 1) % P), "right": jnp.full(3, 10.0 + (RANK + 1) % P)})
+    same(
+        got,
+        {"left": jnp.full(3, 20.0 + (RANK - 1) % P), "right": jnp.full(3, 10.0 + (RANK + 1) % P)},
+    )
 
 
 def batches_of_each_rank():
-    """A rank with one row, one with a loop of other length, and one whose last batch is short: no error, no wait."""
+    """A rank with one row, one with a loop of other length, and one whose last batch is short: no
+    error, no wait.
+    """
 
     @jaxcross.crossover(axes="x")
     def step(w, x):
@@ -239,7 +273,11 @@ def batches_of_each_rank():
         for n in range(4):
             rows = 3 if n == 3 and RANK == P - 1 else (1, 4, 6)[RANK % 3]
             w = step(w, jnp.full((rows, 4), 0.1 * (RANK + n)))
-        texts = WORLD.control.allgather_text(np.asarray(w["k"]).tobytes().hex()) if job is None else ["one"]
+        texts = (
+            WORLD.control.allgather_text(np.asarray(w["k"]).tobytes().hex())
+            if job is None
+            else ["one"]
+        )
         assert len(set(texts)) == 1
 
     train()
@@ -270,7 +308,9 @@ def stages():
 
 
 def random_steps():
-    """Exchanges of random leaves, each rank in an order of its own: the values of `vmap`, or an error."""
+    """Exchanges of random leaves, each rank in an order of its own: the values of `vmap`, or an
+    error.
+    """
     found = {"errors": 0, "values": 0}
     for n in range(16):
         rng, own = random.Random(n), random.Random(1000 * n + RANK)
@@ -288,7 +328,9 @@ def random_steps():
             got = {k: makes[kinds[k]](t[k]) for k in names}
             return {k: got[k] - lax.psum(got[k] / (2 + n), "x") for k in back}
 
-        values = [{k: jnp.full((3, 3), 1.0 + i + 10 * r) for i, k in enumerate(names)} for r in range(P)]
+        values = [
+            {k: jnp.full((3, 3), 1.0 + i + 10 * r) for i, k in enumerate(names)} for r in range(P)
+        ]
         try:
             got = jaxcross.crossover(step, axes="x", bucket_bytes=bucket_bytes)(values[RANK])
         except jaxcross.ExchangeError as error:
@@ -306,10 +348,19 @@ def random_steps():
 
 
 CASES = [
-    alone, into_a_list, in_a_runner, steps_of_a_job, steps_of_a_script, steps_of_a_script_checked_now_and_then,
-    after_an_error_before_the_exchange, mpi4jax_calls, mpi4jax_calls_from_rank_to_rank,
-    batches_of_each_rank, stages, random_steps,
-]  # fmt: skip
+    alone,
+    into_a_list,
+    in_a_runner,
+    steps_of_a_job,
+    steps_of_a_script,
+    steps_of_a_script_checked_now_and_then,
+    after_an_error_before_the_exchange,
+    mpi4jax_calls,
+    mpi4jax_calls_from_rank_to_rank,
+    batches_of_each_rank,
+    stages,
+    random_steps,
+]
 wanted = sys.argv[1:] or [case.__name__ for case in CASES]
 for case in [case for case in CASES if case.__name__ in wanted]:
     case()

@@ -27,7 +27,9 @@ for page in pages:
     printed = None
     for block in blocks(page):
         if block.info == "text" and printed is not None and FIRST:
-            assert lines(printed) == lines(block.text), f"{page}, line {block.line}: the block prints\n{printed}"
+            assert lines(printed) == lines(block.text), (
+                f"{page}, line {block.line}: the block prints\n{printed}"
+            )
         printed = None
         if block.info == "python":
             with contextlib.redirect_stdout(io.StringIO()) as output:

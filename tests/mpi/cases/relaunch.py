@@ -1,7 +1,8 @@
-"""A job of a run that is started again: `relaunch.py FOLDER STRATEGY`, which kills itself where FOLDER says so.
+"""A job of a run that is started again: `relaunch.py FOLDER STRATEGY`, which kills itself where
+FOLDER says so.
 
-A file `kill-<rank>-<step>` in FOLDER kills that rank before that step, once; `hold-<step>` has all ranks wait there
-until the file is gone, and `holds` says so; `raise-<step>` raises.
+A file `kill-<rank>-<step>` in FOLDER kills that rank before that step, once; `hold-<step>` has all
+ranks wait there until the file is gone, and `holds` says so; `raise-<step>` raises.
 """
 
 import os

@@ -18,12 +18,14 @@ STEPS = 8
 
 @contextmanager
 def logged():
-    """Warnings that rank 0 logs in the block; other ranks log none. The notice of `optax.MultiSteps`, which each rank
-    logs as it traces such a step, has tests of its own.
+    """Warnings that rank 0 logs in the block; other ranks log none. The notice of
+    `optax.MultiSteps`, which each rank logs as it traces such a step, has tests of its own.
     """
     lines = []
     handler = logging.Handler(logging.WARNING)
-    handler.addFilter(lambda record: "in every mini-step of `optax.MultiSteps`" not in record.getMessage())
+    handler.addFilter(
+        lambda record: "in every mini-step of `optax.MultiSteps`" not in record.getMessage()
+    )
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("jaxcross")
     logger.addHandler(handler)
@@ -37,15 +39,22 @@ def logged():
 def data(n=STEPS):
     rng = np.random.default_rng(RANK)
     for _ in range(n):
-        yield {"x": rng.normal(size=(4, 6)).astype(np.float32), "y": rng.normal(size=(4, 2)).astype(np.float32)}
+        yield {
+            "x": rng.normal(size=(4, 6)).astype(np.float32),
+            "y": rng.normal(size=(4, 2)).astype(np.float32),
+        }
 
 
 def make(tx, *, average=False, rate=1.0, seed=0):
-    """A step, not decorated, and its first state: weights and a bias, and batch statistics of the rank alone."""
+    """A step, not decorated, and its first state: weights and a bias, and batch statistics of the
+    rank alone.
+    """
 
     def step(state, batch):
         params, statistics, opt_state = state
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2))(params)
+        loss, grads = jax.value_and_grad(
+            lambda p: jnp.mean((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2)
+        )(params)
         if average:
             grads = jax.lax.pmean(grads, "batch")
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -68,7 +77,9 @@ def crossed(tx, **options):
 
 @cache
 def _average(rate):
-    return jaxcross.crossover(make(sgd(), average=True, rate=rate)[0], axes="batch", donate_argnums=0)
+    return jaxcross.crossover(
+        make(sgd(), average=True, rate=rate)[0], axes="batch", donate_argnums=0
+    )
 
 
 def averaged(*, rate=1.0, seed=0):
@@ -78,7 +89,8 @@ def averaged(*, rate=1.0, seed=0):
 
 def alike(a, b):
     return all(
-        np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+        np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
     )
 
 

@@ -9,7 +9,21 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from replicas_jobs import RANK, SIZE, STEPS, WORLD, alike, averaged, crossed, data, logged, loop, make, run, sgd
+from replicas_jobs import (
+    RANK,
+    SIZE,
+    STEPS,
+    WORLD,
+    alike,
+    averaged,
+    crossed,
+    data,
+    logged,
+    loop,
+    make,
+    run,
+    sgd,
+)
 
 import jaxcross
 from jaxcross import exchange
@@ -17,23 +31,35 @@ from jaxcross import exchange
 
 def plain_jit_is_warned_of_twice():
     def own_loop(donate):
-        return lambda: run(loop, step=jax.jit(make(sgd())[0], donate_argnums=donate), state=make(sgd())[1])[1:]
+        return lambda: run(
+            loop, step=jax.jit(make(sgd())[0], donate_argnums=donate), state=make(sgd())[1]
+        )[1:]
 
     def plain_loop():
         with logged() as lines:
-            report = jaxcross.run([jaxcross.Job("a", jax.jit(make(sgd())[0]), make(sgd())[1], data())])
+            report = jaxcross.run(
+                [jaxcross.Job("a", jax.jit(make(sgd())[0]), make(sgd())[1], data())]
+            )
         return report, lines
 
     for train in (own_loop(()), own_loop(0), plain_loop):
         report, lines = train()
         (text,) = [job.replicas for job in report.jobs]
-        assert text == f"differ after batch {STEPS}, first `[0]['b']` on ranks 0 and 1; equal at the start", text
+        assert (
+            text
+            == f"differ after batch {STEPS}, first `[0]['b']` on ranks 0 and 1; equal at the start"
+        ), text
         assert f"a: replicas {text}." in str(report)
         if RANK == 0:
             first, last, apart = lines
-            assert first.startswith("Job `a` has used its first batch and has not exchanged anything with other ranks")
+            assert first.startswith(
+                "Job `a` has used its first batch and has not exchanged anything with other ranks"
+            )
             assert last.startswith("Job `a` came to its end and has not exchanged anything")
-            assert "jaxcross.crossover(axes=" in first and f"each of the {SIZE} ranks has trained a model" in last
+            assert (
+                "jaxcross.crossover(axes=" in first
+                and f"each of the {SIZE} ranks has trained a model" in last
+            )
             assert "its replicas differ" in apart
     # Batches count, whether or not the state is handed over in between.
     step, state = make(sgd())
@@ -41,7 +67,8 @@ def plain_jit_is_warned_of_twice():
     with (
         logged(),
         pytest.raises(
-            jaxcross.ExchangeError, match=r"^Job `a`: its replicas differ after batch 3, first in `\[0\]\['b'\]`"
+            jaxcross.ExchangeError,
+            match=r"^Job `a`: its replicas differ after batch 3, first in `\[0\]\['b'\]`",
         ),
     ):
         jaxcross.run([job], check_replicas=3)
@@ -65,7 +92,9 @@ def a_state_that_was_handed_over_and_donated_is_no_fault():
 def a_rate_of_each_rank_is_found_at_the_end():
     step, state = averaged(rate=1.0 + RANK)
     job, report, lines = run(loop, step=step, state=state)
-    assert report.jobs[0].replicas.startswith(f"differ after step {STEPS}, first `[0]['b']` on ranks 0 and 1")
+    assert report.jobs[0].replicas.startswith(
+        f"differ after step {STEPS}, first `[0]['b']` on ranks 0 and 1"
+    )
     assert job.status == "ended" and job.error is None
     assert RANK or len(lines) == 1, lines
     assert report.summary()["jobs"][0]["replicas"] == report.jobs[0].replicas
@@ -78,11 +107,21 @@ def a_rate_of_each_rank_is_raised_and_another_job_untouched():
         alone, _ = good(jax.tree.map(jnp.copy, alone), batch)
     bad, state = averaged(rate=1.0 + RANK)
     runner = jaxcross.Runner(WORLD, check_replicas=3)
-    jobs = [runner.add("bad", loop, step=bad, state=state), runner.add("good", loop, step=good, state=start)]
+    jobs = [
+        runner.add("bad", loop, step=bad, state=state),
+        runner.add("good", loop, step=good, state=start),
+    ]
     with logged() as lines, pytest.raises(jaxcross.ExchangeError) as caught:
         runner.run()
     assert not lines
-    for part in ("Job `bad`", "after step 3", "`[0]['b']`", "ranks 0 and 1", "equal at the start", "rank_local="):
+    for part in (
+        "Job `bad`",
+        "after step 3",
+        "`[0]['b']`",
+        "ranks 0 and 1",
+        "equal at the start",
+        "rank_local=",
+    ):
         assert part in str(caught.value), (part, caught.value)
     assert [(job.status, job.step) for job in jobs] == [("failed", 3), ("ended", STEPS)]
     assert alike(jobs[1].state, alone)
@@ -106,11 +145,15 @@ def exceptions_are_left_out():
     assert "each of its leaves is a rank's own" in report.jobs[0].replicas
     step, state = crossed(optax.adam(0.1), average=True)
     _, report, _ = run(loop, checks=2, step=step, state=state, rank_local="[0]")
-    assert report.jobs[0].replicas == "equal in 5 of 8 leaves"  # of Adam: its counter, and two moments each
+    assert (
+        report.jobs[0].replicas == "equal in 5 of 8 leaves"
+    )  # of Adam: its counter, and two moments each
 
 
 def strategies_raise_no_false_alarm():
-    """One that keeps errors, one with a model on each rank, and one that does not come to exchange."""
+    """One that keeps errors, one with a model on each rank, and one that does not come to
+    exchange.
+    """
     no_false_alarms("top_k", "gossip", "a short run of local_sgd")
 
 
@@ -120,7 +163,11 @@ def every_strategy_raises_no_false_alarm():
 
 def no_false_alarms(*names):
     alpha = 0.4 / SIZE
-    powers = {} if SIZE & (SIZE - 1) else {"gtop_k": lambda: optax.chain(exchange.gtop_k(0.2, "batch"), sgd())}
+    powers = (
+        {}
+        if SIZE & (SIZE - 1)
+        else {"gtop_k": lambda: optax.chain(exchange.gtop_k(0.2, "batch"), sgd())}
+    )
     table = powers | {
         "mean": lambda: optax.chain(exchange.mean("batch"), sgd()),
         "top_k": lambda: optax.chain(exchange.top_k(0.2, "batch"), sgd()),
@@ -140,17 +187,31 @@ def no_false_alarms(*names):
         "gossip": lambda: exchange.gossip(sgd(), "batch"),
         "sparse_loco": lambda: exchange.sparse_loco(sgd(), optax.sgd(1.0), "batch", every=3),
         "no_loco": lambda: exchange.no_loco(sgd(), "batch", every=3),
-        "sharded_optimizer": lambda: exchange.sharded_optimizer(optax.adam(0.1), "batch", ranks=SIZE),
-        "accumulated": lambda: exchange.accumulate(optax.chain(exchange.mean("batch"), sgd()), every=3),
+        "sharded_optimizer": lambda: exchange.sharded_optimizer(
+            optax.adam(0.1), "batch", ranks=SIZE
+        ),
+        "accumulated": lambda: exchange.accumulate(
+            optax.chain(exchange.mean("batch"), sgd()), every=3
+        ),
         "MultiSteps": lambda: optax.MultiSteps(optax.chain(exchange.mean("batch"), sgd()), 3),
         "a short run of local_sgd": lambda: exchange.local_sgd(sgd(), "batch", every=100),
     }
-    models = {"bounded_stale", "local_sgd", "federated_average", "elastic_average", "gossip", "no_loco", "sparse_loco"}
+    models = {
+        "bounded_stale",
+        "local_sgd",
+        "federated_average",
+        "elastic_average",
+        "gossip",
+        "no_loco",
+        "sparse_loco",
+    }
     for name in names or table:
         tx = table[name]
         step, state = crossed(tx())
         for mode in ("check", "local"):
-            job, report, lines = run(loop, checks=2, step=step, state=jax.tree.map(jnp.copy, state), mode=mode)
+            job, report, lines = run(
+                loop, checks=2, step=step, state=jax.tree.map(jnp.copy, state), mode=mode
+            )
             text = report.jobs[0].replicas
             assert not lines and job.step == STEPS, (name, mode, lines)
             assert "differ" not in text, (name, mode, text)
@@ -165,7 +226,10 @@ def no_false_alarms(*names):
 def statistics_of_a_rank_are_left_out_of_nnx_too():
     class Model(nnx.Module):
         def __init__(self):
-            self.dense, self.norm = nnx.Linear(6, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+            self.dense, self.norm = (
+                nnx.Linear(6, 2, rngs=nnx.Rngs(0)),
+                nnx.BatchNorm(2, rngs=nnx.Rngs(0)),
+            )
 
     model = Model()
     optimizer = nnx.Optimizer(model, sgd(), wrt=nnx.Param)
@@ -174,18 +238,25 @@ def statistics_of_a_rank_are_left_out_of_nnx_too():
     @jaxcross.crossover(axes="batch")
     def step(state, batch):
         model, optimizer = nnx.merge(graph, state)
-        loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m.norm(m.dense(batch["x"])) - batch["y"]) ** 2))(model)
+        loss, grads = nnx.value_and_grad(
+            lambda m: jnp.mean((m.norm(m.dense(batch["x"])) - batch["y"]) ** 2)
+        )(model)
         optimizer.update(model, jax.lax.pmean(grads, "batch"))
         return nnx.state((model, optimizer)), {"loss": loss}
 
     job, report, lines = run(loop, checks=2, step=step, state=start)
-    assert not lines and report.jobs[0].replicas == "equal in 9 of 11 leaves", (lines, report.jobs[0].replicas)
+    assert not lines and report.jobs[0].replicas == "equal in 9 of 11 leaves", (
+        lines,
+        report.jobs[0].replicas,
+    )
     mean = np.asarray(job.state[0]["norm"]["mean"][...])
     assert len(set(WORLD.control.allgather_text(str(mean)))) == SIZE  # they do differ
 
 
 def parts_of_a_model_raise_no_false_alarm():
-    """Biases and moments of a model that is spread over ranks begin as zeros on each, and are parts all the same."""
+    """Biases and moments of a model that is spread over ranks begin as zeros on each, and are parts
+    all the same.
+    """
 
     @jaxcross.crossover(axes="batch")
     def step(state, batch):
@@ -202,7 +273,9 @@ def parts_of_a_model_raise_no_false_alarm():
         jax.random.normal(key, (6,)),  # the same on every rank
     )
     _, report, lines = run(loop, checks=2, step=step, state=start, mode="local")
-    assert not lines and report.jobs[0].replicas == "equal in 1 of 3 leaves", report.jobs[0].replicas
+    assert not lines and report.jobs[0].replicas == "equal in 1 of 3 leaves", report.jobs[
+        0
+    ].replicas
 
 
 def jobs_that_are_silent():
@@ -247,14 +320,27 @@ def jobs_that_are_silent():
         assert "differ" not in report.jobs[0].replicas, report.jobs[0].replicas
         if RANK == 0:
             (line,) = lines
-            assert line.startswith("Job `a` has used its first batch and has not exchanged anything with other ranks.")
+            assert line.startswith(
+                "Job `a` has used its first batch and has not exchanged anything with other ranks."
+            )
             assert f" If it trains, each of the {SIZE} ranks trains a model of its own." in line
-    for fn, arguments in ((evaluates, {"params": start[0]}), (served, {}), (trains_and_evaluates, {})):
+    for fn, arguments in (
+        (evaluates, {"params": start[0]}),
+        (served, {}),
+        (trains_and_evaluates, {}),
+    ):
         _, report, lines = run(fn, **arguments)
-        assert not lines and "differ" not in report.jobs[0].replicas, (fn, lines, report.jobs[0].replicas)
+        assert not lines and "differ" not in report.jobs[0].replicas, (
+            fn,
+            lines,
+            report.jobs[0].replicas,
+        )
     with logged() as lines:
         report = jaxcross.run([jaxcross.Job("a", plain, start, data())])
-    assert not lines and report.jobs[0].replicas == "equal in 4 of 5 leaves", (lines, report.jobs[0].replicas)
+    assert not lines and report.jobs[0].replicas == "equal in 4 of 5 leaves", (
+        lines,
+        report.jobs[0].replicas,
+    )
 
 
 def checkpoints_compare_and_a_restart_goes_on(folder):
@@ -267,7 +353,9 @@ def checkpoints_compare_and_a_restart_goes_on(folder):
             with logged() as lines:
                 runs.append(jaxcross.run(jobs, checkpoints=where).jobs[0].replicas)
             if RANK == 0 and name == "apart":  # named at the first comparison
-                assert len(lines) == 1 and f"differ after step {2 if steps == 5 else 6}" in lines[0], lines
+                assert (
+                    len(lines) == 1 and f"differ after step {2 if steps == 5 else 6}" in lines[0]
+                ), lines
             assert name == "apart" or not lines
         if name == "alike":
             assert runs == ["equal in 4 of 5 leaves"] * 2
@@ -277,8 +365,9 @@ def checkpoints_compare_and_a_restart_goes_on(folder):
     with pytest.raises(jaxcross.ExchangeError, match="They were never found equal in this run"):
         jaxcross.run(
             [jaxcross.Job("a", step, state, data(20), steps=20)],
-            checkpoints=jaxcross.Checkpoints(f"{folder}/apart"), check_replicas=9,
-        )  # fmt: skip
+            checkpoints=jaxcross.Checkpoints(f"{folder}/apart"),
+            check_replicas=9,
+        )
 
 
 def comparisons_change_no_bit():
@@ -307,18 +396,28 @@ def what_cannot_be_compared_is_said():
             state, _ = step(state, batch)
 
     _, report, lines = run(without_restore, checks=2)
-    assert report.jobs[0].replicas == "" and (RANK or (len(lines) == 1 and "`job.restore`" in lines[0])), lines
+    assert report.jobs[0].replicas == "" and (
+        RANK or (len(lines) == 1 and "`job.restore`" in lines[0])
+    ), lines
 
 
 CASES = (
-    plain_jit_is_warned_of_twice, a_state_that_was_handed_over_and_donated_is_no_fault,
+    plain_jit_is_warned_of_twice,
+    a_state_that_was_handed_over_and_donated_is_no_fault,
     a_rate_of_each_rank_is_found_at_the_end,
-    a_rate_of_each_rank_is_raised_and_another_job_untouched, what_is_not_due_any_more_is_raised_at_the_end,
-    exceptions_are_left_out, strategies_raise_no_false_alarm, every_strategy_raises_no_false_alarm,
+    a_rate_of_each_rank_is_raised_and_another_job_untouched,
+    what_is_not_due_any_more_is_raised_at_the_end,
+    exceptions_are_left_out,
+    strategies_raise_no_false_alarm,
+    every_strategy_raises_no_false_alarm,
     statistics_of_a_rank_are_left_out_of_nnx_too,
-    parts_of_a_model_raise_no_false_alarm, jobs_that_are_silent, checkpoints_compare_and_a_restart_goes_on,
-    comparisons_change_no_bit, ranks_must_want_the_same_checks, what_cannot_be_compared_is_said,
-)  # fmt: skip
+    parts_of_a_model_raise_no_false_alarm,
+    jobs_that_are_silent,
+    checkpoints_compare_and_a_restart_goes_on,
+    comparisons_change_no_bit,
+    ranks_must_want_the_same_checks,
+    what_cannot_be_compared_is_said,
+)
 
 for case in CASES:
     if sys.argv[2:] and case.__name__ not in sys.argv[2:]:

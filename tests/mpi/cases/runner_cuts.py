@@ -1,4 +1,6 @@
-"""Every rank: the search for a cut, in a job that runs alone, resumes, is joined, or fails in a trial."""
+"""Every rank: the search for a cut, in a job that runs alone, resumes, is joined, or fails in a
+trial.
+"""
 
 import dataclasses
 import tempfile
@@ -45,14 +47,18 @@ def by_hand(step, n=4):
 
 
 def in_a_runner(step):
-    job = jaxcross.Job("one", step, layers(), data(4))  # as long as its data, which nobody knows: cuts are searched for
+    job = jaxcross.Job(
+        "one", step, layers(), data(4)
+    )  # as long as its data, which nobody knows: cuts are searched for
     jaxcross.run([job], world=WORLD)
     assert job.step == 4
     return job.state
 
 
 def the_cut_is_searched_for():
-    """A step that is the only one running tries cuts on copies: nothing of it shows but the speed."""
+    """A step that is the only one running tries cuts on copies: nothing of it shows but the
+    speed.
+    """
     expected = by_hand(deep_step("whole"))
     for run in (by_hand, in_a_runner):
         step = deep_step("auto")
@@ -80,8 +86,15 @@ def a_short_run_is_not_searched_for():
 
 
 def joined_while_it_is_searched_for():
-    """The job that was there and the one that comes share a step, and each keeps the cut that it began with."""
-    step, runner, begun, measure = deep_step("auto"), Runner(WORLD), threading.Event(), cut_tuner._race
+    """The job that was there and the one that comes share a step, and each keeps the cut that it
+    began with.
+    """
+    step, runner, begun, measure = (
+        deep_step("auto"),
+        Runner(WORLD),
+        threading.Event(),
+        cut_tuner._race,
+    )
     added = []
 
     def fn(job, n, begun):
@@ -111,7 +124,9 @@ def joined_while_it_is_searched_for():
 
 
 def resumed_beside_another():
-    """A job whose cut was searched for goes on with it, though another one runs beside it now; and the other way."""
+    """A job whose cut was searched for goes on with it, though another one runs beside it now; and
+    the other way.
+    """
     (folder, *_) = WORLD.control.allgather_text(tempfile.mkdtemp())
 
     def fn(job, steps):
@@ -146,7 +161,9 @@ def never(*args):
 
 
 def a_trial_that_fails_on_one_rank():
-    """Copies, the compiler or a computation, while cuts are tried: no rank waits, and all train uncut."""
+    """Copies, the compiler or a computation, while cuts are tried: no rank waits, and all train
+    uncut.
+    """
     if WORLD.size == 1:
         return
     compiled_as, expected = stages.compile, by_hand(deep_step(1))
@@ -162,7 +179,9 @@ def a_trial_that_fails_on_one_rank():
         if len(program.collectives) == 1:
             return compiled
         last = [r for r in compiled.runnables if r.segment.kind == "compute"][1]
-        runnables = [dataclasses.replace(r, call=fail) if r is last else r for r in compiled.runnables]
+        runnables = [
+            dataclasses.replace(r, call=fail) if r is last else r for r in compiled.runnables
+        ]
         return dataclasses.replace(compiled, runnables=tuple(runnables))
 
     for target, name, broken in (
@@ -170,7 +189,11 @@ def a_trial_that_fails_on_one_rank():
         (stages, "compile", break_cut)
     ):  # fmt: skip
         for run in (by_hand, in_a_runner):
-            with mock.patch.object(target, name, broken) if WORLD.rank == WORLD.size - 1 else nullcontext():
+            with (
+                mock.patch.object(target, name, broken)
+                if WORLD.rank == WORLD.size - 1
+                else nullcontext()
+            ):
                 same(run(deep_step("auto")), expected)
 
     seen = []

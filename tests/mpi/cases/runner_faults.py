@@ -1,4 +1,6 @@
-"""Every rank: jobs that fail, differ between ranks or are interrupted, next to a job that goes on."""
+"""Every rank: jobs that fail, differ between ranks or are interrupted, next to a job that goes
+on.
+"""
 
 import os
 import signal
@@ -27,7 +29,9 @@ def failure_of_one_job():
     runner = Runner(WORLD)
     bad = runner.add("bad", fn)
     good = runner.add("good", train, step=step, rate=0.2, n=6)
-    with pytest.raises(JobError, match=rf"^Job `bad` failed on rank {last} after step 3: ValueError: boom\."):
+    with pytest.raises(
+        JobError, match=rf"^Job `bad` failed on rank {last} after step 3: ValueError: boom\."
+    ):
         runner.run()
     assert bad.step == 3
     same(bad.state, alone(step, 0.1, 3))
@@ -35,7 +39,9 @@ def failure_of_one_job():
 
 
 def failure_of_a_job_that_saves_nothing():
-    """Its state was donated again and again; what the last committed step made of it is still there."""
+    """Its state was donated again and again; what the last committed step made of it is still
+    there.
+    """
     step, last = make_step(), WORLD.size - 1
 
     def fn(job):
@@ -50,7 +56,9 @@ def failure_of_a_job_that_saves_nothing():
     runner = Runner(WORLD)
     bad = runner.add("bad", fn)
     good = runner.add("good", train, step=step, rate=0.2, n=6)
-    with pytest.raises(JobError, match=rf"^Job `bad` failed on rank {last} after step 3: ValueError: boom\."):
+    with pytest.raises(
+        JobError, match=rf"^Job `bad` failed on rank {last} after step 3: ValueError: boom\."
+    ):
         runner.run()
     assert bad.step == 3
     same(bad.state, alone(step, 0.1, 3))
@@ -64,13 +72,17 @@ def unlike_exchanges():
     runner = Runner(WORLD)
     runner.add("bad", lambda job: step(jnp.float32(0), jnp.ones((2 + (WORLD.rank == 1),))))
     good = runner.add("good", train, step=make_step(), rate=0.2, n=4)
-    with pytest.raises(jaxcross.ExchangeError, match=r"^Job `bad`, step 1: ranks 0 and 1 exchange different things"):
+    with pytest.raises(
+        jaxcross.ExchangeError, match=r"^Job `bad`, step 1: ranks 0 and 1 exchange different things"
+    ):
         runner.run()
     assert good.step == 4
 
 
 def unlike_exchanges_alone():
-    """Without a runner, too: the ranks compare before anything is compiled, and can go on afterwards."""
+    """Without a runner, too: the ranks compare before anything is compiled, and can go on
+    afterwards.
+    """
     if WORLD.size == 1:
         return
     step = jaxcross.crossover(lambda b: jax.lax.pmean(b, "batch"), axes="batch")
@@ -84,17 +96,24 @@ def unlike_exchanges_alone():
 
 
 def unlike_shapes():
-    """A shorter batch on one rank, with the same exchanges: no one else need know, but where a cut is to be chosen."""
+    """A shorter batch on one rank, with the same exchanges: no one else need know, but where a cut
+    is to be chosen.
+    """
     if WORLD.size == 1:
         return
 
     def make(cut):
-        return jaxcross.crossover(lambda s, b: s + jax.lax.pmean(b.mean(), "batch"), axes="batch", cut=cut)
+        return jaxcross.crossover(
+            lambda s, b: s + jax.lax.pmean(b.mean(), "batch"), axes="batch", cut=cut
+        )
 
     def fn(job, step):
         state = jnp.float32(0)
         for n in range(6):
-            state = step(state, jnp.full(5 if n in (2, 5) and WORLD.rank == 1 else 8, n + WORLD.rank, jnp.float32))
+            state = step(
+                state,
+                jnp.full(5 if n in (2, 5) and WORLD.rank == 1 else 8, n + WORLD.rank, jnp.float32),
+            )
         return state
 
     runner = Runner(WORLD)
@@ -107,20 +126,25 @@ def unlike_shapes():
     bad = runner.add("bad", fn, step=make("auto"))
     good = runner.add("good", train, step=make_step(), rate=0.2, n=4)
     with pytest.raises(
-        JobError, match=r"^Job `bad` does different things on different ranks after step 2: .*Or did shapes or types"
+        JobError,
+        match=r"^Job `bad` does different things on different ranks after step 2: .*Or did shapes or types",
     ):
         runner.run()
     assert (bad.step, good.step) == (2, 4)
 
 
 def failure_to_compile_on_one_rank():
-    """The compiler of one rank fails after all agreed: the job ends everywhere, the other one goes on."""
+    """The compiler of one rank fails after all agreed: the job ends everywhere, the other one goes
+    on.
+    """
     last = WORLD.size - 1
 
     @jaxcross.crossover(axes="batch")
     def step(state, batch):
         if WORLD.rank == last:
-            state = jax.ffi.ffi_call("a_target_that_this_rank_lacks", jax.ShapeDtypeStruct((3,), jnp.float32))(state)
+            state = jax.ffi.ffi_call(
+                "a_target_that_this_rank_lacks", jax.ShapeDtypeStruct((3,), jnp.float32)
+            )(state)
         return jax.lax.pmean(state, "batch")
 
     def fn(job):
@@ -130,7 +154,9 @@ def failure_to_compile_on_one_rank():
     good_step, runner = make_step(), Runner(WORLD)
     bad = runner.add("bad", fn)
     good = runner.add("good", train, step=good_step, rate=0.2, n=4)
-    with pytest.raises(JobError, match=rf"^Job `bad` failed on rank {last} .*a_target_that_this_rank_lacks"):
+    with pytest.raises(
+        JobError, match=rf"^Job `bad` failed on rank {last} .*a_target_that_this_rank_lacks"
+    ):
         runner.run()
     assert bad.step == 0
     same(good.state, alone(good_step, 0.2, 4))
@@ -150,7 +176,8 @@ def unlike_numbers_of_steps():
     bad = runner.add("bad", fn)
     good = runner.add("good", train, step=step, rate=0.2, n=4)
     with pytest.raises(
-        JobError, match=r"^Job `bad` does different things on different ranks after step 2: rank 0 called"
+        JobError,
+        match=r"^Job `bad` does different things on different ranks after step 2: rank 0 called",
     ):
         runner.run()
     assert bad.step == 2
@@ -175,7 +202,8 @@ def data_that_raises_on_one_rank():
     bad = runner.add("bad", fn)
     good = runner.add("good", train, step=step, rate=0.2, n=4)
     with pytest.raises(
-        JobError, match=rf"^Job `bad` failed on rank {last} after .*OSError: disk gone \(raised by the data"
+        JobError,
+        match=rf"^Job `bad` failed on rank {last} after .*OSError: disk gone \(raised by the data",
     ):
         runner.run()
     assert bad.step == 2
@@ -238,7 +266,10 @@ def a_branch_at_different_calls():
     if WORLD.size == 1:
         return
     every_third = jaxcross.crossover(
-        lambda n, x: (n + 1, jax.lax.cond(n % 3 == 2, lambda v: jax.lax.pmean(v, "batch"), lambda v: v, x)),
+        lambda n, x: (
+            n + 1,
+            jax.lax.cond(n % 3 == 2, lambda v: jax.lax.pmean(v, "batch"), lambda v: v, x),
+        ),
         axes="batch",
     )
 

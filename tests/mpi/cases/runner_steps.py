@@ -1,4 +1,6 @@
-"""Every rank: the train step, data and loop of the runner's cases, and the same training without a runner."""
+"""Every rank: the train step, data and loop of the runner's cases, and the same training without a
+runner.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,9 @@ TX = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0, momentum=0.9)
 
 
 def make_step(cut="whole", explode_at=None):
-    """A small network, with synchronised statistics (an exchange that others depend on) and averaged gradients."""
+    """A small network, with synchronised statistics (an exchange that others depend on) and
+    averaged gradients.
+    """
 
     def step(state, batch):
         params, opt_state = state
@@ -26,7 +30,9 @@ def make_step(cut="whole", explode_at=None):
         value, grads = jax.value_and_grad(loss)(params)
         grads = jax.lax.pmean(grads, "batch")
         updates, opt_state = TX.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), {"loss": jax.lax.pmean(value, "batch")}
+        return (optax.apply_updates(params, updates), opt_state), {
+            "loss": jax.lax.pmean(value, "batch")
+        }
 
     return jaxcross.crossover(step, axes="batch", cut=cut, donate_argnums=0)
 
@@ -42,7 +48,10 @@ def init(rate):
 def data(n, seed=0):
     rng = np.random.default_rng(100 * seed + WORLD.rank)
     for _ in range(n):
-        yield {"x": rng.normal(size=(4, 8)).astype(np.float32), "y": rng.normal(size=(4, 1)).astype(np.float32)}
+        yield {
+            "x": rng.normal(size=(4, 8)).astype(np.float32),
+            "y": rng.normal(size=(4, 1)).astype(np.float32),
+        }
 
 
 def train(job, step, rate, n):

@@ -1,4 +1,6 @@
-"""Every rank: jobs over real exchanges. Prints one line a case; any rank that disagrees exits with an error."""
+"""Every rank: jobs over real exchanges. Prints one line a case; any rank that disagrees exits with
+an error.
+"""
 
 import sys
 import warnings
@@ -96,9 +98,13 @@ def evaluation_beside_training():
 def emulated_link():
     """Exchanges last as long as the link would, and every output says that it is emulated."""
     report = jaxcross.run(
-        [jaxcross.Job(name, make_step(), init(rate), data(6), steps=6) for name, rate in RATES.items()],
-        world=WORLD, link=Link(rate_bytes_per_s=1e6, latency_s=1e-3),
-    )  # fmt: skip
+        [
+            jaxcross.Job(name, make_step(), init(rate), data(6), steps=6)
+            for name, rate in RATES.items()
+        ],
+        world=WORLD,
+        link=Link(rate_bytes_per_s=1e6, latency_s=1e-3),
+    )
     assert "emulated link" in str(report)
     exchanges = [s for s in report.spans if s.kind == "collective" and s.nbytes]
     assert exchanges
@@ -108,8 +114,13 @@ def emulated_link():
 
 
 def compression_is_chosen_from_a_report():
-    """As the example of its docstring does: every rank chooses alike, and what it chooses exchanges."""
-    jobs = [jaxcross.Job(name, make_step(), init(rate), data(4), steps=4) for name, rate in RATES.items()]
+    """As the example of its docstring does: every rank chooses alike, and what it chooses
+    exchanges.
+    """
+    jobs = [
+        jaxcross.Job(name, make_step(), init(rate), data(4), steps=4)
+        for name, rate in RATES.items()
+    ]
     report = jaxcross.run(jobs, world=WORLD, link=Link(rate_bytes_per_s=1e5, latency_s=1e-3))
     params, logged = init(0.0)[0], []
     costs = [
@@ -125,12 +136,26 @@ def compression_is_chosen_from_a_report():
 
 
 CASES = [
-    crossover_equals_alone, jobs_from_one_state, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job,
-    failure_of_a_job_that_saves_nothing, the_cut_is_searched_for, a_trial_that_fails_on_one_rank, unlike_exchanges,
-    unlike_exchanges_alone, unlike_shapes, failure_to_compile_on_one_rank, unlike_numbers_of_steps,
-    data_that_raises_on_one_rank, stray_threads, interrupt, emulated_link, compression_is_chosen_from_a_report,
+    crossover_equals_alone,
+    jobs_from_one_state,
+    unlike_lengths_of_data,
+    evaluation_beside_training,
+    failure_of_one_job,
+    failure_of_a_job_that_saves_nothing,
+    the_cut_is_searched_for,
+    a_trial_that_fails_on_one_rank,
+    unlike_exchanges,
+    unlike_exchanges_alone,
+    unlike_shapes,
+    failure_to_compile_on_one_rank,
+    unlike_numbers_of_steps,
+    data_that_raises_on_one_rank,
+    stray_threads,
+    interrupt,
+    emulated_link,
+    compression_is_chosen_from_a_report,
     a_branch_at_different_calls,
-]  # fmt: skip
+]
 
 wanted = sys.argv[1:] or [case.__name__ for case in CASES]
 for case in [case for case in CASES if case.__name__ in wanted]:

@@ -1,4 +1,6 @@
-"""Every rank: parameter servers over real messages. Prints one line a case; any rank that disagrees raises."""
+"""Every rank: parameter servers over real messages. Prints one line a case; any rank that disagrees
+raises.
+"""
 
 import math
 import re
@@ -26,7 +28,11 @@ def gradient(params, step):
     """Of a quadratic whose minimum differs between ranks."""
 
     def loss(params):
-        return jnp.sum((params["w"] - TARGET) ** 2) * (1 + step % 2) + params["b"] ** 2 + jnp.sum(params["h"] ** 2)
+        return (
+            jnp.sum((params["w"] - TARGET) ** 2) * (1 + step % 2)
+            + params["b"] ** 2
+            + jnp.sum(params["h"] ** 2)
+        )
 
     return jax.grad(loss)(params)
 
@@ -48,7 +54,9 @@ def same(a, b):
 def close(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         rtol = 2e-2 if x.dtype == jnp.bfloat16 else 1e-5
-        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=rtol, atol=rtol)
+        np.testing.assert_allclose(
+            np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=rtol, atol=rtol
+        )
 
 
 def staleness_0_is_synchronous():
@@ -103,7 +111,9 @@ def a_slow_worker_holds_others_up_at_the_bound_only():
 
 
 def without_a_bound_others_run_ahead():
-    """The bound of the cases above is what holds: without one, rank 0 begins when the others are through."""
+    """The bound of the cases above is what holds: without one, rank 0 begins when the others are
+    through.
+    """
     steps = 20
     with ParameterServer(PARAMS, optax.sgd(0.01), staleness=math.inf) as server:
         pause = threading.Event()
@@ -151,7 +161,8 @@ def failure_of_a_worker():
             fail()
         if WORLD.rank != LAST:
             assert str(raised.value).startswith(
-                f"The parameter server cannot go on: the worker of rank {LAST} failed after step 3: ValueError: boom."
+                f"The parameter server cannot go on: the worker of rank {LAST} failed after step "
+                "3: ValueError: boom."
             )
     train(staleness=0)  # nothing is left under way
 
@@ -163,7 +174,9 @@ def failure_of_a_server():
                 server._shard.apply = mock.Mock(side_effect=MemoryError("no room"))
             server.push_pull(gradient(server.params, 0))
 
-    with pytest.raises(ExchangeError, match=rf"the server of rank {LAST} failed: MemoryError: no room"):
+    with pytest.raises(
+        ExchangeError, match=rf"the server of rank {LAST} failed: MemoryError: no room"
+    ):
         fail()
 
 
@@ -171,10 +184,14 @@ def unlike_rules():
     if WORLD.size == 1:
         return
     server = ParameterServer(PARAMS, optax.sgd(0.01), staleness=WORLD.rank)
-    with pytest.raises(ExchangeError, match=r"^ranks 0 and 1 exchange different things in `parameter server`"):
+    with pytest.raises(
+        ExchangeError, match=r"^ranks 0 and 1 exchange different things in `parameter server`"
+    ):
         server.__enter__()
     params = {"w": jnp.full(3, float(WORLD.rank))}
-    with pytest.raises(ExchangeError, match=r"^The state differs between ranks 0 and 1, first at `\['w'\]`"):
+    with pytest.raises(
+        ExchangeError, match=r"^The state differs between ranks 0 and 1, first at `\['w'\]`"
+    ):
         ParameterServer(params, optax.sgd(0.01), staleness=0).__enter__()
 
 
@@ -202,7 +219,9 @@ def beside_an_ordinary_job():
         return state
 
     with Runner(WORLD) as runner:
-        jobs = [runner.add(f"stale {s}", train, staleness=s, steps=30, rate=0.01) for s in (1, math.inf)]
+        jobs = [
+            runner.add(f"stale {s}", train, staleness=s, steps=30, rate=0.01) for s in (1, math.inf)
+        ]
         other = runner.add("ordinary", ordinary)
         runner.run()
     assert [job.step for job in (*jobs, other)] == [30, 30, 30]
@@ -222,17 +241,29 @@ def failure_of_a_job_beside_another():
     good = runner.add("good", train, staleness=0)
     with pytest.raises(JobError) as error:
         runner.run()
-    assert re.search(rf"^Job `bad` failed on .*rank {LAST} (failed )?after step 3: ValueError: boom", str(error.value))
+    assert re.search(
+        rf"^Job `bad` failed on .*rank {LAST} (failed )?after step 3: ValueError: boom",
+        str(error.value),
+    )
     same(good.state, train(staleness=0))
 
 
 CASES = [
-    staleness_0_is_synchronous, the_bound_holds, asynchronous_training_converges,
-    a_slow_worker_holds_others_up_at_the_bound_only, without_a_bound_others_run_ahead,
-    unlike_numbers_of_steps, large_messages, what_is_not_finite_shows_on_every_rank, failure_of_a_worker,
-    failure_of_a_server, unlike_rules, two_jobs_in_crossover_equal_jobs_alone, beside_an_ordinary_job,
+    staleness_0_is_synchronous,
+    the_bound_holds,
+    asynchronous_training_converges,
+    a_slow_worker_holds_others_up_at_the_bound_only,
+    without_a_bound_others_run_ahead,
+    unlike_numbers_of_steps,
+    large_messages,
+    what_is_not_finite_shows_on_every_rank,
+    failure_of_a_worker,
+    failure_of_a_server,
+    unlike_rules,
+    two_jobs_in_crossover_equal_jobs_alone,
+    beside_an_ordinary_job,
     failure_of_a_job_beside_another,
-]  # fmt: skip
+]
 
 for case in CASES:
     case()

@@ -1,4 +1,6 @@
-"""Ranks with several local devices each: a step whose arrays the user has laid out, alone and as jobs of a runner."""
+"""Ranks with several local devices each: a step whose arrays the user has laid out, alone and as
+jobs of a runner.
+"""
 
 import logging
 
@@ -29,7 +31,10 @@ def train_step(params, batch):
 
 def batch(rank, n):
     draw = np.random.default_rng((rank, n))
-    return {"x": draw.standard_normal((8, 6), np.float32), "y": draw.standard_normal((8, 12), np.float32)}
+    return {
+        "x": draw.standard_normal((8, 6), np.float32),
+        "y": draw.standard_normal((8, 12), np.float32),
+    }
 
 
 def initial():
@@ -60,18 +65,24 @@ def by_hand():
             data = batch(rank, n)
             error = 2 * (data["x"] @ params["wide"] + params["bias"] - data["y"]) / data["y"].size
             gradients.append({"wide": data["x"].T @ error, "bias": error.sum(0)})
-        params = {k: v - 0.1 * np.mean([g[k] for g in gradients], axis=0) for k, v in params.items()}
+        params = {
+            k: v - 0.1 * np.mean([g[k] for g in gradients], axis=0) for k, v in params.items()
+        }
     return params
 
 
 for name, place in {
-    "sharded": lambda b: jax.device_put(b, ROWS), "replicated": lambda b: jax.device_put(b, SAME), "numpy": lambda b: b,
+    "sharded": lambda b: jax.device_put(b, ROWS),
+    "replicated": lambda b: jax.device_put(b, SAME),
+    "numpy": lambda b: b,
     "unplaced": lambda b: jax.tree.map(jnp.asarray, b),
-}.items():  # fmt: skip
+}.items():
     step = jaxcross.crossover(train_step, axes="batch", donate_argnums=0)
     params, _ = alone(step, place)
     for key, value in by_hand().items():
-        np.testing.assert_allclose(params[key], value, rtol=1e-5, atol=1e-6, err_msg=f"{name} {key}")
+        np.testing.assert_allclose(
+            params[key], value, rtol=1e-5, atol=1e-6, err_msg=f"{name} {key}"
+        )
     finals = {}
 
     def keep(job, step=step, place=place, finals=finals):

@@ -1,9 +1,13 @@
-"""The named steps of `shard_map_table` on four ranks, held against four XLA devices of rank 0's own process."""
+"""The named steps of `shard_map_table` on four ranks, held against four XLA devices of rank 0's own
+process.
+"""
 
 import os
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.environ.get(
+    "XLA_FLAGS", ""
+)
 
 import jax
 from mpi4py import MPI

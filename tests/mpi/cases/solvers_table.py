@@ -1,5 +1,5 @@
-"""Solvers whose operator exchanges, over MPI, all or those that are named: what `vmap` gives, alone and in two jobs of
-one run.
+"""Solvers whose operator exchanges, over MPI, all or those that are named: what `vmap` gives, alone
+and in two jobs of one run.
 """
 
 import sys
@@ -33,12 +33,17 @@ def solves(job, name):
 # Each oracle, which holds all ranks, is compiled by one of them.
 mine = {
     name: [
-        jax.tree.map(np.asarray, jax.tree.leaves(result)) for result in vmap_oracle(step, {"batch": world.size}, args)
+        jax.tree.map(np.asarray, jax.tree.leaves(result))
+        for result in vmap_oracle(step, {"batch": world.size}, args)
     ]
     for step_number, (name, step) in enumerate(chosen.items())
     if step_number % world.size == world.rank
 }
-wanted = {name: results[world.rank] for part in MPI.COMM_WORLD.allgather(mine) for name, results in part.items()}
+wanted = {
+    name: results[world.rank]
+    for part in MPI.COMM_WORLD.allgather(mine)
+    for name, results in part.items()
+}
 alone = {}
 for name, step in chosen.items():
     alone[name] = jaxcross.crossover(step, axes="batch")(*args[world.rank])

@@ -1,7 +1,9 @@
-"""One rank of a sweep with pruning that may be killed: `sweep_killed.py FOLDER TRIALS RESULT [RANK COUNT]`.
+"""One rank of a sweep with pruning that may be killed: `sweep_killed.py FOLDER TRIALS RESULT [RANK
+COUNT]`.
 
-Rank RANK ends itself without a word when its trials have logged or saved COUNT times in all. Rank 0 writes RESULT.
-The variable `METRIC` is `loss`, which the loop logs, or `eval/loss` of an evaluation, which stops trials early, too.
+Rank RANK ends itself without a word when its trials have logged or saved COUNT times in all. Rank 0
+writes RESULT. The variable `METRIC` is `loss`, which the loop logs, or `eval/loss` of an
+evaluation, which stops trials early, too.
 """
 
 import itertools
@@ -34,7 +36,9 @@ def step(state, batch):
     value, grad = jax.value_and_grad(loss)(state["w"])
     value, grad = jax.lax.pmean((value, grad), "batch")
     momentum = 0.9 * state["momentum"] + grad
-    return {**state, "w": state["w"] - state["lr"] * momentum, "momentum": momentum}, {"loss": value}
+    return {**state, "w": state["w"] - state["lr"] * momentum, "momentum": momentum}, {
+        "loss": value
+    }
 
 
 def data():
@@ -86,8 +90,17 @@ study = optuna.create_study(
 )
 space = {"lr": optuna.distributions.FloatDistribution(1e-3, 0.3, log=True), "steps": [12, 20, 28]}
 result = jaxcross.sweep(
-    train, study, space=space, trials=int(TRIALS), metric=METRIC, concurrent=3, folder=FOLDER, keep=None
+    train,
+    study,
+    space=space,
+    trials=int(TRIALS),
+    metric=METRIC,
+    concurrent=3,
+    folder=FOLDER,
+    keep=None,
 )
 if WORLD.rank == 0:
-    facts = [[t.number, t.params, t.status, t.step, t.value, t.digest, t.values] for t in result.trials]
+    facts = [
+        [t.number, t.params, t.status, t.step, t.value, t.digest, t.values] for t in result.trials
+    ]
     Path(RESULT).write_text(json.dumps({"best": result.best.number, "trials": facts}))

@@ -1,9 +1,11 @@
-"""Steps of every collective and element type, again and again in random order: `table_steps.py STEPS X64 SEED JOBS`.
+"""Steps of every collective and element type, again and again in random order: `table_steps.py
+STEPS X64 SEED JOBS`.
 
-Each row is a step under `crossover`. Compiled steps come again and new ones are made in between, so that exchanges,
-agreements and compilation follow one another in every way. All ranks draw the same order from the seed. Each step must
-give the bits of its row's first run. The steps are made one after another by the script itself if JOBS is 0, else by
-so many jobs side by side, whose threads are late at random.
+Each row is a step under `crossover`. Compiled steps come again and new ones are made in between, so
+that exchanges, agreements and compilation follow one another in every way. All ranks draw the same
+order from the seed. Each step must give the bits of its row's first run. The steps are made one
+after another by the script itself if JOBS is 0, else by so many jobs side by side, whose threads
+are late at random.
 """
 
 import json
@@ -18,12 +20,16 @@ import wire_table
 
 import jaxcross
 
-os.environ["XLA_FLAGS"] = wire_table.FLAGS  # those before the module above: here a rank has one device
+os.environ["XLA_FLAGS"] = (
+    wire_table.FLAGS
+)  # those before the module above: here a rank has one device
 NEW = 0.2  # of all steps are made anew
 
 
 def make_steps(table, inputs, steps, seed):
-    """Makes that many steps. Returns the rows, how many steps were new, and the rows whose bits changed."""
+    """Makes that many steps. Returns the rows, how many steps were new, and the rows whose bits
+    changed.
+    """
     draw = random.Random(seed)
     known, first, wrong, made = {}, {}, [], 0
     for _ in range(steps):
@@ -66,7 +72,16 @@ def main() -> None:
     texts = world.control.allgather_text(json.dumps(wrong))
     everywhere = [name for text in texts for names in json.loads(text) for name in names]
     if world.rank == 0:
-        print(json.dumps({"steps": steps, "made": sum(made), "rows": len(set().union(*rows)), "wrong": everywhere}))
+        print(
+            json.dumps(
+                {
+                    "steps": steps,
+                    "made": sum(made),
+                    "rows": len(set().union(*rows)),
+                    "wrong": everywhere,
+                }
+            )
+        )
 
 
 main()

@@ -1,7 +1,9 @@
-"""The model of `tensor_case` on meshes of four ranks or eight: against the serial model, and two jobs in crossover
-against each alone. On four ranks also unlike jobs together: 1-D, 2-D, and one that averages gradients itself.
+"""The model of `tensor_case` on meshes of four ranks or eight: against the serial model, and two
+jobs in crossover against each alone. On four ranks also unlike jobs together: 1-D, 2-D, and one
+that averages gradients itself.
 
-Prints `rank R: tensor done` if all meshes hold. The serial model is trained by every rank alone, and cut.
+Prints `rank R: tensor done` if all meshes hold. The serial model is trained by every rank alone,
+and cut.
 """
 
 import functools
@@ -29,7 +31,11 @@ MESHES = {
         "[1,1,4]": Mesh(depth=4),
         "data 2 x 1-D on 2": Mesh(data=2, tensor=2),
     },
-    8: {"[2,2,2]": Mesh(side=2, depth=2), "1-D on 8": Mesh(tensor=8), "data 2 x [2,2,1]": Mesh(data=2, side=2)},
+    8: {
+        "[2,2,2]": Mesh(side=2, depth=2),
+        "1-D on 8": Mesh(tensor=8),
+        "data 2 x [2,2,1]": Mesh(data=2, side=2),
+    },
 }[world.size]
 OPTIONS = {"layers": 1, "heads": HEADS if world.size == 4 else 2 * HEADS}
 
@@ -44,7 +50,9 @@ def loop(job, step, start, rows):
 
 def same_bits(a, b, what):
     for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), f"{what}{jax.tree_util.keystr(path)}"
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), (
+            f"{what}{jax.tree_util.keystr(path)}"
+        )
 
 
 def received_bytes(program, mesh):
@@ -52,13 +60,17 @@ def received_bytes(program, mesh):
 
 
 def check_bytes(step, training, params):
-    """The step that ran received what `step_cost` says, and two norms: that of the metrics and that of the clipping."""
+    """The step that ran received what `step_cost` says, and two norms: that of the metrics and that
+    of the clipping.
+    """
     norm = functools.partial(tensor.global_norm, specs=training.specs, mesh=training.mesh)
     norms = 2 * received_bytes(
         stages.cut(jaxcross.crossover(norm, axes=training.mesh.axes).trace(params)), training.mesh
     )
     cost = tensor.step_cost(training.model, BATCH, LENGTH)
-    assert received_bytes(step.latest_program, training.mesh) == cost.received_bytes + norms, training.mesh
+    assert received_bytes(step.latest_program, training.mesh) == cost.received_bytes + norms, (
+        training.mesh
+    )
 
 
 def check_replicas(params, training):
@@ -67,14 +79,18 @@ def check_replicas(params, training):
 
 
 def averaging():
-    """Data parallelism of the serial model over all ranks, its gradients averaged by the step itself."""
+    """Data parallelism of the serial model over all ranks, its gradients averaged by the step
+    itself.
+    """
     plain = Training(Mesh(), **OPTIONS)
 
     def step(state, batch):
         params, opt_state = state
         loss, grads = plain.loss_and_gradients(params, batch)
         updates, opt_state = plain.tx.update(jax.lax.pmean(grads, "batch"), opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), {"loss": jax.lax.pmean(loss, "batch")}
+        return (optax.apply_updates(params, updates), opt_state), {
+            "loss": jax.lax.pmean(loss, "batch")
+        }
 
     return (
         jaxcross.crossover(step, axes={"batch": world.size}),
@@ -84,7 +100,9 @@ def averaging():
 
 
 serial = Training(Mesh(), **OPTIONS)
-(want, want_adam), want_metrics = loop(None, jax.jit(serial.step), lambda rank: serial.state(), lambda b, rank: b)
+(want, want_adam), want_metrics = loop(
+    None, jax.jit(serial.step), lambda rank: serial.state(), lambda b, rank: b
+)
 every = {}
 for name, mesh in MESHES.items():
     print(f"rank {rank}: {name}", file=sys.stderr, flush=True)
@@ -100,7 +118,9 @@ for name, mesh in MESHES.items():
     close(adam, tensor.shard(want_adam, specs, mesh, rank), 2e-3, f"{name}, rank {rank}: ")
     check_bytes(step, training, params)
 
-    gathered = jaxcross.crossover(functools.partial(tensor.gather, specs=training.specs, mesh=mesh), axes=mesh.axes)
+    gathered = jaxcross.crossover(
+        functools.partial(tensor.gather, specs=training.specs, mesh=mesh), axes=mesh.axes
+    )
     if mesh.inner:  # what nobody cuts, nobody gathers
         close(gathered(params), want, 2e-4, f"{name}, gathered: ")
     check_replicas(params, training)
@@ -115,10 +135,16 @@ name = "[2,2,1]" if world.size == 4 else "[2,2,2]"
 half = Training(MESHES[name], dtype=jnp.bfloat16, **OPTIONS)
 call = jaxcross.crossover(half.loss_and_gradients, axes=half.mesh.axes)
 loss, grads = call(half.params(rank), half.mesh.local_batch(batch(0), rank))
-told = on_ranks(half.loss_and_gradients, half.mesh, lambda r: (half.params(r), half.mesh.local_batch(batch(0), r)))
+told = on_ranks(
+    half.loss_and_gradients,
+    half.mesh,
+    lambda r: (half.params(r), half.mesh.local_batch(batch(0), r)),
+)
 want_loss, want_grads = told[rank]  # sums of 16 bits are rounded in other places
 np.testing.assert_allclose(loss, want_loss, rtol=1e-3)
-for (path, got), expected in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True):
+for (path, got), expected in zip(
+    jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
+):
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     off = np.linalg.norm(got - expected) / np.linalg.norm(expected)
     assert off <= 2e-2, f"bfloat16, {jax.tree_util.keystr(path)}: {off}"

@@ -1,4 +1,5 @@
-"""Every rank: are sums over both wires, in place, and without blocking equal to mpi4jax's, bit for bit?
+"""Every rank: are sums over both wires, in place, and without blocking equal to mpi4jax's, bit for
+bit?
 
 Rank 0 prints, for each way of summing, the sizes at which some rank's bits differ.
 """
@@ -24,7 +25,12 @@ def sums(x):
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.psum(x, "batch"), axis_env=list(axes.items()))(x)
     for over in ("mpi4jax", "mpi4py"):
         program = MpiWire(WORLD, over=over).lower(jaxpr, axes)
-        yield over, program.compile([x], name=over, host=jax.devices("cpu")[0], place=None)(jax.numpy.asarray(x))[0]
+        yield (
+            over,
+            program.compile([x], name=over, host=jax.devices("cpu")[0], place=None)(
+                jax.numpy.asarray(x)
+            )[0],
+        )
     comm, result = WORLD.communicator(WORLD.rank_grid(axes), ("batch",)), np.array(x)
     comm.Allreduce(MPI.IN_PLACE, result)
     yield "in place", result

@@ -1,4 +1,6 @@
-"""What the table of collectives does not show, on NumPy's arrays. All ranks run each check; JSON says how it went."""
+"""What the table of collectives does not show, on NumPy's arrays. All ranks run each check; JSON
+says how it went.
+"""
 
 import json
 import traceback
@@ -50,7 +52,9 @@ def run(function, *args, options=None, **kwargs):
 
 
 def messages(function, *args):
-    """The calls and operands of a lowered function's messages, in program order, loops entered once."""
+    """The calls and operands of a lowered function's messages, in program order, loops entered
+    once.
+    """
 
     def walk(jaxpr):
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
@@ -91,22 +95,32 @@ def extremes_of_nan_and_signed_zero():
     x = np.array([np.nan if RANK == 0 else 1.0, -np.inf, -0.0 if RANK else 0.0, -RANK], np.float32)
     top, low = run(lambda x: (lax.pmax(x, "r"), lax.pmin(x, "r")), x)
     assert np.isnan(top[0]) and np.isnan(low[0])
-    assert (top[1:] == np.array([-np.inf, 0, 0])).all() and (low[1:] == np.array([-np.inf, 0, 1 - P])).all()
+    assert (top[1:] == np.array([-np.inf, 0, 0])).all() and (
+        low[1:] == np.array([-np.inf, 0, 1 - P])
+    ).all()
     assert not np.signbit(top[2]) and np.signbit(low[2])
     # Of 8 bits every one is a number but NaN's, which lies between them.
     for dtype in (jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz, jnp.float8_e4m3b11fnuz):
         most = float(jnp.finfo(dtype).max)
-        x = np.array([np.nan if RANK == 0 else 1.0, most if RANK else 1.0, -most if RANK else 1.0, -RANK])
+        x = np.array(
+            [np.nan if RANK == 0 else 1.0, most if RANK else 1.0, -most if RANK else 1.0, -RANK]
+        )
         top, low = run(lambda x: (lax.pmax(x, "r"), lax.pmin(x, "r")), x.astype(dtype))
         assert (top.dtype, low.dtype) == (dtype, dtype)
         top, low = top.astype(np.float32), low.astype(np.float32)
         assert np.isnan(top[0]) and np.isnan(low[0]), (dtype, top, low)
-        assert top[1:].tolist() == [most, 1, 0] and low[1:].tolist() == [1, -most, 1 - P], (dtype, top, low)
+        assert top[1:].tolist() == [most, 1, 0] and low[1:].tolist() == [1, -most, 1 - P], (
+            dtype,
+            top,
+            low,
+        )
 
 
 def extremes_of_a_type_without_a_sign():
     x = np.array([0.5 if RANK else 4.0, 1.0, np.nan if RANK else 2.0]).astype(jnp.float8_e8m0fnu)
-    top, low = (v.astype(np.float32) for v in run(lambda x: (lax.pmax(x, "r"), lax.pmin(x, "r")), x))
+    top, low = (
+        v.astype(np.float32) for v in run(lambda x: (lax.pmax(x, "r"), lax.pmin(x, "r")), x)
+    )
     assert (top[:2] == np.array([4.0, 1.0])).all() and (low[:2] == np.array([0.5, 1.0])).all()
     assert np.isnan(top[2]) and np.isnan(low[2])
 
@@ -139,7 +153,9 @@ def loops_run_their_exchanges():
             return i + 1, lax.psum(v, "r") / P + lax.axis_index("r") * 0
 
         inner = jax.checkpoint(lambda v: lax.pmean(jnp.sin(v), "r"))
-        return lax.while_loop(lambda c: lax.pmax(c[0], "r") < 3, body, (0, x))[1], jax.grad(lambda v: inner(v).sum())(x)
+        return lax.while_loop(lambda c: lax.pmax(c[0], "r") < 3, body, (0, x))[1], jax.grad(
+            lambda v: inner(v).sum()
+        )(x)
 
     x = np.arange(4, dtype=np.float32)
     value, gradient = run(step, x)
@@ -194,16 +210,22 @@ def large_arrays_are_not_copied():
     _, function = lowered(lambda x: lax.psum(x, "r"), x)
     text = jax.jit(function).lower(x).as_text()
     operations = [line for line in text.splitlines() if "stablehlo." in line]
-    assert ["create_token" in operations[0], "custom_call" in operations[1], len(operations)] == [True, True, 2], text
+    assert ["create_token" in operations[0], "custom_call" in operations[1], len(operations)] == [
+        True,
+        True,
+        2,
+    ], text
     text = jax.jit(function).lower(x).compile(AS_USERS_HAVE_IT).as_text()
     assert " copy(" not in text and "fusion" not in text, text
-    # In 16 bits one pass widens what came, sums and rounds it; one before and one behind turn floats into integers, as
-    # MPI has no such floats, and back.
+    # In 16 bits one pass widens what came, sums and rounds it; one before and one behind turn
+    # floats into integers, as MPI has no such floats, and back.
     narrow = jax.ShapeDtypeStruct((64, P * 1024), jnp.bfloat16)
     _, function = lowered(lambda x: lax.psum(x, "r"), narrow)
     assert [name for name, _ in messages(function, narrow)] == ["alltoall", "allgather"]
     _, entry = jax.jit(function).lower(narrow).compile(AS_USERS_HAVE_IT).as_text().split("\nENTRY ")
-    assert not any(f" {name}(" in entry for name in ("copy", "concatenate", "pad", "slice", "transpose")), entry
+    assert not any(
+        f" {name}(" in entry for name in ("copy", "concatenate", "pad", "slice", "transpose")
+    ), entry
     assert entry.count(" fusion(") + entry.count(" call(") == 3, entry
 
 
@@ -217,7 +239,8 @@ def small_sums_travel_together():
     a, b, c = counted + RANK, np.float32(RANK), np.full((4,), RANK, np.int32)
     large, narrow = np.full((1025, 1024), RANK, np.float32), np.full((5,), RANK + 1, jnp.bfloat16)
     _, function = lowered(step, a, b, c, large, narrow)
-    # a and b, the large one, the integers, 16-bit floats by their own way, and what needs the first sum
+    # a and b, the large one, the integers, 16-bit floats by their own way, and what needs the first
+    # sum
     sizes = [x.size for _, x in messages(function, a, b, c, large, narrow)]
     assert sizes == [7, large.size, 4, 5, 6], sizes
     sums = call(function, a, b, c, large, narrow)
@@ -248,13 +271,20 @@ def sums_travel_together_whatever_is_computed_between_them():
 
 
 def sixteen_bit_sums_travel_together():
-    xs = [np.full((n,), (1 + i) * (RANK + 1), jnp.bfloat16) for i, n in enumerate((40_001, 50_000, 45_003))]
+    xs = [
+        np.full((n,), (1 + i) * (RANK + 1), jnp.bfloat16)
+        for i, n in enumerate((40_001, 50_000, 45_003))
+    ]
     jaxpr, function = lowered(lambda *xs: [lax.psum(x, "r") for x in xs], *xs)
     assert [name for name, _ in messages(function, *xs)] == ["alltoall", "allgather"]
     exchanges = [x for eqn in compat.open_jaxpr(jaxpr)[0].eqns for x in recognise(eqn, AXES)]
-    assert issued_bytes(lowered_jaxpr(function, *xs), P) == sum(wire_bytes(x, AXES) for x in exchanges)
+    assert issued_bytes(lowered_jaxpr(function, *xs), P) == sum(
+        wire_bytes(x, AXES) for x in exchanges
+    )
     alone = [run(lambda x: lax.psum(x, "r"), x, options=AS_USERS_HAVE_IT)[0] for x in xs]
-    for got, expected, x in zip(call(function, *xs, options=AS_USERS_HAVE_IT), alone, xs, strict=True):
+    for got, expected, x in zip(
+        call(function, *xs, options=AS_USERS_HAVE_IT), alone, xs, strict=True
+    ):
         assert (got == expected).all() and (got.shape, got.dtype) == (x.shape, x.dtype)
 
 
@@ -277,8 +307,14 @@ def bytes_follow_the_formula():
     for name, (function, operand) in table.items():
         for wire in (WIRE, MpiWire(world, max_count=12_345)):
             jaxpr, low = lowered(function, operand, wire=wire)
-            exchanges = [e for eqn in compat.open_jaxpr(jaxpr)[0].eqns for e in wire.recognise(eqn, AXES) or ()]
-            issued = MPI.COMM_WORLD.allreduce(issued_bytes(lowered_jaxpr(low, operand), P), op=MPI.MAX)
+            exchanges = [
+                e
+                for eqn in compat.open_jaxpr(jaxpr)[0].eqns
+                for e in wire.recognise(eqn, AXES) or ()
+            ]
+            issued = MPI.COMM_WORLD.allreduce(
+                issued_bytes(lowered_jaxpr(low, operand), P), op=MPI.MAX
+            )
             assert [wire_bytes(e, AXES) for e in exchanges] == [issued], (name, issued, exchanges)
     mean = wire_bytes(exchanges[0], AXES) if P == 1 else x.size * 4
     assert mean == (0 if P == 1 else x.size * 4)
@@ -294,14 +330,21 @@ def mpi4jax_equations_are_exchanges_too():
         z = mpi4jax.sendrecv(y, y, np.int64((RANK - 1) % P), np.int64((RANK + 1) % P), comm=comm)
         mpi4jax.barrier(comm=comm)
         b = mpi4jax.bcast(x, 0, comm=comm)
-        return z, b, jax.grad(lambda v: mpi4jax.allreduce(v, MPI.SUM, comm=comm).sum())(x), lax.psum(x, "r")
+        return (
+            z,
+            b,
+            jax.grad(lambda v: mpi4jax.allreduce(v, MPI.SUM, comm=comm).sum())(x),
+            lax.psum(x, "r"),
+        )
 
     counted = np.arange(3, dtype=np.float32)
     x = counted + RANK
     jaxpr, function = lowered(step, x)
     found = [e for eqn in compat.open_jaxpr(jaxpr)[0].eqns for e in WIRE.recognise(eqn, AXES) or ()]
     ops = ["mpi.allreduce", "mpi.sendrecv", "mpi.barrier", "mpi.bcast", "mpi.allreduce", "psum"]
-    assert [e.op for e in found if e.op != "mpi.allreduce"] == [o for o in ops if o != "mpi.allreduce"], found
+    assert [e.op for e in found if e.op != "mpi.allreduce"] == [
+        o for o in ops if o != "mpi.allreduce"
+    ], found
     assert dict(found[0].params) == {"ranks": tuple(range(P)), "reduction": "SUM"}
     assert isinstance(function, Traceable)  # over mpi4jax, whatever the world's wire is
     z, b, gradient, total = jax.tree.map(np.asarray, compiled(function, x)(x))
@@ -312,18 +355,24 @@ def mpi4jax_equations_are_exchanges_too():
 
 def a_shard_map_body_runs_on_each_rank():
     spec = jax.sharding.PartitionSpec
-    mesh = jax.sharding.AbstractMesh((P,), ("r",), axis_types=(jax.sharding.AxisType.Auto,))  # in JAX 0.10 the default
+    mesh = jax.sharding.AbstractMesh(
+        (P,), ("r",), axis_types=(jax.sharding.AxisType.Auto,)
+    )  # in JAX 0.10 the default
     step = jax.shard_map(
         lambda w, x: jax.grad(lambda w: jnp.sin(w * x).sum())(w),
         mesh=mesh,
         in_specs=(spec(), spec("r")),
         out_specs=spec(),
     )
-    (eqn,) = compat.open_jaxpr(jax.make_jaxpr(step)(np.ones(3, np.float32), np.ones(3 * P, np.float32)))[0].eqns
+    (eqn,) = compat.open_jaxpr(
+        jax.make_jaxpr(step)(np.ones(3, np.float32), np.ones(3 * P, np.float32))
+    )[0].eqns
     (body,) = compat.sub_jaxprs(eqn)
     function = WIRE.lower(jax.extend.core.ClosedJaxpr(*compat.open_jaxpr(body)), AXES)
     (gradient,) = call(function, np.ones(3, np.float32), np.full(3, RANK + 1.0, np.float32))
-    assert np.allclose(gradient, sum((r + 1) * np.cos(r + 1.0) for r in range(P)), atol=1e-6), gradient
+    assert np.allclose(gradient, sum((r + 1) * np.cos(r + 1.0) for r in range(P)), atol=1e-6), (
+        gradient
+    )
 
 
 def an_exchange_that_is_no_part_of_a_loop_is_refused():
@@ -333,7 +382,9 @@ def an_exchange_that_is_no_part_of_a_loop_is_refused():
     try:
         lowered(lambda x: lax.scan(body, x, None, length=3)[0], np.ones(3, np.float32))
     except ExchangeError as error:
-        assert str(error).startswith("An exchange inside `custom_linear_solve` cannot be reached, at "), error
+        assert str(error).startswith(
+            "An exchange inside `custom_linear_solve` cannot be reached, at "
+        ), error
     else:
         raise AssertionError("its solution would be the sum")
 
@@ -357,13 +408,19 @@ def mean_halves_the_bytes():
     tx = mean("r", wire_dtype=jnp.bfloat16)
     grads = {"w": np.full((4,), 1.0 + RANK, np.float32), "n": np.full((2,), 2.0, jnp.bfloat16)}
     flat, tree = jax.tree.flatten(grads)
-    got = run(lambda *g: jax.tree.leaves(tx.update(jax.tree.unflatten(tree, g), tx.init(grads))[0]), *flat)
+    got = run(
+        lambda *g: jax.tree.leaves(tx.update(jax.tree.unflatten(tree, g), tx.init(grads))[0]), *flat
+    )
     assert [str(g.dtype) for g in got] == ["bfloat16", "float32"]
     assert (got[0] == 2).all() and (got[1] == (P + 1) / 2).all()
 
 
 def main():
-    names = [n for n, f in globals().items() if callable(f) and getattr(f, "__module__", "") == "__main__"]
+    names = [
+        n
+        for n, f in globals().items()
+        if callable(f) and getattr(f, "__module__", "") == "__main__"
+    ]
     helpers = {"lowered", "lowered_jaxpr", "call", "compiled", "run", "messages", "main"}
     found = {}
     for name in [n for n in names if n not in helpers]:

@@ -1,4 +1,6 @@
-"""Every collective, element type and set of axes over MPI, compared with XLA's own collectives in one process."""
+"""Every collective, element type and set of axes over MPI, compared with XLA's own collectives in
+one process.
+"""
 
 import json
 import os
@@ -23,7 +25,9 @@ INTEGERS = ("int8", "uint8", "int32", "int64", "uint32")
 
 
 def rows(n, axes, dtypes):
-    """Name -> function of one rank's array of shape (2 n, 3), where n is the number of ranks over `axes`."""
+    """Name -> function of one rank's array of shape (2 n, 3), where n is the number of ranks over
+    `axes`.
+    """
     ring = [(i, (i + 1) % n) for i in range(n)]
     table = {
         "psum": lambda x: lax.psum(x, axes),
@@ -45,7 +49,10 @@ def rows(n, axes, dtypes):
         "twice": lambda x: lax.psum(lax.psum(x, axes).astype(x.dtype) // n, axes),
         "index": lambda x: x + lax.axis_index(axes).astype(x.dtype),
     }
-    skipped = {"bool": {"pmean", "scatter", "scatter_tiled", "twice", "index"}, "complex64": {"pmax", "pmin", "twice"}}
+    skipped = {
+        "bool": {"pmean", "scatter", "scatter_tiled", "twice", "index"},
+        "complex64": {"pmax", "pmin", "twice"},
+    }
     for dtype in dtypes:
         for name, function in table.items():
             if name not in skipped.get(dtype, ()):
@@ -54,7 +61,9 @@ def rows(n, axes, dtypes):
 
 def make(dtypes, n, rank):
     rng = np.random.default_rng(rank)
-    return {d: rng.integers(0, 2 if d == "bool" else 5, (2 * n, 3)).astype(jnp.dtype(d)) for d in dtypes}
+    return {
+        d: rng.integers(0, 2 if d == "bool" else 5, (2 * n, 3)).astype(jnp.dtype(d)) for d in dtypes
+    }
 
 
 def oracle(function, sizes, stacked):
@@ -83,7 +92,9 @@ def compare(world, sizes, axes, dtypes, max_count):
     mine = inputs[world.rank]
     flat, tree = jax.tree.flatten(mine)
     jaxpr, shape = jax.make_jaxpr(
-        lambda *xs: function(jax.tree.unflatten(tree, xs)), axis_env=list(sizes.items()), return_shape=True
+        lambda *xs: function(jax.tree.unflatten(tree, xs)),
+        axis_env=list(sizes.items()),
+        return_shape=True,
     )(*flat)
     lowered = MpiWire(world, max_count=max_count).lower(jaxpr, sizes)
     run = lowered.compile(flat, name="table", host=jax.devices("cpu")[0], place=None)
@@ -91,8 +102,15 @@ def compare(world, sizes, axes, dtypes, max_count):
     wrong = []
     for name, value in got.items():
         want = expected[name][world.rank]
-        if value.dtype != want.dtype or value.shape != want.shape or not np.array_equal(np.asarray(value), want):
-            wrong.append(f"rank {world.rank} {sizes} max_count={max_count}: {name}\n{value}\ninstead of\n{want}")
+        if (
+            value.dtype != want.dtype
+            or value.shape != want.shape
+            or not np.array_equal(np.asarray(value), want)
+        ):
+            wrong.append(
+                f"rank {world.rank} {sizes} max_count={max_count}: {name}\n{value}\ninstead "
+                f"of\n{want}"
+            )
     return len(got), wrong
 
 
@@ -100,7 +118,10 @@ def main():
     world = initialize(stall_timeout_s=60)
     jax.config.update("jax_enable_x64", True)
     all_types = (*FLOATS, *INTEGERS, "bool", "complex64")
-    plan = [({"a": size}, "a", all_types, 2**31 - 1), ({"a": size}, "a", ("float32", "bfloat16", "bool"), 4)]
+    plan = [
+        ({"a": size}, "a", all_types, 2**31 - 1),
+        ({"a": size}, "a", ("float32", "bfloat16", "bool"), 4),
+    ]
     if size == 4:
         square = {"a": 2, "b": 2}
         few = ("float32", "bfloat16", "int32")
@@ -109,7 +130,11 @@ def main():
     for step in plan:
         done, bad = compare(world, *step)
         count, wrong = count + done, wrong + bad
-    everywhere = [line for text in world.control.allgather_text(json.dumps(wrong)) for line in json.loads(text)]
+    everywhere = [
+        line
+        for text in world.control.allgather_text(json.dumps(wrong))
+        for line in json.loads(text)
+    ]
     if world.rank == 0:
         print(json.dumps({"rows": count, "wrong": everywhere}))
 

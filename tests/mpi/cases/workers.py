@@ -1,4 +1,6 @@
-"""A script as the README shows it, whose jobs have worker processes: `workers.py [--unguarded] HOW`."""
+"""A script as the README shows it, whose jobs have worker processes: `workers.py [--unguarded]
+HOW`.
+"""
 
 import multiprocessing
 import sys

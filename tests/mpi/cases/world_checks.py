@@ -1,4 +1,6 @@
-"""Communicators, agreements, state checks. Each function is a check that all ranks run; JSON says how it went."""
+"""Communicators, agreements, state checks. Each function is a check that all ranks run; JSON says
+how it went.
+"""
 
 import json
 import threading
@@ -28,7 +30,9 @@ def a_second_call_is_the_same_world():
     try:
         initialize(stall_timeout_s=5)
     except ValueError as error:
-        assert str(error).startswith("jaxcross is initialised already, with `stall_timeout_s=60` and `lanes=2`")
+        assert str(error).startswith(
+            "jaxcross is initialised already, with `stall_timeout_s=60` and `lanes=2`"
+        )
     else:
         raise AssertionError("another watchdog was accepted and ignored")
 
@@ -71,14 +75,28 @@ def equal_state_passes_and_unequal_is_named():
         world.broadcast_or_check(wrong)
         raise AssertionError("not noticed")
     except ExchangeError as error:
-        assert str(error).startswith(f"The state differs between ranks 0 and {P - 1}, first at `['w']`: "), error
+        assert str(error).startswith(
+            f"The state differs between ranks 0 and {P - 1}, first at `['w']`: "
+        ), error
 
 
 def broadcast_gives_rank_zeros_values():
-    state = {"w": jnp.full((3,), RANK, jnp.bfloat16), "key": jax.random.key(RANK), "step": RANK, "e": jnp.zeros((0, 2))}
+    state = {
+        "w": jnp.full((3,), RANK, jnp.bfloat16),
+        "key": jax.random.key(RANK),
+        "step": RANK,
+        "e": jnp.zeros((0, 2)),
+    }
     got = world.broadcast_or_check(state, mode="broadcast")
-    assert (got["w"] == 0).all() and got["w"].dtype == jnp.bfloat16 and got["step"] == 0 and type(got["step"]) is int
-    assert jax.random.key_data(got["key"]).tolist() == jax.random.key_data(jax.random.key(0)).tolist()
+    assert (
+        (got["w"] == 0).all()
+        and got["w"].dtype == jnp.bfloat16
+        and got["step"] == 0
+        and type(got["step"]) is int
+    )
+    assert (
+        jax.random.key_data(got["key"]).tolist() == jax.random.key_data(jax.random.key(0)).tolist()
+    )
     assert got["e"].shape == (0, 2)
     try:
         world.broadcast_or_check({"w": jnp.zeros(3 + RANK)}, mode="broadcast")
@@ -92,7 +110,10 @@ def leaves_of_a_rank_stay_as_they_are():
     named = ("['mask']['a']",)
     got = world.broadcast_or_check(mine, mode="broadcast", rank_local=named)
     assert (got["w"] == 0).all() and got["mask"]["a"] is mine["mask"]["a"]
-    assert world.broadcast_or_check({**mine, "w": jnp.zeros(3)}, rank_local=named)["mask"] == mine["mask"]
+    assert (
+        world.broadcast_or_check({**mine, "w": jnp.zeros(3)}, rank_local=named)["mask"]
+        == mine["mask"]
+    )
     for mode in ("check", "broadcast"):
         try:
             wrong = {"w": jnp.zeros(3), "mask": {"a": jnp.zeros(2) if RANK else "text"}}
@@ -110,16 +131,24 @@ def what_is_no_array_is_refused_on_every_rank():
                 raise AssertionError("not noticed")
             except TypeError as error:
                 kind = type(leaf).__name__
-                assert str(error).startswith(f"`['a']['b']` of the state is of type `{kind}`: its leaves must"), error
+                assert str(error).startswith(
+                    f"`['a']['b']` of the state is of type `{kind}`: its leaves must"
+                ), error
     try:
         world.broadcast_or_check({"a": 1.0 if RANK else "text"})
         raise AssertionError("not noticed")
     except ExchangeError as error:
-        assert "between ranks 0 and 1, first at `['a']`: of type str and float64[" in str(error), error
+        assert "between ranks 0 and 1, first at `['a']`: of type str and float64[" in str(error), (
+            error
+        )
 
 
 def main():
-    names = [n for n, f in globals().items() if callable(f) and getattr(f, "__module__", "") == "__main__"]
+    names = [
+        n
+        for n, f in globals().items()
+        if callable(f) and getattr(f, "__module__", "") == "__main__"
+    ]
     found = {}
     for name in [n for n in names if n != "main"]:
         try:

@@ -1,8 +1,8 @@
-"""Every step of the zoo on the ranks of this run, through `crossover`: against `vmap`, on up to two ranks against one
-executable, and two jobs in crossover against each alone.
+"""Every step of the zoo on the ranks of this run, through `crossover`: against `vmap`, on up to two
+ranks against one executable, and two jobs in crossover against each alone.
 
-Prints `rank R: zoo done` if all rows hold, or those whose names begin with an argument. Each row's oracle, which holds
-all ranks, is computed by one of them.
+Prints `rank R: zoo done` if all rows hold, or those whose names begin with an argument. Each row's
+oracle, which holds all ranks, is computed by one of them.
 """
 
 import sys
@@ -29,12 +29,20 @@ def copied(tree):
 
 
 def one_executable(traced):
-    """The same step with the same exchanges through the wire's lowering, compiled as one segment."""
+    """The same step with the same exchanges through the wire's lowering, compiled as one
+    segment.
+    """
     coords = world.wire().coords(traced.axes)
     bound = compat.close(bind_axis_index(compat.open_jaxpr(traced.jaxpr)[0], coords))
     host = jax.devices("cpu")[0]
-    fused = world.wire().lower(bound, traced.axes).compile(traced.in_avals, name="fused", host=host, place=None)
-    return lambda *args: jax.tree.unflatten(traced.out_tree, fused(*traced.consts, *jax.tree.leaves((args, {}))))
+    fused = (
+        world.wire()
+        .lower(bound, traced.axes)
+        .compile(traced.in_avals, name="fused", host=host, place=None)
+    )
+    return lambda *args: jax.tree.unflatten(
+        traced.out_tree, fused(*traced.consts, *jax.tree.leaves((args, {})))
+    )
 
 
 def same_bits(a, b, what):
@@ -42,11 +50,15 @@ def same_bits(a, b, what):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)
         x, y = np.asarray(x), np.asarray(y)
-        assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), f"{what}{jax.tree_util.keystr(path)}: {x} is not {y}"
+        assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), (
+            f"{what}{jax.tree_util.keystr(path)}: {x} is not {y}"
+        )
 
 
 def in_place():
-    """NNX objects changed by the step itself: the same values as its functional twin under `vmap`."""
+    """NNX objects changed by the step itself: the same values as its functional twin under
+    `vmap`.
+    """
 
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -75,7 +87,9 @@ def in_place():
         return nnx.state(objects), loss
 
     model, optimizer = fresh()
-    step = jaxcross.crossover(lambda o, *batch: train_step(*o["objects"], *batch), axes="batch", donate_argnums=0)
+    step = jaxcross.crossover(
+        lambda o, *batch: train_step(*o["objects"], *batch), axes="batch", donate_argnums=0
+    )
     oracle, states = over_ranks(pure, {"batch": size}), [state] * size
     problems = []
     for n in range(3):
@@ -84,7 +98,12 @@ def in_place():
         expected = oracle([(s, images(r, n)) for r, s in enumerate(states)])
         states = [s for s, _ in expected]
         try:
-            assert_close((nnx.state((model, optimizer)), loss), expected[rank], 2e-5, f"nnx in place, step {n}")
+            assert_close(
+                (nnx.state((model, optimizer)), loss),
+                expected[rank],
+                2e-5,
+                f"nnx in place, step {n}",
+            )
             assert int(model.calls.get_value()) == n + 1
         except AssertionError as error:
             problems.append(str(error))
@@ -143,7 +162,11 @@ failures = []
 IN_PLACE = "nnx in place"
 wanted = tuple(sys.argv[1:]) or ("",)
 chosen = [row for row in ZOO if row.name.startswith(wanted)]
-unknown = [name for name in wanted if not any(have.startswith(name) for have in (*(r.name for r in ZOO), IN_PLACE))]
+unknown = [
+    name
+    for name in wanted
+    if not any(have.startswith(name) for have in (*(r.name for r in ZOO), IN_PLACE))
+]
 assert not unknown, f"no such rows: {unknown}"
 told = oracles(chosen)
 for row in chosen:
@@ -158,14 +181,17 @@ for row in chosen:
         batch = row.batch(rank, n)
         what = f"{row.name}, step {n}"
         traced = decide(whole_traced, jax.tree.leaves(((mine, batch), {})))
-        # More ranks make other exchanges of the same executables: there, compiling this once more tells nothing new.
+        # More ranks make other exchanges of the same executables: there, compiling this once more
+        # tells nothing new.
         if size <= 2 and traced.choices not in executables:
             executables[traced.choices] = one_executable(traced)
         fused = executables[traced.choices](mine, batch) if size <= 2 else None
         new, metrics = whole(mine, batch)
         split, split_metrics = parts(split, batch)
         try:
-            if row.bits and size == 2:  # a rank alone sends nothing, and XLA fuses across where an exchange would be
+            if (
+                row.bits and size == 2
+            ):  # a rank alone sends nothing, and XLA fuses across where an exchange would be
                 same_bits((new, metrics), fused, what)
             elif size <= 2:
                 assert_close((new, metrics), fused, row.rtol, what)

@@ -1,4 +1,6 @@
-"""Training that is killed at a random moment, started again until it is through, ends in the same bits."""
+"""Training that is killed at a random moment, started again until it is through, ends in the same
+bits.
+"""
 
 import json
 import os
@@ -23,8 +25,20 @@ def killed(tmp_path, *options, timeout, env=()):
 
 
 def test_run_killed_at_four_moments_goes_on(mpirun, tmp_path, quick_compiler):
-    """In its first write, in a step of the other rank, in a later write, and in a deletion: the seed draws these."""
-    result = killed(tmp_path, "--trials", "1", "--ranks", "2", "--seed", "266253", timeout=900, env=quick_compiler)
+    """In its first write, in a step of the other rank, in a later write, and in a deletion: the
+    seed draws these.
+    """
+    result = killed(
+        tmp_path,
+        "--trials",
+        "1",
+        "--ranks",
+        "2",
+        "--seed",
+        "266253",
+        timeout=900,
+        env=quick_compiler,
+    )
     assert result["survived"] == 1
     (trial,) = result["rows"]
     assert [(kill["rank"], kill["at"]) for kill in trial["kills"]] == [
@@ -38,7 +52,9 @@ def test_run_killed_at_four_moments_goes_on(mpirun, tmp_path, quick_compiler):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_many_killed_runs_go_on(mpirun, ranks, tmp_path):
-    result = killed(tmp_path, "--trials", "34", "--seed", "100", "--ranks", str(ranks), timeout=9000)
+    result = killed(
+        tmp_path, "--trials", "34", "--seed", "100", "--ranks", str(ranks), timeout=9000
+    )
     assert result["trials"] == result["survived"] == 34
 
 
@@ -73,7 +89,9 @@ print(f"rank {world.rank}: {job.state['mask'].tolist()}, {report.jobs[0].replica
 def test_a_ranks_own_mask_survives_two_kills(mpirun, tmp_path, quick_compiler):
     for n, killed_after in enumerate((4, 7)):
         killed = mpirun(2, MASKED, str(tmp_path), str(killed_after), env=quick_compiler)
-        assert killed.returncode != 0 and ("goes on after step" in killed.stderr) == (n > 0), killed.stderr
+        assert killed.returncode != 0 and ("goes on after step" in killed.stderr) == (n > 0), (
+            killed.stderr
+        )
     done = mpirun(2, MASKED, str(tmp_path), "-1", env=quick_compiler).check()
     assert "goes on after step" in done.stderr
     for rank, own in enumerate(("[9.0, 9.0]", "[1009.0, 1009.0]")):
@@ -118,12 +136,23 @@ for job in runner.jobs:
 
 def test_residuals_of_two_ranks_are_refused_on_three(mpirun, tmp_path, quick_compiler):
     """Of real exchanges: each rank has an error, of every job, before its first step."""
-    kept = {"top_k": "residual", "one_bit_adam": "worker_residual", "gtop_k": "residual", "power_sgd": "residual"}
+    kept = {
+        "top_k": "residual",
+        "one_bit_adam": "worker_residual",
+        "gtop_k": "residual",
+        "power_sgd": "residual",
+    }
     kept["asynchronous"] = "queue"
     done = mpirun(2, RESIDUALS, str(tmp_path), env=quick_compiler).check()
     assert done.stdout.count("step 3 None") == 2 * len(kept), done.stdout
     done = mpirun(3, RESIDUALS, str(tmp_path), env=quick_compiler).check()
     for rank in range(3):
         for name, residual in kept.items():
-            (line,) = [x for x in done.stdout.splitlines() if x.startswith(f"rank {rank}: {name} step 0 ")]
-            assert "cannot resume on 3 ranks from" in line and "which 2 ranks wrote" in line and residual in line, line
+            (line,) = [
+                x for x in done.stdout.splitlines() if x.startswith(f"rank {rank}: {name} step 0 ")
+            ]
+            assert (
+                "cannot resume on 3 ranks from" in line
+                and "which 2 ranks wrote" in line
+                and residual in line
+            ), line

@@ -15,11 +15,15 @@ from tests.support import warm_python
 
 def _run(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     line = [*warm_python.COMMAND, "-m", *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=240, env={**os.environ, **env}, check=False)
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=240, env={**os.environ, **env}, check=False
+    )
 
 
 @pytest.mark.integration
-def test_contention_is_measured(mpirun: object, quick_compiler: dict[str, str], tmp_path: Path) -> None:
+def test_contention_is_measured(
+    mpirun: object, quick_compiler: dict[str, str], tmp_path: Path
+) -> None:
     file = tmp_path / "contention.json"
     done = _run("jaxcross.cli", "contention", str(file), "--seconds", "0.5", env=quick_compiler)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -30,7 +34,9 @@ def test_contention_is_measured(mpirun: object, quick_compiler: dict[str, str], 
     assert done.stderr.count("jaxcross contention: round") == 5
 
 
-def test_one_rank_is_refused(mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_path: Path) -> None:
+def test_one_rank_is_refused(
+    mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_path: Path
+) -> None:
     """Also where the launcher belongs to another MPI, and each process is a world of its own."""
     done = _run(RANK, "1", str(tmp_path / "none.json"), env=quick_compiler)
     assert done.returncode != 0

@@ -31,11 +31,22 @@ def end(process, patience_s=30):
 
 def test_it_leaves_numbers_trace_picture_and_table(tmp_path, quick_compiler):
     """Looked at in one test: workers of pytest that share its cases would each run the demo."""
-    line = demo("--link", "none", "--output", str(tmp_path / "out"), "--json", str(tmp_path / "new" / "result.json"))
+    line = demo(
+        "--link",
+        "none",
+        "--output",
+        str(tmp_path / "out"),
+        "--json",
+        str(tmp_path / "new" / "result.json"),
+    )
     process = subprocess.Popen(
-        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        line,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
         env={**os.environ, **quick_compiler},
-    )  # fmt: skip
+    )
     try:
         stdout, stderr = process.communicate(timeout=900)
     finally:
@@ -50,14 +61,31 @@ def test_it_leaves_numbers_trace_picture_and_table(tmp_path, quick_compiler):
 def check_numbers(folder):
     result = json.loads((folder / "new" / "result.json").read_text())
     assert set(result) == {
-        "link", "sequential_s_per_step", "crossover_s_per_step", "speedup", "ratio", "reason", "bound_s_per_step",
-        "efficiency", "efficiency_alone", "compute_s_per_step", "exchange_s_per_step", "hidden_share", "jobs", "trace",
+        "link",
+        "sequential_s_per_step",
+        "crossover_s_per_step",
+        "speedup",
+        "ratio",
+        "reason",
+        "bound_s_per_step",
+        "efficiency",
+        "efficiency_alone",
+        "compute_s_per_step",
+        "exchange_s_per_step",
+        "hidden_share",
+        "jobs",
+        "trace",
         "gantt",
-    }  # fmt: skip
+    }
     assert result["link"] == "none"
-    assert [set(job) for job in result["jobs"]] == [{"name", "images_per_second", "steps", "final_loss"}] * 2
-    # On a busy machine two jobs of three steps may have no round together in one of the turns, which is left out then.
-    turns = [Report.load(folder / "out" / f"{run}.json").rounds for run in ("crossover", "crossover-2")]
+    assert [set(job) for job in result["jobs"]] == [
+        {"name", "images_per_second", "steps", "final_loss"}
+    ] * 2
+    # On a busy machine two jobs of three steps may have no round together in one of the turns,
+    # which is left out then.
+    turns = [
+        Report.load(folder / "out" / f"{run}.json").rounds for run in ("crossover", "crossover-2")
+    ]
     most = max(len(rounds.crossed) for rounds in turns)
     turns = [rounds for rounds in turns if len(rounds.crossed) == most]
     assert [job["steps"] for job in result["jobs"]] == [3 * len(turns)] * 2
@@ -71,7 +99,9 @@ def check_numbers(folder):
 
 
 def check_turns(folder):
-    """One after the other, crossover, and both again: each begins when the one before has ended, on every rank."""
+    """One after the other, crossover, and both again: each begins when the one before has ended, on
+    every rank.
+    """
     runs = ("sequential", "crossover", "sequential-2", "crossover-2")
     reports = [Report.load(folder / "out" / f"{run}.json") for run in runs]
     for before, after in pairwise(reports):
@@ -96,9 +126,12 @@ def check_table(stdout):
 def test_ctrl_c_leaves_nothing_behind(tmp_path, quick_compiler):
     process = subprocess.Popen(
         demo("--link", "none", "--output", str(tmp_path / "out")),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
         env={**os.environ, **quick_compiler},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     # a demo that never starts to train must not hang the test
     guard = threading.Timer(600, end, [process])
@@ -139,7 +172,9 @@ def test_unwritable_output_is_reported_before_training(tmp_path, option):
     file.touch()
     folders = {"--output": str(tmp_path / "out"), option: str(file / "result")}
     words = [word for pair in folders.items() for word in pair]
-    done = subprocess.run(demo("--link", "none", *words), capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(
+        demo("--link", "none", *words), capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("jaxcross demo: nothing can be written into")
     assert "Traceback" not in done.stderr

@@ -16,15 +16,30 @@ RATE_MBPS = 20
 
 
 def doctor(lab, hosts):
-    """Its exit code, its table as rows `what -> (mark, found)`, and what it has printed below the table."""
+    """Its exit code, its table as rows `what -> (mark, found)`, and what it has printed below the
+    table.
+    """
     environ = {**lab.environment(), "COLUMNS": "200"}
     done = subprocess.run(
-        lab.wrap([*DOCTOR, hosts]), env=environ, capture_output=True, text=True, timeout=240, check=False
+        lab.wrap([*DOCTOR, hosts]),
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert "└" in done.stdout, done.stdout + done.stderr
     table, below = done.stdout.split("└", 1)
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
-    return done.returncode, {what: (mark, found) for mark, what, found in cells}, below.split("┘\n", 1)[1]
+    cells = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in table.splitlines()
+        if line.startswith("│")
+    ]
+    return (
+        done.returncode,
+        {what: (mark, found) for mark, what, found in cells},
+        below.split("┘\n", 1)[1],
+    )
 
 
 def test_hosts_that_can_train_together_pass():
@@ -39,7 +54,8 @@ def test_hosts_that_can_train_together_pass():
             rows[f"{source} to {target}"][1],
         )
         assert found is not None, rows
-        # A loaded machine may be slower than the link, and never faster, except for one burst of the token bucket.
+        # A loaded machine may be slower than the link, and never faster, except for one burst of
+        # the token bucket.
         assert 0 < float(found[1]) < RATE_MBPS + 8 * lab.burst_kb * 1024 / 1e6
     assert rows["MPI's interface"][1] == "eth0 (10.77.0.1) to eth0 (10.77.0.2)"
     assert below == "Start a run: jaxcross launch -n 2 --hosts h0,h1 train.py\n"
@@ -47,7 +63,9 @@ def test_hosts_that_can_train_together_pass():
 
 def test_hosts_that_cannot_connect_or_answer_are_named():
     with Lab(hosts=2) as lab:
-        subprocess.run(lab.wrap_host(1, ["ip", "route", "add", "unreachable", "10.77.0.1/32"]), check=True)
+        subprocess.run(
+            lab.wrap_host(1, ["ip", "route", "add", "unreachable", "10.77.0.1/32"]), check=True
+        )
         code, rows, below = doctor(lab, "h0,h1,h9")
     assert code == 1
     assert rows["ssh"][0] == "wrong" and rows["ssh"][1].startswith("`h9` did not answer")

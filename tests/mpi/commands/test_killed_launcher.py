@@ -67,7 +67,16 @@ def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
     """They end with both vendors, and have the time to save with MPICH."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    line = [sys.executable, "-m", "jaxcross.cli", "launch", "-n", "2", str(script), str(tmp_path / "ck")]
+    line = [
+        sys.executable,
+        "-m",
+        "jaxcross.cli",
+        "launch",
+        "-n",
+        "2",
+        str(script),
+        str(tmp_path / "ck"),
+    ]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

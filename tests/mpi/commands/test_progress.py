@@ -1,4 +1,6 @@
-"""Progress of real ranks: lines under `mpirun`, the table of `jaxcross launch` on a terminal, and `jaxcross top`."""
+"""Progress of real ranks: lines under `mpirun`, the table of `jaxcross launch` on a terminal, and
+`jaxcross top`.
+"""
 
 import os
 import pty
@@ -59,7 +61,9 @@ for progress in (0.1, False):
 def test_rank_0_prints_lines_unless_it_is_to_be_silent(mpirun, tmp_path):
     done = mpirun(2, LINES, str(tmp_path / "events-")).check()
     line = r"'\[jaxcross \d+ s\] {}: step \d+, .*ended'"
-    assert re.search(rf"rank 0 0\.1 \[{line.format('a')}, {line.format('b')}\]", done.stdout), done.stdout
+    assert re.search(rf"rank 0 0\.1 \[{line.format('a')}, {line.format('b')}\]", done.stdout), (
+        done.stdout
+    )
     for silent in ("rank 1 0.1 []", "rank 0 False []", "rank 1 False []"):
         assert silent in done.stdout
 
@@ -75,7 +79,9 @@ if world.rank == 0:
 
 
 class Terminal:
-    """`jaxcross launch` on a terminal of its own; `text` is what it has printed so far, without colours."""
+    """`jaxcross launch` on a terminal of its own; `text` is what it has printed so far, without
+    colours.
+    """
 
     def __init__(self, tmp_path, progress, *arguments):
         script, self.stop = tmp_path / "train.py", tmp_path / "stop"
@@ -83,9 +89,27 @@ class Terminal:
         self.left = tmp_path / "left"
         self.left.mkdir()
         self._here, there = pty.openpty()
-        environ = {**os.environ, "JAXCROSS_PROGRESS": "", "TERM": "xterm", "TMPDIR": str(self.left), "COLUMNS": "120"}
-        line = [sys.executable, "-m", "jaxcross.cli", "launch", "-n", "2", *arguments, str(script), str(self.stop)]
-        self.process = subprocess.Popen(line, env=environ, stdin=subprocess.DEVNULL, stdout=there, stderr=there)
+        environ = {
+            **os.environ,
+            "JAXCROSS_PROGRESS": "",
+            "TERM": "xterm",
+            "TMPDIR": str(self.left),
+            "COLUMNS": "120",
+        }
+        line = [
+            sys.executable,
+            "-m",
+            "jaxcross.cli",
+            "launch",
+            "-n",
+            "2",
+            *arguments,
+            str(script),
+            str(self.stop),
+        ]
+        self.process = subprocess.Popen(
+            line, env=environ, stdin=subprocess.DEVNULL, stdout=there, stderr=there
+        )
         os.close(there)
         self.text = ""
 
@@ -101,7 +125,9 @@ class Terminal:
     def read(self, until=None):
         """Reads on until a text comes, or to the end."""
         while until is None or until not in self.text:
-            assert select.select([self._here], [], [], 120)[0], f"nothing comes any more: {self.text}"
+            assert select.select([self._here], [], [], 120)[0], (
+                f"nothing comes any more: {self.text}"
+            )
             try:
                 part = os.read(self._here, 65536)
             except OSError:  # the other side is closed

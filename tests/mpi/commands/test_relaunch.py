@@ -1,4 +1,6 @@
-"""A run that is started again after a lost rank or host ends in the bits of one that never lost any."""
+"""A run that is started again after a lost rank or host ends in the bits of one that never lost
+any.
+"""
 
 import os
 import re
@@ -14,7 +16,16 @@ CASE = Path(__file__).parents[1] / "cases" / "relaunch.py"
 
 def line(folder, *options, strategy="top_k"):
     folder.mkdir()
-    launch = [sys.executable, "-m", "jaxcross.cli", "launch", "-n", "2", "--events", str(folder / "events")]
+    launch = [
+        sys.executable,
+        "-m",
+        "jaxcross.cli",
+        "launch",
+        "-n",
+        "2",
+        "--events",
+        str(folder / "events"),
+    ]
     return [*launch, *options, str(CASE), str(folder), strategy]
 
 
@@ -24,13 +35,17 @@ def finish(quick_compiler):
         command, env = line(folder, *options), {**os.environ, **quick_compiler}
         for fate in fates:
             (folder / fate).touch()
-        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=env)
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=600, check=False, env=env
+        )
 
     return call
 
 
 def reports(stderr):
-    return re.findall(r"^\0?jaxcross launch: (.*)$", stderr, re.MULTILINE)  # Open MPI may end with a zero byte
+    return re.findall(
+        r"^\0?jaxcross launch: (.*)$", stderr, re.MULTILINE
+    )  # Open MPI may end with a zero byte
 
 
 def finals(folder):
@@ -45,21 +60,30 @@ def undisturbed(tmp_path_factory, finish):
 
 
 def test_killed_ranks_end_in_the_same_bits(tmp_path, finish, undisturbed):
-    """Two kills in two runs: each had made a checkpoint before, so that a budget of one is enough."""
+    """Two kills in two runs: each had made a checkpoint before, so that a budget of one is
+    enough.
+    """
     ended = finish(tmp_path / "run", "--max-restarts", "1", fates=["kill-1-12", "kill-0-27"])
     assert ended.returncode == 0, ended.stderr
     assert finals(tmp_path / "run") == undisturbed
     lost, first, again, second = reports(ended.stderr)
     assert (first, second) == ("restart 1 on this machine.", "restart 2 on this machine.")
-    assert all(re.search(r"goes on from the checkpoints of job 'a' after step \d+ \(0 of 1", x) for x in (lost, again))
+    assert all(
+        re.search(r"goes on from the checkpoints of job 'a' after step \d+ \(0 of 1", x)
+        for x in (lost, again)
+    )
 
 
 def test_budget_ends_a_run_that_saves_nothing(tmp_path, finish):
-    """A run that never comes to a checkpoint is started again as often as allowed, then ends as it ended."""
+    """A run that never comes to a checkpoint is started again as often as allowed, then ends as it
+    ended.
+    """
     ended = finish(tmp_path / "run", "--max-restarts", "1", fates=["kill-1-2", "kill-1-3"])
     assert ended.returncode != 0
     last = reports(ended.stderr)[-1]
-    assert last.endswith("; not started again: 2 runs in a row ended without a new checkpoint."), ended.stderr
+    assert last.endswith("; not started again: 2 runs in a row ended without a new checkpoint."), (
+        ended.stderr
+    )
 
 
 def test_exception_of_the_user_is_not_repeated(tmp_path, finish):

@@ -1,4 +1,6 @@
-"""A run on two hosts, one of which goes down: it waits for the host, or goes on without it, as its state allows."""
+"""A run on two hosts, one of which goes down: it waits for the host, or goes on without it, as its
+state allows.
+"""
 
 import os
 import subprocess
@@ -40,9 +42,15 @@ class Run:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 lab.wrap([*launch, *options, str(CASE), str(folder), strategy]),
-                env={**lab.environment(), "HYDRA_LAUNCHER_EXEC": str(agent), "PRTE_MCA_plm_ssh_agent": str(agent)},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+                env={
+                    **lab.environment(),
+                    "HYDRA_LAUNCHER_EXEC": str(agent),
+                    "PRTE_MCA_plm_ssh_agent": str(agent),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
 
     def until(self, condition):
         """Looks again and again: what other processes write wakes no one here."""
@@ -52,18 +60,26 @@ class Run:
             pause.wait(0.1)
 
     def reports(self):
-        lines = self.log.read_text().replace("\0", "").splitlines()  # Open MPI ends its boxes with one
+        lines = (
+            self.log.read_text().replace("\0", "").splitlines()
+        )  # Open MPI ends its boxes with one
         return [text for text in lines if text.startswith("jaxcross launch: ")]
 
     def launchers(self, lab):
         """The process of `jaxcross launch`, as numbered in the lab."""
-        listed = subprocess.run(lab.wrap(["ps", "-ewwo", "pid=,args="]), check=True, capture_output=True, text=True)
+        listed = subprocess.run(
+            lab.wrap(["ps", "-ewwo", "pid=,args="]), check=True, capture_output=True, text=True
+        )
         lines = [line.split(None, 1) for line in listed.stdout.splitlines()]
         mine = f"{sys.executable} -m jaxcross.cli launch"
-        return [int(pid) for pid, args in lines if args.startswith(mine) and str(self.folder) in args]
+        return [
+            int(pid) for pid, args in lines if args.startswith(mine) and str(self.folder) in args
+        ]
 
     def lose_host(self, lab):
-        """Takes host 1 off its link once all ranks stand before step 12, and returns the launcher's report."""
+        """Takes host 1 off its link once all ranks stand before step 12, and returns the launcher's
+        report.
+        """
         self.until((self.folder / "holds").exists)
         lab.set_link(1, up=False)
         self.until(self.reports)
@@ -72,19 +88,44 @@ class Run:
     def finish(self):
         (self.folder / "hold-12").unlink()
         assert self.process.wait(LIMIT_S) == 0, self.log.read_text()
-        return [(self.folder / f"final-{n}").read_text() for n in range(2) if (self.folder / f"final-{n}").exists()]
+        return [
+            (self.folder / f"final-{n}").read_text()
+            for n in range(2)
+            if (self.folder / f"final-{n}").exists()
+        ]
 
 
 def test_host_that_comes_back_ends_in_the_same_bits(tmp_path):
-    """Residuals belong to a number of ranks: the run waits, and ends in the bits of one that lost no host."""
+    """Residuals belong to a number of ranks: the run waits, and ends in the bits of one that lost
+    no host.
+    """
     alone = tmp_path / "alone"
     alone.mkdir()
-    launch = [sys.executable, "-m", "jaxcross.cli", "launch", "-n", "2", str(CASE), str(alone), "top_k"]
-    subprocess.run(launch, check=True, capture_output=True, timeout=LIMIT_S, env={**os.environ, "PJRT_NPROC": "2"})
+    launch = [
+        sys.executable,
+        "-m",
+        "jaxcross.cli",
+        "launch",
+        "-n",
+        "2",
+        str(CASE),
+        str(alone),
+        "top_k",
+    ]
+    subprocess.run(
+        launch,
+        check=True,
+        capture_output=True,
+        timeout=LIMIT_S,
+        env={**os.environ, "PJRT_NPROC": "2"},
+    )
     with Lab(hosts=2) as lab:
         run = Run(lab, tmp_path / "run", strategy="top_k")
         report = run.lose_host(lab)
-        assert "waits for host `h1`: each rank has its own values in the checkpoint of job 'a'" in report
+        assert (
+            "waits for host `h1`: each rank has its own values in the checkpoint of job 'a'"
+            in report
+        )
         lab.set_link(1, up=True)
         finals = run.finish()
     assert "restart 1 on h0, h1." in run.reports()[-1]
@@ -96,7 +137,10 @@ def test_hosts_that_are_left_go_on_without_the_other(tmp_path):
         run = Run(lab, tmp_path / "run", strategy="mean")
         report = run.lose_host(lab)
         finals = run.finish()
-    assert "goes on from the checkpoints of job 'a' after step 10, without host `h1`: fewer ranks take other" in report
+    assert (
+        "goes on from the checkpoints of job 'a' after step 10, without host `h1`: fewer ranks "
+        "take other" in report
+    )
     assert "restart 1 on h0." in run.reports()[-1]
     (final,) = finals
     assert final.startswith("40 ")
@@ -121,6 +165,10 @@ def test_sigterm_reaches_ranks_on_other_hosts(tmp_path):
         (run.folder / "hold-12").unlink()
         code = run.process.wait(LIMIT_S)
     assert code == 143, run.log.read_text()
-    assert run.reports() == ["jaxcross launch: not started again: a signal stopped it."], run.log.read_text()
-    newest = max(path.name for path in (run.folder / "checkpoints" / "a").glob("0*") if path.is_dir())
+    assert run.reports() == ["jaxcross launch: not started again: a signal stopped it."], (
+        run.log.read_text()
+    )
+    newest = max(
+        path.name for path in (run.folder / "checkpoints" / "a").glob("0*") if path.is_dir()
+    )
     assert int(newest[:12]) in range(12, STEPS), "saved after the signal, before the end"

@@ -1,4 +1,6 @@
-"""Ctrl-C before or in `jaxcross.initialize()` ends a run with one line and code 130, and no traceback of an import."""
+"""Ctrl-C before or in `jaxcross.initialize()` ends a run with one line and code 130, and no
+traceback of an import.
+"""
 
 import os
 import subprocess
@@ -24,13 +26,19 @@ def launched(tmp_path, code):
     script.write_text(code)
     line = [sys.executable, "-m", "jaxcross.cli", "launch", "-n", "2", str(script)]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=240, check=False)
-    done.stderr = done.stderr.replace("\0", "")  # Open MPI's `mpirun` may end with one, which no terminal shows
+    done = subprocess.run(
+        line, env=environ, capture_output=True, text=True, timeout=240, check=False
+    )
+    done.stderr = done.stderr.replace(
+        "\0", ""
+    )  # Open MPI's `mpirun` may end with one, which no terminal shows
     return done
 
 
 def test_launch_says_that_it_stopped_before_the_start(tmp_path):
-    code = IN_IMPORT.format(name="sched") + "try:\n    import sched\nfinally:\n    print('cleaned')\n"
+    code = (
+        IN_IMPORT.format(name="sched") + "try:\n    import sched\nfinally:\n    print('cleaned')\n"
+    )
     done = launched(tmp_path, code)
     assert done.returncode == 130, done.stderr
     assert done.stderr.splitlines()[-1] == "jaxcross launch: stopped before the start."

@@ -1,4 +1,6 @@
-"""The recipe for Slurm, run by a Slurm of one node: accepted as it is, and requeued until its job is done."""
+"""The recipe for Slurm, run by a Slurm of one node: accepted as it is, and requeued until its job
+is done.
+"""
 
 import os
 import re
@@ -18,12 +20,16 @@ CASE = ROOT / "tests" / "mpi" / "cases" / "relaunch.py"
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(os.geteuid() != 0, reason="a Slurm in namespaces needs root"),
-    pytest.mark.skipif(not all(map(shutil.which, ("slurmctld", "slurmd", "munged"))), reason="no Slurm is installed"),
+    pytest.mark.skipif(
+        not all(map(shutil.which, ("slurmctld", "slurmd", "munged"))),
+        reason="no Slurm is installed",
+    ),
 ]
 # One node instead of two, and two ranks without an accelerator.
 SMALL = "--nodes=1 --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-task=0"
 
-# Rank 1 is killed in the first run. In the second one SIGTERM comes, as `--signal` sends it before the time limit.
+# Rank 1 is killed in the first run. In the second one SIGTERM comes, as `--signal` sends it before
+# the time limit.
 STORY = f"""
 set -e
 until_there() {{ for _ in $(seq 1200); do [ -e "$1" ] && return; sleep 0.1; done; echo "no $1"; exit 1; }}
@@ -40,14 +46,25 @@ until_there "$1/final-1"
 def in_a_box(tmp_path, script, *arguments):
     box = tmp_path / "box"
     box.mkdir()
-    environ = {**os.environ, "JAXCROSS_ENV": sys.prefix, "JAXCROSS_MPI": "pmi2", "JAX_PLATFORMS": "cpu"}
+    environ = {
+        **os.environ,
+        "JAXCROSS_ENV": sys.prefix,
+        "JAXCROSS_MPI": "pmi2",
+        "JAX_PLATFORMS": "cpu",
+    }
     line = [str(BOX), str(box), "bash", "-c", script, "bash", *arguments]
     # What a daemon has printed must not be waited for, as it goes on until the box ends.
     with (tmp_path / "output").open("w") as output:
         done = subprocess.run(
-            line, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=400, check=False,
+            line,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            timeout=400,
+            check=False,
             cwd=tmp_path,  # where the recipe leaves its events
-        )  # fmt: skip
+        )
     return done.returncode, (tmp_path / "output").read_text()
 
 
@@ -58,13 +75,25 @@ def test_slurm_accepts_the_recipe(tmp_path):
 
 @pytest.mark.exhaustive
 def test_job_is_requeued_until_it_is_done(tmp_path):
-    """A killed rank, and SIGTERM as before a time limit: the job ends in the bits of one that was left alone."""
+    """A killed rank, and SIGTERM as before a time limit: the job ends in the bits of one that was
+    left alone.
+    """
     mpirun = find_mpirun()
     if mpirun is None or mpirun.vendor != "mpich":
         pytest.skip("Debian's Slurm speaks PMI-2, and so does MPICH only")
     alone = tmp_path / "alone"
     alone.mkdir()
-    launch = [sys.executable, "-m", "jaxcross.cli", "launch", "-n", "2", str(CASE), str(alone), "top_k"]
+    launch = [
+        sys.executable,
+        "-m",
+        "jaxcross.cli",
+        "launch",
+        "-n",
+        "2",
+        str(CASE),
+        str(alone),
+        "top_k",
+    ]
     subprocess.run(launch, check=True, capture_output=True, timeout=240)
     folder = tmp_path / "run"
     folder.mkdir()
@@ -78,4 +107,6 @@ def test_job_is_requeued_until_it_is_done(tmp_path):
     # `srun` may kill the ranks when the first one ends with 143.
     assert re.search(r"exit code 1(43|37), requeued \(it was 1 times before\)", log)
     steps = [int(line.split()[1]) for line in (folder / "times-0").read_text().splitlines()]
-    assert min(steps[steps.index(20) :]) == 20, "SIGTERM came at step 20, and nothing before it was lost"
+    assert min(steps[steps.index(20) :]) == 20, (
+        "SIGTERM came at step 20, and nothing before it was lost"
+    )

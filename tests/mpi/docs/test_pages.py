@@ -1,7 +1,8 @@
 """The Python blocks of the README and the docs run, and print what the pages show.
 
-The blocks of a page run in order, on as many ranks as the page says (`<!-- ranks: 2 -->`), or on one. Pages with the
-same number of ranks run one after another in the same processes, each with its own names and in its own folder.
+The blocks of a page run in order, on as many ranks as the page says (`<!-- ranks: 2 -->`), or on
+one. Pages with the same number of ranks run one after another in the same processes, each with its
+own names and in its own folder.
 """
 
 import re
@@ -10,7 +11,8 @@ import pytest
 
 from tests.support.pages import PAGES, blocks
 
-# In the plain run. Four ranks compile for a minute; the integration tests have examples/gpt.py on two.
+# In the plain run. Four ranks compile for a minute; the integration tests have examples/gpt.py on
+# two.
 PLAIN, LONG = {"README.md", "limits.md", "your-step.md"}, {"tensor-parallelism.md"}
 
 
@@ -19,22 +21,35 @@ def code_of(page):
 
 
 def uses_jax_too_early(code):
-    """Whether a page uses JAX before `initialize`. If pages share a process, only the first of them would fail."""
+    """Whether a page uses JAX before `initialize`. If pages share a process, only the first of them
+    would fail.
+    """
     before, start, _ = code.partition("world = jaxcross.initialize(")
     if not start:
         return "initialize(" in code
-    return any("jax" in line for line in before.splitlines() if not line.startswith(("import ", "from ")))
+    return any(
+        "jax" in line for line in before.splitlines() if not line.startswith(("import ", "from "))
+    )
 
 
 def together():
     """Pages with code, by tier and number of ranks. The pages that start no world come first."""
-    marks = {"plain": (), "integration": pytest.mark.integration, "exhaustive": pytest.mark.exhaustive}
+    marks = {
+        "plain": (),
+        "integration": pytest.mark.integration,
+        "exhaustive": pytest.mark.exhaustive,
+    }
     groups = {}
     for page in sorted(filter(code_of, PAGES), key=lambda page: "initialize(" in code_of(page)):
-        tier = "plain" if page.name in PLAIN else "exhaustive" if page.name in LONG else "integration"
+        tier = (
+            "plain" if page.name in PLAIN else "exhaustive" if page.name in LONG else "integration"
+        )
         ranks = re.search(r"<!-- ranks: (\d+) -->", page.read_text())
         groups.setdefault((tier, int(ranks[1]) if ranks else 1), []).append(page)
-    return [pytest.param(n, pages, marks=marks[tier], id=f"{tier}-{n}") for (tier, n), pages in groups.items()]
+    return [
+        pytest.param(n, pages, marks=marks[tier], id=f"{tier}-{n}")
+        for (tier, n), pages in groups.items()
+    ]
 
 
 @pytest.mark.parametrize(("ranks", "pages"), together())

@@ -1,6 +1,7 @@
 """Each example as a user runs it on two ranks or four, at toy size.
 
-CI has those that show what ranks do to each other; `tests/cpu/examples` runs the others, on one rank.
+CI has those that show what ranks do to each other; `tests/cpu/examples` runs the others, on one
+rank.
 """
 
 import json
@@ -20,13 +21,16 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.mark.exhaustive
-def test_mnist_sweep(mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_path: Path) -> None:
+def test_mnist_sweep(
+    mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_path: Path
+) -> None:
     """A second start has nothing left to do, and says the same."""
     pytest.importorskip("sklearn")
     pytest.importorskip("optuna")
     words = ("--steps", "50", "--trials", "6", "--folder", str(tmp_path / "sweep"))
     first, second = (
-        mpirun(2, str(EXAMPLES / "mnist_sweep.py"), *words, timeout=900, env=quick_compiler).check() for _ in "ab"
+        mpirun(2, str(EXAMPLES / "mnist_sweep.py"), *words, timeout=900, env=quick_compiler).check()
+        for _ in "ab"
     )
     assert "Sweep of 6 trials by accuracy (max)" in first.stdout
     assert second.stdout == first.stdout
@@ -40,15 +44,21 @@ def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> 
 
 
 @NEEDS_MPI4JAX
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))])
+@pytest.mark.parametrize(
+    "ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))]
+)
 def test_basin(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks: int) -> None:
     """Calls of mpi4jax that differ by rank, next to a training job, in chaos mode."""
     env = {**quick_compiler, "JAXCROSS_CHAOS": "1"}
-    done = mpirun(ranks, str(EXAMPLES / "basin.py"), "--size", "24", "--steps", "40", env=env).check()
+    done = mpirun(
+        ranks, str(EXAMPLES / "basin.py"), "--size", "24", "--steps", "40", env=env
+    ).check()
     assert done.stdout.count("next to another job: the same bits") == 1
 
 
-@pytest.mark.parametrize("staleness", [("0", "2"), pytest.param(("inf", "inf"), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "staleness", [("0", "2"), pytest.param(("inf", "inf"), marks=pytest.mark.exhaustive)]
+)
 def test_parameter_servers(
     mpirun: Callable[..., Any], quick_compiler: dict[str, str], staleness: tuple[str, ...]
 ) -> None:
@@ -59,11 +69,31 @@ def test_parameter_servers(
     ]
 
 
-@pytest.mark.parametrize(("ranks", "mesh"), [(2, "1d"), pytest.param(4, "2d", marks=pytest.mark.exhaustive)])
-def test_gpt(mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_path: Path, ranks: int, mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "mesh"), [(2, "1d"), pytest.param(4, "2d", marks=pytest.mark.exhaustive)]
+)
+def test_gpt(
+    mpirun: Callable[..., Any],
+    quick_compiler: dict[str, str],
+    tmp_path: Path,
+    ranks: int,
+    mesh: str,
+) -> None:
     (tmp_path / "own.txt").write_text("The network waits while one job computes. " * 50)
     words = ["--data", str(tmp_path / "own.txt")] if ranks == 4 else []  # else the documentation
-    words += ["--steps", "40", "--features", "24", "--layers", "1", "--length", "16", "--lr", "0.003", "0.01"]
+    words += [
+        "--steps",
+        "40",
+        "--features",
+        "24",
+        "--layers",
+        "1",
+        "--length",
+        "16",
+        "--lr",
+        "0.003",
+        "0.01",
+    ]
     words += ["--letters", "20", "--loss", "3.5"]
     script = str(EXAMPLES / "gpt.py")
     done = mpirun(ranks, script, "--mesh", mesh, *words, timeout=900, env=quick_compiler).check()
@@ -71,7 +101,9 @@ def test_gpt(mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_pat
 
 
 @pytest.mark.exhaustive
-def test_imagenet_resnet(mpirun: Callable[..., Any], tmp_path: Path, quick_compiler: dict[str, str]) -> None:
+def test_imagenet_resnet(
+    mpirun: Callable[..., Any], tmp_path: Path, quick_compiler: dict[str, str]
+) -> None:
     synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
     options = {
         "--data-dir": tmp_path / "data",
@@ -84,7 +116,9 @@ def test_imagenet_resnet(mpirun: Callable[..., Any], tmp_path: Path, quick_compi
     }
     words = [str(word) for pair in options.items() for word in pair]
     words += ["--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"]
-    done = mpirun(2, str(EXAMPLES / "imagenet_resnet.py"), *words, timeout=900, env=quick_compiler).check()
+    done = mpirun(
+        2, str(EXAMPLES / "imagenet_resnet.py"), *words, timeout=900, env=quick_compiler
+    ).check()
     assert done.stdout.count("all final states are equal, bit for bit") == 1
     result = json.loads((tmp_path / "result.json").read_text())
     for run in ("sequential", "crossover", "sequential-2", "crossover-2"):  # each way in two turns

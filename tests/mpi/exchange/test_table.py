@@ -14,19 +14,25 @@ def check(mpirun: Any, ranks: int, *names: str, env: dict[str, str]) -> None:
 
 
 @pytest.mark.integration
-def test_two_strategies_alone_and_in_one_crossover(mpirun: Any, quick_compiler: dict[str, str]) -> None:
+def test_two_strategies_alone_and_in_one_crossover(
+    mpirun: Any, quick_compiler: dict[str, str]
+) -> None:
     """One that exchanges one thing after another, and one of which some steps exchange nothing."""
     check(mpirun, 2, "power_sgd", "local_sgd", env=quick_compiler)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
-def test_exchanges_equal_vmap_formulas_and_solo(mpirun: Any, ranks: int, quick_compiler: dict[str, str]) -> None:
+def test_exchanges_equal_vmap_formulas_and_solo(
+    mpirun: Any, ranks: int, quick_compiler: dict[str, str]
+) -> None:
     """Exchanges equal `vmap` and their formulas, and `crossover` gives the same as a solo run."""
     check(mpirun, ranks, env=quick_compiler)
 
 
 @pytest.mark.exhaustive
 def test_all_at_full_optimisation(mpirun: Any) -> None:
-    """As users run it: XLA fuses and contracts, and the same arithmetic may have other bits in another program."""
+    """As users run it: XLA fuses and contracts, and the same arithmetic may have other bits in
+    another program.
+    """
     check(mpirun, 3, env={"XLA_FLAGS": ""})

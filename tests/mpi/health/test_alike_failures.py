@@ -1,4 +1,6 @@
-"""An exception that all ranks raise brings one traceback, and one line of each other rank; no folder stays behind."""
+"""An exception that all ranks raise brings one traceback, and one line of each other rank; no
+folder stays behind.
+"""
 
 import pytest
 
@@ -38,7 +40,9 @@ def test_a_script_that_fails_alike_everywhere_says_so_once(mpirun, ranks, case):
     done = mpirun(ranks, SCRIPT, case)
     assert done.returncode == 1
     assert done.stderr.count("Traceback (most recent call last)") == 1
-    for rank in range(ranks):  # a rank that fails late may find that another one has printed the traceback
+    for rank in range(
+        ranks
+    ):  # a rank that fails late may find that another one has printed the traceback
         begins = f"jaxcross: rank {rank} of {ranks} "
         said = ("failed:\n", "fails in the same way (", "ends while ")
         assert sum(done.stderr.count(begins + text) for text in said) == 1
@@ -53,7 +57,9 @@ def test_a_job_that_fails_alike_has_one_traceback(mpirun, ranks, tmp_path):
     which = ", ".join(map(str, range(ranks)))
     end = f"ends after the run: JobError: Job `a` failed on ranks {which} after step 0"
     assert end in done.stderr
-    for rank in range(ranks):  # a rank that leaves the run late is ended by another's notice, which says so
+    for rank in range(
+        ranks
+    ):  # a rank that leaves the run late is ended by another's notice, which says so
         begins = f"jaxcross: rank {rank} of {ranks} "
         assert sum(done.stderr.count(begins + text) for text in (end, "ends while ")) == 1
     assert list(tmp_path.iterdir()) == []
@@ -62,6 +68,9 @@ def test_a_job_that_fails_alike_has_one_traceback(mpirun, ranks, tmp_path):
 @pytest.mark.integration
 def test_unlike_failures_have_a_traceback_each(mpirun):
     done = mpirun(2, SCRIPT, "unlike")
-    assert done.stderr.count("Traceback (most recent call last)") in (1, 2)  # the second rank may be ended before
+    assert done.stderr.count("Traceback (most recent call last)") in (
+        1,
+        2,
+    )  # the second rank may be ended before
     assert "ValueError: an example of rank " in done.stderr
     assert "fails in the same way" not in done.stderr

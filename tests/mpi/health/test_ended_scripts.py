@@ -9,7 +9,9 @@ from tests.support.fault_scripts import START, WAIT
 
 @pytest.fixture
 def mpirun(mpirun):
-    """Starts real processes, because these tests are about how they start, end and are signalled."""
+    """Starts real processes, because these tests are about how they start, end and are
+    signalled.
+    """
     return partial(mpirun, warm=False)
 
 
@@ -18,15 +20,23 @@ pytestmark = pytest.mark.integration
 
 def test_waiter_learns_that_a_ranks_script_has_ended(mpirun):
     """A rank that waits for a rank whose script has ended gets an error that says so."""
-    code = START.format("heartbeat_timeout_s=10") + "if world.rank == 1:\n    raise SystemExit(0)\n" + WAIT
+    code = (
+        START.format("heartbeat_timeout_s=10")
+        + "if world.rank == 1:\n    raise SystemExit(0)\n"
+        + WAIT
+    )
     done = mpirun(2, code)
     assert done.returncode != 0
-    said = "because rank 1 does not come to job 'a', step 3, segment 1 (psum): its script ended after 0 of 1 exchanges"
+    said = (
+        "because rank 1 does not come to job 'a', step 3, segment 1 (psum): its script ended after "
+        "0 of 1 exchanges"
+    )
     assert said in done.stderr
 
 
 LEFT = (
-    "import time\nprocess = int(world.control.allgather_text(str(os.getpid()))[1])\nif world.rank == 1:\n"
+    "import time\nprocess = int(world.control.allgather_text(str(os.getpid()))[1])\nif world.rank "
+    "== 1:\n"
     "    raise SystemExit(0)\ntime.sleep(5)\nos.kill(process, signal.SIG{})\ntime.sleep(60)\n"
 )
 
@@ -34,7 +44,10 @@ LEFT = (
 def test_a_rank_whose_script_has_ended_is_watched(mpirun):
     done = mpirun(3, START.format("heartbeat_timeout_s=10") + LEFT.format("STOP"))
     assert done.returncode != 0
-    assert "because rank 1 is silent for " in done.stderr and "is stopped (by SIGSTOP or a debugger)." in done.stderr
+    assert (
+        "because rank 1 is silent for " in done.stderr
+        and "is stopped (by SIGSTOP or a debugger)." in done.stderr
+    )
 
 
 def test_a_rank_whose_script_has_ended_can_be_stopped(mpirun):
@@ -49,4 +62,7 @@ def test_an_exception_is_told_by_every_rank(mpirun):
     done = mpirun(3, code)
     for rank in (0, 2):
         words = f"jaxcross: rank {rank} of 3 ends while "
-        assert "because rank 1 failed with ValueError: no more data, outside of any step" in done.stderr.split(words)[1]
+        assert (
+            "because rank 1 failed with ValueError: no more data, outside of any step"
+            in done.stderr.split(words)[1]
+        )

@@ -1,4 +1,6 @@
-"""Every fault of one rank ends as the table says: each is named on every rank, and no checkpoint is damaged."""
+"""Every fault of one rank ends as the table says: each is named on every rank, and no checkpoint is
+damaged.
+"""
 
 import re
 import sys
@@ -21,19 +23,27 @@ THREE = faults.Case(fault="kill", point="exchange", ranks=3)
 
 @pytest.mark.integration
 def test_faults_at_points(monkeypatch, quick_compiler):
-    """Several at once: most of their time they wait. Beside other tests a rank may get the processor seldom."""
+    """Several at once: most of their time they wait. Beside other tests a rank may get the
+    processor seldom.
+    """
     for name, value in quick_compiler.items():
         monkeypatch.setenv(name, value)
-    cases = [faults.Case(fault=fault, point=point, ranks=ranks, slack=4) for fault, point, ranks in USUAL]
+    cases = [
+        faults.Case(fault=fault, point=point, ranks=ranks, slack=4) for fault, point, ranks in USUAL
+    ]
     with ThreadPoolExecutor(len(cases)) as pool:
         results = list(pool.map(faults.run_case, cases))
-    wrong = [f"{r.case.fault} at {r.case.point}: {r.problems}\n{r.output}" for r in results if r.problems]
+    wrong = [
+        f"{r.case.fault} at {r.case.point}: {r.problems}\n{r.output}" for r in results if r.problems
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.integration
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [*faults.table(2), THREE], ids=lambda case: f"{case.fault}-{case.point}-{case.ranks}")
+@pytest.mark.parametrize(
+    "case", [*faults.table(2), THREE], ids=lambda case: f"{case.fault}-{case.point}-{case.ranks}"
+)
 def test_every_fault_at_every_point(case):
     result = faults.run_case(case)
     assert result.problems == (), result.output
@@ -41,7 +51,9 @@ def test_every_fault_at_every_point(case):
 
 def test_the_check_finds_what_is_wrong():
     """The table's own check, which must be able to fail."""
-    kill, stops = (faults.Case(fault=fault, point="exchange", ranks=2) for fault in ("kill", "term"))
+    kill, stops = (
+        faults.Case(fault=fault, point="exchange", ranks=2) for fault in ("kill", "term")
+    )
     leaves = faults.Case(fault="raise", point="compute", ranks=2)
     place = "job 'b', step 3, segment 1 (exchange)"
     good = f"jaxcross: rank 0 ends all ranks while in {place}, because rank 1 is gone"
@@ -49,7 +61,12 @@ def test_the_check_finds_what_is_wrong():
     said = f"Rank 1 ended first, in {place}{waited}"
     assert list(faults.check(kill, 1, good, said)) == []
     assert len(list(faults.check(kill, 0, "", ""))) == 3
-    for named, other in (("job 'b'", "job 'a'"), ("step 3", "step 2"), (", segment 1", ""), (" (exchange)", "")):
+    for named, other in (
+        ("job 'b'", "job 'a'"),
+        ("step 3", "step 2"),
+        (", segment 1", ""),
+        (" (exchange)", ""),
+    ):
         assert len(list(faults.check(kill, 1, good.replace(named, other), said))) == 1
         assert len(list(faults.check(kill, 1, good, said.replace(named, other)))) == 1
     assert len(list(faults.check(kill, 1, good.replace("rank 1", "rank 0"), said))) == 1
@@ -62,12 +79,27 @@ def test_the_check_finds_what_is_wrong():
     assert len(list(faults.check(stops, 143, stood.replace("3", "8"), ""))) == 1
     left = faults.steps_left(stood)
     assert left == {"a": 3, "b": 3} and faults.steps_left(good) == {}
-    begin = "".join(f"rank {rank} begins job {job} after step 3\n" for rank in (0, 1) for job in "ab")
-    end = begin + "".join(f"rank {rank} ends: {{'a': (8, 36.0), 'b': (8, 72.0)}}\n" for rank in (0, 1))
-    assert list(faults.check_restart(kill, 0, end, {})) == list(faults.check_restart(stops, 0, end, left)) == []
+    begin = "".join(
+        f"rank {rank} begins job {job} after step 3\n" for rank in (0, 1) for job in "ab"
+    )
+    end = begin + "".join(
+        f"rank {rank} ends: {{'a': (8, 36.0), 'b': (8, 72.0)}}\n" for rank in (0, 1)
+    )
+    assert (
+        list(faults.check_restart(kill, 0, end, {}))
+        == list(faults.check_restart(stops, 0, end, left))
+        == []
+    )
     assert len(list(faults.check_restart(kill, 0, end.replace("72.0", "71.0", 1), {}))) == 1
     assert len(list(faults.check_restart(kill, 1, "", {}))) == 4
-    assert len(list(faults.check_restart(stops, 0, end.replace("after step 3", "after step 2", 1), left))) == 1
+    assert (
+        len(
+            list(
+                faults.check_restart(stops, 0, end.replace("after step 3", "after step 2", 1), left)
+            )
+        )
+        == 1
+    )
 
 
 def test_a_limit_tells_a_promise_from_the_watchdog():
@@ -84,7 +116,9 @@ def test_event_files_are_evidence_under_plain_mpirun(mpirun, tmp_path):
     done = mpirun(2, code, env={"JAXCROSS_EVENTS": str(tmp_path)})
     assert done.returncode != 0
     text = verdict(read(tmp_path))
-    assert text.startswith("Rank 1 ") and "Rank 0 waited in job 'a', step 3, segment 1 (psum)." in text
+    assert (
+        text.startswith("Rank 1 ") and "Rank 0 waited in job 'a', step 3, segment 1 (psum)." in text
+    )
 
 
 ALONE = """
@@ -148,7 +182,9 @@ for job in runner.jobs:
 
 
 def test_job_failing_where_others_wait_leaves_alone(mpirun):
-    """In its compiler, while its state is compared, in what ranks do together: no one waits for it, others go on."""
+    """In its compiler, while its state is compared, in what ranks do together: no one waits for it,
+    others go on.
+    """
     done = mpirun(2, ALONE).check()
     for rank in (0, 1):
         assert f"rank {rank}: JobError" in done.stdout
@@ -157,6 +193,9 @@ def test_job_failing_where_others_wait_leaves_alone(mpirun):
             ("compiles", "rank 1 .*MemoryError: no room"),
             ("reads", "[Rr]ank 1 .*deleted"),
             ("talks", "rank 1 .*ZeroDivisionError"),
-            ("differs", "`raise` on rank 0, `skip` on rank 1"),  # on both ranks; the vote may come before one of them
+            (
+                "differs",
+                "`raise` on rank 0, `skip` on rank 1",
+            ),  # on both ranks; the vote may come before one of them
         ):
             assert re.search(rf"rank {rank}: {job} failed: .*{why}", done.stdout), done.stdout

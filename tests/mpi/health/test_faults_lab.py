@@ -46,9 +46,12 @@ def start(lab, heartbeat_timeout_s, tmp_path, wrapped=list, stderr=subprocess.PI
     assert mpirun is not None
     rank = wrapped([sys.executable, "-c", RANK, str(heartbeat_timeout_s), str(tmp_path / "over")])
     process = subprocess.Popen(
-        lab.wrap([mpirun.path, "-n", "2", *rank]), stdout=subprocess.PIPE, stderr=stderr, text=True,
+        lab.wrap([mpirun.path, "-n", "2", *rank]),
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
         env={**lab.environment(), "JAXCROSS_EVENTS": str(tmp_path / "events")},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     for _ in range(3):
         assert process.stdout.readline() == "up\n", process.stderr and process.stderr.read()
@@ -61,9 +64,14 @@ def test_both_sides_of_a_lost_link_name_the_other(tmp_path):
     with Lab(hosts=2) as lab, told.open("w") as stderr:
         process = start(lab, 8.0, tmp_path, stderr=stderr)
         lab.set_link(1, up=False)
-        # What the ranks say last comes through `mpirun`, a moment behind the files. Open MPI's waits for ever for what
-        # it started beyond that link: it ends with the lab.
-        wait_until(lambda: all(record.words for record in read(tmp_path / "events")) and ENDS in told.read_text())
+        # What the ranks say last comes through `mpirun`, a moment behind the files. Open MPI's
+        # waits for ever for what it started beyond that link: it ends with the lab.
+        wait_until(
+            lambda: (
+                all(record.words for record in read(tmp_path / "events"))
+                and ENDS in told.read_text()
+            )
+        )
     process.communicate(timeout=240)
     records = read(tmp_path / "events")
     assert [record.words for record in records] == ["reported"] * 2, told.read_text()
@@ -93,9 +101,12 @@ def test_run_that_lost_its_link_resumes_when_restarted(tmp_path, point, place):
     environ = {"JAX_PLATFORMS": "cpu", "JAXCROSS_EVENTS": str(events)}
     with Lab(hosts=2) as lab:
         process = subprocess.Popen(
-            lab.wrap([*line, *faults.program(tmp_path, "link", point)]), env={**lab.environment(), **environ},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            lab.wrap([*line, *faults.program(tmp_path, "link", point)]),
+            env={**lab.environment(), **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         comes = wait_until(lambda: (tmp_path / "hurt").exists() or process.poll() is not None)
         lab.set_link(1, up=False)
         (tmp_path / "cut").touch()  # until then the last rank stands at that point
@@ -111,7 +122,12 @@ def test_run_that_lost_its_link_resumes_when_restarted(tmp_path, point, place):
         environ = {**lab.environment(), **environ}
         line = lab.wrap([*line, *faults.program(tmp_path, "none", point)])
         again = subprocess.run(
-            line, check=False, capture_output=True, text=True, timeout=faults.DEADLINE_S, env=environ
+            line,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=faults.DEADLINE_S,
+            env=environ,
         )
     case = faults.Case(fault="link", point=point, ranks=2)
     assert list(faults.check_restart(case, again.returncode, again.stdout, {})) == [], again.stderr
@@ -127,7 +143,9 @@ def wait_until(condition, patience_s=faults.DEADLINE_S):
 
 @pytest.mark.exhaustive
 def test_a_rank_that_dies_on_another_host_is_named(tmp_path):
-    """MPICH tells the other side nothing: its exchange waits, and a message to the dead never returns."""
+    """MPICH tells the other side nothing: its exchange waits, and a message to the dead never
+    returns.
+    """
     with Lab(hosts=2) as lab:
         process = start(lab, 8.0, tmp_path, supervised)
         (victim,) = (record for record in read(tmp_path / "events") if record.rank == 1)
@@ -158,15 +176,20 @@ def test_lost_packets_only_delay_an_exchange(tmp_path):
 
 
 def test_who_has_ended_waits_for_the_others(tmp_path):
-    """MPICH over TCP tries for ever to reach a rank that is gone: a beat of the one that is not would never return."""
+    """MPICH over TCP tries for ever to reach a rank that is gone: a beat of the one that is not
+    would never return.
+    """
     rank = (
-        "import time, jaxcross\nworld = jaxcross.initialize(heartbeat_timeout_s=5)\nworld.control.allgather_text('')\n"
+        "import time, jaxcross\nworld = "
+        "jaxcross.initialize(heartbeat_timeout_s=5)\nworld.control.allgather_text('')\n"
         "if world.rank == 0: time.sleep(12)\nprint('rank', world.rank, 'ends')"
     )
     mpirun = find_mpirun()
     assert mpirun is not None
     with Lab(hosts=2) as lab:
         line = lab.wrap([mpirun.path, "-n", "2", sys.executable, "-c", rank])
-        ended = subprocess.run(line, check=False, capture_output=True, text=True, timeout=240, env=lab.environment())
+        ended = subprocess.run(
+            line, check=False, capture_output=True, text=True, timeout=240, env=lab.environment()
+        )
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == ["rank 0 ends", "rank 1 ends"]

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-# The watchdogs here are short: what takes ranks unlike times, such as imports, comes before they begin.
+# The watchdogs here are short: what takes ranks unlike times, such as imports, comes before they
+# begin.
 HANGS = """
 import os, threading, jaxcross
 from jax import lax
@@ -64,7 +65,9 @@ runner.run()
 )
 def test_hanging_job_is_named_although_votes_continue(mpirun, loop, then, said):
     """A job that hangs in its own code is named although votes continue."""
-    done = mpirun(2, HANGS.replace("{loop}", loop).replace("{then}", then).replace("{checkpoints}", ""))
+    done = mpirun(
+        2, HANGS.replace("{loop}", loop).replace("{then}", then).replace("{checkpoints}", "")
+    )
     assert done.returncode != 0
     assert re.search(said, done.stderr), done.stderr
 
@@ -177,7 +180,9 @@ for policy, functions in (
 @pytest.mark.integration
 @pytest.mark.exhaustive
 def test_waits_that_are_right_are_not_taken_for_hangs(mpirun):
-    """All last twice the watchdog's time: for the policy, a rest, evaluations, one in pieces, others at the end."""
+    """All last twice the watchdog's time: for the policy, a rest, evaluations, one in pieces,
+    others at the end.
+    """
     done = mpirun(2, LONG).check()
     for rank in (0, 1):
         assert done.stdout.count(f"rank {rank}: ['ended', 'ended']") == 3
@@ -211,14 +216,14 @@ runner.run()
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("policy", "other"), [("jaxcross.Sequential()", "trains"), ("None", "waits")])
+@pytest.mark.parametrize(
+    ("policy", "other"), [("jaxcross.Sequential()", "trains"), ("None", "waits")]
+)
 def test_hang_at_the_end_of_an_idle_job_is_named(mpirun, policy, other):
     """A hang at the end of a job is named where no other job continues."""
     done = mpirun(2, IDLE.format(policy=policy, other=other))
     assert done.returncode != 0
-    said = (
-        r"rank 0 has waited \d+ s in job 'a', step 4 \(end of the job\).\n  rank 1 has not arrived: its job 'a' has not"
-    )
+    said = r"rank 0 has waited \d+ s in job 'a', step 4 \(end of the job\).\n  rank 1 has not arrived: its job 'a' has not"
     assert re.search(said, done.stderr), done.stderr
 
 
@@ -230,6 +235,7 @@ def test_a_disk_that_hangs_is_named(mpirun, tmp_path):
     gone = "if world.rank == 1:\n    os.fsync = lambda file: threading.Event().wait()\n"
     done = mpirun(2, script.replace("runner =", f"{gone}runner ="))
     assert done.returncode != 0
-    assert "(own checkpoint).\n  rank 1 is late itself: its disk has not taken the last checkpoint" in done.stderr, (
-        done.stderr
-    )
+    assert (
+        "(own checkpoint).\n  rank 1 is late itself: its disk has not taken the last checkpoint"
+        in done.stderr
+    ), done.stderr

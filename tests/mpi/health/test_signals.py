@@ -17,7 +17,9 @@ from tests.support.fault_scripts import HURT, START, WAIT
 
 @pytest.fixture
 def mpirun(mpirun):
-    """Starts real processes, because these tests are about how they start, end and are signalled."""
+    """Starts real processes, because these tests are about how they start, end and are
+    signalled.
+    """
     return partial(mpirun, warm=False)
 
 
@@ -39,8 +41,8 @@ def test_stop_reaches_a_rank_blocked_in_c(mpirun):
     code = START.format("") + (
         "if world.rank == 1:\n    import ctypes\n    mutex = (ctypes.c_char * 64)()\n"
         "    lock = ctypes.CDLL(None).pthread_mutex_lock\n"
-        "    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n    lock(mutex), lock(mutex)\n"
-        + WAIT
+        "    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n    "
+        "lock(mutex), lock(mutex)\n" + WAIT
     )
     done = mpirun(2, code)
     assert "while its main thread was busy in C" in done.stderr
@@ -83,12 +85,15 @@ def test_other_signals_handler_stops_all_then_raises(mpirun):
     assert done.stdout.count("steps agree") == 2
 
 
-@pytest.mark.parametrize(("number", "words", "code"), [("SIGTERM", "terminated", 143), ("SIGINT", "interrupted", 130)])
+@pytest.mark.parametrize(
+    ("number", "words", "code"), [("SIGTERM", "terminated", 143), ("SIGINT", "interrupted", 130)]
+)
 def test_launcher_forwards_a_stop_and_cleans_up(tmp_path, number, words, code):
     """The launcher passes a stop signal that it alone gets on, and leaves nothing behind."""
     source = (
         "import time, jaxcross\nworld = jaxcross.initialize()\n"
-        "def wait(job):\n    job.run_on_all_ranks('all', lambda _: None)\n    print('running', flush=True)\n    try:\n"
+        "def wait(job):\n    job.run_on_all_ranks('all', lambda _: None)\n    print('running', "
+        "flush=True)\n    try:\n"
         "        while not job.run_on_all_ranks('turn', lambda _: None): pass\n"
         "    finally:\n        time.sleep(2)\n        print('saved', flush=True)\n"
         "runner = jaxcross.Runner(world)\nrunner.add('a', wait)\nrunner.run()\n"
@@ -106,7 +111,9 @@ def test_launcher_forwards_a_stop_and_cleans_up(tmp_path, number, words, code):
         str(tmp_path / "events"),
         str(script),
     ]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdout is not None
         while "running" not in process.stdout.readline():  # of two ranks, perhaps on one line
             assert process.poll() is None

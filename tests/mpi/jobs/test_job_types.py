@@ -1,4 +1,6 @@
-"""A job under `jax.enable_x64(True)` over real exchanges: what it restores, how it is cut and how it fails."""
+"""A job under `jax.enable_x64(True)` over real exchanges: what it restores, how it is cut and how
+it fails.
+"""
 
 import pytest
 

@@ -13,13 +13,16 @@ def passed(finished: Any) -> int:
     return finished.stdout.count("passed ")
 
 
-# Of each kind of loop one row; tests/cpu/program/test_loops.py has all of them. Two axes and groups are in
-# tests/mpi/program/test_four_ranks.py.
+# Of each kind of loop one row; tests/cpu/program/test_loops.py has all of them. Two axes and groups
+# are in tests/mpi/program/test_four_ranks.py.
 ROWS = ["frozen carry", "nested", "predicate exchanges", "gathers"]
 ALONE = [
-    "callbacks", "each_rank_makes_its_own_number_of_iterations", "own_numbers_in_the_code", "with_calls_of_mpi4jax",
+    "callbacks",
+    "each_rank_makes_its_own_number_of_iterations",
+    "own_numbers_in_the_code",
+    "with_calls_of_mpi4jax",
     "a_branch_that_no_rank_takes",
-]  # fmt: skip
+]
 
 
 def test_loops_equal_vmap(mpirun: Any, quick_compiler: dict[str, str]) -> None:
@@ -29,12 +32,16 @@ def test_loops_equal_vmap(mpirun: Any, quick_compiler: dict[str, str]) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "x64"), [(2, "0"), (2, "1"), (4, "0")])
-def test_all_loops_equal_vmap(mpirun: Any, ranks: int, x64: str, quick_compiler: dict[str, str]) -> None:
+def test_all_loops_equal_vmap(
+    mpirun: Any, ranks: int, x64: str, quick_compiler: dict[str, str]
+) -> None:
     env = {"JAX_ENABLE_X64": x64, **quick_compiler}
     assert passed(mpirun(ranks, "loops_table.py", timeout=900, env=env).check()) == 9
 
 
-def test_loops_next_to_a_job_whose_threads_are_late(mpirun: Any, quick_compiler: dict[str, str]) -> None:
+def test_loops_next_to_a_job_whose_threads_are_late(
+    mpirun: Any, quick_compiler: dict[str, str]
+) -> None:
     cases = [
         "crossover_equals_alone",
         "a_rank_that_fails_ends_the_loop_of_the_others",

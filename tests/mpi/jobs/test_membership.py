@@ -3,9 +3,16 @@
 import pytest
 
 CASES = [
-    "jobs_join_and_leave", "jobs_begin_together", "one_is_stopped", "one_rests", "one_is_ejected", "one_raises_for_it",
-    "one_skips", "jobs_are_submitted", "memory_is_freed",
-]  # fmt: skip
+    "jobs_join_and_leave",
+    "jobs_begin_together",
+    "one_is_stopped",
+    "one_rests",
+    "one_is_ejected",
+    "one_raises_for_it",
+    "one_skips",
+    "jobs_are_submitted",
+    "memory_is_freed",
+]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])

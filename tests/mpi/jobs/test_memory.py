@@ -3,9 +3,13 @@
 import pytest
 
 CASES = [
-    "a_job_too_many_fails_alone", "the_last_of_equal_jobs_is_refused", "a_job_that_joins_is_refused",
-    "a_job_that_leaves_makes_room", "ranks_with_other_limits_agree", "a_base_that_jobs_share_is_booked_once",
-]  # fmt: skip
+    "a_job_too_many_fails_alone",
+    "the_last_of_equal_jobs_is_refused",
+    "a_job_that_joins_is_refused",
+    "a_job_that_leaves_makes_room",
+    "ranks_with_other_limits_agree",
+    "a_base_that_jobs_share_is_booked_once",
+]
 
 
 @pytest.mark.integration

@@ -1,4 +1,6 @@
-"""A run that is stopped says what it saved; started again, it says where each job goes on. Rank 0 does, once."""
+"""A run that is stopped says what it saved; started again, it says where each job goes on. Rank 0
+does, once.
+"""
 
 import pytest
 
@@ -33,7 +35,11 @@ finally:
 
 
 def lines(done):
-    return [line for line in done.stderr.splitlines() if line.startswith(("Job `", "jaxcross: job", "Start the same"))]
+    return [
+        line
+        for line in done.stderr.splitlines()
+        if line.startswith(("Job `", "jaxcross: job", "Start the same"))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +59,8 @@ def test_a_stop_says_what_was_saved_and_a_restart_goes_on(mpirun, tmp_path, name
     steps = max(a, b) + 5
     again = mpirun(2, SCRIPT, "none", str(folder), str(steps)).check()
     assert sorted(lines(again)) == [
-        f"jaxcross: job `{n}` goes on after step {step}." for n, step in zip("ab", (a, b), strict=True)
+        f"jaxcross: job `{n}` goes on after step {step}."
+        for n, step in zip("ab", (a, b), strict=True)
     ]
     assert again.stdout.splitlines()[-1] == f"[{steps}, {steps}]"
 
@@ -64,6 +71,9 @@ def test_a_stop_says_what_was_saved_and_a_restart_goes_on(mpirun, tmp_path, name
 def test_without_checkpoints_a_stop_says_so(mpirun, name, code):
     done = mpirun(2, SCRIPT, name)
     a, b = eval(done.stdout.splitlines()[-1])
-    said = f"jaxcross: the run has stopped: job `a` after step {a}, job `b` after step {b}. Nothing was saved, because"
+    said = (
+        f"jaxcross: the run has stopped: job `a` after step {a}, job `b` after step {b}. Nothing "
+        "was saved, because"
+    )
     assert done.stderr.count(said) == 1
     assert done.returncode == code

@@ -1,4 +1,6 @@
-"""Several hosts on one machine: MPI really crosses the shaped link, and nothing is left when it ends."""
+"""Several hosts on one machine: MPI really crosses the shaped link, and nothing is left when it
+ends.
+"""
 
 import json
 import os
@@ -53,7 +55,10 @@ def test_a_tool_that_is_not_on_the_path_is_found(monkeypatch, tmp_path):
     (tmp_path / "ip").touch(mode=0o755)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("jaxcross.lab.SBIN", str(tmp_path))
-    with pytest.raises(OSError, match=f"`ip` is in `{tmp_path}`, which is not on the path. Add it"), Lab():
+    with (
+        pytest.raises(OSError, match=f"`ip` is in `{tmp_path}`, which is not on the path. Add it"),
+        Lab(),
+    ):
         pass
 
 
@@ -67,7 +72,10 @@ def test_a_missing_tool_is_named(monkeypatch):
 @needs_lab
 def test_a_kernel_that_refuses_a_step_is_quoted():
     # a rate that passes for one and that tc cannot represent
-    with pytest.raises(OSError, match="no lab on this machine: `tc qdisc add dev to-h0"), Lab(rate="0.1bit"):
+    with (
+        pytest.raises(OSError, match="no lab on this machine: `tc qdisc add dev to-h0"),
+        Lab(rate="0.1bit"),
+    ):
         pass
 
 
@@ -78,7 +86,10 @@ def test_ranks_meet_over_the_link():
     with Lab(hosts=2, rate="500mbit") as lab:
         before = lab.bytes_crossed()
         done = lab.run(
-            [mpirun.path, "-n", "2", sys.executable, "-c", RANK], capture_output=True, text=True, timeout=240
+            [mpirun.path, "-n", "2", sys.executable, "-c", RANK],
+            capture_output=True,
+            text=True,
+            timeout=240,
         )
         crossed = lab.bytes_crossed() - before
     assert done.returncode == 0, done.stderr
@@ -95,7 +106,13 @@ def test_ranks_meet_over_the_link():
 def test_a_host_is_entered_and_pinned():
     with Lab(hosts=2) as lab:
         line = lab.wrap_host(
-            1, [sys.executable, "-c", "import socket, sys; print(socket.gethostname(), sys.argv)", "a b"]
+            1,
+            [
+                sys.executable,
+                "-c",
+                "import socket, sys; print(socket.gethostname(), sys.argv)",
+                "a b",
+            ],
         )
         said = subprocess.run(line, check=True, capture_output=True, text=True, timeout=240).stdout
         with pytest.raises(ValueError, match="there is no host `2`"):
@@ -104,9 +121,11 @@ def test_a_host_is_entered_and_pinned():
 
 
 def most(bits_per_s, lab, seconds):
-    """Returns the highest rate that a token bucket allows over so many seconds, however slow the machine.
+    """Returns the highest rate that a token bucket allows over so many seconds, however slow the
+    machine.
 
-    While the sender waits for a core, the bucket fills again, and then lets one burst through at once.
+    While the sender waits for a core, the bucket fills again, and then lets one burst through at
+    once.
     """
     return bits_per_s + 8 * lab.burst_kb * 1024 / seconds
 
@@ -139,7 +158,10 @@ def test_slow_link_is_measured_and_idle_afterwards(rate, bits_per_s):
 
 @needs_lab
 def test_an_unshaped_link_stays_so():
-    with Lab(hosts=2, rate=None) as lab, pytest.raises(ValueError, match="the links of this lab are unshaped"):
+    with (
+        Lab(hosts=2, rate=None) as lab,
+        pytest.raises(ValueError, match="the links of this lab are unshaped"),
+    ):
         lab.set_rate("1gbit")
 
 
@@ -171,7 +193,10 @@ def test_two_labs_run_side_by_side_and_count_own_bytes():
         before = one.bytes_crossed(), other.bytes_crossed()
         running = [
             subprocess.Popen(
-                lab.wrap([*command, RANK * times]), stdout=subprocess.PIPE, text=True, env=lab.environment()
+                lab.wrap([*command, RANK * times]),
+                stdout=subprocess.PIPE,
+                text=True,
+                env=lab.environment(),
             )
             for lab, times in ((one, 1), (other, 4))
         ]
@@ -211,13 +236,19 @@ def test_killing_the_driver_kills_everything_inside():
 
 @pytest.fixture
 def driven():
-    """Starts a driver whose command prints `up`, in a group of its own, and ends what is left of it."""
+    """Starts a driver whose command prints `up`, in a group of its own, and ends what is left of
+    it.
+    """
     drivers: list[subprocess.Popen[str]] = []
 
     def start(script: str) -> subprocess.Popen[str]:
         line = [sys.executable, "-m", "jaxcross.lab", "--hosts", "1", "--", "sh", "-c", script]
-        before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, children would inherit that it is ignored
-        drivers.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        before = signal.signal(
+            signal.SIGHUP, signal.SIG_DFL
+        )  # under nohup, children would inherit that it is ignored
+        drivers.append(
+            subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        )
         signal.signal(signal.SIGHUP, before)
         assert drivers[0].stdout is not None
         assert drivers[0].stdout.readline() == "up\n"
@@ -235,7 +266,9 @@ def driven():
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["to the driver", "to its group"])
 def test_a_command_hears_once_what_the_driver_is_told(driven, name, send):
     trap = f"trap 'echo told; n=$((n + 1))' {name}"
-    driver = driven(f"{trap}; echo up; until [ $n ]; do sleep 0.1; done; sleep 0.3; echo saved; exit $n")
+    driver = driven(
+        f"{trap}; echo up; until [ $n ]; do sleep 0.1; done; sleep 0.3; echo saved; exit $n"
+    )
     send(driver.pid, signal.Signals[f"SIG{name}"])
     said, _ = driver.communicate(timeout=240)
     assert said == "told\nsaved\n"
@@ -247,8 +280,13 @@ def test_benchmark_process_in_a_lab_has_time_to_end(tmp_path, monkeypatch):
     """What a benchmark runs in a lab has time to end."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     ended, said = import_module("ended"), tmp_path / "said"
-    script = f"trap 'sleep 0.5; echo saved > {said}; exit' TERM; echo up; while :; do sleep 0.1; done"
-    with Lab(hosts=1) as lab, ended.started(lab.wrap(["sh", "-c", script]), stdout=subprocess.PIPE) as process:
+    script = (
+        f"trap 'sleep 0.5; echo saved > {said}; exit' TERM; echo up; while :; do sleep 0.1; done"
+    )
+    with (
+        Lab(hosts=1) as lab,
+        ended.started(lab.wrap(["sh", "-c", script]), stdout=subprocess.PIPE) as process,
+    ):
         assert process.stdout.readline() == "up\n"
     assert said.read_text() == "saved\n"
 

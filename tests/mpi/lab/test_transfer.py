@@ -1,4 +1,6 @@
-"""A transfer between two hosts: what it finds out about them, and how it ends when it cannot be made."""
+"""A transfer between two hosts: what it finds out about them, and how it ends when it cannot be
+made.
+"""
 
 import sys
 from functools import partial
@@ -13,10 +15,16 @@ REASON = available()
 
 @pytest.mark.skipif(REASON is not None, reason=REASON or "")
 def test_transfer_names_both_ends():
-    """It reaches a host whose name the sender does not know by its address, unless the name was asked for."""
+    """It reaches a host whose name the sender does not know by its address, unless the name was
+    asked for.
+    """
     with Lab(hosts=2) as lab:
         send = partial(
-            measure_transfer, partial(lab.wrap_host, 0), partial(lab.wrap_host, 1), python=sys.executable, seconds=0.1
+            measure_transfer,
+            partial(lab.wrap_host, 0),
+            partial(lab.wrap_host, 1),
+            python=sys.executable,
+            seconds=0.1,
         )
         with pytest.raises(OSError, match="^nobody: .*[Nn]ame"):
             send("nobody")
@@ -30,9 +38,21 @@ def test_host_that_says_nothing_ends_the_transfer(monkeypatch):
     monkeypatch.setattr("jaxcross.lab.transfer.PATIENCE_S", 0.1)
     monkeypatch.setattr("jaxcross.lab.transfer.START_S", 0)
     with pytest.raises(OSError, match="no answer in time"):
-        measure_transfer(list, lambda command: ["sh", "-c", "sleep 1000; exit"], "h", python=sys.executable, seconds=0)
+        measure_transfer(
+            list,
+            lambda command: ["sh", "-c", "sleep 1000; exit"],
+            "h",
+            python=sys.executable,
+            seconds=0,
+        )
 
 
 def test_host_that_cannot_run_the_program_is_quoted():
     with pytest.raises(OSError, match="not found"):
-        measure_transfer(list, lambda command: ["sh", "-c", "no-such-agent"], "h", python=sys.executable, seconds=0)
+        measure_transfer(
+            list,
+            lambda command: ["sh", "-c", "no-such-agent"],
+            "h",
+            python=sys.executable,
+            seconds=0,
+        )

@@ -1,4 +1,6 @@
-"""What two ranks do not have: two axes of two and groups of two, with and without loops of other lengths."""
+"""What two ranks do not have: two axes of two and groups of two, with and without loops of other
+lengths.
+"""
 
 from typing import Any
 

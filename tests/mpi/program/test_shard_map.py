@@ -19,8 +19,12 @@ ROOT = Path(__file__).parents[3]
 QUICK = ("inserted",)
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(ROWS), marks=pytest.mark.exhaustive)], ids=["few", "all"])
-def test_rows_equal_devices(mpirun: Any, quick_compiler: dict[str, str], names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(tuple(ROWS), marks=pytest.mark.exhaustive)], ids=["few", "all"]
+)
+def test_rows_equal_devices(
+    mpirun: Any, quick_compiler: dict[str, str], names: tuple[str, ...]
+) -> None:
     environ = quick_compiler
     done = mpirun(4, "shard_map_ranks.py", *names, timeout=900, env=environ).check()
     assert done.stdout.count(f"{len(cases(names))} hold") == 4, done.stdout + done.stderr
@@ -31,8 +35,18 @@ def test_the_example_on_ranks_equals_devices(
     mpirun: Any, quick_compiler: dict[str, str], tmp_path: Path, ranks: int
 ) -> None:
     """The example itself holds its parameters against those of the devices, within 2e-5."""
-    script, environ = ROOT / "examples" / "shard_map_mlp.py", {"PYTHONPATH": str(ROOT), **quick_compiler}
-    line = [*warm_python.COMMAND, str(script), "--devices", str(ranks), "--save", str(tmp_path / "devices.npz")]
+    script, environ = (
+        ROOT / "examples" / "shard_map_mlp.py",
+        {"PYTHONPATH": str(ROOT), **quick_compiler},
+    )
+    line = [
+        *warm_python.COMMAND,
+        str(script),
+        "--devices",
+        str(ranks),
+        "--save",
+        str(tmp_path / "devices.npz"),
+    ]
     subprocess.run(line, check=True, timeout=900, env={**os.environ, **environ})
     words = ("--compare", str(tmp_path / "devices.npz"))
     done = mpirun(ranks, str(script), *words, timeout=900, env=environ).check()

@@ -19,14 +19,19 @@ def check(mpirun: Any, ranks: int, *names: str, env: dict[str, str]) -> None:
 
 
 @pytest.mark.integration
-def test_rows_equal_vmap_and_one_fused_executable(mpirun: Any, quick_compiler: dict[str, str]) -> None:
+def test_rows_equal_vmap_and_one_fused_executable(
+    mpirun: Any, quick_compiler: dict[str, str]
+) -> None:
     check(mpirun, 2, *QUICK, env=quick_compiler)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_zoo_equals_vmap_and_one_fused_executable(mpirun: Any, ranks: int, quick_compiler: dict[str, str]) -> None:
-    # Compiling is nearly all of the time. Two ranks see what users get; more of them, other exchanges of those steps.
+def test_zoo_equals_vmap_and_one_fused_executable(
+    mpirun: Any, ranks: int, quick_compiler: dict[str, str]
+) -> None:
+    # Compiling is nearly all of the time. Two ranks see what users get; more of them, other
+    # exchanges of those steps.
     check(mpirun, ranks, env=quick_compiler if ranks != 2 else {})
 
 

@@ -1,19 +1,30 @@
-"""Real runs whose threads are late at random: every comparison of the tables is to the bit, and must not notice."""
+"""Real runs whose threads are late at random: every comparison of the tables is to the bit, and
+must not notice.
+"""
 
 import pytest
 
-# What must not come out of order: jobs under every policy and cut, data that ends early, an interrupt.
+# What must not come out of order: jobs under every policy and cut, data that ends early, an
+# interrupt.
 DISORDERED = ["crossover_equals_alone", "data_that_raises_on_one_rank", "interrupt"]
 
 
 def passed(finished):
-    return [line.removeprefix("passed ") for line in finished.stdout.splitlines() if line.startswith("passed ")]
+    return [
+        line.removeprefix("passed ")
+        for line in finished.stdout.splitlines()
+        if line.startswith("passed ")
+    ]
 
 
 @pytest.mark.integration
 def test_jobs_whose_threads_are_late(mpirun, quick_compiler):
     finished = mpirun(
-        2, "runner_table.py", *DISORDERED, timeout=900, env={"JAXCROSS_CHAOS": "1", **quick_compiler}
+        2,
+        "runner_table.py",
+        *DISORDERED,
+        timeout=900,
+        env={"JAXCROSS_CHAOS": "1", **quick_compiler},
     ).check()
     assert passed(finished) == DISORDERED
 

@@ -3,12 +3,21 @@
 import pytest
 
 CASES = [
-    "staleness_0_is_synchronous", "the_bound_holds", "asynchronous_training_converges",
-    "a_slow_worker_holds_others_up_at_the_bound_only", "without_a_bound_others_run_ahead",
-    "unlike_numbers_of_steps", "large_messages", "what_is_not_finite_shows_on_every_rank",
-    "failure_of_a_worker", "failure_of_a_server", "unlike_rules", "two_jobs_in_crossover_equal_jobs_alone",
-    "beside_an_ordinary_job", "failure_of_a_job_beside_another",
-]  # fmt: skip
+    "staleness_0_is_synchronous",
+    "the_bound_holds",
+    "asynchronous_training_converges",
+    "a_slow_worker_holds_others_up_at_the_bound_only",
+    "without_a_bound_others_run_ahead",
+    "unlike_numbers_of_steps",
+    "large_messages",
+    "what_is_not_finite_shows_on_every_rank",
+    "failure_of_a_worker",
+    "failure_of_a_server",
+    "unlike_rules",
+    "two_jobs_in_crossover_equal_jobs_alone",
+    "beside_an_ordinary_job",
+    "failure_of_a_job_beside_another",
+]
 
 STUCK = """
 import threading
@@ -41,7 +50,9 @@ print(float(new["w"].sum()))
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3, 4, 5, 8))])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3, 4, 5, 8))]
+)
 def test_servers_over_mpi(mpirun, ranks, quick_compiler):
     finished = mpirun(ranks, "server_table.py", timeout=900, env=quick_compiler).check()
     assert [line for line in finished.stdout.splitlines() if line.startswith("passed")] == [
@@ -50,7 +61,9 @@ def test_servers_over_mpi(mpirun, ranks, quick_compiler):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("steps", "what"), [(9, "step 2 (parameter server)"), (1, "(end of all workers)")])
+@pytest.mark.parametrize(
+    ("steps", "what"), [(9, "step 2 (parameter server)"), (1, "(end of all workers)")]
+)
 def test_watchdog_names_the_worker_others_wait_for(mpirun, steps, what):
     """The watchdog names the worker that the others wait for."""
     done = mpirun(2, STUCK.format(late="threading.Event().wait()", steps=steps))

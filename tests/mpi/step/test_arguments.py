@@ -1,4 +1,6 @@
-"""Arguments of a step over MPI, as a script for `jax.jit` has them: shared, by name, of types without values."""
+"""Arguments of a step over MPI, as a script for `jax.jit` has them: shared, by name, of types
+without values.
+"""
 
 from tests.support.script_text import RAISED
 

@@ -10,6 +10,8 @@ import pytest
 
 @pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_cuts_that_differ(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks: int) -> None:
+def test_cuts_that_differ(
+    mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks: int
+) -> None:
     done = mpirun(ranks, "cuts.py", env=quick_compiler).check()
     assert done.stdout.count("cuts done") == ranks

@@ -79,7 +79,16 @@ def test_a_script_ends_at_its_first_step(environ: dict[str, str], tmp_path: Path
     """The chosen step of the first job is measured, and nothing of the user's is written."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    words = ("--step", "train_step", "-k", "3", "--json", str(tmp_path / "out.json"), str(script), str(tmp_path))
+    words = (
+        "--step",
+        "train_step",
+        "-k",
+        "3",
+        "--json",
+        str(tmp_path / "out.json"),
+        str(script),
+        str(tmp_path),
+    )
     done = estimated(*words, "a", "b", env=environ)
     assert done.returncode == 0, done.stderr
     shown = done.stdout.splitlines()[-10:]
@@ -102,12 +111,17 @@ def test_a_script_without_a_step_is_an_error(environ: dict[str, str], tmp_path: 
 
 
 @pytest.mark.integration
-def test_a_script_that_exits_before_its_step_is_an_error(environ: dict[str, str], tmp_path: Path) -> None:
+def test_a_script_that_exits_before_its_step_is_an_error(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys\n\nsys.exit(3)\n")
     done = estimated(str(script), env=environ)
     assert done.returncode == 3
-    words = "jaxcross estimate: the script ended with exit code 3 before it called a `crossover` step, so nothing was"
+    words = (
+        "jaxcross estimate: the script ended with exit code 3 before it called a `crossover` step, "
+        "so nothing was"
+    )
     assert words in done.stderr
 
 

@@ -1,4 +1,6 @@
-"""Steps outside a runner, on two ranks: which thread may call them, and when the ranks agree anew."""
+"""Steps outside a runner, on two ranks: which thread may call them, and when the ranks agree
+anew.
+"""
 
 import pytest
 
@@ -143,7 +145,10 @@ def test_rank_exchanges_no_more_after_half_failed_step(mpirun, quick_compiler) -
     done = mpirun(2, HALFWAY, env=quick_compiler)
     assert done.returncode != 0
     assert done.stdout.count("sum") == 2 == done.stdout.count("sum 0.0"), done.stdout
-    assert "`step` cannot exchange: `step` failed halfway on this rank. Other ranks may be in the rest" in done.stderr
+    assert (
+        "`step` cannot exchange: `step` failed halfway on this rank. Other ranks may be in the rest"
+        in done.stderr
+    )
 
 
 AGAIN = """

@@ -1,4 +1,6 @@
-"""Every collective and element type as steps, on more processes than cores: nothing may hang or change a bit."""
+"""Every collective and element type as steps, on more processes than cores: nothing may hang or
+change a bit.
+"""
 
 import json
 import subprocess
@@ -24,8 +26,13 @@ def load():
 
 
 def run(mpirun, folder, steps, x64, seed, jobs, compiler):
-    env = {"JAXCROSS_EVENTS": str(folder), **compiler}  # for `jaxcross doctor --post-mortem`, after a hang
-    done = mpirun(2, "table_steps.py", *map(str, (steps, int(x64), seed, jobs)), timeout=900, env=env).check()
+    env = {
+        "JAXCROSS_EVENTS": str(folder),
+        **compiler,
+    }  # for `jaxcross doctor --post-mortem`, after a hang
+    done = mpirun(
+        2, "table_steps.py", *map(str, (steps, int(x64), seed, jobs)), timeout=900, env=env
+    ).check()
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["steps"] == steps
     assert found["wrong"] == []
@@ -36,8 +43,11 @@ def test_steps_of_every_type(mpirun, tmp_path, x64, jobs, quick_compiler):
     run(mpirun, tmp_path, 100, x64, 0, jobs, quick_compiler)
 
 
-# Few cases and steps, because each case takes minutes, and slows down every test that runs beside it.
+# Few cases and steps, because each case takes minutes, and slows down every test that runs beside
+# it.
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("seed", "x64", "jobs"), [(1, False, 0), (2, False, 2), (3, True, 0), (4, True, 2)])
+@pytest.mark.parametrize(
+    ("seed", "x64", "jobs"), [(1, False, 0), (2, False, 2), (3, True, 0), (4, True, 2)]
+)
 def test_steps_of_every_type_under_load(mpirun, tmp_path, x64, seed, jobs, load):
     run(mpirun, tmp_path, 500, x64, seed, jobs, {})

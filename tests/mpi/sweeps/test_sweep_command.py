@@ -52,7 +52,9 @@ def test_command_sweeps_a_script(tmp_path):
             "2",
         ]
         line = [*warm_python.COMMAND, "-m", "jaxcross", "sweep", "train.py", *words]
-        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(
+            line, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -1,4 +1,6 @@
-"""A sweep that is killed twice ends as one that is not: the same trials, pruned at the same steps, the same bits."""
+"""A sweep that is killed twice ends as one that is not: the same trials, pruned at the same steps,
+the same bits.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,9 @@ pytest.importorskip("optuna")
 CASE = "sweep_killed.py"
 
 
-def compare(mpirun, folder: Path, trials: int, kills: list[tuple[int, int]], env: dict[str, str]) -> dict:
+def compare(
+    mpirun, folder: Path, trials: int, kills: list[tuple[int, int]], env: dict[str, str]
+) -> dict:
     whole = folder / "whole.json"
     mpirun(2, CASE, str(folder / "whole"), str(trials), str(whole), timeout=900, env=env).check()
     killed = folder / "killed.json"
@@ -41,7 +45,9 @@ def test_eight_trials_killed_twice_end_alike(mpirun, tmp_path, quick_compiler):
 
 @pytest.mark.integration
 def test_trials_pruned_by_evaluations_end_alike(mpirun, tmp_path, quick_compiler):
-    """Some stop early. Rank 0 dies in an evaluation, whose batches and steps are none of the training's."""
+    """Some stop early. Rank 0 dies in an evaluation, whose batches and steps are none of the
+    training's.
+    """
     compare(mpirun, tmp_path, 8, [(0, 20), (1, 16)], {**quick_compiler, "METRIC": "eval/loss"})
     for whole in (tmp_path / "whole" / "metrics").glob("*.jsonl"):
         assert lines(whole) == lines(tmp_path / "killed" / "metrics" / whole.name)

@@ -1,4 +1,6 @@
-"""Tensor parallelism over MPI: one `mpirun` on four ranks, one on eight, train a model on every mesh of so many."""
+"""Tensor parallelism over MPI: one `mpirun` on four ranks, one on eight, train a model on every
+mesh of so many.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.exhaustive  # the usual run has examples/gpt.py on two ranks
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_meshes_equal_serial_model_and_solo(mpirun: Any, quick_compiler: dict[str, str], ranks: int) -> None:
+def test_meshes_equal_serial_model_and_solo(
+    mpirun: Any, quick_compiler: dict[str, str], ranks: int
+) -> None:
     """Every mesh equals the serial model, and `crossover` equals a solo run."""
     done = mpirun(ranks, "tensor_table.py", timeout=900, env=quick_compiler).check()
     for rank in range(ranks):

@@ -1,4 +1,6 @@
-"""Order, splitting, bytes, 16-bit floats, loops, mpi4jax's own calls: what the table of collectives does not show."""
+"""Order, splitting, bytes, 16-bit floats, loops, mpi4jax's own calls: what the table of collectives
+does not show.
+"""
 
 import json
 
@@ -30,7 +32,9 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 4))])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 4))]
+)
 def test_wire(mpirun, ranks, quick_compiler):
     done = mpirun(ranks, "wire_checks.py", timeout=900, env=quick_compiler).check()
     found = json.loads(done.stdout.strip().splitlines()[-1])

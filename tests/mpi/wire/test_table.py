@@ -1,4 +1,6 @@
-"""The wire against XLA's own collectives: every operation, element type and set of axes, on 1 to 4 ranks."""
+"""The wire against XLA's own collectives: every operation, element type and set of axes, on 1 to 4
+ranks.
+"""
 
 import json
 

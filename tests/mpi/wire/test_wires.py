@@ -1,4 +1,6 @@
-"""Both wires of a world: which one it has, and that what leaves a step isn't an arena's any more."""
+"""Both wires of a world: which one it has, and that what leaves a step isn't an arena's any
+more.
+"""
 
 import pytest
 
@@ -9,7 +11,9 @@ MPI4JAX = pytest.param("mpi4jax", marks=[pytest.mark.integration, NEEDS_MPI4JAX]
 
 @pytest.mark.parametrize("wire", [MPI4JAX, "mpi4py"])
 def test_what_steps_return_never_changes(mpirun, tmp_path, quick_compiler, wire):
-    done = mpirun(2, "kept_results.py", str(tmp_path), env={**quick_compiler, "JAXCROSS_WIRE": wire}).check()
+    done = mpirun(
+        2, "kept_results.py", str(tmp_path), env={**quick_compiler, "JAXCROSS_WIRE": wire}
+    ).check()
     assert done.stdout.count(": kept") == 2, done.stdout
 
 
@@ -26,7 +30,10 @@ except jaxcross.ExchangeError as error:
 @NEEDS_MPI4JAX
 def test_ranks_with_different_wires_are_told(mpirun):
     done = mpirun(3, MIXED).check()
-    text = "told: Ranks would exchange by different libraries: mpi4jax on ranks 0, 2; mpi4py on rank 1."
+    text = (
+        "told: Ranks would exchange by different libraries: mpi4jax on ranks 0, 2; mpi4py on rank "
+        "1."
+    )
     assert done.stdout.count(text) == 3, done.stdout + done.stderr
 
 
@@ -48,4 +55,6 @@ except ValueError as error:
 def test_a_world_without_mpi4jax_exchanges_over_mpi4py(mpirun):
     done = mpirun(2, MISSING, env={"JAXCROSS_WIRE": ""}).check()
     assert done.stderr.count("Exchanges go over mpi4py: mpi4jax isn't installed.") == 1, done.stderr
-    assert done.stdout.count("told: jaxcross is initialised already, with `wire='mpi4py'`") == 2, done.stdout
+    assert done.stdout.count("told: jaxcross is initialised already, with `wire='mpi4py'`") == 2, (
+        done.stdout
+    )

@@ -1,4 +1,6 @@
-"""Hosts between which all packets are lost, as by a firewall: the start ends, and says what to check."""
+"""Hosts between which all packets are lost, as by a firewall: the start ends, and says what to
+check.
+"""
 
 import subprocess
 import sys
@@ -17,13 +19,28 @@ def test_ranks_that_cannot_reach_each_other_end_in_time(tmp_path):
     script.write_text("import jaxcross\njaxcross.initialize(stall_timeout_s=5)\nprint('joined')\n")
     with Lab(hosts=2) as lab:
         for host in range(2):  # an address that nobody has: frames go nowhere, and nobody says so
-            line = f"ip neigh replace 10.77.0.{2 - host} lladdr 02:00:00:00:00:99 dev eth0 nud permanent"
+            line = (
+                f"ip neigh replace 10.77.0.{2 - host} lladdr 02:00:00:00:00:99 dev eth0 nud "
+                "permanent"
+            )
             subprocess.run(lab.wrap_host(host, line.split()), check=True)
-        launch = [sys.executable, "-m", "jaxcross.cli", "launch", "-n", "2", "--hosts", "h0,h1", str(script)]
+        launch = [
+            sys.executable,
+            "-m",
+            "jaxcross.cli",
+            "launch",
+            "-n",
+            "2",
+            "--hosts",
+            "h0,h1",
+            str(script),
+        ]
         done = lab.run(launch, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0 and "joined" not in done.stdout
     where = "of 2 has waited 5 s in the start of MPI; all ranks end."
-    if find_mpirun().vendor == "openmpi":  # it connects two ranks only when they first send each other something
+    if (
+        find_mpirun().vendor == "openmpi"
+    ):  # it connects two ranks only when they first send each other something
         where = "has waited 5 s for all ranks to call `jaxcross.initialize()`; all 2 ranks end."
     assert where in done.stderr
     assert "that no firewall is between the hosts" in done.stderr

@@ -1,4 +1,6 @@
-"""A warm process behaves as `python` would: arguments, files, exit codes, signals. Only JAX is imported already."""
+"""A warm process behaves as `python` would: arguments, files, exit codes, signals. Only JAX is
+imported already.
+"""
 
 import os
 import select
@@ -20,16 +22,22 @@ IS_WARM = "import sys; print('jax' in sys.modules)"
 
 @pytest.fixture(autouse=True)
 def no_child_of_a_rank(monkeypatch):
-    """A test that called `initialize` in this process has made it a rank, whose children are never warm."""
+    """A test that called `initialize` in this process has made it a rank, whose children are never
+    warm.
+    """
     monkeypatch.delenv(workers.VARIABLE, raising=False)
 
 
 def run(*words, **options):
-    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False, **options)
+    return subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False, **options
+    )
 
 
 def test_ranks_are_warm(mpirun):
-    """If ranks weren't warm, each would import JAX again. All other tests would still pass, only slower."""
+    """If ranks weren't warm, each would import JAX again. All other tests would still pass, only
+    slower.
+    """
     assert mpirun(2, IS_WARM).check().stdout == "True\nTrue\n"
     assert mpirun(2, IS_WARM, warm=False).check().stdout == "False\nFalse\n"
 
@@ -42,25 +50,35 @@ def test_what_is_read_at_start_needs_a_new_interpreter(name):
 def test_program_sees_its_own_arguments_environment_and_folder(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys; print(sys.argv, sys.path[0], os.getcwd(), os.environ['MINE'], __name__, __file__)"
+        "import os, sys; print(sys.argv, sys.path[0], os.getcwd(), os.environ['MINE'], __name__, "
+        "__file__)"
     )
     done = run(str(script), "a", "b", cwd=tmp_path, env={**os.environ, "MINE": "yes"})
-    assert done.stdout == f"{[str(script), 'a', 'b']} {tmp_path} {tmp_path} yes __main__ {script}\n", done.stderr
+    assert (
+        done.stdout == f"{[str(script), 'a', 'b']} {tmp_path} {tmp_path} yes __main__ {script}\n"
+    ), done.stderr
     assert run("-c", "print(input())", input="typed").stdout == "typed\n"
     (tmp_path / "module.py").write_text("import sys; print(__name__, sys.argv[1:])")
     assert run("-m", "module", "c", cwd=tmp_path).stdout == "__main__ ['c']\n"
 
 
 def test_each_program_starts_fresh():
-    code = "import builtins, random; print(hasattr(builtins, 'left')); builtins.left = 1; print(random.random())"
+    code = (
+        "import builtins, random; print(hasattr(builtins, 'left')); builtins.left = 1; "
+        "print(random.random())"
+    )
     first, second = run("-c", code).stdout.split(), run("-c", code).stdout.split()
     assert first[0] == second[0] == "False"
     assert first[1] != second[1]
 
 
-@pytest.mark.parametrize("code", ["raise SystemExit(7)", "import os; os._exit(9)", "1/0", "import os; os.abort()"])
+@pytest.mark.parametrize(
+    "code", ["raise SystemExit(7)", "import os; os._exit(9)", "1/0", "import os; os.abort()"]
+)
 def test_exit_codes_are_those_of_python(code):
-    cold = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False)
+    cold = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=120, check=False
+    )
     assert run("-c", code).returncode == cold.returncode
 
 
@@ -68,7 +86,9 @@ WAITS = "import signal, sys; print(__import__('os').getpid(), flush=True); sys.s
 
 
 def started():
-    process = subprocess.Popen([*COMMAND, "-c", WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*COMMAND, "-c", WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     return process, int(process.stdout.readline())
 
 
@@ -93,7 +113,9 @@ def test_program_dies_with_its_client():
 
 @pytest.mark.parametrize("sent", [b"", b"\xff", b"\x08\0\0\0half"])
 def test_clients_that_die_early_leave_the_server_alone(sent):
-    """Launchers kill ranks that are just starting, even before the server has accepted them or read their request."""
+    """Launchers kill ranks that are just starting, even before the server has accepted them or read
+    their request.
+    """
     for _ in range(20):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.connect(os.environ[VARIABLE])

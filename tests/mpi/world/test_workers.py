@@ -1,4 +1,6 @@
-"""Worker processes of ranks: they have the rank's numbers, join nothing, and are told at once where they go wrong."""
+"""Worker processes of ranks: they have the rank's numbers, join nothing, and are told at once where
+they go wrong.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +12,9 @@ import pytest
 
 @pytest.fixture
 def mpirun(mpirun):
-    """Starts real processes, because these tests are about how they start, end and are signalled."""
+    """Starts real processes, because these tests are about how they start, end and are
+    signalled.
+    """
     return partial(mpirun, warm=False)
 
 
@@ -18,7 +22,9 @@ pytestmark = pytest.mark.integration
 
 
 CASE = Path(__file__).parents[1] / "cases" / "workers.py"
-LINE = next(n for n, line in enumerate(CASE.read_text().splitlines(), 1) if "must not come to" in line)
+LINE = next(
+    n for n, line in enumerate(CASE.read_text().splitlines(), 1) if "must not come to" in line
+)
 
 
 @pytest.mark.parametrize("how", ["spawn", "forkserver", "fork", "grain"])
@@ -26,12 +32,19 @@ def test_a_guarded_script_trains_with_workers(mpirun: Callable[..., Any], how: s
     assert mpirun(2, "workers.py", how).check().stdout.splitlines() == ["trained"] * 2
 
 
-@pytest.mark.parametrize("how", ["spawn", pytest.param("forkserver", marks=pytest.mark.exhaustive), "grain"])
+@pytest.mark.parametrize(
+    "how", ["spawn", pytest.param("forkserver", marks=pytest.mark.exhaustive), "grain"]
+)
 def test_workers_that_would_train_end_all_at_once(mpirun: Callable[..., Any], how: str) -> None:
-    """No worker starts MPI, and a pool does not start one after the other; the limit is far below the watchdog's."""
+    """No worker starts MPI, and a pool does not start one after the other; the limit is far below
+    the watchdog's.
+    """
     done = mpirun(2, "workers.py", "--unguarded", how, timeout=200)
     assert done.returncode == 1
-    assert f"came to line {LINE} of `{CASE}`, which exchanges with other ranks; all 2 ranks end." in done.stderr
+    assert (
+        f"came to line {LINE} of `{CASE}`, which exchanges with other ranks; all 2 ranks end."
+        in done.stderr
+    )
     assert "put what trains under `if __name__ == '__main__':`" in done.stderr
     assert "MPI_Init" not in done.stderr and "Traceback" not in done.stderr
 
@@ -98,5 +111,8 @@ if world.rank == 1:
 def test_subprocess_of_a_rank_is_not_a_rank(mpirun: Callable[..., Any]) -> None:
     """A subprocess of a rank gets an error saying that it is not a rank."""
     refused, size = mpirun(2, SUBPROCESS).check().stdout.splitlines()
-    assert "ExchangeError: `jaxcross.initialize()` was called in a process that a rank has started" in refused
+    assert (
+        "ExchangeError: `jaxcross.initialize()` was called in a process that a rank has started"
+        in refused
+    )
     assert size == "1", "without the launcher's variables it is a world of its own"

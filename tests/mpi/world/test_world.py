@@ -1,4 +1,6 @@
-"""The world on several ranks: communicators, agreements, and how it ends when something goes wrong."""
+"""The world on several ranks: communicators, agreements, and how it ends when something goes
+wrong.
+"""
 
 import importlib.metadata
 import json
@@ -13,12 +15,19 @@ import pytest
 
 @pytest.fixture
 def mpirun(mpirun):
-    """Starts real processes, because these tests are about how they start, end and are signalled."""
+    """Starts real processes, because these tests are about how they start, end and are
+    signalled.
+    """
     return partial(mpirun, warm=False)
 
 
-START = "import threading, sys\nfrom jaxcross.world import initialize\nworld = initialize(stall_timeout_s={watchdog})\n"
-TOGETHER = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()  # one start may take longer than others\n"
+START = (
+    "import threading, sys\nfrom jaxcross.world import initialize\nworld = "
+    "initialize(stall_timeout_s={watchdog})\n"
+)
+TOGETHER = (
+    "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()  # one start may take longer than others\n"
+)
 WAIT = "\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Dup().Barrier()\n"
 
 
@@ -32,7 +41,11 @@ def test_agreements_and_communicators(mpirun, ranks):
 
 def test_exception_on_one_rank_ends_all_with_traceback(mpirun):
     """An exception on one rank ends all ranks with its traceback."""
-    code = START.format(watchdog=300) + "if world.rank == 1:\n    raise ValueError('no more data')" + WAIT
+    code = (
+        START.format(watchdog=300)
+        + "if world.rank == 1:\n    raise ValueError('no more data')"
+        + WAIT
+    )
     done = mpirun(2, code)
     assert done.returncode != 0
     assert "jaxcross: rank 1 of 2 failed:" in done.stderr
@@ -75,11 +88,19 @@ def test_daemon_thread_error_ends_all_at_exit(mpirun):
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "worse", ["sys.stderr.close()", "import os, signal\n    threading.Timer(0.1, os.kill, (os.getpid(), 2)).start()"]
+    "worse",
+    [
+        "sys.stderr.close()",
+        "import os, signal\n    threading.Timer(0.1, os.kill, (os.getpid(), 2)).start()",
+    ],
 )
 def test_nothing_keeps_an_exception_from_ending_all(mpirun, worse):
     """Neither a closed stderr nor Ctrl-C while the report is on its way."""
-    code = START.format(watchdog=300) + f"if world.rank == 1:\n    {worse}\n    raise ValueError" + WAIT
+    code = (
+        START.format(watchdog=300)
+        + f"if world.rank == 1:\n    {worse}\n    raise ValueError"
+        + WAIT
+    )
     assert mpirun(2, code).returncode != 0
 
 
@@ -111,11 +132,15 @@ def test_rank_missing_from_initialize_ends_all(mpirun):
     """A rank that does not call `initialize` ends all ranks."""
     code = (
         "from mpi4py import MPI\nimport threading\n"
-        "if MPI.COMM_WORLD.Get_rank() == 1:\n    threading.Event().wait()\n" + START.format(watchdog=12)
+        "if MPI.COMM_WORLD.Get_rank() == 1:\n    threading.Event().wait()\n"
+        + START.format(watchdog=12)
     )
     done = mpirun(2, code)
     assert done.returncode != 0
-    assert "jaxcross: rank 0 has waited 12 s for all ranks to call `jaxcross.initialize()`; all 2 ranks" in done.stderr
+    assert (
+        "jaxcross: rank 0 has waited 12 s for all ranks to call `jaxcross.initialize()`; all 2 "
+        "ranks" in done.stderr
+    )
 
 
 @pytest.mark.integration
@@ -127,27 +152,37 @@ def test_unresponsive_stuck_rank_is_aborted(mpirun):
         + START.format(watchdog=12)
         + (
             "if world.rank == 1:\n    import ctypes\n    ctypes.PyDLL(None).sleep(1000)\n"
-            "with world.monitor(job='a', step=0, segment=0, what='psum'):\n    " + WAIT.strip().replace("\n", "\n    ")
+            "with world.monitor(job='a', step=0, segment=0, what='psum'):\n    "
+            + WAIT.strip().replace("\n", "\n    ")
         )
     )
     done = mpirun(2, code)
     assert done.returncode != 0
-    # The watchdog asks it after 12 s. On a loaded machine, 30 s without a heartbeat may be noticed first.
+    # The watchdog asks it after 12 s. On a loaded machine, 30 s without a heartbeat may be noticed
+    # first.
     assert re.search(
-        r"rank 1 (does not answer: it has ended, or its interpreter is blocked|is silent for)", done.stderr
+        r"rank 1 (does not answer: it has ended, or its interpreter is blocked|is silent for)",
+        done.stderr,
     )
 
 
 def alone(code, **environ):
     environ = {**os.environ, **environ}
     return subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", code],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
 
 
 @pytest.mark.integration
 def test_one_process_without_a_launcher_is_a_world():
-    code = START.format(watchdog=300) + "print(world.size, world.rank, world.rank_grid('batch').shape)"
+    code = (
+        START.format(watchdog=300) + "print(world.size, world.rank, world.rank_grid('batch').shape)"
+    )
     done = alone(code)
     assert done.stdout.split("\n")[0] == "1 0 (1,)", done.stderr
 
@@ -175,7 +210,9 @@ sys.meta_path.insert(0, Told())
 def test_mpi_starts_with_measured_default_settings(before, own, expected, monkeypatch):
     """MPI starts with the settings that were measured unless others are given."""
     after = 'print(os.environ.get("OMPI_MCA_mpi_yield_when_idle"))\n'
-    for name in [name for name in os.environ if name.startswith("OMPI_MCA_")]:  # of a world in this very process
+    for name in [
+        name for name in os.environ if name.startswith("OMPI_MCA_")
+    ]:  # of a world in this very process
         monkeypatch.delenv(name)
     done = alone(TOLD + before + START.format(watchdog=300) + after, **own)
     assert done.stdout.splitlines() == [expected, expected.split()[1]], done.stderr
@@ -194,7 +231,10 @@ def test_a_pool_that_came_too_early_is_refused():
     code = "import jax\njax.devices()\nfrom jaxcross.world import initialize\ninitialize(lanes=100)"
     done = alone(code)
     assert done.returncode != 0
-    assert "ExchangeError: JAX started before `jaxcross.initialize()`, with a CPU pool of" in done.stderr
+    assert (
+        "ExchangeError: JAX started before `jaxcross.initialize()`, with a CPU pool of"
+        in done.stderr
+    )
 
 
 @pytest.mark.integration
@@ -213,11 +253,15 @@ def test_an_mpi4jax_for_another_mpi_is_explained(tmp_path):
     (tmp_path / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!')")
     done = alone(START.format(watchdog=300), PYTHONPATH=str(tmp_path), JAXCROSS_WIRE="mpi4jax")
     assert done.returncode != 0
-    assert "ExchangeError: mpi4jax cannot be used with this MPI: MPI ABI incompatibility detected!" in done.stderr
+    assert (
+        "ExchangeError: mpi4jax cannot be used with this MPI: MPI ABI incompatibility detected!"
+        in done.stderr
+    )
     assert "--no-cache-dir --no-binary mpi4jax mpi4jax" in done.stderr
 
 
-# A call that was compiled against the interface 0.99: when XLA asks for its metadata, it fills in that version.
+# A call that was compiled against the interface 0.99: when XLA asks for its metadata, it fills in
+# that version.
 FOREIGN_CALL = """
 import ctypes, jax
 
@@ -234,13 +278,21 @@ jax.ffi.register_ffi_target("foreign", jax.ffi.pycapsule(handler), platform="cpu
 
 @pytest.mark.integration
 def test_an_mpi4jax_for_a_newer_jaxlib_is_explained(tmp_path):
-    """The rank ends in `initialize()`, not at its first array, and the remedy names the jaxlib that is installed."""
+    """The rank ends in `initialize()`, not at its first array, and the remedy names the jaxlib that
+    is installed.
+    """
     (tmp_path / "mpi4jax.py").write_text(FOREIGN_CALL)
     done = alone(START.format(watchdog=300), PYTHONPATH=str(tmp_path), JAXCROSS_WIRE="mpi4jax")
     assert done.returncode != 0
     jaxlib = importlib.metadata.version("jaxlib")
-    assert f"ExchangeError: mpi4jax was built against a newer jaxlib than the installed {jaxlib}: " in done.stderr
-    assert "handler's API version (0.99)" in done.stderr and f'echo "jaxlib=={jaxlib}" > build.txt' in done.stderr
+    assert (
+        f"ExchangeError: mpi4jax was built against a newer jaxlib than the installed {jaxlib}: "
+        in done.stderr
+    )
+    assert (
+        "handler's API version (0.99)" in done.stderr
+        and f'echo "jaxlib=={jaxlib}" > build.txt' in done.stderr
+    )
 
 
 JOB_RAISES = """
@@ -276,14 +328,19 @@ Traceback (most recent call last):
 OSError: no more data
 """.splitlines()
 ENDS = (
-    "jaxcross: rank {rank} of 2 ends after the run: JobError: Job `a` failed on rank 1 after step 2: OSError: no more"
-    " data. Every rank leaves the job after step 2, the last one that all of them committed; other jobs go on."
+    "jaxcross: rank {rank} of 2 ends after the run: JobError: Job `a` failed on rank 1 after step "
+    "2: OSError: no more data. Every rank leaves the job after step 2, the last one that all of "
+    "them committed; other jobs go on."
 )
-SCRIPT_RAISES = START.format(watchdog=300) + "if world.rank == 1:\n    raise OSError('no more data')" + WAIT
+SCRIPT_RAISES = (
+    START.format(watchdog=300) + "if world.rank == 1:\n    raise OSError('no more data')" + WAIT
+)
 
 
 def launched(tmp_path, code, **environ):
-    """The lines of a script under `jaxcross launch`, but for MPI's own, and the folders that it left."""
+    """The lines of a script under `jaxcross launch`, but for MPI's own, and the folders that it
+    left.
+    """
     script, left = tmp_path / "train.py", tmp_path / "left"
     script.write_text(code)
     left.mkdir()
@@ -291,11 +348,19 @@ def launched(tmp_path, code, **environ):
     environ = {**os.environ, "TMPDIR": str(left), "MPI4JAX_NO_WARN_JAX_VERSION": "1", **environ}
     done = subprocess.run(
         [sys.executable, "-m", "jaxcross.cli", "launch", "-n", "2", str(script)],
-        env=environ, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 1, done.stderr
-    text = re.sub(r"^-{20,}\n.*?^-{20,}\n", "", done.stderr, flags=re.DOTALL | re.MULTILINE)  # of Open MPI
-    lines = [line for line in text.splitlines() if line.strip("\0") and not line.startswith("Abort(")]
+    text = re.sub(
+        r"^-{20,}\n.*?^-{20,}\n", "", done.stderr, flags=re.DOTALL | re.MULTILINE
+    )  # of Open MPI
+    lines = [
+        line for line in text.splitlines() if line.strip("\0") and not line.startswith("Abort(")
+    ]
     return script, lines, [path.name for path in left.glob("jaxcross-events-*")]
 
 
@@ -309,7 +374,10 @@ def test_failing_job_prints_one_traceback(tmp_path):
     ends = [line for line in lines if line not in wanted]
     assert ENDS.format(rank=0) in ends or ENDS.format(rank=1) in ends
     # A rank that is late is ended by the other's, which says so.
-    assert all(line.startswith(("jaxcross: rank 0 of 2 ends ", "jaxcross: rank 1 of 2 ends ")) for line in ends), ends
+    assert all(
+        line.startswith(("jaxcross: rank 0 of 2 ends ", "jaxcross: rank 1 of 2 ends "))
+        for line in ends
+    ), ends
     assert left == []
 
 
@@ -317,7 +385,11 @@ def test_failing_script_prints_one_traceback(tmp_path):
     """A script that raises prints one traceback and a line for each rank."""
     script, lines, left = launched(tmp_path, SCRIPT_RAISES)
     assert len(lines) == 7 and left == [], lines
-    assert lines.count("OSError: no more data") == lines.count("Traceback (most recent call last):") == 1
+    assert (
+        lines.count("OSError: no more data")
+        == lines.count("Traceback (most recent call last):")
+        == 1
+    )
     assert f'  File "{script}", line 5, in <module>' in lines
     assert sum(line.startswith("jaxcross: rank 0 of 2 ends while") for line in lines) == 1
 
@@ -337,16 +409,26 @@ def test_silently_dying_rank_leaves_a_post_mortem(tmp_path):
 
 
 def test_mpi_that_was_finalized_is_named(mpirun) -> None:
-    done = mpirun(1, "from mpi4py import MPI; import jaxcross; MPI.Finalize(); jaxcross.initialize()")
+    done = mpirun(
+        1, "from mpi4py import MPI; import jaxcross; MPI.Finalize(); jaxcross.initialize()"
+    )
     assert done.returncode != 0
-    assert "ExchangeError: MPI was finalized in this process (`MPI.Finalize()`), and cannot start again." in done.stderr
+    assert (
+        "ExchangeError: MPI was finalized in this process (`MPI.Finalize()`), and cannot start "
+        "again." in done.stderr
+    )
 
 
 @pytest.mark.integration
 def test_a_typo_at_the_prompt_does_not_end_python():
     typed = "import jaxcross\nworld = jaxcross.initialize()\nwrold\nprint('still', world.size)\n"
     done = subprocess.run(
-        [sys.executable, "-i"], input=typed, capture_output=True, text=True, timeout=240, check=False
-    )  # fmt: skip
+        [sys.executable, "-i"],
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert "NameError: name 'wrold' is not defined" in done.stderr
     assert done.stdout.splitlines()[-1] == "still 1" and done.returncode == 0

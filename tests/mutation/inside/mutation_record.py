@@ -42,4 +42,7 @@ class Record:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collectreport(self, report):
         if report.failed:
-            self._write(collected=report.nodeid, reason=str(report.longrepr).strip().rpartition("\n")[2][:300])
+            self._write(
+                collected=report.nodeid,
+                reason=str(report.longrepr).strip().rpartition("\n")[2][:300],
+            )

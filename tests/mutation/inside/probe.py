@@ -1,8 +1,10 @@
-"""Records which test evaluated which place. It is copied into the package under test as `_mutation_probe.py`.
+"""Records which test evaluated which place. It is copied into the package under test as
+`_mutation_probe.py`.
 
-A record is in the file before `hit` returns, so a rank that is killed, or ends by `os._exit`, has left its records. A
-process that a test starts inherits the test's name from pytest, in `PYTEST_CURRENT_TEST`. While pytest collects there
-is no such name, and then the test file on the stack stands for all its tests.
+A record is in the file before `hit` returns, so a rank that is killed, or ends by `os._exit`, has
+left its records. A process that a test starts inherits the test's name from pytest, in
+`PYTEST_CURRENT_TEST`. While pytest collects there is no such name, and then the test file on the
+stack stands for all its tests.
 """
 
 import os
@@ -12,7 +14,9 @@ from os import open as open_
 
 FILE = ""  # filled in where this is copied
 _seen = set()
-_names = getattr(environ, "_data", environ)  # of bytes: looked up in a tenth of the time, as some places are hot
+_names = getattr(
+    environ, "_data", environ
+)  # of bytes: looked up in a tenth of the time, as some places are hot
 _NAME = os.fsencode("PYTEST_CURRENT_TEST") if _names is not environ else "PYTEST_CURRENT_TEST"
 
 

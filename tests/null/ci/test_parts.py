@@ -48,7 +48,9 @@ def test_change_concerns_every_folder_above(parts, changed):
 
 
 def test_change_concerns_tests_that_use_the_folder(parts, changed):
-    """No checkpoint imports jobs, but its tests run them; and the programs of ranks import each other."""
+    """No checkpoint imports jobs, but its tests run them; and the programs of ranks import each
+    other.
+    """
     changed("jaxcross/jobs/runner.py")
     assert "tests/cpu/checkpoint/test_checkpoint.py" in parts.reasons("checkpoint", "base")
     assert "tests/cpu/checkpoint/test_rank_local.py" not in parts.reasons("checkpoint", "base")
@@ -78,7 +80,10 @@ def test_module_at_the_top_of_the_package_is_like_a_folder(parts, changed):
     [
         ("tests/cpu/tensor/test_mesh.py", {"tensor"}),
         ("tests/mpi/cases/tensor_table.py", {"tensor"}),
-        ("benchmarks/race.py", {"benchmarks", "checkpoint", "docs", "exchange", "health", "lab", "plan", "program"}),
+        (
+            "benchmarks/race.py",
+            {"benchmarks", "checkpoint", "docs", "exchange", "health", "lab", "plan", "program"},
+        ),
         ("examples/gpt.py", {"docs", "examples", "program", "step"}),
         ("CHANGELOG.md", {"docs"}),
         ("docs/howto/cluster.md", {"docs"}),
@@ -138,7 +143,9 @@ def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
     """Of two parts, one fails: it's due again, and the other one isn't."""
 
     def git(*words):
-        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True)
+        subprocess.run(
+            ["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True
+        )
 
     (tmp_path / ".ci").mkdir()
     (tmp_path / "file").write_text("1")
@@ -149,7 +156,9 @@ def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(parts, "covered", lambda folder, file=None, tiers=(): ["file"])
     monkeypatch.setattr(sys.modules["recorded"], "ROOT", tmp_path)
     commands = {"good": ["echo", "ran"], "bad": ["false"], "also": ["true"]}
-    monkeypatch.setattr(parts, "parts", lambda: {name: parts.Part("x", words) for name, words in commands.items()})
+    monkeypatch.setattr(
+        parts, "parts", lambda: {name: parts.Part("x", words) for name, words in commands.items()}
+    )
     assert parts.more([]) == 1
     assert list(json.loads((tmp_path / parts.RECORDS).read_text())) == ["also", "good"]
     git("add", ".")
@@ -159,7 +168,9 @@ def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
     assert "nothing that it covers has changed" in capfd.readouterr().out
     (tmp_path / "parts").write_text("integration:wire")
     assert parts.record_selected(tmp_path) == 0
-    assert set(json.loads((tmp_path / parts.RECORDS).read_text())) == {"also", "good"}, "there's a new file"
+    assert set(json.loads((tmp_path / parts.RECORDS).read_text())) == {"also", "good"}, (
+        "there's a new file"
+    )
     (tmp_path / "parts").unlink()
     (tmp_path / "file").write_text("2")
     assert parts.more(["good"]) == 0
@@ -170,28 +181,44 @@ def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
 
 def test_part_is_named_alone_or_with_its_tier(parts, monkeypatch, capfd):
     monkeypatch.setattr(
-        parts, "parts", lambda: {f"a:{n}": parts.Part(parts.WHEEL, ["echo", f"ran {n}"]) for n in (1, 2)}
+        parts,
+        "parts",
+        lambda: {f"a:{n}": parts.Part(parts.WHEEL, ["echo", f"ran {n}"]) for n in (1, 2)},
     )
     monkeypatch.setattr(parts, "passed", dict)
     monkeypatch.setattr(parts, "record", lambda names, commit: None)
     monkeypatch.setattr(parts, "changed_since", lambda commit: None)
     for named, ran in ((["a:1"], "ran 1\n"), (["a"], "ran 1\nran 2\n")):
         assert parts.more(named) == 0
-        assert "".join(line for line in capfd.readouterr().out.splitlines(True) if line.startswith("ran")) == ran
+        assert (
+            "".join(
+                line for line in capfd.readouterr().out.splitlines(True) if line.startswith("ran")
+            )
+            == ran
+        )
 
 
 def test_folders_are_recorded_one_by_one(parts, tmp_path):
-    """A folder of a tier counts as passed although another one fails or can't be imported, and so does an empty one."""
+    """A folder of a tier counts as passed although another one fails or can't be imported, and so
+    does an empty one.
+    """
 
     def git(*words):
         line = ["git", "-c", "user.name=n", "-c", "user.email=e", *words]
-        return subprocess.run(line, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            line, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     (tmp_path / ".ci").mkdir()
     shutil.copy(CI / "recorded.py", tmp_path / ".ci")
     (tmp_path / "pytest.ini").write_text("[pytest]")
     (tmp_path / ".gitignore").write_text("__pycache__")
-    bodies = {"cpu/good": "assert True", "cpu/bad": "assert False", "null/bad": "pass", "null/broken": "pass"}
+    bodies = {
+        "cpu/good": "assert True",
+        "cpu/bad": "assert False",
+        "null/bad": "pass",
+        "null/broken": "pass",
+    }
     for folder, body in bodies.items():
         (tmp_path / "tests" / folder).mkdir(parents=True)
         name = f"test_{folder.replace('/', '_')}"
@@ -205,7 +232,17 @@ def test_folders_are_recorded_one_by_one(parts, tmp_path):
     head = git("rev-parse", "HEAD")
 
     def passed(*paths):
-        line = [sys.executable, ".ci/recorded.py", "tier", head, "-n", "2", "-p", "no:cacheprovider", *paths]
+        line = [
+            sys.executable,
+            ".ci/recorded.py",
+            "tier",
+            head,
+            "-n",
+            "2",
+            "-p",
+            "no:cacheprovider",
+            *paths,
+        ]
         code = subprocess.run(line, cwd=tmp_path, check=False, capture_output=True).returncode
         return code, set(json.loads((tmp_path / parts.RECORDS).read_text()))
 
@@ -225,7 +262,9 @@ def test_folders_are_recorded_one_by_one(parts, tmp_path):
 
 @pytest.fixture
 def pytest_runs(parts, monkeypatch, tmp_path):
-    """Pretends that pytest ran: `runs(here, before)` are its exit codes and failures, now and at the base."""
+    """Pretends that pytest ran: `runs(here, before)` are its exit codes and failures, now and at
+    the base.
+    """
     (tmp_path / "drawn").write_text("a\nb")
     (tmp_path / "base").write_text("base")
 
@@ -233,9 +272,13 @@ def pytest_runs(parts, monkeypatch, tmp_path):
         def run(line, cwd, **options):
             code, failed = here if cwd == parts.ROOT else before
             if "pytest" in line:
-                cache = Path(next(str(word) for word in line if "cache_dir=" in str(word)).partition("=")[2])
+                cache = Path(
+                    next(str(word) for word in line if "cache_dir=" in str(word)).partition("=")[2]
+                )
                 (cache / "v" / "cache").mkdir(parents=True)
-                (cache / "v" / "cache" / "lastfailed").write_text(json.dumps(dict.fromkeys(failed, True)))
+                (cache / "v" / "cache" / "lastfailed").write_text(
+                    json.dumps(dict.fromkeys(failed, True))
+                )
                 return subprocess.CompletedProcess(line, code)
             return subprocess.CompletedProcess(line, 0)
 

@@ -1,4 +1,6 @@
-"""What `.ci/wheel.py` finds in a build that isn't whole, and that no compiler is on the path of an installation."""
+"""What `.ci/wheel.py` finds in a build that isn't whole, and that no compiler is on the path of an
+installation.
+"""
 
 import importlib.util
 import shutil
@@ -36,9 +38,21 @@ Description-Content-Type: text/markdown
 
 # jaxcross
 """
-FILES = ["jaxcross/__init__.py", "jaxcross/py.typed", "examples/a.py", "deploy/slurm/b", "tests/test_a.py", "LICENSE"]
+FILES = [
+    "jaxcross/__init__.py",
+    "jaxcross/py.typed",
+    "examples/a.py",
+    "deploy/slurm/b",
+    "tests/test_a.py",
+    "LICENSE",
+]
 WHEEL = dict.fromkeys(
-    ["jaxcross/__init__.py", "jaxcross/py.typed", "jaxcross/_examples/a.py", "jaxcross/_deploy/slurm/b"]
+    [
+        "jaxcross/__init__.py",
+        "jaxcross/py.typed",
+        "jaxcross/_examples/a.py",
+        "jaxcross/_deploy/slurm/b",
+    ]
 )
 
 
@@ -88,7 +102,9 @@ def test_wheel_has_the_package_and_nothing_else(wheel):
     assert wheel.faults_of_wheel(WHEEL, FILES) == []
     without = {name: crc for name, crc in WHEEL.items() if "_deploy" not in name}
     assert wheel.faults_of_wheel(without, FILES) == ["the wheel lacks jaxcross/_deploy/slurm/b"]
-    assert wheel.faults_of_wheel({**WHEEL, "tests/test_a.py": 0}, FILES) == ["the wheel has tests/test_a.py"]
+    assert wheel.faults_of_wheel({**WHEEL, "tests/test_a.py": 0}, FILES) == [
+        "the wheel has tests/test_a.py"
+    ]
     untyped = {name: crc for name, crc in WHEEL.items() if "typed" not in name}
     assert wheel.faults_of_wheel(untyped, [f for f in FILES if "typed" not in f]) == [
         "the wheel lacks jaxcross/py.typed"
@@ -122,7 +138,9 @@ def test_changelog_begins_with_the_version(wheel, entries, released, right):
 
 
 def test_no_compiler_is_on_the_path(monkeypatch, tmp_path):
-    """A folder without compilers stays on the path. Any other is replaced by links to its other programs."""
+    """A folder without compilers stays on the path. Any other is replaced by links to its other
+    programs.
+    """
     installs = loaded("installs", monkeypatch)
     for name in ("a/gcc-12", "a/cc", "a/mpirun", "a/nvcc", "a/git", "b/sort"):
         program = tmp_path / name

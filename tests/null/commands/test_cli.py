@@ -48,7 +48,9 @@ def test_an_estimate_of_an_unconverted_script_says_so_at_its_start(tmp_path):
     assert note.startswith(f"jaxcross estimate: `{script}` names no `crossover`.")
     script.write_text("from jaxcross import crossover\n")
     assert unconverted_note(None, [str(script)]) == ""
-    assert unconverted_note(["train"], []) == unconverted_note(None, [str(tmp_path / "none.py")]) == ""
+    assert (
+        unconverted_note(["train"], []) == unconverted_note(None, [str(tmp_path / "none.py")]) == ""
+    )
 
 
 def test_an_estimate_offers_no_restarts(capsys):
@@ -71,7 +73,8 @@ def test_an_interrupt_ends_with_130(monkeypatch, capsys):
 
 def test_the_command_line_loads_neither_jax_nor_mpi():
     code = (
-        "import sys; from jaxcross import cli; cli.parser(); print({'jax', 'mpi4py', 'matplotlib'} & set(sys.modules))"
+        "import sys; from jaxcross import cli; cli.parser(); print({'jax', 'mpi4py', 'matplotlib'} "
+        "& set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
@@ -116,18 +119,30 @@ def report(policy, loss=0.5, compute=1.0, exchange=1.0, gap=0.0, steps=6):
             ends = ((0, start, start + compute), (1, start + compute, start + compute + exchange))
             spans += [
                 Span(
-                    rank=0, job=job, step=n + 1, segment=segment, kind="collective" if segment else "compute", lane=0,
-                    start_ns=round(begin * S), end_ns=round(end * S), ready_ns=round(begin * S),
+                    rank=0,
+                    job=job,
+                    step=n + 1,
+                    segment=segment,
+                    kind="collective" if segment else "compute",
+                    lane=0,
+                    start_ns=round(begin * S),
+                    end_ns=round(end * S),
+                    ready_ns=round(begin * S),
                 )
                 for segment, begin, end in ends
-            ]  # fmt: skip
-    jobs = [JobSummary(name=job, steps=steps, examples_per_step=8, final_loss=loss, unit="images") for job in "ab"]
+            ]
+    jobs = [
+        JobSummary(name=job, steps=steps, examples_per_step=8, final_loss=loss, unit="images")
+        for job in "ab"
+    ]
     end_ns = max(span.end_ns for span in spans)
     return Report.build(spans, jobs=jobs, start_ns=0, end_ns=end_ns, policy=policy)
 
 
 def test_the_numbers_of_json():
-    compared = Comparison.of([report("sequential")] * 2, [report("crossover", loss=float("nan"))] * 2)
+    compared = Comparison.of(
+        [report("sequential")] * 2, [report("crossover", loss=float("nan"))] * 2
+    )
     result = demo.numbers(compared, link="none", trace=Path("t"), gantt=Path("g"))
     job = {"images_per_second": 4.0, "steps": 12, "final_loss": None}
     assert result == {
@@ -180,9 +195,13 @@ def test_both_ways_in_one_table():
 
 def test_busy_machine_in_one_run_gives_no_speed_up():
     """Two like jobs gain a factor of 2 at most; in the first run all took 1.3 times as long."""
-    compared = Comparison.of([report("sequential", compute=1.3, exchange=1.3)], [report("crossover")])
+    compared = Comparison.of(
+        [report("sequential", compute=1.3, exchange=1.3)], [report("crossover")]
+    )
     assert (compared.ratio, compared.speedup) == (pytest.approx(2.6), None)
-    assert compared.reason.startswith("a round's compute took 2.60 s (sequential) and 2.00 s (crossover)")
+    assert compared.reason.startswith(
+        "a round's compute took 2.60 s (sequential) and 2.00 s (crossover)"
+    )
     text = str(compared)
     assert "2.60x" not in text and "No speed-up stated: a round's compute took" in text
 
@@ -206,37 +225,61 @@ def test_why_there_is_no_speed_up(alone, crossed, reason):
 
 
 def test_slow_crossover_shows_compute_time_alone():
-    """It is no faster than one job after the other, and yet as fast as its own, slow, compute allows."""
+    """It is no faster than one job after the other, and yet as fast as its own, slow, compute
+    allows.
+    """
     slow = report("crossover", compute=2.1, exchange=2.1)
     compared = Comparison.of([report("sequential")], [slow])
     assert slow.rounds.efficiency == compared.second.efficiency == 1.0
     assert compared.efficiency_alone == pytest.approx(2 / 4.2)
     text = str(compared)
     assert "A round's compute takes 2.00 s alone, 4.20 s next to exchange" in text
-    assert "100% of the bound of compute and exchange as they were in it, 48% of their bound alone" in text
+    assert (
+        "100% of the bound of compute and exchange as they were in it, 48% of their bound alone"
+        in text
+    )
 
 
 def test_rounds_of_other_steps_are_not_compared():
-    """One after the other, a round is one step of each; next to each other, five small steps a large one."""
+    """One after the other, a round is one step of each; next to each other, five small steps a
+    large one.
+    """
 
     def run(policy, begins):
         spans = [
             Span(
-                rank=0, job=job, step=step, segment=0, kind="compute", lane=0, start_ns=round(begin * S),
-                end_ns=round((begin + length) * S), ready_ns=round(begin * S),
+                rank=0,
+                job=job,
+                step=step,
+                segment=0,
+                kind="compute",
+                lane=0,
+                start_ns=round(begin * S),
+                end_ns=round((begin + length) * S),
+                ready_ns=round(begin * S),
             )
             for job, step, begin, length in begins
-        ]  # fmt: skip
-        jobs = [JobSummary(name=name, steps=sum(job == name for job, *_ in begins)) for name in ("large", "small")]
-        return Report.build(spans, jobs=jobs, start_ns=0, end_ns=max(s.end_ns for s in spans), policy=policy)
+        ]
+        jobs = [
+            JobSummary(name=name, steps=sum(job == name for job, *_ in begins))
+            for name in ("large", "small")
+        ]
+        return Report.build(
+            spans, jobs=jobs, start_ns=0, end_ns=max(s.end_ns for s in spans), policy=policy
+        )
 
-    alone = [*(("large", n + 1, n, 1.0) for n in range(10)), *(("small", n + 1, 10 + n / 10, 0.1) for n in range(10))]
+    alone = [
+        *(("large", n + 1, n, 1.0) for n in range(10)),
+        *(("small", n + 1, 10 + n / 10, 0.1) for n in range(10)),
+    ]
     crossed = [("large", n + 1, 1.5 * n, 1.0) for n in range(8)]
-    crossed += [("small", 5 * n + i + 1, 1.5 * n + 1 + i / 10, 0.1) for n in range(8) for i in range(5)]
+    crossed += [
+        ("small", 5 * n + i + 1, 1.5 * n + 1 + i / 10, 0.1) for n in range(8) for i in range(5)
+    ]
     compared = Comparison.of([run("sequential", alone)], [run("crossover", crossed)])
     assert compared.reason == (
-        "a round is one step of every job (sequential) and 0.33 steps of large, 1.67 steps of small (crossover), which"
-        " is not the same work"
+        "a round is one step of every job (sequential) and 0.33 steps of large, 1.67 steps of "
+        "small (crossover), which is not the same work"
     )
     assert (compared.speedup, compared.efficiency_alone) == (None, None)
     text = str(compared)

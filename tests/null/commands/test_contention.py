@@ -17,7 +17,14 @@ FASTER = {"compute_s": 0.1, "exchange_s": 0.5, "compute_beside_s": 0.09, "exchan
 
 
 def _found(rounds: list[dict[str, float]]) -> dict[str, Any]:
-    facts = {"vendor": "mpich", "ranks": 2, "local_ranks": 1, "device": "cpu", "megabytes": 25, "exchanges": 30}
+    facts = {
+        "vendor": "mpich",
+        "ranks": 2,
+        "local_ranks": 1,
+        "device": "cpu",
+        "megabytes": 25,
+        "exchanges": 30,
+    }
     return {**facts, "rounds": rounds}
 
 
@@ -35,12 +42,18 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return launched
 
 
-def test_the_factors_are_medians(measured: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_factors_are_medians(
+    measured: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "c.json"
     assert cli.main(["contention", str(file), "-n", "2", "--seconds", "5"]) == 0
     assert measured[0].module[:2] == [contention.RANK, "5.0"]
     (point,) = json.loads(file.read_text())
-    assert point == {"mbit_per_s": 419.0, "compute": 1.2, "exchange": 1.1}  # 25 MiB twice half, in 0.5 s
+    assert point == {
+        "mbit_per_s": 419.0,
+        "compute": 1.2,
+        "exchange": 1.1,
+    }  # 25 MiB twice half, in 0.5 s
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 10 and max(map(len, shown.splitlines()[:-1])) <= 100
     assert "Contention of 2 ranks on 2 hosts, mpich, cpu: 3 rounds, 30 exchanges of 26 MB" in shown
@@ -51,7 +64,9 @@ def test_the_factors_are_medians(measured: list[Any], tmp_path: Path, capsys: py
 def test_rates_are_kept_next_to_each_other(measured: list[Any], tmp_path: Path) -> None:
     """One more rate is added; about the same one is measured again."""
     file = tmp_path / "c.json"
-    before = MachineContention(measured=((100.0, Contention(compute=1.01)), (424.0, Contention(compute=2.0))))
+    before = MachineContention(
+        measured=((100.0, Contention(compute=1.01)), (424.0, Contention(compute=2.0)))
+    )
     file.write_text(json.dumps(before.to_json()))
     assert cli.main(["contention", str(file)]) == 0
     assert [rate for rate, _ in MachineContention.load(file).measured] == [100.0, 419.0]
@@ -63,13 +78,19 @@ def test_rates_are_kept_next_to_each_other(measured: list[Any], tmp_path: Path) 
     ("window_s", "least_s", "side"),
     [(3.0, 0.0005, 32), (3.0, 0.011, 32), (0.064, 0.001, 16), (0.025, 0.002, 7), (0.025, 1.0, 4)],
 )
-def test_a_step_fits_several_times_into_a_window(window_s: float, least_s: float, side: int) -> None:
-    """The default window takes the largest images, even on a machine whose steps take 20 times as long as here."""
+def test_a_step_fits_several_times_into_a_window(
+    window_s: float, least_s: float, side: int
+) -> None:
+    """The default window takes the largest images, even on a machine whose steps take 20 times as
+    long as here.
+    """
     assert image_side(window_s, least_s) == side
     assert side == 4 or 4 * least_s * (side / 4) ** 2 <= window_s
 
 
-def test_lanes_never_make_each_other_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lanes_never_make_each_other_faster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def run(args: Any, variables: Any) -> int:
         return Path(args.module[-1]).write_text(json.dumps(_found([FASTER]))) * 0
 
@@ -86,7 +107,10 @@ def test_lanes_never_make_each_other_faster(monkeypatch: pytest.MonkeyPatch, tmp
         (["c.json", "--seconds", "nan"], "`--seconds` must be above 0, got nan."),
         (["c.json", "--link-mbps", "-1"], "`--link-mbps` must be above 0, got -1."),
         (["none/c.json"], "`none/c.json` cannot be written: there is no folder `none`."),
-        (["wrong.json"], "`wrong.json` is not the contention of a machine: contention is a list of points"),
+        (
+            ["wrong.json"],
+            "`wrong.json` is not the contention of a machine: contention is a list of points",
+        ),
         (["folder"], "`folder` cannot be read: Is a directory."),
     ],
 )

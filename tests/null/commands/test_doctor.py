@@ -31,7 +31,10 @@ def test_a_healthy_machine():
     checks = judge(HEALTHY)
     assert exit_code(checks) == 0
     assert [c.remedy for c in checks] == [""] * len(checks)
-    names = "MPI, thread level, mpi4jax, JAX, mpirun, all-reduce of 2 ranks, XLA CPU pool, binding, network namespaces"
+    names = (
+        "MPI, thread level, mpi4jax, JAX, mpirun, all-reduce of 2 ranks, XLA CPU pool, binding, "
+        "network namespaces"
+    )
     assert [c.name for c in checks] == names.split(", ")
 
 
@@ -42,33 +45,78 @@ WRONG = [
         True,
         "Install an MPI next to jaxcross",
     ),
-    (with_probe("mpi", {**HEALTHY.probe["mpi"], "thread_level": "single"}), "thread level", True, "jaxcross needs"),
+    (
+        with_probe("mpi", {**HEALTHY.probe["mpi"], "thread_level": "single"}),
+        "thread level",
+        True,
+        "jaxcross needs",
+    ),
     (
         replace(with_probe("mpi4jax", {"error": "ABI"}), exchange={"error": "ABI"}),
         "mpi4jax",
         True,
         "Build it for the MPI",
     ),
-    (with_probe("mpi4jax", {"error": "exchanges go over mpi4py"}), "mpi4jax", False, "Build it for the MPI"),
-    (with_probe("mpi4jax", {**HEALTHY.probe["mpi4jax"], "warnings": ["too new"]}), "mpi4jax", False, "too new"),
-    (with_probe("jax", {"error": "no driver"}), "JAX", True, "JAX cannot start: check the accelerator's driver"),
     (
-        with_probe("jax", {"error": "RuntimeError: jaxlib version 0.10.2 is newer than and incompatible with jax"}),
+        with_probe("mpi4jax", {"error": "exchanges go over mpi4py"}),
+        "mpi4jax",
+        False,
+        "Build it for the MPI",
+    ),
+    (
+        with_probe("mpi4jax", {**HEALTHY.probe["mpi4jax"], "warnings": ["too new"]}),
+        "mpi4jax",
+        False,
+        "too new",
+    ),
+    (
+        with_probe("jax", {"error": "no driver"}),
+        "JAX",
+        True,
+        "JAX cannot start: check the accelerator's driver",
+    ),
+    (
+        with_probe(
+            "jax",
+            {
+                "error": (
+                    "RuntimeError: jaxlib version 0.10.2 is newer than and incompatible with jax"
+                )
+            },
+        ),
         "JAX",
         True,
         "Install jax and jaxlib of one version: `pip install jax==0.10.2 jaxlib==0.10.2`.",
     ),
     (
-        replace(with_probe("jax", {"error": "no attribute"}), versions={"jax": "0.9.2", "jaxlib": "0.9.2"}),
+        replace(
+            with_probe("jax", {"error": "no attribute"}),
+            versions={"jax": "0.9.2", "jaxlib": "0.9.2"},
+        ),
         "JAX",
         True,
         "jaxcross needs jax 0.10 to 0.12; this is 0.9.2.",
     ),
     (replace(HEALTHY, mpirun=None), "mpirun", True, "Install an MPI next to jaxcross"),
-    (replace(HEALTHY, exchange={"error": "time"}), "all-reduce of 2 ranks", True, "`mpirun` and mpi4py's MPI must"),
-    (replace(HEALTHY, exchange={"ranks": 1, "correct": True}), "all-reduce of 2 ranks", True, "`mpirun` and mpi4py's"),
+    (
+        replace(HEALTHY, exchange={"error": "time"}),
+        "all-reduce of 2 ranks",
+        True,
+        "`mpirun` and mpi4py's MPI must",
+    ),
+    (
+        replace(HEALTHY, exchange={"ranks": 1, "correct": True}),
+        "all-reduce of 2 ranks",
+        True,
+        "`mpirun` and mpi4py's",
+    ),
     (replace(HEALTHY, pool=1), "XLA CPU pool", True, "Unset `NPROC` and `PJRT_NPROC`"),
-    (replace(HEALTHY, cores=1, machine_cores=8), "binding", False, "This shell is bound to one core"),
+    (
+        replace(HEALTHY, cores=1, machine_cores=8),
+        "binding",
+        False,
+        "This shell is bound to one core",
+    ),
     (
         replace(HEALTHY, no_namespaces="no lab: `tc` is missing"),
         "network namespaces",
@@ -89,7 +137,10 @@ def test_each_wrong_thing_has_a_remedy(findings, name, fatal, remedy):
 
 
 def test_warning_of_a_jax_that_is_tested_is_left_out():
-    text = "The latest supported JAX version with this release of mpi4jax is 0.11.2, but you have 0.12.0.1."
+    text = (
+        "The latest supported JAX version with this release of mpi4jax is 0.11.2, but you have "
+        "0.12.0.1."
+    )
     checks = judge(with_probe("mpi4jax", {**HEALTHY.probe["mpi4jax"], "warnings": [text]}))
     assert [c.remedy for c in checks] == [""] * len(checks)
 
@@ -103,14 +154,18 @@ def test_reason_of_an_end_is_its_exception():
 
 
 def test_mpi4jax_is_optional():
-    missing = replace(with_probe("mpi4jax", {"error": "No module named 'mpi4jax'"}), versions={"jax": "0.10.2"})
+    missing = replace(
+        with_probe("mpi4jax", {"error": "No module named 'mpi4jax'"}), versions={"jax": "0.10.2"}
+    )
     checks = judge(missing)
     assert [c.remedy for c in checks] == [""] * len(checks)
     (found,) = [c.found for c in checks if c.name == "mpi4jax"]
     assert found.startswith("not installed, which is fine")
 
 
-NOTHING_LOADS = {"error": "RuntimeError: cannot load MPI library\nlibmpi.so: cannot open shared object file"}
+NOTHING_LOADS = {
+    "error": "RuntimeError: cannot load MPI library\nlibmpi.so: cannot open shared object file"
+}
 HALF_AN_MPI = replace(
     HEALTHY,
     probe={"mpi": NOTHING_LOADS, "mpi4jax": NOTHING_LOADS, "jax": HEALTHY.probe["jax"]},
@@ -121,14 +176,18 @@ HALF_AN_MPI = replace(
 
 
 def test_bin_without_lib_is_one_remedy():
-    """An MPI whose `bin` is on the path but not its `lib` gets one remedy, not one for each consequence."""
+    """An MPI whose `bin` is on the path but not its `lib` gets one remedy, not one for each
+    consequence.
+    """
     checks = judge(HALF_AN_MPI)
     (remedy,) = [check.remedy for check in checks if check.remedy]
-    assert remedy.endswith("`export LD_LIBRARY_PATH=/opt/mpich/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}`.")
+    assert remedy.endswith(
+        "`export LD_LIBRARY_PATH=/opt/mpich/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}`."
+    )
     mpi, *others = [check for check in checks if check.cause or check.fatal]
     assert mpi.found == (
-        "RuntimeError: cannot load MPI library; `/opt/mpich/bin/mpirun` is on the path, its library in `/opt/mpich/lib`"
-        " is not"
+        "RuntimeError: cannot load MPI library; `/opt/mpich/bin/mpirun` is on the path, its "
+        "library in `/opt/mpich/lib` is not"
     )
     assert [(check.name, check.cause) for check in others] == [
         (name, "MPI") for name in ("thread level", "mpi4jax", "all-reduce of 2 ranks")

@@ -10,10 +10,21 @@ from jaxcross.commands.doctor import exit_code
 from jaxcross.commands.doctor_hosts import HostFacts, Survey, _ask_host, judge, pairs, settings_for
 from jaxcross.lab.transfer import Transfer
 
-VERSIONS = {"jaxcross": "0.1", "jax": "0.12", "jaxlib": "0.12", "mpi4py": "4.1", "mpi4jax": "0.9", "MPI": "MPICH 5"}
+VERSIONS = {
+    "jaxcross": "0.1",
+    "jax": "0.12",
+    "jaxlib": "0.12",
+    "mpi4py": "4.1",
+    "mpi4jax": "0.9",
+    "MPI": "MPICH 5",
+}
 HOST = HostFacts(python=True, folder=True, versions=VERSIONS)
-THERE = Transfer(bits_per_s=9.4e8, round_trip_us=120, source="10.0.0.1", target="10.0.0.2", interface="eth0")
-BACK = Transfer(bits_per_s=2.54e6, round_trip_us=1300, source="10.0.0.2", target="10.0.0.1", interface="eth1")
+THERE = Transfer(
+    bits_per_s=9.4e8, round_trip_us=120, source="10.0.0.1", target="10.0.0.2", interface="eth0"
+)
+BACK = Transfer(
+    bits_per_s=2.54e6, round_trip_us=1300, source="10.0.0.2", target="10.0.0.1", interface="eth1"
+)
 CORRECT = {"ranks": 2, "over": "mpi4py", "correct": True, "connections": [["10.0.0.1", "10.0.0.2"]]}
 HEALTHY = Survey(
     hosts=("a", "b"),
@@ -58,29 +69,98 @@ def test_healthy_hosts():
 
 ELSEWHERE = {**CORRECT, "connections": [["172.17.0.1", "10.0.0.2"]]}
 WRONG = {
-    "ssh": (replace(HEALTHY, missing=["b"], facts={"a": HOST}, links={}, exchange=None), "ssh",
-            "`b` did not answer `ssh -p 22 b true`", "That command must work here, and without a password"),
-    "python": (with_b(python=False), "Python", "no `/env/bin/python` on `b`", "Install the same environment"),
+    "ssh": (
+        replace(HEALTHY, missing=["b"], facts={"a": HOST}, links={}, exchange=None),
+        "ssh",
+        "`b` did not answer `ssh -p 22 b true`",
+        "That command must work here, and without a password",
+    ),
+    "python": (
+        with_b(python=False),
+        "Python",
+        "no `/env/bin/python` on `b`",
+        "Install the same environment",
+    ),
     "folder": (with_b(folder=False), "folder", "no `/home/me` on `b`", "Make it on `b`"),
-    "silent": (with_b(versions={}, error="exit code 1: no module"), "versions", "`b`: exit code 1: no module",
-               "`/env/bin/python` must run on `b`"),
-    "version": (with_versions(jax="0.11"), "jax", "0.12 on `a`; 0.11 on `b`", "Install the same version of jax"),
-    "one lacks": (with_versions(mpi4jax=None), "mpi4jax", "0.9 on `a`; none on `b`", "Install the same version of"),
-    "no MPI": (with_versions(MPI=None, error="OSError: libmpi.so"), "MPI",
-               "MPICH 5 on `a`; none on `b`; OSError: libmpi.so (`b`)", "All ranks need one MPI"),
-    "firewall": (with_link("b: timed out"), "a to b", "no TCP transfer: b: timed out", "MPI connects to any TCP port"),
-    "rejects": (with_link("b: No route to host"), "a to b", "no TCP transfer: b: No", "MPI connects to any TCP port"),
-    "unknown": (with_link("b: Name or service not known"), "a to b", "no TCP transfer: b: Name", "`b` must mean the"),
-    "refused": (with_link("b: Connection refused"), "a to b", "no TCP transfer: b: Connection", "`b` must mean the"),
-    "MTU": (with_link("only 0 bytes came in 61 s."), "a to b", "no TCP transfer: only 0", "They connect, but"),
-    "no mpirun": (replace(HEALTHY, vendor=None, exchange=None), "mpirun", "none", "Run `jaxcross doctor` without"),
-    "exchange": (replace(HEALTHY, exchange={"error": "no answer within 90 s"}), "all-reduce of 2 ranks", "no answer",
-                 "Run `jaxcross launch -n 2 --hosts a,b -m jaxcross.world.probe exchange`"),
-    "one rank": (replace(HEALTHY, exchange={**CORRECT, "ranks": 1}), "all-reduce of 2 ranks", "wrong: ",
-                 "Run `jaxcross launch"),
-    "interface": (replace(HEALTHY, exchange=ELSEWHERE), "MPI's interface", "? (172.17.0.1) to eth1 (10.0.0.2)",
-                  "The names of the hosts mean other addresses"),
-}  # fmt: skip
+    "silent": (
+        with_b(versions={}, error="exit code 1: no module"),
+        "versions",
+        "`b`: exit code 1: no module",
+        "`/env/bin/python` must run on `b`",
+    ),
+    "version": (
+        with_versions(jax="0.11"),
+        "jax",
+        "0.12 on `a`; 0.11 on `b`",
+        "Install the same version of jax",
+    ),
+    "one lacks": (
+        with_versions(mpi4jax=None),
+        "mpi4jax",
+        "0.9 on `a`; none on `b`",
+        "Install the same version of",
+    ),
+    "no MPI": (
+        with_versions(MPI=None, error="OSError: libmpi.so"),
+        "MPI",
+        "MPICH 5 on `a`; none on `b`; OSError: libmpi.so (`b`)",
+        "All ranks need one MPI",
+    ),
+    "firewall": (
+        with_link("b: timed out"),
+        "a to b",
+        "no TCP transfer: b: timed out",
+        "MPI connects to any TCP port",
+    ),
+    "rejects": (
+        with_link("b: No route to host"),
+        "a to b",
+        "no TCP transfer: b: No",
+        "MPI connects to any TCP port",
+    ),
+    "unknown": (
+        with_link("b: Name or service not known"),
+        "a to b",
+        "no TCP transfer: b: Name",
+        "`b` must mean the",
+    ),
+    "refused": (
+        with_link("b: Connection refused"),
+        "a to b",
+        "no TCP transfer: b: Connection",
+        "`b` must mean the",
+    ),
+    "MTU": (
+        with_link("only 0 bytes came in 61 s."),
+        "a to b",
+        "no TCP transfer: only 0",
+        "They connect, but",
+    ),
+    "no mpirun": (
+        replace(HEALTHY, vendor=None, exchange=None),
+        "mpirun",
+        "none",
+        "Run `jaxcross doctor` without",
+    ),
+    "exchange": (
+        replace(HEALTHY, exchange={"error": "no answer within 90 s"}),
+        "all-reduce of 2 ranks",
+        "no answer",
+        "Run `jaxcross launch -n 2 --hosts a,b -m jaxcross.world.probe exchange`",
+    ),
+    "one rank": (
+        replace(HEALTHY, exchange={**CORRECT, "ranks": 1}),
+        "all-reduce of 2 ranks",
+        "wrong: ",
+        "Run `jaxcross launch",
+    ),
+    "interface": (
+        replace(HEALTHY, exchange=ELSEWHERE),
+        "MPI's interface",
+        "? (172.17.0.1) to eth1 (10.0.0.2)",
+        "The names of the hosts mean other addresses",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -112,7 +192,10 @@ def test_mpi4jax_is_compared_only_where_it_is():
 
 
 def test_open_mpi_of_one_version_may_be_built_on_other_machines():
-    facts = {name: replace(HOST, versions={**VERSIONS, "MPI": f"Open MPI v5, package: {name}"}) for name in "ab"}
+    facts = {
+        name: replace(HOST, versions={**VERSIONS, "MPI": f"Open MPI v5, package: {name}"})
+        for name in "ab"
+    }
     assert exit_code(judge(replace(HEALTHY, facts=facts))) == 0
 
 
@@ -141,7 +224,9 @@ def test_interface_is_named_as_each_mpi_reads_it(vendor, interfaces, settings):
 
 def test_host_that_runs_nothing_is_quoted():
     facts = _ask_host(lambda command: ["sh", "-c", "echo welcome; echo no shell >&2; exit 3"])
-    assert facts == HostFacts(python=False, folder=False, versions={}, error="exit code 3: no shell")
+    assert facts == HostFacts(
+        python=False, folder=False, versions={}, error="exit code 3: no shell"
+    )
 
 
 def test_host_that_takes_too_long_is_known_as_far_as_it_came(monkeypatch):

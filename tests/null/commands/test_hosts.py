@@ -58,15 +58,20 @@ def test_a_wrong_host_name_is_one_clear_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hosts_module, "_has_address", lambda host: False)
     monkeypatch.setenv("HYDRA_LAUNCHER_EXEC", "/bin/false")
     (tmp_path / "train.py").touch()
-    assert cli.main(["launch", "-n", "2", "--hosts", "wrong,worse", str(tmp_path / "train.py")]) == 1
+    assert (
+        cli.main(["launch", "-n", "2", "--hosts", "wrong,worse", str(tmp_path / "train.py")]) == 1
+    )
     assert capsys.readouterr().err == (
-        "`--hosts`: `wrong`, `worse` cannot be reached, so no rank is started. Check the name and the network:"
-        " `/bin/false wrong true` must work here.\n"
+        "`--hosts`: `wrong`, `worse` cannot be reached, so no rank is started. Check the name and "
+        "the network: `/bin/false wrong true` must work here.\n"
     )
 
 
 def test_a_start_that_failed_names_the_host_that_does_not_answer():
-    assert start_text(["a", "b"], ["b"], ["ssh"], "Check it.") == "no rank has joined: `b` did not answer `ssh b true`"
+    assert (
+        start_text(["a", "b"], ["b"], ["ssh"], "Check it.")
+        == "no rank has joined: `b` did not answer `ssh b true`"
+    )
     assert start_text(["a", "b"], [], ["ssh"], "Check it.") == (
         "no rank on a, b has joined. If the lines above are MPI's: check it"
     )
@@ -93,7 +98,11 @@ class Clock:
 def test_host_that_comes_back_ends_the_wait():
     clock, shown = Clock(), []
     back = wait_for_hosts(
-        lambda: ["b"] if clock.now_s < 130 else [], limit_s=600, show=shown.append, pause=clock.wait, clock=clock
+        lambda: ["b"] if clock.now_s < 130 else [],
+        limit_s=600,
+        show=shown.append,
+        pause=clock.wait,
+        clock=clock,
     )
     assert back and clock.now_s == 130
     assert shown == [f"b did not answer for {s} s; waits for 600 s at most" for s in (60, 120)]
@@ -107,13 +116,18 @@ def test_host_that_stays_away_ends_the_wait_too():
 
 def test_signal_goes_to_all_ranks_of_each_host(tmp_path):
     agent = tmp_path / "agent"
-    agent.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/$1.new && mv {tmp_path}/$1.new {tmp_path}/$1\n')
+    agent.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/$1.new && mv {tmp_path}/$1.new {tmp_path}/$1\n'
+    )
     agent.chmod(0o755)
     signal_ranks(15, {"a": [7, 8], "b": [9]}, [str(agent)])
     pause = threading.Event()
     while not all((tmp_path / host).exists() for host in "ab"):
         pause.wait(0.01)
-    assert [(tmp_path / host).read_text() for host in "ab"] == ["a kill -15 7 8\n", "b kill -15 9\n"]
+    assert [(tmp_path / host).read_text() for host in "ab"] == [
+        "a kill -15 7 8\n",
+        "b kill -15 9\n",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -130,4 +144,6 @@ def test_mpirun_shares_ranks_equally(vendor, options):
     )  # fmt: skip
     assert line[1 : 1 + len(options)] == options
     passed = {line[n + 1] for n, word in enumerate(line) if word == "-x"}
-    assert passed == ({"JAXCROSS_EVENTS", "PJRT_NPROC", "GLIBC_TUNABLES"} if vendor == "openmpi" else set())
+    assert passed == (
+        {"JAXCROSS_EVENTS", "PJRT_NPROC", "GLIBC_TUNABLES"} if vendor == "openmpi" else set()
+    )

@@ -11,7 +11,14 @@ import pytest
 
 from jaxcross import cli
 from jaxcross.commands import launch
-from jaxcross.commands.launch import Mpirun, mpirun_command, printed, python_program, supervised, vendor_of_mpirun
+from jaxcross.commands.launch import (
+    Mpirun,
+    mpirun_command,
+    printed,
+    python_program,
+    supervised,
+    vendor_of_mpirun,
+)
 from jaxcross.commands.run_end import is_explained, stop_text
 from jaxcross.world import malloc
 from jaxcross.world.launch_env import MPI_SETTINGS
@@ -23,7 +30,12 @@ PAGES = malloc.settings({})
 
 def command(mpirun, *, ranks=2, root=False, cores=4, environ=None):
     return mpirun_command(
-        mpirun=mpirun, ranks=ranks, program=["python", "a.py", "--x"], root=root, cores=cores, environ=environ or {}
+        mpirun=mpirun,
+        ranks=ranks,
+        program=["python", "a.py", "--x"],
+        root=root,
+        cores=cores,
+        environ=environ or {},
     )
 
 
@@ -56,7 +68,11 @@ def test_the_users_settings_stay():
     assert extra == PAGES
     own = {"PJRT_NPROC": "3", "OMPI_ALLOW_RUN_AS_ROOT": "0", "OMPI_MCA_btl_tcp_flags": "put"}
     _, extra = command(OPENMPI, root=True, environ=own)
-    assert extra == {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **PAGES}
+    assert extra == {
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **PAGES,
+    }
     _, extra = command(MPICH, environ={"NPROC": "3", "GLIBC_TUNABLES": "glibc.malloc.check=1"})
     assert extra == {}
 
@@ -64,7 +80,11 @@ def test_the_users_settings_stay():
 def test_advice_for_cpus_without_malloc_settings():
     """A user who computes on CPUs without the `malloc` settings that retain memory gets advice."""
     told = malloc.advice({}, libc="glibc", accelerators=0)
-    assert told is not None and f"GLIBC_TUNABLES={PAGES['GLIBC_TUNABLES']}" in told and "jaxcross launch" in told
+    assert (
+        told is not None
+        and f"GLIBC_TUNABLES={PAGES['GLIBC_TUNABLES']}" in told
+        and "jaxcross launch" in told
+    )
     assert malloc.advice(PAGES, libc="glibc", accelerators=0) is None
     assert malloc.advice({}, libc="", accelerators=0) is None, "musl has no such settings"
     assert malloc.advice({}, libc="glibc", accelerators=1) is None
@@ -76,7 +96,13 @@ def test_a_pool_of_one_core_still_has_two_threads():
 
 
 def test_ranks_run_through_mpi4py():
-    assert python_program(["a.py", "1"]) == [sys.executable, "-m", "jaxcross.commands.rank", "a.py", "1"]
+    assert python_program(["a.py", "1"]) == [
+        sys.executable,
+        "-m",
+        "jaxcross.commands.rank",
+        "a.py",
+        "1",
+    ]
 
 
 def test_the_line_can_be_pasted():
@@ -104,7 +130,9 @@ def test_the_command_line():
 def test_a_module_and_its_arguments(capsys, monkeypatch):
     monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
     assert launch.run(parse("-n", "2", "--dry-run", "-m", "package.module", "-n", "7")) == 0
-    assert capsys.readouterr().out.endswith(f"{sys.executable} -m jaxcross.commands.rank -m package.module -n 7\n")
+    assert capsys.readouterr().out.endswith(
+        f"{sys.executable} -m jaxcross.commands.rank -m package.module -n 7\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +146,10 @@ def test_a_module_and_its_arguments(capsys, monkeypatch):
         (("-m", "nowhere.train"), "There is no module `nowhere.train`, neither in `"),
         (("-m", "json.nowhere"), "There is no module `json.nowhere`, neither in `"),
         (("-m", "json.tool.main"), "There is no module `json.tool.main`, neither in `"),
-        (("-m", "json"), "`json` is a package without a `__main__.py`. Name a module in it, as `-m json.train`."),
+        (
+            ("-m", "json"),
+            "`json` is a package without a `__main__.py`. Name a module in it, as `-m json.train`.",
+        ),
     ],
 )
 def test_nothing_to_run(capsys, monkeypatch, words, message):
@@ -127,9 +158,13 @@ def test_nothing_to_run(capsys, monkeypatch, words, message):
     assert capsys.readouterr().err.startswith(message)
 
 
-@pytest.mark.parametrize("words", [("-m", "json.tool"), ("-m", "unittest"), ("-m", "package.train"), ("package",)])
+@pytest.mark.parametrize(
+    "words", [("-m", "json.tool"), ("-m", "unittest"), ("-m", "package.train"), ("package",)]
+)
 def test_modules_and_folders_that_python_runs(monkeypatch, tmp_path, words):
-    """Those of this folder, installed ones, packages and folders with a `__main__.py`. None is imported."""
+    """Those of this folder, installed ones, packages and folders with a `__main__.py`. None is
+    imported.
+    """
     (tmp_path / "package").mkdir()
     for name in ("__init__.py", "__main__.py", "train.py"):
         (tmp_path / "package" / name).write_text("raise SystemExit(1)")
@@ -158,7 +193,10 @@ def test_more_ranks_than_cores_are_told_before_the_start(capsys, monkeypatch):
     ("options", "message"),
     [
         (["--max-restarts", "-1"], "`--max-restarts` must be at least 0, got -1."),
-        (["--hosts", "a,b", "-n", "3"], "`-n 3` must be a multiple of the 2 hosts, which share the ranks equally."),
+        (
+            ["--hosts", "a,b", "-n", "3"],
+            "`-n 3` must be a multiple of the 2 hosts, which share the ranks equally.",
+        ),
         (["--hosts", "a,,b"], "`--hosts` must be names of hosts"),
     ],
 )
@@ -193,12 +231,19 @@ def test_an_empty_folder_of_events_is_none(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("code", "words", "explained"),
     [
-        (0, ["left", "left"], True), (1, ["failed", "told"], True), (1, ["failed", "failed"], True),
-        (143, ["terminated", "told"], True), (3, ["left", "left"], True),
-        (1, ["", "reported"], False), (1, ["failed", ""], False), (139, ["left", "left"], False), (143, [""], False),
-        (1, [], False), (0, [], True),
+        (0, ["left", "left"], True),
+        (1, ["failed", "told"], True),
+        (1, ["failed", "failed"], True),
+        (143, ["terminated", "told"], True),
+        (3, ["left", "left"], True),
+        (1, ["", "reported"], False),
+        (1, ["failed", ""], False),
+        (139, ["left", "left"], False),
+        (143, [""], False),
+        (1, [], False),
+        (0, [], True),
     ],
-)  # fmt: skip
+)
 def test_what_ranks_already_reported_is_not_repeated(code, words, explained):
     """What the ranks reported themselves is not explained again."""
     records = [SimpleNamespace(words=each) for each in words]
@@ -208,10 +253,14 @@ def test_what_ranks_already_reported_is_not_repeated(code, words, explained):
 @pytest.mark.parametrize(
     ("code", "stops", "ranks", "text"),
     [
-        (130, 1, 0, "stopped before the start"), (143, 1, 0, "stopped before the start"), (130, 1, 2, ""),
-        (130, 2, 2, "stopped at once by a second signal"), (1, 1, 0, ""), (0, 1, 2, ""),
+        (130, 1, 0, "stopped before the start"),
+        (143, 1, 0, "stopped before the start"),
+        (130, 1, 2, ""),
+        (130, 2, 2, "stopped at once by a second signal"),
+        (1, 1, 0, ""),
+        (0, 1, 2, ""),
     ],
-)  # fmt: skip
+)
 def test_the_launcher_says_what_ranks_cannot(code, stops, ranks, text):
     assert stop_text(code, stops, [SimpleNamespace(words="")] * ranks) == text
 
@@ -255,7 +304,9 @@ sys.exit(15)
 
 
 def test_a_code_that_no_signal_explains_stays():
-    assert launch._run([sys.executable, "-c", "raise SystemExit(15)"], dict(os.environ), "mpich") == (15, False)
+    assert launch._run(
+        [sys.executable, "-c", "raise SystemExit(15)"], dict(os.environ), "mpich"
+    ) == (15, False)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -42,7 +42,9 @@ def launched(code, events, *, ranks=2):
     ],
 )
 def test_lines_of_ranks_pass(tmp_path, code, text):
-    assert text in re.sub(r"2 ranks start, \d+ s\n?", "", launched(code, tmp_path).replace("\r", ""))
+    assert text in re.sub(
+        r"2 ranks start, \d+ s\n?", "", launched(code, tmp_path).replace("\r", "")
+    )
 
 
 def test_the_start_is_shown_before_any_rank(tmp_path):
@@ -56,7 +58,10 @@ def test_ranks_that_joined_are_counted(tmp_path):
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_the_table_of_the_run_is_drawn_unless_it_is_silent(tmp_path, shown):
-    header = '{"jaxcross": 1, "run": "h 1 1", "rank": 0, "size": 2, "host": "h", "pid": 1, "time": 9e9, "at": 0}\n'
+    header = (
+        '{"jaxcross": 1, "run": "h 1 1", "rank": 0, "size": 2, "host": "h", "pid": 1, "time": 9e9, '
+        '"at": 0}\n'
+    )
     (tmp_path / "rank-0.jsonl").write_text(header)
     jobs = (JobProgress(name="lr-0.1", step=3, steps=9, steps_per_s=2.0),)
     run = RunProgress(run="h 1 1", ranks=2, at_s=9e9, run_s=13.0, jobs=jobs, shown=shown)
@@ -99,7 +104,9 @@ class Window(io.StringIO):
 
 @pytest.mark.integration
 def test_a_closed_window_does_not_hold_the_ranks_up(monkeypatch, tmp_path):
-    """What has no reader is dropped: else the pipe would fill, and a rank would wait in `print` for ever."""
+    """What has no reader is dropped: else the pipe would fill, and a rank would wait in `print` for
+    ever.
+    """
     window = Window()
     monkeypatch.setattr(sys, "stderr", window)
     monkeypatch.setattr(live_table, "_is_terminal", lambda stream: stream is window)

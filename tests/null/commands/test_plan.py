@@ -24,7 +24,9 @@ from jaxcross.plan.jobs_file import MAX_FILE_BYTES, read_jobs
 from jaxcross.report import JobSummary, Report
 from tests.support.examples import scaled
 
-SCHEMA = json.loads((Path(__file__).parents[1] / "deploy" / "crds.json").read_text())["schemas"]["MPIJob"]
+SCHEMA = json.loads((Path(__file__).parents[1] / "deploy" / "crds.json").read_text())["schemas"][
+    "MPIJob"
+]
 JOBS = """
 script = "train.py"
 
@@ -64,14 +66,18 @@ def test_the_plan_is_printed_and_written(folder: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.integration
-def test_the_link_s_rate_brings_contention(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_link_s_rate_brings_contention(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A profile of a report does not name it; without it no contention counts."""
     words = (folder / "jobs.toml", "--contention", "two-cores", "--json", folder / "plan.json")
     made = []
     for more in ((), ("--link-mbps", 500)):
         assert _run(*words, *more) == 0
         made.append(Plan.load(folder / "plan.json").progress)
-        assert ("or by `--link-mbps`" in " ".join(capsys.readouterr().out.split())) is not bool(more)
+        assert ("or by `--link-mbps`" in " ".join(capsys.readouterr().out.split())) is not bool(
+            more
+        )
     assert made[1] < made[0]
     assert _run(*words, "--link-mbps", 0) == 2
     assert "`--link-mbps` must be above 0" in capsys.readouterr().err
@@ -81,12 +87,17 @@ def test_profiles_lie_in_a_folder_of_their_own(folder: Path, tmp_path: Path) -> 
     (tmp_path / "there").mkdir()
     (folder / "jobs.toml").rename(tmp_path / "there" / "jobs.toml")
     jobs = read_jobs(tmp_path / "there" / "jobs.toml", profiles=folder)
-    assert [(profile.name, profile.compute_s) for profile in jobs.profiles] == [("large", 0.3), ("small", 0.04)]
+    assert [(profile.name, profile.compute_s) for profile in jobs.profiles] == [
+        ("large", 0.3),
+        ("small", 0.04),
+    ]
     assert (jobs.script, jobs.steps) == ("train.py", None)
 
 
 def test_ranks_and_steps_are_the_jobs_own(folder: Path) -> None:
-    text = JOBS.replace('"large.json"', '"large.json"\nranks = 8\nsteps = 10').replace('on"]', 'on"]\nsteps = 2.5')
+    text = JOBS.replace('"large.json"', '"large.json"\nranks = 8\nsteps = 10').replace(
+        'on"]', 'on"]\nsteps = 2.5'
+    )
     (folder / "jobs.toml").write_text(text)
     jobs = read_jobs(folder / "jobs.toml")
     assert [profile.ranks for profile in jobs.profiles] == [8, 2]
@@ -94,7 +105,9 @@ def test_ranks_and_steps_are_the_jobs_own(folder: Path) -> None:
 
 
 def test_a_group_too_high_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two jobs may be two groups, so that only the plan tells; nothing is printed or written then."""
+    """Two jobs may be two groups, so that only the plan tells; nothing is printed or written
+    then.
+    """
     words = ("--json", folder / "plan.json", "--picture", folder / "group.png", "--group", "1")
     assert _run(folder / "jobs.toml", *words) == 2
     shown = capsys.readouterr()
@@ -105,15 +118,22 @@ def test_a_group_too_high_writes_nothing(folder: Path, capsys: pytest.CaptureFix
 @pytest.mark.integration
 def test_a_picture_of_a_group_is_drawn(folder: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert _run(folder / "jobs.toml", "--picture", folder / "group.png", "--contention", "two-cores") == 0
+    assert (
+        _run(folder / "jobs.toml", "--picture", folder / "group.png", "--contention", "two-cores")
+        == 0
+    )
     assert (folder / "group.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_contention_is_read_from_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "slow.json").write_text(json.dumps(TWO_CORES.to_json()))
     assert _run(folder / "jobs.toml", "--contention", folder / "slow.json") == 0
-    assert "planned without contention" in " ".join(capsys.readouterr().out.split())  # the profiles do not name a rate
-    assert MachineContention.from_json(TWO_CORES.to_json()).at(1) == Contention(compute=1.15, exchange=1.05)
+    assert "planned without contention" in " ".join(
+        capsys.readouterr().out.split()
+    )  # the profiles do not name a rate
+    assert MachineContention.from_json(TWO_CORES.to_json()).at(1) == Contention(
+        compute=1.15, exchange=1.05
+    )
 
 
 def test_a_profile_is_written_from_a_report(tmp_path: Path) -> None:
@@ -136,26 +156,52 @@ def test_a_profile_is_written_from_a_report(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ('name = "small"', 'name = "large"', "two jobs have the name `large`"),
-        ('name = "small"', 'names = "small"', "`name` of job 2 must be 1 to 200 printable characters"),
+        (
+            'name = "small"',
+            'names = "small"',
+            "`name` of job 2 must be 1 to 200 printable characters",
+        ),
         ('name = "small"', f'name = "{"x" * 201}"', "1 to 200 printable characters"),
         ('name = "small"', 'name = "a\\nb"', "1 to 200 printable characters"),
-        ('name = "small"', 'name = "small"\ncut = 4', "job `small` has the unknown key `cut`; known are"),
+        (
+            'name = "small"',
+            'name = "small"\ncut = 4',
+            "job `small` has the unknown key `cut`; known are",
+        ),
         ("script =", "scripts =", "unknown key `scripts`"),
         ('"train.py"', "3", "`script` must be the path"),
         ("large.json", "none.json", "none.json` of job `large` cannot be read: No such file"),
         ('"large.json"', "7", "`profile` of job `large` must be a file"),
         ('"large.json"', "[]", "`profile` of job `large` must be a file"),
-        ('"large.json"', '["large.json", "large.json"]', "two profiles of `large` are of a step in 1 piece: "),
-        ('"large.json"', '"large.json"\nranks = 0', "`ranks` of job `large` must be a whole number"),
-        ('"large.json"', '"large.json"\nranks = true', "`ranks` of job `large` must be a whole number"),
-        ('"large.json"', '"large.json"\nsteps = nan', "`steps` of job `large` must be a number above 0"),
+        (
+            '"large.json"',
+            '["large.json", "large.json"]',
+            "two profiles of `large` are of a step in 1 piece: ",
+        ),
+        (
+            '"large.json"',
+            '"large.json"\nranks = 0',
+            "`ranks` of job `large` must be a whole number",
+        ),
+        (
+            '"large.json"',
+            '"large.json"\nranks = true',
+            "`ranks` of job `large` must be a whole number",
+        ),
+        (
+            '"large.json"',
+            '"large.json"\nsteps = nan',
+            "`steps` of job `large` must be a number above 0",
+        ),
         ('"large.json"', '"large.json"\nsteps = 1', "job `small` has no `steps`, others have"),
         ('"large.json"', '"jobs.toml"', "is not a profile of jaxcross"),
         ("[[job]]", "[[jobs]]", "unknown key `jobs`"),
         ("[[job]]", "[job", "jobs.toml`: "),
     ],
 )
-def test_a_wrong_file_of_jobs_is_explained(folder: Path, capsys: Any, old: str, new: str, message: str) -> None:
+def test_a_wrong_file_of_jobs_is_explained(
+    folder: Path, capsys: Any, old: str, new: str, message: str
+) -> None:
     (folder / "jobs.toml").write_text(JOBS.replace(old, new))
     assert _run(folder / "jobs.toml") == 2
     err = capsys.readouterr().err
@@ -169,15 +215,33 @@ def test_a_wrong_file_of_jobs_is_explained(folder: Path, capsys: Any, old: str, 
         (["--memory", "1kB"], "job `large` needs 9000 bytes alone"),
         (["--most", "0"], "at least 1 job"),
         (["--floor", "2"], "`floor` must be in (0, 1]"),
-        (["--group", "5", "--picture", "x.png"], "`--group` must be below 2, the number of jobs, got 5"),
+        (
+            ["--group", "5", "--picture", "x.png"],
+            "`--group` must be below 2, the number of jobs, got 5",
+        ),
         (["--group", "1", "--picture", "x.png"], "`--group` must be 0 to 0, got 1"),
-        (["--group", "-1", "--picture", "x.png"], "`--group` must be the number of a group for `--picture`, got -1"),
+        (
+            ["--group", "-1", "--picture", "x.png"],
+            "`--group` must be the number of a group for `--picture`, got -1",
+        ),
         (["--group", "0"], "`--group` must be the number of a group for `--picture`, got 0"),
-        (["--picture", "none/x.png"], "`--picture none/x.png` cannot be written: there is no folder `none`"),
-        (["--json", "none/x.json"], "`--json none/x.json` cannot be written: there is no folder `none`"),
+        (
+            ["--picture", "none/x.png"],
+            "`--picture none/x.png` cannot be written: there is no folder `none`",
+        ),
+        (
+            ["--json", "none/x.json"],
+            "`--json none/x.json` cannot be written: there is no folder `none`",
+        ),
         (["--launch", "torque", "x"], "`--launch` writes files for slurm or mpijob, got `torque`"),
-        (["--launch", "mpijob", "x", "--queue", "My Queue"], "`--queue` must be the name of a queue"),
-        (["--contention", "none.json"], "contention `none.json` cannot be read: No such file or directory. Measure it"),
+        (
+            ["--launch", "mpijob", "x", "--queue", "My Queue"],
+            "`--queue` must be the name of a queue",
+        ),
+        (
+            ["--contention", "none.json"],
+            "contention `none.json` cannot be read: No such file or directory. Measure it",
+        ),
         (["--contention", "jobs.toml"], "`jobs.toml` is not the contention of a machine"),
     ],
 )
@@ -210,23 +274,33 @@ def test_wrong_options_are_found_before_the_plan(
     assert _run("jobs.toml", *words) == 2
 
 
-def test_a_script_is_asked_for_before_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_is_asked_for_before_the_plan(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("jaxcross.plan.of", lambda *_, **__: pytest.fail("it was planned"))
     (folder / "jobs.toml").write_text(JOBS.replace('script = "train.py"', ""))
     assert _run(folder / "jobs.toml", "--launch", "slurm", folder) == 2
 
 
-def test_other_ranks_than_the_profile_s_are_noted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_than_the_profile_s_are_noted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "jobs.toml").write_text(JOBS.replace('"large.json"', '"large.json"\nranks = 8'))
     assert _run(folder / "jobs.toml") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Planned for other numbers of ranks than measured" in shown and "`large` (8 instead of 2)." in shown
+    assert (
+        "Planned for other numbers of ranks than measured" in shown
+        and "`large` (8 instead of 2)." in shown
+    )
 
 
 def test_a_missing_report_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("--profile-of", tmp_path / "none.json", "a", tmp_path / "a.json") == 2
     err = capsys.readouterr().err
-    assert "the report `" in err and "cannot be read: No such file or directory. A script keeps it by" in err
+    assert (
+        "the report `" in err
+        and "cannot be read: No such file or directory. A script keeps it by" in err
+    )
     assert "Errno" not in err
 
 
@@ -237,12 +311,19 @@ def test_no_file_of_jobs_is_explained(tmp_path: Path, capsys: pytest.CaptureFixt
         file.truncate(MAX_FILE_BYTES + 1)
     assert _run(tmp_path / "jobs.toml") == 2
     err = capsys.readouterr().err
-    assert "name the file of jobs" in err and "the file of jobs `" in err and "more than 10000000 bytes" in err
+    assert (
+        "name the file of jobs" in err
+        and "the file of jobs `" in err
+        and "more than 10000000 bytes" in err
+    )
     assert "Errno" not in err
 
 
 @settings(max_examples=scaled(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.text(max_size=60) | st.lists(st.sampled_from([*JOBS.splitlines(), "x=1", "[a]"])).map("\n".join))
+@given(
+    st.text(max_size=60)
+    | st.lists(st.sampled_from([*JOBS.splitlines(), "x=1", "[a]"])).map("\n".join)
+)
 def test_random_files_are_read_or_refused(folder: Path, text: str) -> None:
     (folder / "random.toml").write_text(text, encoding="utf-8")
     with suppress(ValueError):
@@ -250,7 +331,9 @@ def test_random_files_are_read_or_refused(folder: Path, text: str) -> None:
 
 
 def _plan(groups: int, ranks: int = 4) -> Plan:
-    job = PlannedJob(name="job", pieces=1, share=1.0, alone_s=1.0, step_s=1.0, compute_s=1.0, exchange_s=1.0)
+    job = PlannedJob(
+        name="job", pieces=1, share=1.0, alone_s=1.0, step_s=1.0, compute_s=1.0, exchange_s=1.0
+    )
     made = [
         PlannedGroup(jobs=(replace(job, name=f"job {n}"),), ranks=ranks if n % 2 else 2, lost_s={})
         for n in range(groups)
@@ -273,7 +356,9 @@ def test_slurm_gets_an_array_for_each_number_of_ranks(tmp_path: Path) -> None:
 
 def test_slurm_gives_jobs_that_were_measured_on_cpus_no_accelerators(tmp_path: Path) -> None:
     for accelerators in (True, False):
-        files = write_launch_files(_plan(1), "slurm", tmp_path, script="t.py", accelerators=accelerators)
+        files = write_launch_files(
+            _plan(1), "slurm", tmp_path, script="t.py", accelerators=accelerators
+        )
         assert ("#SBATCH --gpus-per-task=1\n" in files[1].read_text()) == accelerators
 
 

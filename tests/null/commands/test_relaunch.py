@@ -10,7 +10,16 @@ from jaxcross.commands.relaunch import RunFiles, latest_run
 
 
 def write(folder, run, rank, at_s, *events):
-    header = {"jaxcross": 1, "run": run, "rank": rank, "size": 2, "host": "h", "pid": 100 + rank, "time": at_s, "at": 0}
+    header = {
+        "jaxcross": 1,
+        "run": run,
+        "rank": rank,
+        "size": 2,
+        "host": "h",
+        "pid": 100 + rank,
+        "time": at_s,
+        "at": 0,
+    }
     lines = [header, *({**event, "at": 0} for event in events)]
     (folder / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -31,9 +40,13 @@ def test_folder_without_files_has_no_run(tmp_path):
 
 
 def test_files_of_the_run_before_say_nothing(files, monkeypatch):
-    """Ranks may take long to start: until then, what the run before has reported must not end this one."""
+    """Ranks may take long to start: until then, what the run before has reported must not end this
+    one.
+    """
     monkeypatch.setattr(relaunch, "SPEAK_S", -60.0)
-    monkeypatch.setattr(relaunch, "signal_ranks", lambda _, pids, __: pytest.fail(f"{pids}") if pids else None)
+    monkeypatch.setattr(
+        relaunch, "signal_ranks", lambda _, pids, __: pytest.fail(f"{pids}") if pids else None
+    )
     assert files.read() == [] and not files.is_stuck() and not files.signal(15)
 
 
@@ -47,7 +60,9 @@ def test_lost_rank_that_is_long_reported_is_stuck(files):
 
 def test_ranks_are_signalled_on_their_hosts(files, monkeypatch):
     sent = []
-    monkeypatch.setattr(relaunch, "signal_ranks", lambda number, pids, agent: sent.append((number, pids)))
+    monkeypatch.setattr(
+        relaunch, "signal_ranks", lambda number, pids, agent: sent.append((number, pids))
+    )
     for rank in (0, 1):
         write(files.events, "second", rank, time.time())
     assert files.signal(15)

@@ -14,13 +14,26 @@ def part(step, *, any_ranks=True):
 
 
 def record(rank, words="", text="", lost=(), **saved):
-    made = RankRecord(rank=rank, size=2, host="h", pid=rank + 1, run="r", last_s=0.0, words=words, text=text, lost=lost)
+    made = RankRecord(
+        rank=rank,
+        size=2,
+        host="h",
+        pid=rank + 1,
+        run="r",
+        last_s=0.0,
+        words=words,
+        text=text,
+        lost=lost,
+    )
     made.saved.update({job: part(step) for job, step in saved.items()})
     return made
 
 
 def ranks(*words):
-    return [record(rank, *(each if isinstance(each, tuple) else (each,))) for rank, each in enumerate(words)]
+    return [
+        record(rank, *(each if isinstance(each, tuple) else (each,)))
+        for rank, each in enumerate(words)
+    ]
 
 
 GONE = ("reported", "rank 1 is gone: its process 2 on host `h` ended without a word", (1,))
@@ -40,7 +53,11 @@ ENDS = {
     "exception while another is ended": (1, ranks(RAISED, ""), "own"),
     "import that fails": (1, [], "own"),
     "sys.exit(3)": (3, ranks("left", "left"), "own"),
-    "script that ends early": (1, ranks("left", ("reported", "rank 0 has not arrived", (0,))), "own"),
+    "script that ends early": (
+        1,
+        ranks("left", ("reported", "rank 0 has not arrived", (0,))),
+        "own",
+    ),
     "Ctrl-C": (130, ranks("interrupted", "interrupted"), "stopped"),
     "SIGTERM of a batch system": (143, ranks("terminated", "told"), "stopped"),
     "end": (0, [], "done"),
@@ -92,7 +109,8 @@ def test_run_without_any_checkpoint_is_counted():
     assert decide(LOST, after([]), max_restarts=0).action == "end"
     decision = decide(LOST, after([]), max_restarts=3)
     assert decision.reason == (
-        "goes on from the start: there is no checkpoint yet (1 of 3 restarts without a new checkpoint)"
+        "goes on from the start: there is no checkpoint yet (1 of 3 restarts without a new "
+        "checkpoint)"
     )
 
 
@@ -126,7 +144,12 @@ def test_hosts_that_are_left_go_on():
 @pytest.mark.parametrize(
     ("newest", "missing", "same_ranks", "why"),
     [
-        ({"x": part(10), "y": part(10, any_ranks=False)}, ["b"], False, "job 'y', which needs as many ranks"),
+        (
+            {"x": part(10), "y": part(10, any_ranks=False)},
+            ["b"],
+            False,
+            "job 'y', which needs as many ranks",
+        ),
         ({}, ["b"], False, "there is no checkpoint that fewer ranks could go on from"),
         ({"x": part(10)}, ["b"], True, "`--same-ranks` was given"),
         ({"x": part(10)}, ["a", "b"], False, "no host answers"),

@@ -18,7 +18,17 @@ def start():
     started = []
 
     def make(seconds, code, events=None):
-        line = [sys.executable, "-I", "-S", str(SUPERVISE), str(seconds), sys.executable, "-I", "-c", code]
+        line = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(SUPERVISE),
+            str(seconds),
+            sys.executable,
+            "-I",
+            "-c",
+            code,
+        ]
         environ = {k: v for k, v in os.environ.items() if k != "JAXCROSS_EVENTS"}
         if events is not None:
             environ["JAXCROSS_EVENTS"] = str(events)
@@ -75,7 +85,9 @@ def test_where_nobody_lives_nobody_misses(start, tmp_path):
     assert finish(start(1000, JOIN + "os._exit(3)", tmp_path))[0] == 3
 
 
-@pytest.mark.parametrize("facts", [{"host": "h", "pid": os.getpid()}, {"host": "another", "pid": 1}])
+@pytest.mark.parametrize(
+    "facts", [{"host": "h", "pid": os.getpid()}, {"host": "another", "pid": 1}]
+)
 def test_another_rank_may_miss_it(start, tmp_path, facts):
     (tmp_path / "rank-1.jsonl").write_text(json.dumps({"run": "r", "size": 2, "rank": 1} | facts))
     process = start(1000, JOIN + "print(flush=True); os._exit(3)", tmp_path)
@@ -86,11 +98,14 @@ def test_another_rank_may_miss_it(start, tmp_path, facts):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signals_reach_the_child_once(start, number):
-    process = start(0, (
-        "import signal\nseen = []\n"
-        f"signal.signal({int(number)}, lambda n, _: seen.append(n))\nprint(flush=True)\n"
-        "while not seen: signal.sigtimedwait([], 0.02)\nsignal.sigtimedwait([], 0.2)\nprint(seen)"
-    ))  # fmt: skip
+    process = start(
+        0,
+        (
+            "import signal\nseen = []\n"
+            f"signal.signal({int(number)}, lambda n, _: seen.append(n))\nprint(flush=True)\n"
+            "while not seen: signal.sigtimedwait([], 0.02)\nsignal.sigtimedwait([], 0.2)\nprint(seen)"
+        ),
+    )
     process.stdout.readline()
     process.send_signal(number)
     code, out, _ = finish(process)
@@ -101,7 +116,18 @@ def test_signals_reach_the_child_once(start, number):
 def test_ctrl_c_waits_until_a_rank_can_take_it(module, held):
     """A rank unblocks it, another program cannot know that it has to."""
     code = "import signal; print([int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])])"
-    line = [sys.executable, "-I", "-S", str(SUPERVISE), "0", sys.executable, "-I", "-c", code, module]
+    line = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(SUPERVISE),
+        "0",
+        sys.executable,
+        "-I",
+        "-c",
+        code,
+        module,
+    ]
     done = subprocess.run(line, check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{held}\n"
 
@@ -116,7 +142,11 @@ def test_its_child_does_not_outlive_it(start):
 
 def test_a_command_that_is_not_there():
     done = subprocess.run(
-        [sys.executable, "-I", str(SUPERVISE), "0", "/no/such"], check=False, capture_output=True, text=True, timeout=60
+        [sys.executable, "-I", str(SUPERVISE), "0", "/no/such"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 127
     assert done.stderr.startswith("jaxcross launch: `/no/such` cannot be started:")

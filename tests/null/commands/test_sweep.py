@@ -1,4 +1,6 @@
-"""`jaxcross sweep`: values from the command line, and scripts that cannot be meant, before any rank starts."""
+"""`jaxcross sweep`: values from the command line, and scripts that cannot be meant, before any rank
+starts.
+"""
 
 import json
 
@@ -65,33 +67,60 @@ def run(tmp_path, monkeypatch, text, *words):
     [
         (None, ["--set", "lr=1"], "cannot be read: No such file"),
         ("def train(job:\n", ["--set", "lr=1"], "is not a Python script"),
-        ("def fit(job, lr): pass\n", ["--set", "lr=1"], "has no function `train`. Define `def train(job, lr): ...`"),
-        (SCRIPT, ["--set", "lr=1", "--set", "depth=2"], "has no parameter `depth`. Its parameters are: `lr`, `width`,"),
+        (
+            "def fit(job, lr): pass\n",
+            ["--set", "lr=1"],
+            "has no function `train`. Define `def train(job, lr): ...`",
+        ),
+        (
+            SCRIPT,
+            ["--set", "lr=1", "--set", "depth=2"],
+            "has no parameter `depth`. Its parameters are: `lr`, `width`,",
+        ),
         (SCRIPT, ["--set", "width=1"], "needs `lr`, which has no default"),
         (SCRIPT, ["--set", "lr"], "must be a name, an equals sign"),
-        (SCRIPT, ["--set", "lr=1", "--concurrent", "0"], "`--concurrent` must be at least 1, got 0."),
+        (
+            SCRIPT,
+            ["--set", "lr=1", "--concurrent", "0"],
+            "`--concurrent` must be at least 1, got 0.",
+        ),
         (SCRIPT, ["--set", "lr=1", "--trials", "0"], "`--trials` must be at least 1, got 0."),
         (SCRIPT, ["--set", "lr=1", "--seed", "-1"], "`--seed` must be at least 0, got -1."),
     ],
 )
-def test_commands_that_cannot_be_meant_start_nothing(tmp_path, monkeypatch, capsys, text, words, error):
+def test_commands_that_cannot_be_meant_start_nothing(
+    tmp_path, monkeypatch, capsys, text, words, error
+):
     code, started = run(tmp_path, monkeypatch, text, *words)
     assert (code, started) == (2, [])
     assert error in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "text", [SCRIPT, "from fit import train\n", "train = print\n", "def train(job, **k): pass\n"], ids=range(4)
+    "text",
+    [SCRIPT, "from fit import train\n", "train = print\n", "def train(job, **k): pass\n"],
+    ids=range(4),
 )
 def test_ranks_are_started_as_launch_does(tmp_path, monkeypatch, text):
     words = ["--set", "lr=0.1,0.2", "--concurrent", "3", "-n", "4", "--trials", "2"]
     code, (args,) = run(tmp_path, monkeypatch, text, *words)
     module, script, task = args.module
-    assert (code, args.ranks, module, script) == (0, 4, "jaxcross.sweeps.script", str(tmp_path / "train.py"))
+    assert (code, args.ranks, module, script) == (
+        0,
+        4,
+        "jaxcross.sweeps.script",
+        str(tmp_path / "train.py"),
+    )
     assert json.loads(task) == {
-        "grid": {"lr": [0.1, 0.2]}, "folder": "sweep", "metric": "accuracy", "mode": "min", "concurrent": 3,
-        "trials": 2, "seed": 0, "prune": None,
-    }  # fmt: skip
+        "grid": {"lr": [0.1, 0.2]},
+        "folder": "sweep",
+        "metric": "accuracy",
+        "mode": "min",
+        "concurrent": 3,
+        "trials": 2,
+        "seed": 0,
+        "prune": None,
+    }
 
 
 def test_command_does_not_guess_what_is_better(tmp_path, capsys):

@@ -18,24 +18,43 @@ from jaxcross.report.progress import FILE, JobProgress, RunProgress
 from jaxcross.report.run_state import TAIL_BYTES, read_state
 
 NOW_S = 2e9
-JOBS = (JobProgress(name="a", step=3, steps=9, steps_per_s=2.0), JobProgress(name="b", doing="compiling", doing_s=4))
+JOBS = (
+    JobProgress(name="a", step=3, steps=9, steps_per_s=2.0),
+    JobProgress(name="b", doing="compiling", doing_s=4),
+)
 
 
 def progress(**fields):
-    return RunProgress(**{"run": "h 1 1", "ranks": 2, "at_s": NOW_S, "run_s": 13.0, "jobs": JOBS, **fields})
+    return RunProgress(
+        **{"run": "h 1 1", "ranks": 2, "at_s": NOW_S, "run_s": 13.0, "jobs": JOBS, **fields}
+    )
 
 
 def write(folder, run, *ranks, host="elsewhere", pid=1, before=""):
-    """Writes the event file of each rank: what it has begun, as (activity, job), or its last words, as (kind, text)."""
+    """Writes the event file of each rank: what it has begun, as (activity, job), or its last words,
+    as (kind, text).
+    """
     folder.mkdir(exist_ok=True)
     for rank, events in enumerate(ranks):
-        lines = [{"jaxcross": 1, "run": "h 1 1", "rank": rank, "size": len(ranks), "host": host, "pid": pid,
-                  "time": NOW_S, "at": 0}]  # fmt: skip
+        lines = [
+            {
+                "jaxcross": 1,
+                "run": "h 1 1",
+                "rank": rank,
+                "size": len(ranks),
+                "host": host,
+                "pid": pid,
+                "time": NOW_S,
+                "at": 0,
+            }
+        ]
         for token, (what, about) in enumerate(events):
             if what in ("left", "failed", "interrupted"):
                 lines.append({"words": what, "text": about, "at": 1})
             else:
-                lines.append({"begin": token, "at": 0, "what": what, "job": about, "step": 3, "segment": 1})
+                lines.append(
+                    {"begin": token, "at": 0, "what": what, "job": about, "step": 3, "segment": 1}
+                )
         header, *rest = (json.dumps(line) + "\n" for line in lines)
         (folder / f"rank-{rank}.jsonl").write_text(header + before + "".join(rest))
     if run is not None:
@@ -61,13 +80,21 @@ def test_a_run_that_lasts(tmp_path):
     [
         (True, ("left", "its script ended"), "the run ended after 13 s; the processes have ended"),
         (False, ("left", "its script ended"), "13 s; the processes have ended"),
-        (False, ("failed", "ValueError: bad"), "13 s; the processes have ended; rank 1 failed: ValueError: bad"),
+        (
+            False,
+            ("failed", "ValueError: bad"),
+            "13 s; the processes have ended; rank 1 failed: ValueError: bad",
+        ),
         (
             False,
             ("failed", "rank 1 failed with ValueError"),
             "13 s; the processes have ended; rank 1 failed with ValueError",
         ),
-        (False, ("interrupted", "Ctrl-C"), "13 s; the processes have ended; rank 1 was interrupted: Ctrl-C"),
+        (
+            False,
+            ("interrupted", "Ctrl-C"),
+            "13 s; the processes have ended; rank 1 was interrupted: Ctrl-C",
+        ),
     ],
 )
 def test_a_run_that_ended(tmp_path, over, words, how):
@@ -83,14 +110,18 @@ def test_the_script_may_go_on_after_its_run(tmp_path):
 
 
 def test_a_killed_run_has_ended_without_a_word(tmp_path):
-    write(tmp_path, progress(), (), (), host=os.uname().nodename, pid=2**22 + 1)  # above the kernel's largest
+    write(
+        tmp_path, progress(), (), (), host=os.uname().nodename, pid=2**22 + 1
+    )  # above the kernel's largest
     assert "ended" not in seen(tmp_path, 4.0)[0]
     assert seen(tmp_path, 6.0)[0].endswith("the processes have ended; rank 0 ended without a word")
 
 
 def test_a_silent_run_elsewhere_is_told_as_such(tmp_path):
     write(tmp_path, progress(), (), ())
-    assert seen(tmp_path, 40.0)[0].endswith("; no sign of life for 40 s: it was stopped, or its host is gone")
+    assert seen(tmp_path, 40.0)[0].endswith(
+        "; no sign of life for 40 s: it was stopped, or its host is gone"
+    )
 
 
 def test_ranks_without_jobs_are_shown_where_they_are(tmp_path):
@@ -126,8 +157,13 @@ def test_the_late_rank_is_named(tmp_path, other, now):
 def test_event_files_are_read_only_where_a_job_waits(tmp_path, monkeypatch):
     """The launcher looks twice a second: while steps are made it reads one small file."""
     waits = JobProgress(name="a", step=3, doing="exchanging", doing_s=8)
-    for job, doing in ((replace(waits, doing_s=1), "exchanging"), (waits, "rank 1 waiting for data")):
-        write(tmp_path, progress(jobs=(job,)), [("exchange", "a")], [("own batch 4 of data 1", "a")])
+    for job, doing in (
+        (replace(waits, doing_s=1), "exchanging"),
+        (waits, "rank 1 waiting for data"),
+    ):
+        write(
+            tmp_path, progress(jobs=(job,)), [("exchange", "a")], [("own batch 4 of data 1", "a")]
+        )
         run = run_state.read_run(tmp_path)
         assert run is not None and run.jobs[0].doing == doing
     monkeypatch.setattr(run_state, "read", None)
@@ -144,9 +180,17 @@ def test_a_rank_that_is_busy_itself_blames_no_other(tmp_path):
 def test_only_the_ends_of_long_files_are_read(tmp_path):
     waits = JobProgress(name="a", step=3, doing="exchanging", doing_s=8)
     old = (
-        json.dumps({"begin": 99, "at": 0, "what": "exchange", "job": "old"}) + "\n" + '{"beat":1,"at":1}\n' * TAIL_BYTES
+        json.dumps({"begin": 99, "at": 0, "what": "exchange", "job": "old"})
+        + "\n"
+        + '{"beat":1,"at":1}\n' * TAIL_BYTES
     )
-    write(tmp_path, progress(jobs=(waits,)), [("exchange", "a")], [("own batch 4 of data 1", "a")], before=old)
+    write(
+        tmp_path,
+        progress(jobs=(waits,)),
+        [("exchange", "a")],
+        [("own batch 4 of data 1", "a")],
+        before=old,
+    )
     assert seen(tmp_path)[2].endswith("rank 1 waiting for data, 8 s")
     assert [len(record.under_way) for record in read_state(tmp_path, NOW_S).records] == [1, 1]
 
@@ -167,20 +211,28 @@ def test_a_run_that_failed_names_the_post_mortem(tmp_path, capsys):
     write(tmp_path, progress(at_s=time.time()), [("failed", "bad")], ())
     assert cli.main(["top", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "rank 0 failed: bad" in out and f"How it ended: jaxcross doctor --post-mortem {tmp_path}\n" in out
+    assert (
+        "rank 0 failed: bad" in out
+        and f"How it ended: jaxcross doctor --post-mortem {tmp_path}\n" in out
+    )
 
 
 def test_an_empty_event_file_is_skipped_with_a_line(tmp_path, capsys):
     write(tmp_path, progress(at_s=time.time()), ())
     (tmp_path / "rank-1.jsonl").touch()
     assert cli.main(["top", str(tmp_path)]) == 0
-    assert f"The events of rank 1 are skipped. `{tmp_path / 'rank-1.jsonl'}` is empty" in capsys.readouterr().out
+    assert (
+        f"The events of rank 1 are skipped. `{tmp_path / 'rank-1.jsonl'}` is empty"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_long_title_is_not_wrapped_to_the_table():
     out = io.StringIO()
     console = Console(file=out, width=80)
-    console.print(table_of(progress(), console, state="; the processes have ended; rank 1 failed: x"))
+    console.print(
+        table_of(progress(), console, state="; the processes have ended; rank 1 failed: x")
+    )
     assert out.getvalue().splitlines()[0].rstrip().endswith("rank 1 failed: x")
 
 

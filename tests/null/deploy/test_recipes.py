@@ -36,7 +36,9 @@ def nodes(tree):
     """All mappings in a document."""
     if isinstance(tree, dict):
         yield tree
-    for inner in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+    for inner in (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    ):
         yield from nodes(inner)
 
 
@@ -55,8 +57,12 @@ def test_manifest_is_one_that_the_operator_takes(name):
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_misspelt_field_is_found(name):
-    """The schemas know the names of all fields: a check that lets everything through would not notice."""
-    document = json.loads(json.dumps(MANIFESTS[name]).replace('"mpiImplementation"', '"mpiImplementations"', 1))
+    """The schemas know the names of all fields: a check that lets everything through would not
+    notice.
+    """
+    document = json.loads(
+        json.dumps(MANIFESTS[name]).replace('"mpiImplementation"', '"mpiImplementations"', 1)
+    )
     document["spec"]["slotPerWorker"] = 1
     assert any("slotPerWorker" in error for error in errors(document))
 
@@ -72,7 +78,10 @@ def test_no_pod_runs_as_root(name):
     pods = [node for node in nodes(MANIFESTS[name]) if "containers" in node]
     assert len(pods) == 2
     for pod in pods:
-        assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] == 1000
+        assert (
+            pod["securityContext"]["runAsNonRoot"] is True
+            and pod["securityContext"]["runAsUser"] == 1000
+        )
 
 
 def commands():
@@ -92,7 +101,9 @@ def test_launcher_command_names_the_hosts(tmp_path, line):
     for command in commands():
         if ":1" in line and "cut -d :" not in command:
             continue
-        text = command.replace("/etc/mpi/hostfile", str(tmp_path / "hostfile")).replace("exec ", "printf '%s\\n' ", 1)
+        text = command.replace("/etc/mpi/hostfile", str(tmp_path / "hostfile")).replace(
+            "exec ", "printf '%s\\n' ", 1
+        )
         done = subprocess.run(["bash", "-c", text], check=True, capture_output=True, text=True)
         words = done.stdout.splitlines()
         parser = argparse.ArgumentParser()
@@ -116,7 +127,9 @@ def test_image_runs_sshd_of_a_user_who_is_not_root():
     known = {"FROM", "RUN", "ENV", "USER", "WORKDIR", "COPY", "EXPOSE", "CMD"}
     assert names[0] == "FROM" and set(names) <= known and names[-1] == "CMD"
     assert [rest for name, rest in steps if name == "USER"] == ["mpiuser"]
-    installs = next(n for n, (name, rest) in enumerate(steps) if name == "RUN" and "pip install" in rest)
+    installs = next(
+        n for n, (name, rest) in enumerate(steps) if name == "RUN" and "pip install" in rest
+    )
     assert names.index("USER") < installs, "what is installed belongs to the user"
     assert json.loads(steps[-1][1])[0] == "/usr/sbin/sshd"
 
@@ -124,9 +137,15 @@ def test_image_runs_sshd_of_a_user_who_is_not_root():
 def test_image_and_pods_agree_on_the_port():
     (port,) = [int(rest) for name, rest in instructions() if name == "EXPOSE"]
     assert f"'Port {port}'" in DOCKERFILE and f"'  Port {port}'" in DOCKERFILE
-    probes = [each["readinessProbe"]["tcpSocket"]["port"] for m in MANIFESTS.values() for each in containers(m)
-              if "readinessProbe" in each]  # fmt: skip
-    assert probes == [port] * 2 and port > 1023, "a user who is not root cannot listen on lower ones"
+    probes = [
+        each["readinessProbe"]["tcpSocket"]["port"]
+        for m in MANIFESTS.values()
+        for each in containers(m)
+        if "readinessProbe" in each
+    ]
+    assert probes == [port] * 2 and port > 1023, (
+        "a user who is not root cannot listen on lower ones"
+    )
 
 
 def test_image_copies_what_is_there():
@@ -137,8 +156,15 @@ def test_image_copies_what_is_there():
 
 
 def test_image_copies_what_the_wheel_is_made_of():
-    build = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    copied = {source for name, rest in instructions() if name == "COPY" for source in shlex.split(rest)[1:-1]}
+    build = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
+        "targets"
+    ]["wheel"]
+    copied = {
+        source
+        for name, rest in instructions()
+        if name == "COPY"
+        for source in shlex.split(rest)[1:-1]
+    }
     assert {*build["packages"], *build["force-include"], "README.md"} <= copied
 
 

@@ -9,7 +9,11 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "jaxcross"
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-FOLDERS = {path.parent.name for path in PACKAGE.glob("*/__init__.py") if not path.parent.name.startswith("_")}
+FOLDERS = {
+    path.parent.name
+    for path in PACKAGE.glob("*/__init__.py")
+    if not path.parent.name.startswith("_")
+}
 # `lower/case.py`, with or without the folder that it is in.
 FILES = sorted(set(re.findall(r"[`(]((?:\.?[a-z_]+/)+[a-z_0-9]+(?:\.[a-z]+)?)[`)]", PAGE)))
 
@@ -37,6 +41,7 @@ def test_every_folder_says_what_its_files_hold():
         path.relative_to(PACKAGE)
         for folder in FOLDERS - {"commands", "data", "exchange", "lab", "tensor"}
         for path in (PACKAGE / folder).glob("*.py")
-        if path.stem != "__init__" and path.stem not in (PACKAGE / folder / "__init__.py").read_text()
+        if path.stem != "__init__"
+        and path.stem not in (PACKAGE / folder / "__init__.py").read_text()
     ]
     assert missing == []

@@ -8,13 +8,19 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "reference" / "errors.md").read_text()
-QUOTED = [row.split(" | ")[0].removeprefix("| ") for row in PAGE.splitlines() if re.match(r"\| (?!Words|---)", row)]
+QUOTED = [
+    row.split(" | ")[0].removeprefix("| ")
+    for row in PAGE.splitlines()
+    if re.match(r"\| (?!Words|---)", row)
+]
 
 
 @pytest.fixture(scope="module")
 def texts():
     trees = (ast.parse(path.read_text()) for path in (ROOT / "jaxcross").rglob("*.py"))
-    return [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return [
+        node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)
+    ]
 
 
 @pytest.mark.mostly_integration(

@@ -47,7 +47,10 @@ def test_the_tutorial_has_the_numbers_of_its_picture(monkeypatch: pytest.MonkeyP
     assert len(rows) == 11
     assert [line for line in rows if line not in shown] == []
     rounds = comparison.second
-    assert f"crossover it is {rounds.hidden_share:.0%}." in page and f"{comparison.ratio:.2f} times here" in page
+    assert (
+        f"crossover it is {rounds.hidden_share:.0%}." in page
+        and f"{comparison.ratio:.2f} times here" in page
+    )
 
 
 def test_table_without_a_stored_result_is_left_out(tmp_path: Path) -> None:
@@ -75,11 +78,18 @@ def test_every_kept_result_has_its_place() -> None:
     named = {name for name in elsewhere if f"results/{name}.json" in text}
     assert elsewhere == named, "neither a table shows it nor a page names it"
     kept = json.loads((ROOT / "benchmarks" / "results" / "race.json").read_text())["rows"]
-    runs = {case: sorted({r["run"] for r in kept if r["case"] == case}) for case in {r["case"] for r in kept}}
+    runs = {
+        case: sorted({r["run"] for r in kept if r["case"] == case})
+        for case in {r["case"] for r in kept}
+    }
     tables = set()
     for case, rate, *nth in (argument.split(":") for name, argument in marks if name == "race"):
-        tables |= {(case, rate, run) for run in ([runs[case][int(nth[0]) - 1]] if nth else runs[case])}
-    for argument in ",".join(argument for name, argument in marks if name == "race-verdicts").split(","):
+        tables |= {
+            (case, rate, run) for run in ([runs[case][int(nth[0]) - 1]] if nth else runs[case])
+        }
+    for argument in ",".join(argument for name, argument in marks if name == "race-verdicts").split(
+        ","
+    ):
         tables |= {(r["case"], r["rate"], r["run"]) for r in pages.race.raced_alike(read, argument)}
     assert tables >= {(r["case"], r["rate"], r["run"]) for r in kept}
 
@@ -90,11 +100,15 @@ def test_a_changed_number_is_found(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks" / "results" / "benchmarks.md"
     page.write_text(page.read_text().replace("| mlp | ", "| mlp | 1", 1))
     done = tables("--check", "--root", str(tmp_path))
-    assert done.returncode == 1 and "benchmarks.md is not what the results say" in done.stdout, done.stderr
+    assert done.returncode == 1 and "benchmarks.md is not what the results say" in done.stdout, (
+        done.stderr
+    )
 
 
 def test_exchange_choice_follows_the_measurements() -> None:
-    """Where a benchmark calls an exchange otherwise than the table, its figures are gone and nothing fails."""
+    """Where a benchmark calls an exchange otherwise than the table, its figures are gone and
+    nothing fails.
+    """
 
     def read(name: str) -> dict[str, Any]:
         return tables_script.kept_result(ROOT / "benchmarks" / "results" / f"{name}.json")
@@ -102,9 +116,13 @@ def test_exchange_choice_follows_the_measurements() -> None:
     _, *rows = tables_script.TABLES["choose"](read, "")
     lacking = {row[0] for row in rows if "-" in (*row[2].split(", "), *row[3].split(", "))}
     later = {
-        "`diloco(every=H)`", "`streaming_diloco(every=H, bits=b)`", "`delayed_mean`", "`demo(density)`",
-        "`sparse_loco(every=H, density=d)`", "`no_loco(every=H)`",
-    }  # fmt: skip
+        "`diloco(every=H)`",
+        "`streaming_diloco(every=H, bits=b)`",
+        "`delayed_mean`",
+        "`demo(density)`",
+        "`sparse_loco(every=H, density=d)`",
+        "`no_loco(every=H)`",
+    }
     assert lacking == {"`ParameterServer`", *later}, "of which not both accuracies are measured"
 
 
@@ -113,21 +131,42 @@ def test_repeat_is_compared_with_fastest_of_its_run() -> None:
 
     def row(run: int, rival: str, *seconds: float, c: float = 1.0) -> dict[str, Any]:
         raw = [{"s_per_job_step": s, "c_s": [c, c]} for s in seconds]
-        facts = {"case": "two", "rate": "balanced", "efficiency": 0.5 + run / 10, "efficiency_with_tax": 0.9}
+        facts = {
+            "case": "two",
+            "rate": "balanced",
+            "efficiency": 0.5 + run / 10,
+            "efficiency_with_tax": 0.9,
+        }
         return {**facts, "run": run, "rival": rival, "raw": raw}
 
-    everybody = {"fused": (4.0, 4.0), "fused-k": (3.0, 3.2), "gloo": (5.0, 5.0), "gloo-k": (3.5, 2.8)}
+    everybody = {
+        "fused": (4.0, 4.0),
+        "fused-k": (3.0, 3.2),
+        "gloo": (5.0, 5.0),
+        "gloo-k": (3.5, 2.8),
+    }
     rows = [row(0, "crossover", 9.0), row(0, "fused", 1.0)]  # of fewer steps
-    rows += [row(1, "crossover", 2.0, 2.0), *(row(1, name, *seconds) for name, seconds in everybody.items())]
+    rows += [
+        row(1, "crossover", 2.0, 2.0),
+        *(row(1, name, *seconds) for name, seconds in everybody.items()),
+    ]
     rows += [row(1, "ddp", 2.2, 2.0, c=0.5), row(1, "ddp-k", 2.4, 2.4, c=0.5)]
     rows += [row(2, "crossover", 1.0), row(2, "fused", 3.0)]
     found = {"rows": rows, "runs": [{"steps": 4}, {"steps": 8}, {"steps": 8}]}
     _, verdict = pages.race.race_verdicts(lambda _: found, "two")
     # 3.0 and 3.2 in the first run (3.15 of gloo-k's is more), 4.0 of 2.0, twice, and 3.0 of 1.0
     assert verdict == (
-        "two", "balanced", "crossover", "3", "0.65 (0.60 to 0.70)", "0.90", "2.00 (2.00 to 3.00)",
-        "1.55 (1.50 to 1.60)", "1.05 (1.00 to 1.10)", "2.10 (2.00 to 2.20)",
-    )  # fmt: skip
+        "two",
+        "balanced",
+        "crossover",
+        "3",
+        "0.65 (0.60 to 0.70)",
+        "0.90",
+        "2.00 (2.00 to 3.00)",
+        "1.55 (1.50 to 1.60)",
+        "1.05 (1.00 to 1.10)",
+        "2.10 (2.00 to 2.20)",
+    )
 
 
 def test_who_failed_in_a_later_repeat_is_named() -> None:
@@ -135,12 +174,23 @@ def test_who_failed_in_a_later_repeat_is_named() -> None:
 
     def row(rival: str, repeats: int) -> dict[str, Any]:
         of_jobs = {"c_s": [1.0], "m_s": [2.0], "tax_s": [0.1], "slow_down": [1.2]}
-        facts = {"case": "two", "rate": "balanced", "rate_bits_per_s": 1e9, "run": 0, "raw": [{}] * repeats}
+        facts = {
+            "case": "two",
+            "rate": "balanced",
+            "rate_bits_per_s": 1e9,
+            "run": 0,
+            "raw": [{}] * repeats,
+        }
         return {**facts, **of_jobs, "rival": rival}
 
     def told(*rows: dict[str, Any]) -> tuple[str, ...]:
         link = {"case": "two", "rate": "balanced", "run": 0, "tcp_bits_per_s": [9e8, 9.1e8]}
-        found = {"rows": rows, "runs": [{"repeats": 2}], "links": [link], "left_out": {"two/gloo": "", "two/ddp": ""}}
+        found = {
+            "rows": rows,
+            "runs": [{"repeats": 2}],
+            "links": [link],
+            "left_out": {"two/gloo": "", "two/ddp": ""},
+        }
         _, line = pages.race.race_links(lambda _: found, "two")
         return line
 
@@ -150,7 +200,9 @@ def test_who_failed_in_a_later_repeat_is_named() -> None:
 
 
 def test_wait_free_is_compared_with_uncut_of_its_run() -> None:
-    """Where `uncut` never ran beside it there is nothing to say; a rate that was given as such comes last."""
+    """Where `uncut` never ran beside it there is nothing to say; a rate that was given as such
+    comes last.
+    """
     facts = {"pieces": 4, "c_s": 2.0, "m_s": 1.0, "first_bucket_s": 1.0, "last_bucket_s": 0.5}
     runs = {  # of each: what was raced, and how long it took
         ("500mbit", 0): {"uncut": 8.0, "wait-free": 4.0},
@@ -166,8 +218,9 @@ def test_wait_free_is_compared_with_uncut_of_its_run() -> None:
     links = [{"case": "one", "rate": rate, "run": run, "wait_free": facts} for rate, run in runs]
     _, *lines = pages.race.wait_free(lambda _: {"rows": rows, "links": links}, "")
     assert [(line[0], line[6], line[7], line[8]) for line in lines] == [
-        ("compute", "9.00 s", "9.00 s", "1.00"), ("compute", "2.00 s", "1.00 s", "0.50"),
+        ("compute", "9.00 s", "9.00 s", "1.00"),
+        ("compute", "2.00 s", "1.00 s", "0.50"),
         ("500mbit", "8.00 s", "4.00 s", "0.50"),
-    ]  # fmt: skip
+    ]
     found = pages.race.raced_alike(lambda _: {"rows": rows, "runs": [{"steps": 8}] * 3}, "one")
     assert list(dict.fromkeys(row["rate"] for row in found)) == ["balanced", "compute", "500mbit"]

@@ -1,4 +1,6 @@
-"""What a step costs the interleaver does not grow faster than its segments: calls are counted, not timed."""
+"""What a step costs the interleaver does not grow faster than its segments: calls are counted, not
+timed.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,31 @@ def chain(segments: int) -> StepGraph:
     return StepGraph(
         kinds=tuple("collective" if n % 2 else "compute" for n in range(segments)),
         needs=tuple((n - 1,) if n else () for n in range(segments)),
-        after_commit=frozenset({segments - 1}), signature=1,
-    )  # fmt: skip
+        after_commit=frozenset({segments - 1}),
+        signature=1,
+    )
 
 
 def backward_pass(segments: int) -> StepGraph:
-    """Compute segments follow one another, exchanges follow from them, and the last segment needs them all."""
+    """Compute segments follow one another, exchanges follow from them, and the last segment needs
+    them all.
+    """
     last = segments - 1
     return StepGraph(
         kinds=(*("collective" if n % 2 else "compute" for n in range(last)), "compute"),
-        needs=(*((n - 1,) if n % 2 else ((n - 2,) if n else ()) for n in range(last)), tuple(range(last))),
-        after_commit=frozenset({last}), signature=1,
-    )  # fmt: skip
+        needs=(
+            *((n - 1,) if n % 2 else ((n - 2,) if n else ()) for n in range(last)),
+            tuple(range(last)),
+        ),
+        after_commit=frozenset({last}),
+        signature=1,
+    )
 
 
 def calls_a_segment(graph: StepGraph, jobs: int, steps: int) -> float:
-    """Calls of Python functions and iterations of generators in the interleavers, over all segments of all jobs."""
+    """Calls of Python functions and iterations of generators in the interleavers, over all segments
+    of all jobs.
+    """
     segments = len(graph.kinds)
 
     def script() -> Iterator[Any]:
@@ -43,9 +54,11 @@ def calls_a_segment(graph: StepGraph, jobs: int, steps: int) -> float:
             yield Step(graph, (1e-3,) * segments)
 
     simulation = Simulation(
-        [[script() for _ in range(jobs)] for _ in range(2)], policy=RoundRobin(), check=False,
+        [[script() for _ in range(jobs)] for _ in range(2)],
+        policy=RoundRobin(),
+        check=False,
         exchange_s=lambda *slot: 1e-3,
-    )  # fmt: skip
+    )
     return count_calls(lambda: simulation.run(10**9)) / (segments * jobs * steps)
 
 
@@ -57,8 +70,12 @@ def test_a_segment_costs_the_same_in_a_long_step(graph: Any) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("graph", "steps", "most"), [(chain(31), 3, 1.5), (backward_pass(3), 6, 1.2)])
-def test_segment_cost_is_similar_beside_many_jobs(graph: StepGraph, steps: int, most: float) -> None:
+@pytest.mark.parametrize(
+    ("graph", "steps", "most"), [(chain(31), 3, 1.5), (backward_pass(3), 6, 1.2)]
+)
+def test_segment_cost_is_similar_beside_many_jobs(
+    graph: StepGraph, steps: int, most: float
+) -> None:
     """A segment costs about the same beside many jobs."""
     few, many = (calls_a_segment(graph, jobs=k, steps=steps) for k in (4, 64))
     assert many <= most * few
@@ -68,10 +85,11 @@ def test_segments_behind_the_commit_let_others_pass() -> None:
     call = LocalCall(
         1,
         StepGraph(
-            kinds=("compute", "compute", "compute", "collective"), needs=((), (0,), (0,), (2,)),
+            kinds=("compute", "compute", "compute", "collective"),
+            needs=((), (0,), (0,), (2,)),
             after_commit=frozenset({1}),
         ),
-    )  # fmt: skip
+    )
     order = []
     while (segment := call.ready()) is not None:
         call.issue(segment)

@@ -11,7 +11,11 @@ from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest, tally
 from tests.support.fed_interleaver import failed_elsewhere, feed, vote
 
-PLAIN = StepGraph(kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}))
+PLAIN = StepGraph(
+    kinds=("compute", "collective", "compute"),
+    needs=((), (0,), (0, 1)),
+    after_commit=frozenset({2}),
+)
 LOCAL = StepGraph(kinds=("compute",), needs=((),))
 
 
@@ -29,7 +33,9 @@ def test_one_step_in_full():
     assert feed(one, m.SegmentDispatched(0, 1, 0)) == [m.RunExchange(0, 1, 1, 1, False)]
     assert feed(one, m.SegmentCompleted(0, 1, 0)) == []
     out = feed(one, m.ExchangeDone(0, 1))
-    assert kinds(out) == ["CastVote"]  # the commit; segment 2 overwrites the state and must wait for it
+    assert kinds(out) == [
+        "CastVote"
+    ]  # the commit; segment 2 overwrites the state and must wait for it
     assert vote(one, out) == [m.Dispatch(0, 1, 1, 2), m.Backoff(0)]
     assert one.step(0) == 1
     assert feed(one, m.SegmentDispatched(0, 1, 2)) == [m.StepReturned(0, 1)]
@@ -45,7 +51,9 @@ def test_depth_bounds_the_segments_on_the_device():
     feed(one, m.RunStarted())
     out = feed(one, *(m.StepCalled(job, LOCAL) for job in range(3)))
     assert [i.job for i in out if isinstance(i, m.Dispatch)] == [0, 1]
-    assert [i.job for i in feed(one, m.SegmentCompleted(0, 1, 0)) if isinstance(i, m.Dispatch)] == [2]
+    assert [i.job for i in feed(one, m.SegmentCompleted(0, 1, 0)) if isinstance(i, m.Dispatch)] == [
+        2
+    ]
 
 
 def test_work_without_exchanges_counts_as_a_turn():
@@ -101,7 +109,8 @@ def test_stop_ends_waiting_jobs_after_committed_steps():
     feed(one, m.RunStarted())
     vote(one, feed(one, m.StepCalled(0, PLAIN)))
     feed(one, m.SegmentDispatched(0, 1, 0), m.SegmentCompleted(0, 1, 0), m.StopRequested())
-    # One vote commits the step and hears of the stop. The step's inputs are given away: the job must get its outputs.
+    # One vote commits the step and hears of the stop. The step's inputs are given away: the job
+    # must get its outputs.
     out = vote(one, feed(one, m.ExchangeDone(0, 1)))
     assert "JobFinished" not in kinds(out)
     assert m.Dispatch(0, 1, 1, 2) in out
@@ -118,7 +127,9 @@ def test_stop_reaches_a_job_without_other_news():
     """A stop reaches a job about which nothing else is new."""
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted(), m.BatchWanted(0, 0, 0))
-    out = vote(one, feed(one, m.BackoffElapsed()))  # it was said that the job waits, and nothing came of it
+    out = vote(
+        one, feed(one, m.BackoffElapsed())
+    )  # it was said that the job waits, and nothing came of it
     assert kinds(out) == ["Backoff"]
     out = vote(one, feed(one, m.StopRequested()))
     assert [m.JobFinished(0, "stopped", 0), m.Raised(0)] == out[:2]
@@ -130,13 +141,19 @@ def test_new_loop_ends_those_not_read_beside_it():
     one = Interleaver(1, RoundRobin())
     mine, shared = one._jobs[0], one.shared.jobs[0]
     feed(one, m.RunStarted())
-    for stream, still_open, known in [(0, (), {0}), (1, (0,), {0, 1}), (2, (0,), {0, 1, 2}), (3, (0, 2), {0, 2, 3})]:
+    for stream, still_open, known in [
+        (0, (), {0}),
+        (1, (0,), {0, 1}),
+        (2, (0,), {0, 1, 2}),
+        (3, (0, 2), {0, 2, 3}),
+    ]:
         prepared = (m.BatchPrepared(0, stream, 2), m.StreamEnded(0, stream, 2))
         out = feed(one, m.StreamBegun(0, still_open), *prepared, m.BatchWanted(0, stream, 0))
         assert m.BatchGranted(0, True) in vote(one, out)
         # The job has read stream 1 last when 2 begins: ballots speak of it until 2 is asked for.
         assert mine.prepared.keys() == mine.limits.keys() == shared.streams.keys() == known
-    # What is still open can be read on, to its end; what the thread of a loop that is over says late harms nothing.
+    # What is still open can be read on, to its end; what the thread of a loop that is over says
+    # late harms nothing.
     assert m.BatchGranted(0, True) in feed(one, m.BatchPrepared(0, 1, 2), m.BatchWanted(0, 0, 1))
     assert m.BatchGranted(0, False) in feed(one, m.BatchWanted(0, 0, 2))
     feed(one, m.StreamBegun(0, (3,)))
@@ -159,7 +176,9 @@ def test_stop_prevents_later_jobs_from_starting():
 
 def test_step_graph_rejects_a_commit_cycle():
     """A step graph refuses an exchange that waits for its own commit."""
-    with pytest.raises(ValueError, match="exchange segment 1 waits for the commit that waits for it"):
+    with pytest.raises(
+        ValueError, match="exchange segment 1 waits for the commit that waits for it"
+    ):
         StepGraph(kinds=("compute", "collective"), needs=((), (0,)), after_commit=frozenset({0}))
     with pytest.raises(ValueError, match="segment 0 needs"):
         StepGraph(kinds=("compute",), needs=((1,),))
@@ -167,7 +186,9 @@ def test_step_graph_rejects_a_commit_cycle():
 
 def test_reports_out_of_turn_are_internal_errors():
     one = Interleaver(1, RoundRobin())
-    with pytest.raises(InternalError, match="the exchange lane reports a exchange of job 0, but its slot is None"):
+    with pytest.raises(
+        InternalError, match="the exchange lane reports a exchange of job 0, but its slot is None"
+    ):
         one.handle(m.ExchangeDone(0, 1))
     two = Interleaver(2, RoundRobin())
     feed(two, m.RunStarted())
@@ -175,7 +196,9 @@ def test_reports_out_of_turn_are_internal_errors():
     out += feed(two, *(m.SegmentDispatched(job, 1, 0) for job in range(2)))
     assert out == [m.RunExchange(0, 1, 1, 1, False)]
     assert vote(two, feed(two, m.ExchangeDone(0, 1)))[-1] == m.RunExchange(1, 1, 1, 1, False)
-    with pytest.raises(InternalError, match=r"a exchange of job 0, but its slot is Slot\(kind='exchange', job=1"):
+    with pytest.raises(
+        InternalError, match=r"a exchange of job 0, but its slot is Slot\(kind='exchange', job=1"
+    ):
         two.handle(m.ExchangeDone(0, 1))
     with pytest.raises(ValueError, match="must be at least 1, got 0 and 2"):
         Interleaver(0, RoundRobin())
@@ -195,19 +218,27 @@ def test_a_job_joins_with_the_wish_that_came_before_it():
     out = feed(one, m.AnnouncementsGathered((one.announcement(),)))
     assert out[:2] == [m.JobJoined(1, "b"), m.StartJob(1)]
     out = vote(one, feed(one, m.StepCalled(1, PLAIN), m.BackoffElapsed()))
-    assert out[:2] == [m.JobFinished(1, "stopped", 0, stop_requested=True), m.Raised(1)]  # a stop is for good
+    assert out[:2] == [
+        m.JobFinished(1, "stopped", 0, stop_requested=True),
+        m.Raised(1),
+    ]  # a stop is for good
 
 
 def test_late_events_of_a_job_that_left_are_harmless():
     """What comes late from a job that left disturbs no other job."""
     one = Interleaver(2, RoundRobin(), depth=1)
     feed(one, m.RunStarted())
-    out = feed(one, failed_elsewhere(feed(one, m.StepCalled(0, PLAIN), m.SegmentDispatched(0, 1, 0)), jobs=2))
+    out = feed(
+        one,
+        failed_elsewhere(feed(one, m.StepCalled(0, PLAIN), m.SegmentDispatched(0, 1, 0)), jobs=2),
+    )
     assert out == [m.CompareTexts(0, "step\ncalled step 1\n")]
     feed(one, m.TextsCompared(0, ("failed\nboom",)))
     assert feed(one, m.SegmentDispatched(0, 1, 0), m.BatchPrepared(0, 0, 3), m.JobReturned(0)) == []
     out = feed(one, m.StepCalled(1, PLAIN))
-    assert not any(isinstance(i, m.Dispatch) for i in out)  # the device still has a segment of the other
+    assert not any(
+        isinstance(i, m.Dispatch) for i in out
+    )  # the device still has a segment of the other
     assert m.Dispatch(1, 1, 1, 0) in feed(one, m.SegmentCompleted(0, 1, 0, 5))
     with pytest.raises(InternalError, match="but there is no job 0"):
         one.handle(m.ExchangeDone(0, 1))
@@ -226,7 +257,9 @@ def test_paused_job_does_not_dispatch_its_next_step():
 
 @pytest.mark.parametrize("stop", [m.JobRequested(0, "", JobRequest.STOP), m.StopRequested()])
 def test_paused_job_in_a_local_step_can_be_stopped(stop):
-    """The step that exchanges nothing is run to its end, since a job stops only where it waits on all ranks."""
+    """The step that exchanges nothing is run to its end, since a job stops only where it waits on
+    all ranks.
+    """
     one = Interleaver(1, RoundRobin())
     vote(one, feed(one, m.RunStarted(), m.JobRequested(0, "", JobRequest.PAUSE)))
     assert not any(isinstance(i, m.Dispatch) for i in feed(one, m.StepCalled(0, LOCAL)))
@@ -238,7 +271,9 @@ def test_paused_job_in_a_local_step_can_be_stopped(stop):
     calls = feed(one, m.StepCalled(0, PLAIN))
     assert not any(isinstance(i, m.RunExchange) for i in calls)
     out = vote(one, calls if "CastVote" in kinds(calls) else feed(one, m.BackoffElapsed()))
-    assert m.JobFinished(0, "stopped", 0, stop_requested=not isinstance(stop, m.StopRequested)) in out
+    assert (
+        m.JobFinished(0, "stopped", 0, stop_requested=not isinstance(stop, m.StopRequested)) in out
+    )
 
 
 def test_pending_waits_tell_local_from_shared():
@@ -278,15 +313,24 @@ def test_end_of_a_job_may_wait_while_others_advance():
         last[n] += feed(rank, m.StepCalled(1, PLAIN))
     for _ in range(2):  # in the first nothing happens, in the second job 1 is admitted
         assert here.pending_waits()[0] == before
-        ballots = [next(i.ballot for i in [*out, *feed(rank, m.BackoffElapsed())] if isinstance(i, m.CastVote))
-                   for rank, out in zip(ranks, last, strict=True)]  # fmt: skip
+        ballots = [
+            next(
+                i.ballot
+                for i in [*out, *feed(rank, m.BackoffElapsed())]
+                if isinstance(i, m.CastVote)
+            )
+            for rank, out in zip(ranks, last, strict=True)
+        ]
         last = [feed(rank, m.VoteDone(tally(ballots))) for rank in ranks]
     assert here.pending_waits()[0].moved > before.moved
     assert there.pending_waits() == {}
 
 
 def test_who_is_held_is_not_awaited():
-    for policy, requests in ((Sequential(), ()), (RoundRobin(), (m.JobRequested(1, "b", JobRequest.PAUSE),))):
+    for policy, requests in (
+        (Sequential(), ()),
+        (RoundRobin(), (m.JobRequested(1, "b", JobRequest.PAUSE),)),
+    ):
         one = Interleaver(2, policy)
         out = feed(one, m.RunStarted(), *requests)
         if requests:
@@ -296,7 +340,9 @@ def test_who_is_held_is_not_awaited():
 
 
 def test_failure_after_local_calls_is_at_the_last_step():
-    """Calls without exchanges, whether they count as steps or not, need not be made on all ranks."""
+    """Calls without exchanges, whether they count as steps or not, need not be made on all
+    ranks.
+    """
     local = StepGraph(kinds=("compute",), needs=((),), local_step=True)
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())

@@ -1,4 +1,6 @@
-"""Each rule of the compute lane is checked: a state that breaks one rule is refused with that rule's text."""
+"""Each rule of the compute lane is checked: a state that breaks one rule is refused with that
+rule's text.
+"""
 
 from collections import deque
 
@@ -13,7 +15,10 @@ from jaxcross.interleave.shared_state import SharedState
 from jaxcross.interleave.step_graph import StepGraph
 
 GRAPH = StepGraph(
-    kinds=("compute", "collective", "compute"), needs=((), (0,), (1,)), after_commit=frozenset({2}), nbytes=(0, 8, 0)
+    kinds=("compute", "collective", "compute"),
+    needs=((), (0,), (1,)),
+    after_commit=frozenset({2}),
+    nbytes=(0, 8, 0),
 )
 
 

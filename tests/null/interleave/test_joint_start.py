@@ -1,4 +1,6 @@
-"""The joint start: no job makes its first step before all have come to theirs, and none waits for ever."""
+"""The joint start: no job makes its first step before all have come to theirs, and none waits for
+ever.
+"""
 
 from dataclasses import replace
 
@@ -15,7 +17,17 @@ from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.vote import AtStart, JobRequest
 from tests.model.explore import explore
 from tests.model.model_case import Case
-from tests.support.model_scripts import BETWEEN, EXHAUSTIVE, LOCAL, PLAIN, SHORT, alike, ends, request, step
+from tests.support.model_scripts import (
+    BETWEEN,
+    EXHAUSTIVE,
+    LOCAL,
+    PLAIN,
+    SHORT,
+    alike,
+    ends,
+    request,
+    step,
+)
 
 
 def together(*jobs, ranks=1, **options):
@@ -26,7 +38,11 @@ ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
 
 
 @pytest.mark.mostly_integration(
-    "case5-expected5", "case7-expected7", "case8-expected8", "case16-expected16", "case18-expected18"
+    "case5-expected5",
+    "case7-expected7",
+    "case8-expected8",
+    "case16-expected16",
+    "case18-expected18",
 )
 @pytest.mark.parametrize(
     ("case", "expected"),
@@ -35,7 +51,9 @@ ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
         (together(ONE, (Sync("restore"), Sync("agree"), step(SHORT))), {"1 ended, 1 ended"}),
         (together(ONE, (step(LOCAL), step(SHORT))), {"1 ended, 1 ended"}),
         (together(ONE, (step(BETWEEN),)), {"1 ended, 1 ended"}),
-        pytest.param(together(ONE, (step(BETWEEN), step(SHORT))), {"1 ended, 2 ended"}, marks=EXHAUSTIVE),
+        pytest.param(
+            together(ONE, (step(BETWEEN), step(SHORT))), {"1 ended, 2 ended"}, marks=EXHAUSTIVE
+        ),
         # A job that ends without a step, that never exchanges, that raises.
         (together(ONE, ()), {"1 ended, 0 ended"}),
         (together(ONE, (step(LOCAL), step(LOCAL))), {"1 ended, 0 ended"}),
@@ -43,12 +61,17 @@ ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
         # A job that waits for another one, which begins once that is excused.
         (together((Await(1), step(SHORT)), ONE), {"1 ended, 1 ended"}),
         pytest.param(
-            together((Await(1),), (step(LOCAL), Await(2)), ONE), {"0 ended, 0 ended, 1 ended"}, marks=EXHAUSTIVE
+            together((Await(1),), (step(LOCAL), Await(2)), ONE),
+            {"0 ended, 0 ended, 1 ended"},
+            marks=EXHAUSTIVE,
         ),
         pytest.param(together(ONE, TWO, slow=(1,)), {"1 ended, 2 ended"}, marks=EXHAUSTIVE),
-        # A job that is paused before it has come, and goes on in the end; one that is added by a job that waits.
+        # A job that is paused before it has come, and goes on in the end; one that is added by a
+        # job that waits.
         pytest.param(
-            together((Await(1),), ONE, outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)),)),
+            together(
+                (Await(1),), ONE, outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)),)
+            ),
             {"0 ended, 1 ended"},
             marks=EXHAUSTIVE,
         ),
@@ -58,9 +81,15 @@ ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
             marks=EXHAUSTIVE,
         ),
         pytest.param(
-            together((Add("new", ONE), step(SHORT)), (Await(0),)), {"1 ended, 0 ended, 1 ended"}, marks=EXHAUSTIVE
+            together((Add("new", ONE), step(SHORT)), (Await(0),)),
+            {"1 ended, 0 ended, 1 ended"},
+            marks=EXHAUSTIVE,
         ),
-        pytest.param(together((Add("new", ()), step(SHORT)), ONE), {"1 ended, 1 ended, 0 ended"}, marks=EXHAUSTIVE),
+        pytest.param(
+            together((Add("new", ()), step(SHORT)), ONE),
+            {"1 ended, 1 ended, 0 ended"},
+            marks=EXHAUSTIVE,
+        ),
         # Another policy, and two ranks.
         (together(ONE, ONE, policy=Weighted((3.0, 1.0))), {"1 ended, 1 ended"}),
         (together((Await(1), *ONE), ONE, policy=Weighted((3.0, 1.0))), {"1 ended, 1 ended"}),
@@ -68,8 +97,14 @@ ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
         (together(ONE, (), ranks=2), {"1 ended, 0 ended"}),
         (together((Await(1),), ONE, ranks=2), {"0 ended, 1 ended"}),
         pytest.param(together(ONE, ONE, ranks=2), {"1 ended, 1 ended"}, marks=EXHAUSTIVE),
-        pytest.param(together(ONE, ONE, ranks=2, slow=(1,)), {"1 ended, 1 ended"}, marks=EXHAUSTIVE),
-        pytest.param(together(ONE, (Await(0),), ONE, ranks=1), {"1 ended, 0 ended, 1 ended"}, marks=EXHAUSTIVE),
+        pytest.param(
+            together(ONE, ONE, ranks=2, slow=(1,)), {"1 ended, 1 ended"}, marks=EXHAUSTIVE
+        ),
+        pytest.param(
+            together(ONE, (Await(0),), ONE, ranks=1),
+            {"1 ended, 0 ended, 1 ended"},
+            marks=EXHAUSTIVE,
+        ),
     ],
 )
 def test_in_every_order_all_jobs_begin(case, expected):
@@ -88,7 +123,9 @@ def test_in_every_order_all_jobs_begin(case, expected):
     ],
 )
 def test_a_fault_of_one_rank_lets_the_other_job_begin(bad, good, expected):
-    """One rank's job fails, or does something else than the other rank's: the other job begins all the same."""
+    """One rank's job fails, or does something else than the other rank's: the other job begins all
+    the same.
+    """
     case = Case(scripts=((bad, ONE), (good, ONE)), together=True)
     assert {", ".join(f"{steps} {how}" for steps, how in end) for end in ends(case)} == {expected}
 
@@ -131,7 +168,11 @@ class Forgetful(Interleaver):
     """A job that made no exchange is not let go when the joint start is over."""
 
     def _note_ready(self, job):
-        if self.shared.start or self._jobs[job].call is None or self._jobs[job].call.graph is not BETWEEN:
+        if (
+            self.shared.start
+            or self._jobs[job].call is None
+            or self._jobs[job].call.graph is not BETWEEN
+        ):
             super()._note_ready(job)
 
     def check(self):
@@ -141,7 +182,11 @@ class Forgetful(Interleaver):
 @pytest.mark.parametrize(
     ("wrong", "case", "message"),
     [
-        (BeginsAlone, together(ONE, ONE), r"it is of a step, and jobs \{1\} have not come to theirs"),
+        (
+            BeginsAlone,
+            together(ONE, ONE),
+            r"it is of a step, and jobs \{1\} have not come to theirs",
+        ),
         (Deaf, together((Await(1),), ONE), "ranks meet for ever and nothing comes of it"),
         (Forgetful, together(ONE, (step(BETWEEN),)), "ranks meet for ever|a rank stands still"),
     ],
@@ -187,12 +232,18 @@ def test_an_excused_job_does_not_keep_the_others():
 
 
 def test_of_two_excuses_the_known_one_counts():
-    """A job is late only if no rank knows why it does not come, and one that comes in the end is here."""
+    """A job is late only if no rank knows why it does not come, and one that comes in the end is
+    here.
+    """
     known, late, here = AtStart.EXCUSED, AtStart.LATE, AtStart.HERE
     start = JointStart()
     start.begin(range(4))
     assert known == min(known, late) and late == min(late, here, AtStart.COMING)
-    assert start.apply({0: known, 1: late, 2: AtStart.COMING, 3: here}) == [(0, "excused"), (1, "late"), (3, "here")]
+    assert start.apply({0: known, 1: late, 2: AtStart.COMING, 3: here}) == [
+        (0, "excused"),
+        (1, "late"),
+        (3, "here"),
+    ]
     assert start.awaited(range(4)) == (2,)
     assert start.apply({0: late, 1: known, 2: late, 3: late}) == [(2, "late")]
     assert start.apply(dict.fromkeys(range(4), here)) == [(0, "here"), (1, "here"), (2, "here")]

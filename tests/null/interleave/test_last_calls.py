@@ -1,4 +1,6 @@
-"""A job that leaves by a failure is left with a whole state: a call that may have overwritten it is made to its end."""
+"""A job that leaves by a failure is left with a whole state: a call that may have overwritten it is
+made to its end.
+"""
 
 import pytest
 
@@ -11,7 +13,9 @@ from tests.support.fed_interleaver import failed_elsewhere, feed, vote
 
 LOCAL = StepGraph(kinds=("compute",), needs=((),))
 LONG = StepGraph(kinds=("compute", "compute"), needs=((), (0,)))
-UPDATE = StepGraph(kinds=("compute", "collective", "compute"), needs=((), (0,), (1,)), after_commit=frozenset({2}))
+UPDATE = StepGraph(
+    kinds=("compute", "collective", "compute"), needs=((), (0,), (1,)), after_commit=frozenset({2})
+)
 
 
 def has(instructions, kind):
@@ -50,7 +54,9 @@ def test_a_call_that_broke_returns_nothing():
     """Its last segment was on its way to the device."""
     one, _ = calls(LONG)
     feed(one, m.SegmentDispatched(0, 1, 0))
-    out = feed(one, m.SegmentFailed(0, 1, 0, "in step 1", "boom", False), m.SegmentDispatched(0, 1, 1))
+    out = feed(
+        one, m.SegmentFailed(0, 1, 0, "in step 1", "boom", False), m.SegmentDispatched(0, 1, 1)
+    )
     assert not has(out, m.StepReturned)
 
 
@@ -80,7 +86,9 @@ def test_a_call_that_has_not_begun_is_left():
 
 @pytest.mark.parametrize("policy", [RoundRobin(), Sequential(), Weighted((9, 1))])
 def test_a_call_ends_though_another_job_is_never_idle(policy):
-    """Job 1 is in a call when job 0 is resumed, which calls steps without exchanges one after the other."""
+    """Job 1 is in a call when job 0 is resumed, which calls steps without exchanges one after the
+    other.
+    """
     one = Interleaver(2, policy, depth=1)
     vote(one, feed(one, m.JobRequested(0, "a", JobRequest.PAUSE), m.RunStarted()))
     assert m.Dispatch(1, 1, 0, 0) in feed(one, m.StepCalled(1, LONG))
@@ -104,8 +112,15 @@ def test_ranks_that_made_unequal_local_steps_do_not_end_alike():
     for rank, one in enumerate(ranks):
         feed(one, m.RunStarted())
         for call in range(1, 3 + rank):
-            feed(one, m.StepCalled(0, local), m.SegmentDispatched(0, call, 0), m.SegmentCompleted(0, call, 0))
+            feed(
+                one,
+                m.StepCalled(0, local),
+                m.SegmentDispatched(0, call, 0),
+                m.SegmentCompleted(0, call, 0),
+            )
         out = feed(one, m.JobReturned(0))
         ballots.append(next(i.ballot for i in out if isinstance(i, m.CastVote)))
     for rank, one in enumerate(ranks):
-        assert m.CompareTexts(0, f"end\nended after step {2 + rank}") in feed(one, m.VoteDone(tally(ballots)))
+        assert m.CompareTexts(0, f"end\nended after step {2 + rank}") in feed(
+            one, m.VoteDone(tally(ballots))
+        )

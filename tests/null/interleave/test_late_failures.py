@@ -9,8 +9,12 @@ from jaxcross.interleave.step_graph import StepGraph
 from tests.support.fed_interleaver import feed, vote
 
 LOCAL = StepGraph(kinds=("compute",), needs=((),))
-CARRIED = StepGraph(kinds=("compute", "collective", "compute"), needs=((), (), (0, 1)), after_commit=frozenset({2}))
-COMPARED = m.CompareTexts(0, "failed\nin step 1, after the commit, so this rank lacks the step's results: boom")
+CARRIED = StepGraph(
+    kinds=("compute", "collective", "compute"), needs=((), (), (0, 1)), after_commit=frozenset({2})
+)
+COMPARED = m.CompareTexts(
+    0, "failed\nin step 1, after the commit, so this rank lacks the step's results: boom"
+)
 
 
 def committed_call():

@@ -1,6 +1,8 @@
-"""Jobs that join, stop, pause, go on and fail at random times on up to 4 ranks: the same slots everywhere, no hang.
+"""Jobs that join, stop, pause, go on and fail at random times on up to 4 ranks: the same slots
+everywhere, no hang.
 
-The simulator raises if ranks meet in different slots or hang; the interleavers check themselves after every event.
+The simulator raises if ranks meet in different slots or hang; the interleavers check themselves
+after every event.
 """
 
 import random
@@ -30,9 +32,12 @@ def graph(exchanges, signature):
         needs += [(2 * n - 1,) if n else (), (2 * n,)]
     last = 2 * exchanges
     return StepGraph(
-        kinds=(*kinds, "compute"), needs=(*needs, (last - 1,)), after_commit=frozenset({last}), signature=signature,
+        kinds=(*kinds, "compute"),
+        needs=(*needs, (last - 1,)),
+        after_commit=frozenset({last}),
+        signature=signature,
         text="x",
-    )  # fmt: skip
+    )
 
 
 def expected(plan):
@@ -67,7 +72,9 @@ def script(rng, plan, *, fails_at=-1, adds=None):
 
 
 class Case:
-    """A random set of jobs, of which some are added during the run; the same on all ranks but for times."""
+    """A random set of jobs, of which some are added during the run; the same on all ranks but for
+    times.
+    """
 
     def __init__(self, seed):
         self.seed, rng = seed, random.Random(seed)
@@ -77,33 +84,51 @@ class Case:
             name: [graph(rng.randint(1, 3), rng.randrange(9)) for _ in range(rng.randint(1, 5))]
             for name in (*map(str, range(self.jobs)), *self.pending)
         }
-        self.by_job = [name for name in self.pending if rng.random() < 0.5]  # added by job 0, before its last step
-        self.submitted = [name for name in self.pending if name not in self.by_job and rng.random() < 0.3]
+        self.by_job = [
+            name for name in self.pending if rng.random() < 0.5
+        ]  # added by job 0, before its last step
+        self.submitted = [
+            name for name in self.pending if name not in self.by_job and rng.random() < 0.3
+        ]
         self.faults = {}
 
     def script(self, rank, name):
         rng, adds = random.Random(f"{self.seed} {rank} {name}"), {}
         if name == "0":
-            for joiner in rng.sample(self.by_job, len(self.by_job)):  # in another order on each rank
+            for joiner in rng.sample(
+                self.by_job, len(self.by_job)
+            ):  # in another order on each rank
                 step = random.Random(f"{self.seed} {joiner}").randrange(len(self.plans["0"]) + 1)
                 adds.setdefault(step, []).append((joiner, self.script(rank, joiner)))
         fault = self.faults.get(name, (-1, -1))
-        return script(rng, self.plans[name], fails_at=fault[1] if fault[0] == rank else -1, adds=adds)
+        return script(
+            rng, self.plans[name], fails_at=fault[1] if fault[0] == rank else -1, adds=adds
+        )
 
     def run(self, policy, requests=(), **options):
         salt, rng = self.rng.random(), self.rng
         adds = [
             (10 * rng.random(), rank, name, self.script(rank, name))
-            for name in self.pending if name not in self.by_job and name not in self.submitted
+            for name in self.pending
+            if name not in self.by_job and name not in self.submitted
             for rank in range(self.ranks)
-        ]  # fmt: skip
+        ]
         return Simulation(
-            [[self.script(rank, str(job)) for job in range(self.jobs)] for rank in range(self.ranks)],
-            policy=policy, depth=rng.randint(1, 3), vote_s=rng.choice((0.0, 0.01)), requests=requests, adds=adds,
+            [
+                [self.script(rank, str(job)) for job in range(self.jobs)]
+                for rank in range(self.ranks)
+            ],
+            policy=policy,
+            depth=rng.randint(1, 3),
+            vote_s=rng.choice((0.0, 0.01)),
+            requests=requests,
+            adds=adds,
             exchange_s=lambda *slot: random.Random(f"{slot}{salt}").random(),
-            submits=[(10 * rng.random(), name) for name in self.submitted], submitted=self.script,
-            backoff_s=lambda level: min(0.02 * 2**level, 1.0), **options,
-        ).run()  # fmt: skip
+            submits=[(10 * rng.random(), name) for name in self.submitted],
+            submitted=self.script,
+            backoff_s=lambda level: min(0.02 * 2**level, 1.0),
+            **options,
+        ).run()
 
     def policy(self):
         return self.rng.choice((RoundRobin(), Weighted((1.0, 3.0, 2.0)[: self.jobs]), Sequential()))
@@ -114,7 +139,8 @@ class Case:
 
 def check_equal(results):
     for result in results:
-        # What was committed anywhere was received everywhere: every rank has the last committed state.
+        # What was committed anywhere was received everywhere: every rank has the last committed
+        # state.
         assert [result.returned.get(job, 0) for job in range(len(result.steps))] == result.steps
         for what in ("slots", "finished", "steps", "names", "paused"):
             assert getattr(result, what) == getattr(results[0], what)
@@ -132,7 +158,8 @@ def test_jobs_join_once_every_rank_has_added_them(part, seed):
     for job, name in names.items():
         assert exchanges_of(result, job) == expected(case.plans[name])
         assert result.steps[job] == len(case.plans[name])
-    # Only a job that was added from outside may have come too late; then it came too late everywhere.
+    # Only a job that was added from outside may have come too late; then it came too late
+    # everywhere.
     assert set(case.by_job) <= set(names.values())
     for each in results:
         assert set(each.left_out) <= set(case.pending) - set(names.values())
@@ -147,7 +174,12 @@ def test_requests_and_failures_take_effect_uniformly(part, seed):
     rng = case.rng
     everybody = range(case.jobs + len(case.pending))
     requests = [
-        (20 * rng.random(), rng.randrange(case.ranks), rng.choice(everybody), rng.choice(list(JobRequest)[:3]))
+        (
+            20 * rng.random(),
+            rng.randrange(case.ranks),
+            rng.choice(everybody),
+            rng.choice(list(JobRequest)[:3]),
+        )
         for _ in range(rng.randint(0, 6))
     ]
     requests += [(END_S, rng.randrange(case.ranks), job, JobRequest.RESUME) for job in everybody]
@@ -160,17 +192,27 @@ def test_requests_and_failures_take_effect_uniformly(part, seed):
     for job, name in names.items():
         how, steps = result.finished[job][0], result.steps[job]
         assert exchanges_of(result, job) == expected(case.plans[name][:steps])
-        assert how == "ended" or (how == "stopped" and job in stopped) or (how == "failed" and name in case.faults)
+        assert (
+            how == "ended"
+            or (how == "stopped" and job in stopped)
+            or (how == "failed" and name in case.faults)
+        )
         if how == "ended":
             assert steps == len(case.plans[name])
         if how == "failed":
             rank, step = case.faults[name]
             assert steps == step
-            assert [t.startswith("failed\n") for t in result.finished[job][1]] == [r == rank for r in range(case.ranks)]
+            assert [t.startswith("failed\n") for t in result.finished[job][1]] == [
+                r == rank for r in range(case.ranks)
+            ]
     for begin, (job, paused, slot) in enumerate(result.paused):
         if paused:
             ends = [end for other, on, end in result.paused[begin + 1 :] if other == job and not on]
-            rest = [s[2] for s in result.slots[slot : ends[0] if ends else None] if s[:2] == ("exchange", job)]
+            rest = [
+                s[2]
+                for s in result.slots[slot : ends[0] if ends else None]
+                if s[:2] == ("exchange", job)
+            ]
             assert len(set(rest)) <= 1  # it makes the step that had begun, and no other
             assert all(step == result.steps[job] or ends for step in rest)
 
@@ -199,8 +241,14 @@ def test_one_ranks_request_suffices_and_pause_wins():
 
 
 def test_while_all_are_paused_the_lanes_rest():
-    requests = [(1.0, 0, 0, JobRequest.PAUSE), (101.0, 1, 0, JobRequest.RESUME), (102.0, 1, 0, JobRequest.STOP)]
-    results = Simulation([[endless()], [endless()]], policy=RoundRobin(), requests=requests).run(20_000)
+    requests = [
+        (1.0, 0, 0, JobRequest.PAUSE),
+        (101.0, 1, 0, JobRequest.RESUME),
+        (102.0, 1, 0, JobRequest.STOP),
+    ]
+    results = Simulation([[endless()], [endless()]], policy=RoundRobin(), requests=requests).run(
+        20_000
+    )
     check_equal(results)
     pause, go_on = (slot for _, _, slot in results[0].paused)
     rest = results[0].slots[pause:go_on]
@@ -210,11 +258,21 @@ def test_while_all_are_paused_the_lanes_rest():
 
 def test_paused_and_unstarted_jobs_can_be_stopped():
     """A paused job can be stopped, and so can one that has not begun."""
-    requests = [(1.0, 0, 0, JobRequest.PAUSE), (5.0, 1, 0, JobRequest.STOP), (0.5, 0, 2, JobRequest.STOP)]
-    scripts = [[endless(), script(random.Random(rank), [graph(2, 1)] * 4), endless()] for rank in range(2)]
+    requests = [
+        (1.0, 0, 0, JobRequest.PAUSE),
+        (5.0, 1, 0, JobRequest.STOP),
+        (0.5, 0, 2, JobRequest.STOP),
+    ]
+    scripts = [
+        [endless(), script(random.Random(rank), [graph(2, 1)] * 4), endless()] for rank in range(2)
+    ]
     results = Simulation(scripts, policy=Sequential(), requests=requests).run(20_000)
     check_equal(results)
-    assert {job: how for job, (how, _) in results[0].finished.items()} == {0: "stopped", 1: "ended", 2: "stopped"}
+    assert {job: how for job, (how, _) in results[0].finished.items()} == {
+        0: "stopped",
+        1: "ended",
+        2: "stopped",
+    }
     assert results[0].steps[2] == 0
 
 
@@ -245,7 +303,12 @@ def test_a_job_may_add_its_successor_as_its_last_act():
         assert agreed.rows == 2  # a row is free again when the job before has left, one vote later
         assert not agreed.jobs
         inner = rank.interleaver
-        assert not (agreed.turns.jobs or inner._compute._turns.jobs or inner._jobs or inner._compute.on_device)
+        assert not (
+            agreed.turns.jobs
+            or inner._compute._turns.jobs
+            or inner._jobs
+            or inner._compute.on_device
+        )
         assert len(inner._ballot_writer._ballot.cast()) == 4 + 12 * agreed.rows
 
 
@@ -256,7 +319,9 @@ def test_joiners_of_weighted_run_get_mean_or_set_share():
 
 
 def test_failure_waits_for_every_rank_to_commit():
-    """Rank 1 fails after a step whose last segment the other rank, busy with another job, has yet to begin."""
+    """Rank 1 fails after a step whose last segment the other rank, busy with another job, has yet
+    to begin.
+    """
 
     def fails(rank):
         yield Step(graph(1, 1), (0.1, 0.0, 0.1))
@@ -268,7 +333,9 @@ def test_failure_waits_for_every_rank_to_commit():
         yield Think(0.5)
         yield Step(StepGraph(kinds=("compute",), needs=((),)), (30.0 if rank == 0 else 0.0,))
 
-    results = Simulation([[fails(rank), busy(rank)] for rank in range(2)], policy=RoundRobin(), depth=1).run()
+    results = Simulation(
+        [[fails(rank), busy(rank)] for rank in range(2)], policy=RoundRobin(), depth=1
+    ).run()
     check_equal(results)
     assert results[0].steps == [1, 0]
     assert results[0].finished[0][0] == "failed"

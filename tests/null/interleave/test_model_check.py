@@ -1,4 +1,6 @@
-"""Small cases in every order in which their events can happen, and the states that the model checker compares."""
+"""Small cases in every order in which their events can happen, and the states that the model
+checker compares.
+"""
 
 import threading
 
@@ -58,7 +60,9 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
     assert ends(case) == {tuple((n, "ended") for n in steps)}
 
 
-@pytest.mark.mostly_integration("bad0-good0-steps0", "bad2-good2-steps2", "bad8-good8-steps8", "bad14-good14-steps14")
+@pytest.mark.mostly_integration(
+    "bad0-good0-steps0", "bad2-good2-steps2", "bad8-good8-steps8", "bad14-good14-steps14"
+)
 @pytest.mark.parametrize(
     ("bad", "good", "steps"),
     [
@@ -68,9 +72,17 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
         ((step(PLAIN, s2="dispatch"), step(PLAIN)), (step(PLAIN), step(PLAIN)), {1}),
         # After the commit: the other rank may have made one more step before it hears of it.
         ((step(PLAIN, s2="complete"), step(PLAIN)), (step(PLAIN), step(PLAIN)), {1, 2}),
-        ((step(SHORT), step(LOCAL, s0="complete"), step(SHORT)), (step(SHORT), step(LOCAL), step(SHORT)), {1, 2}),
+        (
+            (step(SHORT), step(LOCAL, s0="complete"), step(SHORT)),
+            (step(SHORT), step(LOCAL), step(SHORT)),
+            {1, 2},
+        ),
         ((step(PLAIN), Fail("boom")), (step(PLAIN), step(PLAIN)), {1}),
-        ((step(SHORT), step(BETWEEN), Fail("boom")), (step(SHORT), step(BETWEEN), step(BETWEEN), step(SHORT)), {1}),
+        (
+            (step(SHORT), step(BETWEEN), Fail("boom")),
+            (step(SHORT), step(BETWEEN), step(BETWEEN), step(SHORT)),
+            {1},
+        ),
         ((step(SHORT), Fail("boom")), (step(SHORT), step(LOCAL), step(LOCAL)), {1}),
         ((step(PLAIN),), (step(PLAIN), step(PLAIN)), {1}),
         ((step(PLAIN), Sync("save")), (step(PLAIN), step(PLAIN)), {1}),
@@ -80,7 +92,11 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
         ((step(SHORT), step(BETWEEN), step(SHORT)), (step(SHORT), step(SHORT), step(BETWEEN)), {1}),
         # The same exchanges, of two functions in another order.
         ((step(TRAIN), step(EVALUATE)), (step(EVALUATE), step(TRAIN)), {0}),
-        ((step(TRAIN), step(EVALUATE), step(TRAIN)), (step(TRAIN), step(TRAIN), step(EVALUATE)), {1}),
+        (
+            (step(TRAIN), step(EVALUATE), step(TRAIN)),
+            (step(TRAIN), step(TRAIN), step(EVALUATE)),
+            {1},
+        ),
         ((step(TRAIN), step(TRAIN)), (step(TRAIN), step(LOCAL), step(EVALUATE), step(TRAIN)), {1}),
     ],
 )
@@ -111,12 +127,18 @@ def test_in_any_order_two_other_ranks_hear_of_a_fault(bad, good, end):
 @pytest.mark.mostly_integration("script1-steps1")
 @pytest.mark.parametrize(
     ("script", "steps"),
-    [((step(PLAIN),), {0, 1}), ((step(LOCAL), step(LOCAL)), {0}), ((step(SHORT), step(LOCAL)), {0, 1})],
+    [
+        ((step(PLAIN),), {0, 1}),
+        ((step(LOCAL), step(LOCAL)), {0}),
+        ((step(SHORT), step(LOCAL)), {0, 1}),
+    ],
 )
 def test_data_that_fails_at_any_moment_ends_the_job(script, steps):
     """The thread that prepares a job's data fails on one rank, while the job is in any call."""
     found = ends(alike(2, script, outside=((m.JobRaised(0, "boom"),), ())))
-    assert found == {((n, "failed"),) for n in steps} | {((sum(s.graph != LOCAL for s in script), "ended"),)}
+    assert found == {((n, "failed"),) for n in steps} | {
+        ((sum(s.graph != LOCAL for s in script), "ended"),)
+    }
 
 
 @pytest.mark.integration
@@ -131,7 +153,10 @@ def test_in_every_order_the_other_job_does_not_notice(ranks):
 def test_interrupt_stops_all_ranks_at_one_step():
     """An interrupt at any moment stops all ranks at one step."""
     stopped = {((n, "stopped"),) for n in (0, 1)}
-    assert ends(alike(2, (step(SHORT),) * 2, outside=((m.StopRequested(),), ()))) == {*stopped, ((2, "ended"),)}
+    assert ends(alike(2, (step(SHORT),) * 2, outside=((m.StopRequested(),), ()))) == {
+        *stopped,
+        ((2, "ended"),),
+    }
 
 
 @pytest.mark.mostly_integration("case9-expected9", "case11-expected11", "case12-expected12")
@@ -143,13 +168,24 @@ def test_interrupt_stops_all_ranks_at_one_step():
             alike(2, (step(SHORT),) * 2, outside=((request(JobRequest.STOP),), ())),
             {"0 stopped", "1 stopped", "2 ended"},
         ),
-        (alike(1, (step(SHORT),), outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)),)), {"1 ended"}),
+        (
+            alike(
+                1,
+                (step(SHORT),),
+                outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)),),
+            ),
+            {"1 ended"},
+        ),
         (
             alike(3, (step(SHORT),) * 2, outside=((request(JobRequest.STOP),), (), ())),
             {"0 stopped", "1 stopped", "2 ended"},
         ),
         (
-            alike(3, (step(SHORT),), outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)), (), ())),
+            alike(
+                3,
+                (step(SHORT),),
+                outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)), (), ()),
+            ),
             {"1 ended"},
         ),
         # It is to stop while it rests, perhaps while ranks are at different steps of it.
@@ -157,20 +193,33 @@ def test_interrupt_stops_all_ranks_at_one_step():
             alike(
                 2,
                 (step(LOCAL), step(SHORT)),
-                outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME), request(JobRequest.STOP)), ()),
+                outside=(
+                    (
+                        request(JobRequest.PAUSE),
+                        request(JobRequest.RESUME),
+                        request(JobRequest.STOP),
+                    ),
+                    (),
+                ),
             ),
             {"0 stopped", "1 ended"},
         ),
         # Added in a job: in time always. Added by somebody else: perhaps when all is over.
         (alike(2, (Add("new", ()), step(SHORT))), {"1 ended, 0 ended"}),
-        pytest.param(alike(1, (Add("new", (step(SHORT),)), step(SHORT))), {"1 ended, 1 ended"}, marks=EXHAUSTIVE),
+        pytest.param(
+            alike(1, (Add("new", (step(SHORT),)), step(SHORT))),
+            {"1 ended, 1 ended"},
+            marks=EXHAUSTIVE,
+        ),
         pytest.param(
             alike(2, (step(SHORT),), outside=((Add("new", ()),),) * 2),
             {"1 ended", "1 ended, 0 ended"},
             marks=EXHAUSTIVE,
         ),
         (
-            alike(2, (step(SHORT),), outside=((m.TextSubmitted("new"),), ()), submitted=(("new", ()),)),
+            alike(
+                2, (step(SHORT),), outside=((m.TextSubmitted("new"),), ()), submitted=(("new", ()),)
+            ),
             {"1 ended", "1 ended, 0 ended"},
         ),
         # On one rank only: it never joins, and nobody waits for it.
@@ -215,6 +264,8 @@ def test_copies_are_independent_and_names_match_states():
 def test_a_state_holds_nothing_that_cannot_be_copied():
     assert name({1, 2}) == name({2, 1}) != name({1, 3})
     assert name({1: [1], 2: (2.0,)}) == name({2: (2.0,), 1: [1]})
-    assert name({"a": 1, "b": 2}) != name({"b": 2, "a": 1}), "ranks tell each other names in their order"
+    assert name({"a": 1, "b": 2}) != name({"b": 2, "a": 1}), (
+        "ranks tell each other names in their order"
+    )
     with pytest.raises(TypeError, match="`_thread.lock` has no place in a state"):
         clone([threading.Lock()])

@@ -64,7 +64,8 @@ class ByCompletion(Interleaver):
             ready = [
                 job
                 for job, shared in self.shared.jobs.items()
-                if shared.remaining and set(self._jobs[job].call.graph.needs[1]) <= self._jobs[job].call.dispatched
+                if shared.remaining
+                and set(self._jobs[job].call.graph.needs[1]) <= self._jobs[job].call.dispatched
             ]
             if ready and slot.job not in ready:
                 self.shared._next = Slot("exchange", ready[0], 1)
@@ -90,7 +91,9 @@ class HastyJob(LocalJob):
 
 
 class LosesTheLastStep(Interleaver):
-    """A job that has failed leaves at once, also where a call that exchanges nothing still overwrites its state."""
+    """A job that has failed leaves at once, also where a call that exchanges nothing still
+    overwrites its state.
+    """
 
     def __init__(self, jobs, policy, depth=2):
         super().__init__(jobs, policy, depth)
@@ -200,22 +203,50 @@ FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
     ("wrong", "case", "message"),
     [
         (ByCompletion, alike(2, (step(SHORT),), (step(SHORT),)), "ranks meet in different slots"),
-        (TakesTheCommitForGranted, alike(1, (step(PLAIN),)), "overwrites the state of a step that is not committed"),
+        (
+            TakesTheCommitForGranted,
+            alike(1, (step(PLAIN),)),
+            "overwrites the state of a step that is not committed",
+        ),
         (DeafToFailure, FAILING, "overwrites the state of a step that is not committed"),
-        (LosesTheLastStep, unlike((Fail("boom"),), (step(LOCAL),)), "its state is being overwritten"),
+        (
+            LosesTheLastStep,
+            unlike((Fail("boom"),), (step(LOCAL),)),
+            "its state is being overwritten",
+        ),
         (ComparesTooEarly, unlike((Fail("boom"),), (step(LOCAL),)), "may still fail"),
-        (GoesOnAfterFailure, unlike((step(WIDE, s0="dispatch"),), depth=1), "its job has failed here"),
-        (SkipsForItself, unlike((step(PLAIN, s1="skip"),), (step(PLAIN),)), "its step is skipped: True, but told so"),
+        (
+            GoesOnAfterFailure,
+            unlike((step(WIDE, s0="dispatch"),), depth=1),
+            "its job has failed here",
+        ),
+        (
+            SkipsForItself,
+            unlike((step(PLAIN, s1="skip"),), (step(PLAIN),)),
+            "its step is skipped: True, but told so",
+        ),
         (
             RunsWhatRests,
-            alike(1, (step(SHORT),) * 2, outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)),)),
+            alike(
+                1,
+                (step(SHORT),) * 2,
+                outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)),),
+            ),
             "makes steps while it is paused",
         ),
         (MakesNoZeros, FAILING, "a rank stands still"),
         (ForgetsBatches, alike(2, fed(1)), "ranks meet for ever and nothing comes of it"),
-        (ForgetsOpenLoops, alike(1, loops(0, 1, 2, 0)), "ranks meet for ever and nothing comes of it"),
+        (
+            ForgetsOpenLoops,
+            alike(1, loops(0, 1, 2, 0)),
+            "ranks meet for ever and nothing comes of it",
+        ),
         (LeavesThreadsBehind, FAILING, r"all is over, but the threads of jobs \[0\] wait"),
-        (MixesFunctions, unlike((step(TRAIN),), (step(EVALUATE),)), "ranks meet in different slots"),
+        (
+            MixesFunctions,
+            unlike((step(TRAIN),), (step(EVALUATE),)),
+            "ranks meet in different slots",
+        ),
     ],
 )
 def test_a_wrong_interleaver_is_found_out(wrong, case, message):

@@ -1,4 +1,6 @@
-"""Larger cases than can be explored to the end: hypothesis looks for an order that breaks a rule, and shrinks it."""
+"""Larger cases than can be explored to the end: hypothesis looks for an order that breaks a rule,
+and shrinks it.
+"""
 
 from collections import defaultdict
 
@@ -20,14 +22,22 @@ SIGNATURES = iter(range(1, 10**9))
 
 @st.composite
 def graphs(draw):
-    """Compute and exchange in any order, each with needs among those before; then, perhaps, an update."""
+    """Compute and exchange in any order, each with needs among those before; then, perhaps, an
+    update.
+    """
     kinds = (*draw(st.lists(st.sampled_from(("compute", "collective")), max_size=4)), "collective")
-    needs = [tuple(sorted(draw(st.sets(st.integers(0, n - 1), max_size=2)))) if n else () for n in range(len(kinds))]
+    needs = [
+        tuple(sorted(draw(st.sets(st.integers(0, n - 1), max_size=2)))) if n else ()
+        for n in range(len(kinds))
+    ]
     after = draw(st.integers(0, 2))
     return StepGraph(
-        kinds=(*kinds, *["compute"] * after), needs=(*needs, *[(len(kinds) - 1,)] * after),
-        after_commit=frozenset(range(len(kinds), len(kinds) + after)), signature=next(SIGNATURES), text="x",
-    )  # fmt: skip
+        kinds=(*kinds, *["compute"] * after),
+        needs=(*needs, *[(len(kinds) - 1,)] * after),
+        after_commit=frozenset(range(len(kinds), len(kinds) + after)),
+        signature=next(SIGNATURES),
+        text="x",
+    )
 
 
 @st.composite
@@ -59,9 +69,13 @@ def outside(draw, ranks, jobs):
     for what in draw(st.lists(st.sampled_from(("stop", "pause", "interrupt")), max_size=2)):
         rank, job = draw(st.integers(0, ranks - 1)), draw(st.integers(0, jobs - 1))
         events = {
-            "stop": [m.JobRequested(job, "", JobRequest.STOP)], "interrupt": [m.StopRequested()],
-            "pause": [m.JobRequested(job, "", JobRequest.PAUSE), m.JobRequested(job, "", JobRequest.RESUME)],
-        }[what]  # fmt: skip
+            "stop": [m.JobRequested(job, "", JobRequest.STOP)],
+            "interrupt": [m.StopRequested()],
+            "pause": [
+                m.JobRequested(job, "", JobRequest.PAUSE),
+                m.JobRequested(job, "", JobRequest.RESUME),
+            ],
+        }[what]
         at = draw(st.integers(0, len(coming[rank])))
         coming[rank][at:at] = events
     return tuple(map(tuple, coming))
@@ -74,26 +88,36 @@ def cases(draw):
     for number, (job, batches) in enumerate(jobs):
         for row in rows:  # each rank's data may end early
             have = draw(st.integers(0, batches)) if batches else 0
-            prepared = [Prepare(0, 0, n + 1, n + 1 == have) for n in range(have)] or [Prepare(0, 0, 0, True)]
+            prepared = [Prepare(0, 0, n + 1, n + 1 == have) for n in range(have)] or [
+                Prepare(0, 0, 0, True)
+            ]
             row[number] = [*prepared, *job] if batches else list(job)
         steps = [n for n, action in enumerate(job) if isinstance(action, Step)]
         fault = draw(st.sampled_from(("none", "none", "raise", "dispatch", "complete")))
         if steps and fault != "none":
             row, at = rows[draw(st.integers(0, ranks - 1))], draw(st.sampled_from(steps))
             at = row[number].index(job[at])
-            compute = [n for n, kind in enumerate(job_step(row[number][at]).kinds) if kind == "compute"]
+            compute = [
+                n for n, kind in enumerate(job_step(row[number][at]).kinds) if kind == "compute"
+            ]
             if fault == "raise":
                 row[number][at] = Fail("raised")
             elif compute:
                 graph = job_step(row[number][at])
                 fails = {draw(st.sampled_from(compute)): fault}
                 row[number][at] = Step(graph, (0.0,) * len(graph.kinds), fails)
-    policy = draw(st.sampled_from((RoundRobin(), Sequential(), Weighted((1.0, 0.3, 3.0, 1.0)[: len(jobs)]))))
+    policy = draw(
+        st.sampled_from((RoundRobin(), Sequential(), Weighted((1.0, 0.3, 3.0, 1.0)[: len(jobs)])))
+    )
     return Case(
-        scripts=tuple(tuple(tuple(job) for job in row) for row in rows), policy=policy, depth=draw(st.integers(1, 3)),
-        outside=draw(outside(ranks, len(jobs))), opening=draw(st.sampled_from((1, 16))), together=draw(st.booleans()),
+        scripts=tuple(tuple(tuple(job) for job in row) for row in rows),
+        policy=policy,
+        depth=draw(st.integers(1, 3)),
+        outside=draw(outside(ranks, len(jobs))),
+        opening=draw(st.sampled_from((1, 16))),
+        together=draw(st.booleans()),
         slow=tuple(range(len(jobs))),
-    )  # fmt: skip
+    )
 
 
 def job_step(action):
@@ -103,7 +127,10 @@ def job_step(action):
 
 def will_resume(rank):
     """Who has paused a job lets it go on in the end, whatever is wished before that."""
-    return any(isinstance(event, m.JobRequested) and event.request is JobRequest.RESUME for event in rank.outside)
+    return any(
+        isinstance(event, m.JobRequested) and event.request is JobRequest.RESUME
+        for event in rank.outside
+    )
 
 
 class Ranks(RuleBasedStateMachine):
@@ -143,7 +170,9 @@ class Ranks(RuleBasedStateMachine):
     @precondition(lambda self: any(self.may_leave(n) for n in range(len(self.ranks))))
     @rule(data=st.data())
     def go_on(self, data):
-        self.leave(data.draw(st.sampled_from([n for n in range(len(self.ranks)) if self.may_leave(n)])))
+        self.leave(
+            data.draw(st.sampled_from([n for n in range(len(self.ranks)) if self.may_leave(n)]))
+        )
 
     @precondition(lambda self: all(rank.through and not rank.moves() for rank in self.ranks))
     @rule()
@@ -156,7 +185,9 @@ class Ranks(RuleBasedStateMachine):
             return
         for _ in range(10_000):
             for rank in self.ranks:
-                while moves := [move for move in rank.moves() if move != ("person",) or will_resume(rank)]:
+                while moves := [
+                    move for move in rank.moves() if move != ("person",) or will_resume(rank)
+                ]:
                     rank.take(moves[0])
             self.note()
             able = [n for n in range(len(self.ranks)) if self.may_leave(n)]

@@ -7,7 +7,8 @@ from jaxcross.interleave.step_graph import StepGraph
 
 
 @pytest.mark.parametrize(
-    ("last", "candidates", "expected"), [(0, {0, 1, 2}, 1), (2, {0, 2}, 0), (1, {1}, 1), (2, {1, 0}, 0)]
+    ("last", "candidates", "expected"),
+    [(0, {0, 1, 2}, 1), (2, {0, 2}, 0), (1, {1}, 1), (2, {1, 0}, 0)],
 )
 def test_round_robin_takes_the_next_job_cyclically(last, candidates, expected):
     turns = Turns(RoundRobin(), 3)
@@ -45,7 +46,9 @@ def shares_of(policy, turns, amounts):
 def test_weighted_shares_ignore_the_size_of_turns():
     """The policy `Weighted` gives each job its share, whatever the size of its turns."""
     assert shares_of(Weighted((1, 3)), 4000, (10.0, 1.0)) == pytest.approx([0.25, 0.75], abs=0.01)
-    assert shares_of(Weighted((1, 1, 2)), 4000, (1.0, 5.0, 2.0)) == pytest.approx([0.25, 0.25, 0.5], abs=0.01)
+    assert shares_of(Weighted((1, 1, 2)), 4000, (1.0, 5.0, 2.0)) == pytest.approx(
+        [0.25, 0.25, 0.5], abs=0.01
+    )
     assert shares_of(RoundRobin(), 4000, (10.0, 1.0)) == pytest.approx([10 / 11, 1 / 11], abs=0.01)
 
 
@@ -64,12 +67,17 @@ def test_who_was_away_is_owed_nothing_for_it():
 
 @pytest.mark.parametrize("shares", [(), (1, 0), (1, -2), (float("nan"),), (float("inf"), 1)])
 def test_a_share_is_a_positive_number(shares):
-    with pytest.raises(ValueError, match=r"^`shares` of `Weighted` must be positive numbers, one for each job, got \("):
+    with pytest.raises(
+        ValueError,
+        match=r"^`shares` of `Weighted` must be positive numbers, one for each job, got \(",
+    ):
         Weighted(shares)
 
 
 def test_shares_that_are_equal_print_alike():
-    assert {repr(Weighted(shares)) for shares in ((4, 1), [4, 1.0], iter((4.0, 1)))} == {repr(Weighted((4.0, 1.0)))}
+    assert {repr(Weighted(shares)) for shares in ((4, 1), [4, 1.0], iter((4.0, 1)))} == {
+        repr(Weighted((4.0, 1.0)))
+    }
 
 
 def backward(pieces, nbytes):
@@ -79,30 +87,42 @@ def backward(pieces, nbytes):
         kinds += ["compute", "collective"]
         needs += [(2 * piece - 2,) if piece else (), (2 * piece,)]
     return StepGraph(
-        kinds=(*kinds, "compute"), needs=(*needs, tuple(range(1, 2 * pieces, 2))), signature=pieces,
-        after_commit=frozenset({2 * pieces}), nbytes=(*[nbytes // pieces] * (2 * pieces), 0),
-    )  # fmt: skip
+        kinds=(*kinds, "compute"),
+        needs=(*needs, tuple(range(1, 2 * pieces, 2))),
+        signature=pieces,
+        after_commit=frozenset({2 * pieces}),
+        nbytes=(*[nbytes // pieces] * (2 * pieces), 0),
+    )
 
 
 def rates(policy, jobs, horizon_s=400.0):
-    """Steps a second of each job (compute seconds, exchange seconds, pieces) on two ranks, on a virtual clock."""
+    """Steps a second of each job (compute seconds, exchange seconds, pieces) on two ranks, on a
+    virtual clock.
+    """
     done = [[] for _ in jobs]
 
     def loop(number, rank):
         compute_s, exchange_s, pieces = jobs[number]
         graph = backward(pieces, round(exchange_s * 1e6))
-        seconds = tuple(0.95 * compute_s / pieces if kind == "compute" else 0.0 for kind in graph.kinds[:-1])
+        seconds = tuple(
+            0.95 * compute_s / pieces if kind == "compute" else 0.0 for kind in graph.kinds[:-1]
+        )
         while simulation._now < horizon_s:
             yield Step(graph, (*seconds, 0.05 * compute_s))
             if rank == 0:
                 done[number].append(simulation._now)
 
     simulation = Simulation(
-        [[loop(number, rank) for number in range(len(jobs))] for rank in range(2)], policy=policy, check=False,
-        exchange_s=lambda job, step, segment: jobs[job][1] / jobs[job][2] + 0.002, vote_s=0.001,
-    )  # fmt: skip
+        [[loop(number, rank) for number in range(len(jobs))] for rank in range(2)],
+        policy=policy,
+        check=False,
+        exchange_s=lambda job, step, segment: jobs[job][1] / jobs[job][2] + 0.002,
+        vote_s=0.001,
+    )
     simulation.run()
-    return [sum(0.1 * horizon_s < t <= horizon_s for t in each) / (0.9 * horizon_s) for each in done]
+    return [
+        sum(0.1 * horizon_s < t <= horizon_s for t in each) / (0.9 * horizon_s) for each in done
+    ]
 
 
 @pytest.mark.integration
@@ -126,21 +146,27 @@ def seconds_a_round(policy, jobs, steps=20):
 
     def loop(compute_s, exchange_s, pieces):
         graph = backward(pieces, round(exchange_s * 1e6))
-        seconds = tuple(0.95 * compute_s / pieces if kind == "compute" else 0.0 for kind in graph.kinds[:-1])
+        seconds = tuple(
+            0.95 * compute_s / pieces if kind == "compute" else 0.0 for kind in graph.kinds[:-1]
+        )
         for _ in range(steps):
             yield Step(graph, (*seconds, 0.05 * compute_s))
 
     simulation = Simulation(
-        [[loop(*job) for job in jobs]], policy=policy, check=False,
+        [[loop(*job) for job in jobs]],
+        policy=policy,
+        check=False,
         exchange_s=lambda job, step, segment: jobs[job][1] / jobs[job][2],
-    )  # fmt: skip
+    )
     (result,) = simulation.run()
     assert result.steps == [steps] * len(jobs)
     return result.end_s / steps
 
 
 def test_larger_share_lets_a_large_job_hide_in_pieces():
-    """Uncut, its own c + m is the bound; in pieces that take turns with the other job's step, it waits for that one."""
+    """Uncut, its own c + m is the bound; in pieces that take turns with the other job's step, it
+    waits for that one.
+    """
     large, small = (1.4, 1.25), (0.5, 0.7)
     uncut = seconds_a_round(RoundRobin(), [(*large, 1), (*small, 1)])
     in_turn = seconds_a_round(RoundRobin(), [(*large, 4), (*small, 1)])

@@ -1,7 +1,9 @@
-"""Invariant 4, and freedom from hangs: random programs, timings and failures on up to 4 ranks and 4 jobs.
+"""Invariant 4, and freedom from hangs: random programs, timings and failures on up to 4 ranks and 4
+jobs.
 
-The simulator raises if ranks meet in different slots of the exchange lane, or hang, and the interleavers check
-themselves after every event (needs met, nothing before its commit, the compute lane never idle beside a ready segment).
+The simulator raises if ranks meet in different slots of the exchange lane, or hang, and the
+interleavers check themselves after every event (needs met, nothing before its commit, the compute
+lane never idle beside a ready segment).
 """
 
 import random
@@ -22,20 +24,32 @@ PARTS = in_parts(6)
 
 
 def random_graph(rng: random.Random, signature: int) -> StepGraph:
-    """Exchanges that depend on each other through random compute segments, then an update after the commit."""
+    """Exchanges that depend on each other through random compute segments, then an update after the
+    commit.
+    """
     kinds, needs = [], []
     for _ in range(rng.randint(1, 4)):
         for _ in range(rng.randint(0, 2)):
             kinds.append("compute")
-            needs.append(tuple(sorted(rng.sample(range(len(kinds) - 1), min(len(kinds) - 1, rng.randint(0, 2))))))
+            needs.append(
+                tuple(
+                    sorted(
+                        rng.sample(range(len(kinds) - 1), min(len(kinds) - 1, rng.randint(0, 2)))
+                    )
+                )
+            )
         kinds.append("collective")
-        needs.append(tuple(sorted(rng.sample(range(len(kinds) - 1), min(len(kinds) - 1, rng.randint(0, 2))))))
+        needs.append(
+            tuple(sorted(rng.sample(range(len(kinds) - 1), min(len(kinds) - 1, rng.randint(0, 2)))))
+        )
     last = len(kinds) - 1
     for _ in range(rng.randint(0, 2)):
         kinds.append("compute")
         needs.append((last, len(kinds) - 2) if len(kinds) - 2 != last else (last,))
     after = frozenset(range(last + 1, len(kinds)))
-    return StepGraph(kinds=tuple(kinds), needs=tuple(needs), after_commit=after, signature=signature, text="x")
+    return StepGraph(
+        kinds=tuple(kinds), needs=tuple(needs), after_commit=after, signature=signature, text="x"
+    )
 
 
 def local_graph(rng: random.Random) -> StepGraph:
@@ -58,7 +72,17 @@ def duration(rng: random.Random) -> float:
     return rng.choice((0.0, 0.001, rng.random(), 3 * rng.random()))
 
 
-def script(rng: random.Random, plan, local, *, fault=None, fault_step=-1, segment=0, how="dispatch", data=True):
+def script(
+    rng: random.Random,
+    plan,
+    local,
+    *,
+    fault=None,
+    fault_step=-1,
+    segment=0,
+    how="dispatch",
+    data=True,
+):
     """One rank's thread of one job. Only durations and the fault differ between ranks."""
     if data:
         # The last batch is announced as the last; each becomes ready at this rank's own time.
@@ -92,10 +116,14 @@ def script(rng: random.Random, plan, local, *, fault=None, fault_step=-1, segmen
 def run(rng: random.Random, ranks, scripts, policy, stop_at_s=None):
     salt = rng.random()
     return Simulation(
-        scripts, policy=policy, depth=rng.randint(1, 3),
-        exchange_s=lambda *slot: random.Random(f"{slot}{salt}").random(), vote_s=rng.choice((0.0, 0.01)),
-        backoff_s=lambda level: min(0.02 * 2**level, 1.0), stop_at_s=stop_at_s,
-    ).run()  # fmt: skip
+        scripts,
+        policy=policy,
+        depth=rng.randint(1, 3),
+        exchange_s=lambda *slot: random.Random(f"{slot}{salt}").random(),
+        vote_s=rng.choice((0.0, 0.01)),
+        backoff_s=lambda level: min(0.02 * 2**level, 1.0),
+        stop_at_s=stop_at_s,
+    ).run()
 
 
 def exchanges_of(result, job):
@@ -108,12 +136,17 @@ def expected_exchanges(plan):
 
 @PARTS
 @settings(max_examples=scaled(120), deadline=None)
-@given(seed=SEEDS, kind=st.sampled_from(("round-robin", "weighted", "sequential")), data=st.booleans())
+@given(
+    seed=SEEDS, kind=st.sampled_from(("round-robin", "weighted", "sequential")), data=st.booleans()
+)
 def test_every_rank_makes_every_exchange_in_one_order(part, seed, kind, data):
     rng = random.Random(seed)
     ranks, jobs, plans, locals_ = random_case(rng)
     scripts = [
-        [script(random.Random(f"{seed} {rank} {job}"), plans[job], locals_[job], data=data) for job in range(jobs)]
+        [
+            script(random.Random(f"{seed} {rank} {job}"), plans[job], locals_[job], data=data)
+            for job in range(jobs)
+        ]
         for rank in range(ranks)
     ]
     weighted = Weighted(tuple(rng.choice((0.1, 1, 3)) for _ in range(jobs)))
@@ -146,16 +179,23 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
     scripts = [
         [
             script(
-                random.Random(f"{seed} {rank} {job}"), plans[job], locals_[job], segment=segment, how=how,
-                fault=fault if (rank, job) == (guilty_rank, guilty) else None, fault_step=at,
+                random.Random(f"{seed} {rank} {job}"),
+                plans[job],
+                locals_[job],
+                segment=segment,
+                how=how,
+                fault=fault if (rank, job) == (guilty_rank, guilty) else None,
+                fault_step=at,
             )
             for job in range(jobs)
         ]
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     results = run(rng, ranks, scripts, RoundRobin())
     compute = "compute" in plan[at].kinds
-    harmless = (ranks == 1 and fault in ("return", "other", "function")) or (fault == "segment" and not compute)
+    harmless = (ranks == 1 and fault in ("return", "other", "function")) or (
+        fault == "segment" and not compute
+    )
     for result in results:
         assert result.slots == results[0].slots
         assert result.finished == results[0].finished
@@ -172,7 +212,9 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
         texts = result.finished[guilty][1]
         assert len(texts) == ranks
         if fault in ("raise", "segment"):
-            assert [t.startswith("failed\n") for t in texts] == [rank == guilty_rank for rank in range(ranks)]
+            assert [t.startswith("failed\n") for t in texts] == [
+                rank == guilty_rank for rank in range(ranks)
+            ]
         else:
             said = {
                 "return": f"end\nended after step {at}",
@@ -180,8 +222,11 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
                 "function": f"step\ncalled step {at + 1} by another\nx",
             }[fault]
             assert texts[guilty_rank] == said
-            assert {t for rank, t in enumerate(texts) if rank != guilty_rank} == {f"step\ncalled step {at + 1}\nx"}
-        # Nothing overwrote the state of a step that was not committed; a fault after the commit may cost one step.
+            assert {t for rank, t in enumerate(texts) if rank != guilty_rank} == {
+                f"step\ncalled step {at + 1}\nx"
+            }
+        # Nothing overwrote the state of a step that was not committed; a fault after the commit may
+        # cost one step.
         after = fault == "segment" and result.steps[guilty] > at
         assert result.steps[guilty] == at or after
 
@@ -211,7 +256,8 @@ def test_data_ending_on_one_rank_ends_loop_everywhere(part, seed):
         yield Think(duration(rng))
 
     scripts = [
-        [loop(random.Random(f"{seed} {r} {j}"), lengths[r][j], graphs[j]) for j in range(jobs)] for r in range(ranks)
+        [loop(random.Random(f"{seed} {r} {j}"), lengths[r][j], graphs[j]) for j in range(jobs)]
+        for r in range(ranks)
     ]
     for result in run(rng, ranks, scripts, RoundRobin()):
         assert result.steps == [min(lengths[r][job] for r in range(ranks)) for job in range(jobs)]
@@ -225,7 +271,10 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step(part, seed, stop_at_s):
     rng = random.Random(seed)
     ranks, jobs, plans, locals_ = random_case(rng)
     scripts = [
-        [script(random.Random(f"{seed} {rank} {job}"), plans[job], locals_[job]) for job in range(jobs)]
+        [
+            script(random.Random(f"{seed} {rank} {job}"), plans[job], locals_[job])
+            for job in range(jobs)
+        ]
         for rank in range(ranks)
     ]
     results = run(rng, ranks, scripts, rng.choice((RoundRobin(), Sequential())), stop_at_s)
@@ -251,7 +300,13 @@ def test_round_robin_reaches_the_bound_after_start_up(part, times, ranks):
             yield Step(graph, (c, 0.0))
 
     scripts = [[loop(c) for c, _ in times] for _ in range(ranks)]
-    end = Simulation(scripts, policy=RoundRobin(), exchange_s=lambda job, *_: times[job][1], check=False).run()[0].end_s
+    end = (
+        Simulation(
+            scripts, policy=RoundRobin(), exchange_s=lambda job, *_: times[job][1], check=False
+        )
+        .run()[0]
+        .end_s
+    )
     bound = max(sum(c for c, _ in times), sum(m for _, m in times), *(c + m for c, m in times))
     start_up = sum(c + m for c, m in times)
     assert steps * bound * (1 - 1e-9) <= end <= steps * bound + start_up

@@ -8,7 +8,11 @@ from jaxcross.interleave.script import Await, Step, Think
 from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
 
-PLAIN = StepGraph(kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}))
+PLAIN = StepGraph(
+    kinds=("compute", "collective", "compute"),
+    needs=((), (0,), (0, 1)),
+    after_commit=frozenset({2}),
+)
 
 
 def loop(steps, seconds=(1.0, 0.0, 0.5)):
@@ -26,7 +30,9 @@ def test_one_job_alone_takes_the_sum_of_its_parts():
 
 
 def test_two_jobs_hide_each_others_exchanges():
-    (result,) = Simulation([[loop(50), loop(50)]], policy=RoundRobin(), exchange_s=lambda *slot: 1.5).run()
+    (result,) = Simulation(
+        [[loop(50), loop(50)]], policy=RoundRobin(), exchange_s=lambda *slot: 1.5
+    ).run()
     assert result.end_s == pytest.approx(50 * 3.0, rel=0.05)  # alone it would be 300 s
 
 

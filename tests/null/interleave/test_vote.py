@@ -25,7 +25,11 @@ def cast(stop, jobs):
     return ballot.cast()
 
 
-@given(st.integers(1, 4).flatmap(lambda k: st.lists(st.tuples(st.booleans(), st.tuples(*[BALLOTS] * k)), min_size=1)))
+@given(
+    st.integers(1, 4).flatmap(
+        lambda k: st.lists(st.tuples(st.booleans(), st.tuples(*[BALLOTS] * k)), min_size=1)
+    )
+)
 def test_the_minimum_answers_every_question(ranks):
     verdict = tally([cast(stop, jobs) for stop, jobs in ranks])
     assert verdict.stop == any(stop for stop, _ in ranks)
@@ -46,9 +50,17 @@ def test_the_minimum_answers_every_question(ranks):
 
 
 def test_one_rank_hears_what_it_said():
-    verdict = tally([cast(False, (JobBallot(point=7, stream=1, prepared=3, limit=4), JobBallot(good=False)))])
+    verdict = tally(
+        [cast(False, (JobBallot(point=7, stream=1, prepared=3, limit=4), JobBallot(good=False)))]
+    )
     first, second = verdict.job(0), verdict.job(1)
-    assert (first.waiting, first.same_point, first.good, first.prepared, first.limit) == (True, True, True, 3, 4)
+    assert (first.waiting, first.same_point, first.good, first.prepared, first.limit) == (
+        True,
+        True,
+        True,
+        3,
+        4,
+    )
     assert (second.waiting, second.good, second.limit) == (False, False, None)
 
 

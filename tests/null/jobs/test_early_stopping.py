@@ -14,7 +14,9 @@ from jaxcross.jobs.early_stopping import Best, EarlyStopping
 NAN, INF = math.nan, math.inf
 
 
-def stops_at(values: list[float], *, mode: Any = "max", min_delta: float = 0.0, **limits: int) -> int | None:
+def stops_at(
+    values: list[float], *, mode: Any = "max", min_delta: float = 0.0, **limits: int
+) -> int | None:
     """The number of the evaluation that stops the job; one every 10 steps."""
     early = EarlyStopping(best=Best(metric="m", mode=mode, min_delta=min_delta), **limits)
     for n, value in enumerate(values, 1):
@@ -32,7 +34,11 @@ def stops_at(values: list[float], *, mode: Any = "max", min_delta: float = 0.0, 
         ([1, 2, 3, 4], {"patience": 1}, None),
         ([2, 1], {"patience": 1}, 2),
         ([2, 1, 0.5], {"mode": "min", "patience": 1}, None),
-        ([1, 1.25, 1.25, 2], {"min_delta": 0.25, "patience": 2}, 3),  # only 2 is better by more than that
+        (
+            [1, 1.25, 1.25, 2],
+            {"min_delta": 0.25, "patience": 2},
+            3,
+        ),  # only 2 is better by more than that
         ([1, 2, 1, 1, 1], {"patience_steps": 20}, 4),
         ([1, 2, 1, 1, 1], {"patience_steps": 25}, 5),
         ([NAN, NAN], {"patience": 2}, 2),
@@ -41,7 +47,9 @@ def stops_at(values: list[float], *, mode: Any = "max", min_delta: float = 0.0, 
         ([NAN, NAN, NAN], {"patience_steps": 30}, 3),
     ],
 )
-def test_stops_after_its_patience(values: list[float], limits: dict[str, Any], expected: int | None) -> None:
+def test_stops_after_its_patience(
+    values: list[float], limits: dict[str, Any], expected: int | None
+) -> None:
     assert stops_at(values, **limits) == expected
 
 
@@ -70,9 +78,13 @@ def test_a_text_brings_back_value_and_counters(values: list[float], cut: int) ->
     assert best == whole
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[1, 2]", '["nan", 1, 2]', '["0x1p0", true, 2]', "[" * 5000, "null"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[1, 2]", '["nan", 1, 2]', '["0x1p0", true, 2]', "[" * 5000, "null"]
+)
 def test_another_text_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="the best value of `m` that a checkpoint holds cannot be understood"):
+    with pytest.raises(
+        ValueError, match="the best value of `m` that a checkpoint holds cannot be understood"
+    ):
         Best(metric="m", mode="min").resumed(text)
 
 

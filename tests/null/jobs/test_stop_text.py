@@ -7,7 +7,9 @@ def test_each_job_is_named_with_its_step_and_folder():
     jobs = [
         StoppedJob(name="a", status="stopped", step=120, begun=True, saved=120),
         StoppedJob(name="b", status="ended", step=40, begun=True, saved=40),
-        StoppedJob(name="i", status="ended", step=40),  # a trial of a sweep, whose checkpoints may be deleted
+        StoppedJob(
+            name="i", status="ended", step=40
+        ),  # a trial of a sweep, whose checkpoints may be deleted
         StoppedJob(name="c", status="stopped", step=120, begun=True, saved=100),
         StoppedJob(name="d", status="stopped", step=0, begun=True),
         StoppedJob(name="e", status="failed", step=7, begun=True),
@@ -30,7 +32,9 @@ def test_each_job_is_named_with_its_step_and_folder():
 
 def test_an_ejected_job_says_so():
     job = StoppedJob(name="h", status="ejected", step=7, begun=True, saved=7)
-    assert stop_text([job], "ck").splitlines()[1] == "Job `h`: was ejected, and saved at step 7 in ck."
+    assert (
+        stop_text([job], "ck").splitlines()[1] == "Job `h`: was ejected, and saved at step 7 in ck."
+    )
 
 
 def test_without_checkpoints_nothing_was_saved():
@@ -40,8 +44,8 @@ def test_without_checkpoints_nothing_was_saved():
         StoppedJob(name="c", status="failed", step=3),
     ]
     assert stop_text(jobs, None) == (
-        "jaxcross: the run has stopped: job `a` after step 5, job `b` ended after step 7, job `c` failed after step 3. "
-        "Nothing was saved, because the runner has no `checkpoints`."
+        "jaxcross: the run has stopped: job `a` after step 5, job `b` ended after step 7, job `c` "
+        "failed after step 3. Nothing was saved, because the runner has no `checkpoints`."
     )
 
 
@@ -52,7 +56,9 @@ def test_jobs_that_are_over_do_not_hide_those_that_go_on():
 
 
 def test_many_jobs_are_a_few_lines():
-    jobs = [StoppedJob(name=f"{n}", status="stopped", step=1, begun=True, saved=1) for n in range(64)]
+    jobs = [
+        StoppedJob(name=f"{n}", status="stopped", step=1, begun=True, saved=1) for n in range(64)
+    ]
     lines = stop_text(jobs, "ck").splitlines()
     assert len(lines) == MAX_JOBS_SHOWN + 3
     assert lines[-2] == f"And {64 - MAX_JOBS_SHOWN} more jobs in ck."

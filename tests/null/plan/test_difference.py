@@ -31,13 +31,19 @@ IN_TWO = StepGraph(
 
 
 def _twin(jobs: tuple[Profile, ...] = JOBS, **options: Any) -> Prediction:
-    return predict(jobs, **{"contention": MILD, "vote_s": VOTE_S, "steps": [12] * len(jobs), **options})
+    return predict(
+        jobs, **{"contention": MILD, "vote_s": VOTE_S, "steps": [12] * len(jobs), **options}
+    )
 
 
 def _report(made: Prediction, **changes: Any) -> Report:
     """The report of a run that went as this prediction says."""
     jobs = tuple(JobSummary(name=job.facts.name, steps=job.facts.steps) for job in made.rounds.jobs)
-    options: dict[str, Any] = {"policy": "round-robin", "wall_ns": {0: (0, round(made.wall_s * 1e9))}, **changes}
+    options: dict[str, Any] = {
+        "policy": "round-robin",
+        "wall_ns": {0: (0, round(made.wall_s * 1e9))},
+        **changes,
+    }
     return Report(spans=made.spans, jobs=jobs, **options)
 
 
@@ -91,7 +97,13 @@ def test_a_cause_lands_in_its_own_part(part: str, changes: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(
     ("part", "cause"),
-    [("votes", "votes"), ("peers", "peer"), ("peers", "imbalance"), ("dispatch", "dispatch"), ("input", "input")],
+    [
+        ("votes", "votes"),
+        ("peers", "peer"),
+        ("peers", "imbalance"),
+        ("dispatch", "dispatch"),
+        ("input", "input"),
+    ],
 )
 def test_what_the_report_lost_lands_in_its_part(part: str, cause: str) -> None:
     """A round that is 10 ms longer, of which the report explains 15 ms by this cause, or 4 ms."""
@@ -103,7 +115,9 @@ def test_what_the_report_lost_lands_in_its_part(part: str, cause: str) -> None:
         found = report.against(_twin())
         _adds_up(found)
         assert found.parts_ns[part] == pytest.approx(found_ns, abs=2)
-        assert found.parts_ns[part] + found.parts_ns["unexplained"] == pytest.approx(10_000_000, abs=2)
+        assert found.parts_ns[part] + found.parts_ns["unexplained"] == pytest.approx(
+            10_000_000, abs=2
+        )
 
 
 def test_a_faster_run_has_no_negative_part() -> None:
@@ -117,18 +131,26 @@ _FACTOR = st.floats(0.7, 2.0)
 
 @settings(max_examples=scaled(30), deadline=None)
 @given(
-    factors=st.lists(st.tuples(_FACTOR, _FACTOR, st.floats(0, 0.1), st.booleans()), min_size=1, max_size=3),
+    factors=st.lists(
+        st.tuples(_FACTOR, _FACTOR, st.floats(0, 0.1), st.booleans()), min_size=1, max_size=3
+    ),
     contention=st.tuples(st.floats(1, 1.5), st.floats(1, 1.5)),
     vote_s=st.floats(0, 0.05),
 )
-def test_the_parts_add_up(factors: list[Any], contention: tuple[float, float], vote_s: float) -> None:
+def test_the_parts_add_up(
+    factors: list[Any], contention: tuple[float, float], vote_s: float
+) -> None:
     jobs, there = [], []
     for number, (compute, exchange, host_s, cut) in enumerate(factors):
         job = replace(JOBS[0], name=f"job{number}")
         if cut:
             job = replace(job, graph=IN_TWO, seconds=(0.05, 0.03, 0.04, 0.03, 0.01))
         jobs.append(job)
-        there.append(replace(_scaled(_scaled(job, "compute", compute), "collective", exchange), host_s=host_s))
+        there.append(
+            replace(
+                _scaled(_scaled(job, "compute", compute), "collective", exchange), host_s=host_s
+            )
+        )
     both = Contention(compute=contention[0], exchange=contention[1])
     run = _twin(tuple(there), contention=both, vote_s=vote_s)
     if run.rounds.period_s is not None:
@@ -143,7 +165,9 @@ def test_the_parts_add_up(factors: list[Any], contention: tuple[float, float], v
         ((JOBS[0], replace(JOBS[1], graph=IN_TWO, seconds=(0.1,) * 5)), {}, "it was cut otherwise"),
     ],
 )
-def test_what_cannot_be_compared_is_an_error(jobs: tuple[Profile, ...], changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_compared_is_an_error(
+    jobs: tuple[Profile, ...], changes: dict[str, Any], message: str
+) -> None:
     report = _report(_twin(), **changes)
     program = {"graph": JOBS[1].graph.as_data()}
     object.__setattr__(report, "jobs", tuple(replace(job, program=program) for job in report.jobs))

@@ -22,7 +22,9 @@ from jaxcross.plan.profile import Profile
 from jaxcross.plan.step_cost import StepCost
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-WHOLE = StepGraph(kinds=("compute", "collective", "compute"), needs=((), (0,), (1,)), after_commit=frozenset({2}))
+WHOLE = StepGraph(
+    kinds=("compute", "collective", "compute"), needs=((), (0,), (1,)), after_commit=frozenset({2})
+)
 IN_TWO = StepGraph(
     kinds=("compute", "collective", "compute", "collective", "compute"),
     needs=((), (0,), (0,), (2,), (1, 3)),
@@ -50,7 +52,11 @@ def cost(c: float = 0.875, m: float = 1.75, **changes: Any) -> StepCost:
 
 def race_rows(*cases: str) -> list[dict[str, Any]]:
     rows = json.loads((RESULTS / "race.json").read_text())["rows"]
-    return [row for row in rows if row["case"] in cases and row["rival"] in ("crossover", "crossover-bf16")]
+    return [
+        row
+        for row in rows
+        if row["case"] in cases and row["rival"] in ("crossover", "crossover-bf16")
+    ]
 
 
 def errors(rows: list[dict[str, Any]], *, contention: bool) -> list[float]:
@@ -58,14 +64,18 @@ def errors(rows: list[dict[str, Any]], *, contention: bool) -> list[float]:
     found = []
     for row in rows:
         factors = contention_at(row["rate_bits_per_s"] / 1e6) if contention else None
-        assert (factors is None) != contention, "the race is within the rates of which the contention is known"
+        assert (factors is None) != contention, (
+            "the race is within the rates of which the contention is known"
+        )
         predicted = period_s(row["c_s"], row["m_s"], factors) / len(row["c_s"])
         found.append(predicted / row["steady_s_per_job_step"] - 1)
     return found
 
 
 def test_equal_jobs_of_the_race_are_within_a_tenth() -> None:
-    """All 21 runs of two or three equal jobs, uncut, in 32 and 16 bits, at 305 to 2059 Mbit/s, in steady state."""
+    """All 21 runs of two or three equal jobs, uncut, in 32 and 16 bits, at 305 to 2059 Mbit/s, in
+    steady state.
+    """
     rows = race_rows("two", "three")
     assert len(rows) == 21
     found = np.abs(errors(rows, contention=True))
@@ -81,16 +91,24 @@ def test_the_bound_alone_is_further_off_and_below() -> None:
 
 
 def test_predicted_speed_is_near_that_of_the_race() -> None:
-    """Times as fast as one job after the other: what an estimate prints, over a whole run with its filling."""
+    """Times as fast as one job after the other: what an estimate prints, over a whole run with its
+    filling.
+    """
     rows = json.loads((RESULTS / "race.json").read_text())["rows"]
-    alone = {(r["case"], r["rate_bits_per_s"], r["run"]): r for r in rows if r["rival"] == "sequential"}
+    alone = {
+        (r["case"], r["rate_bits_per_s"], r["run"]): r for r in rows if r["rival"] == "sequential"
+    }
     off = []
     for row in race_rows("two", "three"):
         before = alone.get((row["case"], row["rate_bits_per_s"], row["run"]))
         if before is None or row["rival"] != "crossover":
             continue
         made = estimate_of(
-            cost(row["c_s"][0], row["m_s"][0], wire_bytes=int(row["m_s"][0] * row["rate_bits_per_s"] / 8))
+            cost(
+                row["c_s"][0],
+                row["m_s"][0],
+                wire_bytes=int(row["m_s"][0] * row["rate_bits_per_s"] / 8),
+            )
         )
         expected = made.of(len(row["c_s"])).expected
         assert expected is not None
@@ -104,9 +122,9 @@ def test_contention_is_what_was_measured() -> None:
     for mbps, contention in TWO_CORES.measured:
         kept = json.loads((RESULTS / f"exchange_cost_mpich_{mbps:.0f}mbit.json").read_text())
         exchange = kept["exchange"]
-        assert exchange["beside"]["s"]["median"] / exchange["alone"]["s"]["median"] == pytest.approx(
-            contention.exchange, abs=0.02
-        )
+        assert exchange["beside"]["s"]["median"] / exchange["alone"]["s"][
+            "median"
+        ] == pytest.approx(contention.exchange, abs=0.02)
         compute = kept["computation_s"]
         assert compute["beside exchanges"]["median"] / compute["alone"]["median"] == pytest.approx(
             contention.compute, abs=0.02
@@ -194,7 +212,9 @@ def test_recommendations(changes: dict[str, Any], jobs: int, start: str) -> None
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 7])
-@pytest.mark.parametrize("changes", [{}, {"m": 0.0}, {"limit_bytes": 7 * GB, "where": "job `a`", "link_mbps": 500.0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"m": 0.0}, {"limit_bytes": 7 * GB, "where": "job `a`", "link_mbps": 500.0}]
+)
 def test_the_text_has_ten_lines(jobs: int, changes: dict[str, Any]) -> None:
     lines = str(estimate_of(cost(**changes), jobs)).splitlines()
     assert len(lines) == 10

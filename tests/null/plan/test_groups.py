@@ -22,7 +22,9 @@ LARGE = Load(
 def _seconds(members: tuple[Load, ...]) -> float:
     compute = [load.compute_s * load.steps for load in members]
     exchange = [load.exchange_s * load.steps for load in members]
-    return max(sum(compute), sum(exchange), *(c + m for c, m in zip(compute, exchange, strict=True)))
+    return max(
+        sum(compute), sum(exchange), *(c + m for c, m in zip(compute, exchange, strict=True))
+    )
 
 
 def _needed(members: tuple[Load, ...]) -> int:
@@ -65,14 +67,18 @@ def _loads(seed: int, count: int, ranks: tuple[int, ...] = (1,)) -> list[Load]:
 
 
 def _check(found: Grouping, loads: list[Load], most: int, memory: int | None) -> None:
-    """Every job is in one group, of jobs of equally many ranks that fit; the sums are those of the groups."""
+    """Every job is in one group, of jobs of equally many ranks that fit; the sums are those of the
+    groups.
+    """
     named = {load.name: load for load in loads}
     assert sorted(itertools.chain.from_iterable(found.groups)) == sorted(named)
     members = [tuple(named[name] for name in names) for names in found.groups]
     assert all(len(m) <= most and len({load.ranks for load in m}) == 1 for m in members)
     assert memory is None or all(_needed(m) <= memory for m in members)
     assert found.rank_s == pytest.approx(sum(m[0].ranks * _seconds(m) for m in members))
-    assert found.pooled_rank_s <= found.rank_s * (1 + 1e-9) and found.rank_s <= found.alone_rank_s * (1 + 1e-9)
+    assert found.pooled_rank_s <= found.rank_s * (
+        1 + 1e-9
+    ) and found.rank_s <= found.alone_rank_s * (1 + 1e-9)
 
 
 @pytest.mark.mostly_integration("0-None-2", "0-None-3", "0-60-2", "2-None-2", "2-None-3")
@@ -83,7 +89,11 @@ def test_eight_jobs_are_grouped_best(seed: int, memory: int | None, most: int) -
     loads = _loads(seed, 7 + seed % 2)
     found = group(loads, most=most, memory_bytes=memory)
     _check(found, loads, most, memory)
-    fitting = (p for p in _partitions(loads, most) if memory is None or all(_needed(m) <= memory for m in p))
+    fitting = (
+        p
+        for p in _partitions(loads, most)
+        if memory is None or all(_needed(m) <= memory for m in p)
+    )
     assert found.rank_s == pytest.approx(min(sum(map(_seconds, p)) for p in fitting))
 
 
@@ -95,7 +105,11 @@ def test_pairs_are_near_the_best_matching(seed: int) -> None:
     loads = _loads(seed, 40)
     pairs = [(load,) for load in loads] + list(itertools.combinations(loads, 2))
     cover = np.array([[load in pair for pair in pairs] for load in loads], float)
-    best = milp(np.array([_seconds(p) for p in pairs]), constraints=LinearConstraint(cover, 1, 1), integrality=1)
+    best = milp(
+        np.array([_seconds(p) for p in pairs]),
+        constraints=LinearConstraint(cover, 1, 1),
+        integrality=1,
+    )
     found = group(loads, most=2)
     _check(found, loads, 2, None)
     assert best.fun - 1e-9 <= found.rank_s <= 1.02 * best.fun
@@ -112,7 +126,12 @@ def test_a_thousand_jobs_are_near_the_pooled_bound(memory: int | None) -> None:
     assert found.pooled_rank_s >= 0.97 * found.rank_s
 
 
-@given(st.integers(0, 10**6), st.integers(1, 24), st.integers(1, 5), st.sampled_from([None, 40, 55, 200]))
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 24),
+    st.integers(1, 5),
+    st.sampled_from([None, 40, 55, 200]),
+)
 def test_any_grouping_is_one(seed: int, count: int, most: int, memory: int | None) -> None:
     loads = _loads(seed, count, ranks=(1, 2))
     _check(group(loads, most=most, memory_bytes=memory), loads, most, memory)
@@ -132,12 +151,16 @@ def test_jobs_that_only_compute_stay_alone() -> None:
         ([LARGE], {"memory_bytes": 9}, "job `large` needs 10 bytes alone"),
     ],
 )
-def test_what_cannot_be_grouped_is_an_error(loads: list[Load], options: dict[str, int], message: str) -> None:
+def test_what_cannot_be_grouped_is_an_error(
+    loads: list[Load], options: dict[str, int], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         group(loads, **options)
 
 
-@pytest.mark.parametrize("change", [{"compute_s": -1.0}, {"exchange_s": float("nan")}, {"ranks": 0}, {"steps": 0.0}])
+@pytest.mark.parametrize(
+    "change", [{"compute_s": -1.0}, {"exchange_s": float("nan")}, {"ranks": 0}, {"steps": 0.0}]
+)
 def test_a_load_has_sensible_numbers(change: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="job `a` must be finite"):
         Load(**{"name": "a", "compute_s": 1.0, "exchange_s": 1.0, **change})  # type: ignore[arg-type]

@@ -15,11 +15,17 @@ from jaxcross.plan.profile import Profile
 
 
 def _profile(name: str, compute_s: float, exchange_s: float, **fields: Any) -> Profile:
-    whole = Profile.whole(name, compute_s=compute_s, exchange_s=exchange_s, nbytes=max(1, int(1e8 * exchange_s)))
+    whole = Profile.whole(
+        name, compute_s=compute_s, exchange_s=exchange_s, nbytes=max(1, int(1e8 * exchange_s))
+    )
     return replace(whole, **fields)
 
 
-UNLIKE = [_profile("large", 0.6, 0.1), _profile("small", 0.04, 0.1), _profile("other", 0.2, 0.1, ranks=4)]
+UNLIKE = [
+    _profile("large", 0.6, 0.1),
+    _profile("small", 0.04, 0.1),
+    _profile("other", 0.2, 0.1, ranks=4),
+]
 
 
 def _groups(plan: Plan) -> list[tuple[str, ...]]:
@@ -58,7 +64,9 @@ def test_a_group_too_unlike_is_not_predicted(step_s: float) -> None:
     """A plan may be any file: its prediction takes no longer than those of `of`."""
     (pair, _) = of(UNLIKE).groups
     loaded = replace(pair, jobs=(pair.jobs[0], replace(pair.jobs[1], step_s=step_s)))
-    with pytest.raises(ValueError, match="too unlike for a prediction, which would have more than 20000 steps"):
+    with pytest.raises(
+        ValueError, match="too unlike for a prediction, which would have more than 20000 steps"
+    ):
         predict_group(loaded, UNLIKE)
 
 
@@ -72,11 +80,15 @@ def test_jobs_that_would_starve_run_alone() -> None:
 
 
 def test_jobs_too_unlike_for_a_prediction_run_alone() -> None:
-    """They make the plan neither slow nor fail, and the job that is unlike the others goes first."""
+    """They make the plan neither slow nor fail, and the job that is unlike the others goes
+    first.
+    """
     plan = of([_profile("a", 0.5, 0.5), _profile("b", 0.5, 0.5), _profile("tiny", 1e-5, 1e-5)])
     assert _groups(plan) == [("a", "b"), ("tiny",)]
     assert plan.groups[1].why.startswith("with `a` and `b`, the longest step takes ")
-    assert plan.groups[1].why.endswith(" times as long as the shortest: too unlike for a prediction")
+    assert plan.groups[1].why.endswith(
+        " times as long as the shortest: too unlike for a prediction"
+    )
 
 
 @pytest.mark.integration
@@ -92,7 +104,9 @@ def test_groups_of_like_jobs_are_planned_once(monkeypatch: pytest.MonkeyPatch) -
 
     made: list[int] = []
     choose = make.choose_rates
-    monkeypatch.setattr(make, "choose_rates", lambda *args, **options: made.append(1) or choose(*args, **options))
+    monkeypatch.setattr(
+        make, "choose_rates", lambda *args, **options: made.append(1) or choose(*args, **options)
+    )
     plan = of([_profile(f"lr-{n}", 0.1, 0.1) for n in range(8)], most=2)
     assert [len(group.jobs) for group in plan.groups] == [2] * 4
     assert len(made) == 1
@@ -105,7 +119,9 @@ def test_memory_keeps_jobs_apart() -> None:
     assert _groups(of(jobs, memory="90GB")) == [("a", "b")]
     assert of(jobs, memory="90GB").groups[0].memory_bytes == 90 * 10**9
     assert len(of(jobs, memory="80GB").groups) == 2
-    assert "memory of 1 jobs is not known" in str(of([*jobs, _profile("c", 0.1, 0.1)], memory="90GB"))
+    assert "memory of 1 jobs is not known" in str(
+        of([*jobs, _profile("c", 0.1, 0.1)], memory="90GB")
+    )
 
 
 @pytest.mark.integration

@@ -18,7 +18,8 @@ def _job(peak: int, boundary: int, temporary: int = 0) -> JobMemory:
         ([], 0),
         ([_job(9, 4, 1)], 10),
         ([_job(9, 4, 1)] * 3, 18),
-        # The second job's peak stands out most from what it keeps; the first one has the longest exchange.
+        # The second job's peak stands out most from what it keeps; the first one has the longest
+        # exchange.
         ([_job(10, 8, 3), _job(9, 4, 1)], 8 + 9 + 3),
     ],
 )
@@ -28,7 +29,14 @@ def test_one_job_is_at_its_peak_at_a_time(jobs: list[JobMemory], needed: int) ->
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("80GB", 80 * 10**9), ("512 MiB", 2**29), ("1.5tb", 15 * 10**11), ("7", 7), ("64k", 64_000), (9, 9)],
+    [
+        ("80GB", 80 * 10**9),
+        ("512 MiB", 2**29),
+        ("1.5tb", 15 * 10**11),
+        ("7", 7),
+        ("64k", 64_000),
+        (9, 9),
+    ],
 )
 def test_sizes_are_read(text: str | int, count: int) -> None:
     assert as_bytes(text) == count
@@ -65,7 +73,9 @@ def test_a_group_around_the_process_limits_it(tmp_path: Path) -> None:
     assert group_limits("0::/slurm/job_7/task_0\n", tmp_path) == [4096]
     assert group_limits("0::/a/host's/path\n", tmp_path) == []
     (tmp_path / "memory.max").write_text("9000")
-    assert group_limits("0::/a/host's/path\n", tmp_path) == [9000], "in a container the root is the container's own"
+    assert group_limits("0::/a/host's/path\n", tmp_path) == [9000], (
+        "in a container the root is the container's own"
+    )
 
 
 def test_the_first_version_of_groups_limits_too(tmp_path: Path) -> None:

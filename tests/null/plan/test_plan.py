@@ -13,7 +13,14 @@ from jaxcross.plan.plan import MAX_FILE_BYTES, Plan, PlannedGroup, PlannedJob
 
 
 def _job(name: str, **changes: Any) -> PlannedJob:
-    numbers = {"pieces": 4, "share": 2.5, "alone_s": 0.1, "step_s": 0.125, "compute_s": 0.06, "exchange_s": 0.05}
+    numbers = {
+        "pieces": 4,
+        "share": 2.5,
+        "alone_s": 0.1,
+        "step_s": 0.125,
+        "compute_s": 0.06,
+        "exchange_s": 0.05,
+    }
     return PlannedJob(name=name, **{**numbers, **changes})
 
 
@@ -38,7 +45,8 @@ def test_a_plan_is_read_back(tmp_path: Path) -> None:
 def test_a_plan_is_read_from_toml(tmp_path: Path) -> None:
     """What may be None is left out there: TOML has no word for it."""
     (tmp_path / "plan.toml").write_text(
-        "format = 1\n[[groups]]\nranks = 2\n[[groups.jobs]]\nname = 'c'\npieces = 1\nshare = 1\nalone_s = 0.1\n"
+        "format = 1\n[[groups]]\nranks = 2\n[[groups.jobs]]\nname = 'c'\npieces = 1\nshare = "
+        "1\nalone_s = 0.1\n"
         "step_s = 0.1\ncompute_s = 0.06\nexchange_s = 0.05\n"
     )
     assert Plan.load(tmp_path / "plan.toml") == Plan(groups=(SINGLE,))
@@ -69,14 +77,20 @@ def test_the_table_shows_each_job() -> None:
 
 
 @pytest.mark.parametrize("columns", ["40", "60", "80"])
-def test_each_row_of_a_narrow_table_has_its_group(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+def test_each_row_of_a_narrow_table_has_its_group(
+    monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     lines = str(PLAN).splitlines()
     assert max(map(len, lines)) <= int(columns)
     heads = [n for n, line in enumerate(lines) if line.startswith("group job")]
     assert heads
     for head in heads:
-        assert [line.split()[:2] for line in lines[head + 1 : head + 4]] == [["0", "a"], ["0", "b"], ["1", "c"]]
+        assert [line.split()[:2] for line in lines[head + 1 : head + 4]] == [
+            ["0", "a"],
+            ["0", "b"],
+            ["1", "c"],
+        ]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +130,13 @@ def test_a_job_out_of_range_is_refused(change: dict[str, Any], message: str) -> 
 
 @pytest.mark.parametrize(
     "change",
-    [{"ranks": 0}, {"jobs": ()}, {"turns": "random"}, {"lost_s": {"weather": 1.0}}, {"period_s": float("nan")}],
+    [
+        {"ranks": 0},
+        {"jobs": ()},
+        {"turns": "random"},
+        {"lost_s": {"weather": 1.0}},
+        {"period_s": float("nan")},
+    ],
 )
 def test_a_group_out_of_range_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="group"):
@@ -139,14 +159,18 @@ def test_a_text_that_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
 
 
 LEAF = st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5)
-JSON = st.recursive(LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2))
+JSON = st.recursive(
+    LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2)
+)
 
 
 @given(st.data())
 def test_random_content_is_refused_or_read(data: st.DataObject) -> None:
     """No other error than ValueError, wherever in the file something else stands."""
     whole = PLAN.as_data()
-    place: Any = data.draw(st.sampled_from([whole, whole["groups"][0], whole["groups"][0]["jobs"][0]]))
+    place: Any = data.draw(
+        st.sampled_from([whole, whole["groups"][0], whole["groups"][0]["jobs"][0]])
+    )
     place[data.draw(st.sampled_from(sorted(place)))] = data.draw(JSON)
     try:
         plan = Plan.from_data(whole)

@@ -18,7 +18,10 @@ from jaxcross.plan.twin import predict
 from jaxcross.report import JobSummary, Report
 
 GRAPH = StepGraph(
-    kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}), nbytes=(0, 64, 0)
+    kinds=("compute", "collective", "compute"),
+    needs=((), (0,), (0, 1)),
+    after_commit=frozenset({2}),
+    nbytes=(0, 64, 0),
 )
 PROFILE = Profile(
     name="resnet",
@@ -50,7 +53,10 @@ def test_compute_and_exchange_are_sums() -> None:
         ({"ranks": True}, "`ranks` is True"),
         ({"ranks": 0}, "must be finite"),
         ({"host_s": -1.0}, "must be finite"),
-        ({"memory": {"peak_bytes": 9}}, "the memory of a job has peak_bytes, boundary_bytes, exchange_temporary_bytes"),
+        (
+            {"memory": {"peak_bytes": 9}},
+            "the memory of a job has peak_bytes, boundary_bytes, exchange_temporary_bytes",
+        ),
         ({"memory": [9, 8, 1]}, "the memory of a job has"),
         ({"ranks": 10**400}, "larger than any number"),
         ({"host_s": float("nan")}, "must be finite"),
@@ -59,7 +65,9 @@ def test_compute_and_exchange_are_sums() -> None:
     ],
 )
 def test_another_content_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    data = {key: value for key, value in {**PROFILE.as_data(), **change}.items() if value is not ...}
+    data = {
+        key: value for key, value in {**PROFILE.as_data(), **change}.items() if value is not ...
+    }
     path = tmp_path / "p.json"
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=rf"`.*p\.json` is not a profile of jaxcross: .*{message}"):
@@ -101,7 +109,10 @@ def test_a_huge_file_is_refused(tmp_path: Path) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.floats(allow_nan=False) | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(list(PROFILE.as_data())), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(list(PROFILE.as_data())), inner)
+    ),
     max_leaves=12,
 )
 
@@ -118,7 +129,10 @@ def test_random_content_is_refused_or_read(change: dict[str, Any]) -> None:
 
 def test_contention_is_linear_between_two_rates() -> None:
     there = MachineContention(
-        measured=((100, Contention(compute=1.0, exchange=1.2)), (300, Contention(compute=1.5, exchange=1.4)))
+        measured=(
+            (100, Contention(compute=1.0, exchange=1.2)),
+            (300, Contention(compute=1.5, exchange=1.4)),
+        )
     )
     middle = there.at(200)
     assert (middle.compute, middle.exchange) == (pytest.approx(1.25), pytest.approx(1.3))
@@ -155,14 +169,18 @@ def test_a_factor_of_contention_is_at_least_1(factor: float) -> None:
         Contention(compute=factor)
 
 
-def _report(profile: Profile, *, steps: int = 8, ran: int | None = None, others: tuple[str, ...] = ()) -> Report:
+def _report(
+    profile: Profile, *, steps: int = 8, ran: int | None = None, others: tuple[str, ...] = ()
+) -> Report:
     """The report of a run of the job, made by the twin."""
     spans = predict([profile], steps=steps, vote_s=0.0).spans
     program = {"graph": profile.graph.as_data(), "steps": steps if ran is None else ran}
     program["memory"] = asdict(profile.memory or JobMemory())
     jobs = [JobSummary(name=profile.name, steps=steps, program=program)]
     jobs += [JobSummary(name=name, steps=0) for name in others]
-    return Report(spans=spans, jobs=tuple(jobs), wall_ns={0: (0, 1)}, policy="round-robin", link="lab")
+    return Report(
+        spans=spans, jobs=tuple(jobs), wall_ns={0: (0, 1)}, policy="round-robin", link="lab"
+    )
 
 
 def test_the_profile_of_a_run_is_what_it_took(tmp_path: Path) -> None:
@@ -173,7 +191,14 @@ def test_the_profile_of_a_run_is_what_it_took(tmp_path: Path) -> None:
         nbytes=(0, 8, 0, 8, 0),
     )
     memory = JobMemory(peak_bytes=7)
-    made = Profile(name="a", graph=graph, seconds=(0.1, 0.2, 0.3, 0.4, 0.05), host_s=0.02, link="lab", memory=memory)
+    made = Profile(
+        name="a",
+        graph=graph,
+        seconds=(0.1, 0.2, 0.3, 0.4, 0.05),
+        host_s=0.02,
+        link="lab",
+        memory=memory,
+    )
     report = Report.load(_report(made).to_json(tmp_path / "report.json"))
     found = Profile.of(report, "a")
     assert found.seconds == pytest.approx(made.seconds, abs=1e-6)
@@ -191,6 +216,8 @@ def test_the_profile_of_a_run_is_what_it_took(tmp_path: Path) -> None:
         ({"ran": 5}, "resnet", "several programs"),
     ],
 )
-def test_a_run_that_is_no_profile_is_an_error(options: dict[str, Any], name: str, message: str) -> None:
+def test_a_run_that_is_no_profile_is_an_error(
+    options: dict[str, Any], name: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Profile.of(_report(PROFILE, **options), name)

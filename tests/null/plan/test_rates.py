@@ -15,9 +15,15 @@ from jaxcross.plan.twin import step_rates
 
 
 def _cuts(name: str, compute_s: float, exchange_s: float, **memory: int) -> Cuts:
-    whole = Profile.whole(name, compute_s=compute_s, exchange_s=exchange_s, nbytes=int(1e9 * exchange_s))
+    whole = Profile.whole(
+        name, compute_s=compute_s, exchange_s=exchange_s, nbytes=int(1e9 * exchange_s)
+    )
     cuts = cuts_of(whole)
-    return {n: Profile(**{**_fields(p), "memory": JobMemory(**memory)}) for n, p in cuts.items()} if memory else cuts
+    return (
+        {n: Profile(**{**_fields(p), "memory": JobMemory(**memory)}) for n, p in cuts.items()}
+        if memory
+        else cuts
+    )
 
 
 def _fields(profile: Profile) -> dict[str, Any]:
@@ -31,10 +37,16 @@ def _random(seed: int) -> list[Cuts]:
 
 
 def _bound(jobs: list[Cuts], found: Rates) -> float | None:
-    """The most progress that any order could give at this floor, by a linear program; None if none could."""
+    """The most progress that any order could give at this floor, by a linear program; None if none
+    could.
+    """
     lanes = [[getattr(cuts[1], use) for cuts in jobs] for use in ("compute_s", "exchange_s")]
-    use = [[seconds / own for seconds, own in zip(lane, found.alone_s, strict=True)] for lane in lanes]
-    best = linprog([-1.0] * len(jobs), A_ub=use, b_ub=[1.0, 1.0], bounds=[(found.floor, 1.0)] * len(jobs))
+    use = [
+        [seconds / own for seconds, own in zip(lane, found.alone_s, strict=True)] for lane in lanes
+    ]
+    best = linprog(
+        [-1.0] * len(jobs), A_ub=use, b_ub=[1.0, 1.0], bounds=[(found.floor, 1.0)] * len(jobs)
+    )
     return -best.fun if best.success else None
 
 
@@ -50,12 +62,17 @@ def _check(seeds: range) -> None:
         if not found.refusal:
             assert found.floor == 1 / len(jobs)
             profiles = [cuts[n] for cuts, n in zip(jobs, found.pieces, strict=True)]
-            rates = step_rates(profiles, policy=found.policy, until_s=15 * len(jobs) * max(found.alone_s))
-            assert min(r * own for r, own in zip(rates, found.alone_s, strict=True)) >= found.floor, seed
+            rates = step_rates(
+                profiles, policy=found.policy, until_s=15 * len(jobs) * max(found.alone_s)
+            )
+            assert (
+                min(r * own for r, own in zip(rates, found.alone_s, strict=True)) >= found.floor
+            ), seed
             assert bound is not None
             progress.append(found.progress / bound)
     print(
-        f"{refused} of {possible} refused, progress {np.mean(progress):.3f} of the bound, {min(progress):.3f} at least"
+        f"{refused} of {possible} refused, progress {np.mean(progress):.3f} of the bound, "
+        f"{min(progress):.3f} at least"
     )
     assert refused <= 0.05 * possible
     assert np.mean(progress) >= 0.8
@@ -89,7 +106,9 @@ def test_a_large_job_is_cut_for_a_small_one() -> None:
 
 
 def test_a_job_with_a_short_exchange_does_not_hold_the_lane() -> None:
-    """With equal shares the first job would take the turns of the others, which go at a tenth of their speed."""
+    """With equal shares the first job would take the turns of the others, which go at a tenth of
+    their speed.
+    """
     costs = {"computes": (0.8, 0.011), "exchanges": (0.118, 0.373), "both": (0.523, 0.26)}
     jobs = [_cuts(name, *cost) for name, cost in costs.items()]
     found = choose_rates(jobs)
@@ -134,7 +153,11 @@ def test_one_job_takes_its_fastest_cut() -> None:
 
 @pytest.mark.parametrize(
     ("jobs", "message"),
-    [([], "at least one job"), ([{}], "at least one job"), ([_cuts("a", 0.0, 0.0)], "`a` takes no time")],
+    [
+        ([], "at least one job"),
+        ([{}], "at least one job"),
+        ([_cuts("a", 0.0, 0.0)], "`a` takes no time"),
+    ],
 )
 def test_rates_need_profiles(jobs: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -14,7 +14,10 @@ def test_a_job_alone_goes_at_its_own_rate() -> None:
 
 def test_unlike_jobs_go_in_lock_step_by_turns() -> None:
     """The small job does not get faster when the large one has ended: it never ends."""
-    jobs = [Profile.whole(name, compute_s=s, exchange_s=s) for name, s in (("large", 1.0), ("small", 0.01))]
+    jobs = [
+        Profile.whole(name, compute_s=s, exchange_s=s)
+        for name, s in (("large", 1.0), ("small", 0.01))
+    ]
     large, small = step_rates(jobs, policy=RoundRobin(), until_s=20.0, vote_s=0.0)
     assert small == pytest.approx(large, rel=0.3)
     assert large > 0.4

@@ -34,8 +34,8 @@ def _error(row: dict[str, Any], *, contention: bool) -> float:
 def test_the_kept_race_is_replayed() -> None:
     """The mean error is at most 3.5%, and four rows in five are within 5%.
 
-    The twin knows the solo cost of each job, and the contention that another benchmark measured. Without contention
-    it is off by at least 8%.
+    The twin knows the solo cost of each job, and the contention that another benchmark measured.
+    Without contention it is off by at least 8%.
     """
     rows = _rows()
     assert len(rows) >= 17
@@ -55,7 +55,10 @@ def test_equal_jobs_reach_their_bound() -> None:
 
 def test_the_slowest_job_makes_the_steps_asked_for() -> None:
     """No step more by rounding: 6 * 0.1 / 0.1 is above 6."""
-    jobs = [Profile.whole(name, compute_s=seconds, exchange_s=seconds) for name, seconds in (("a", 0.05), ("b", 0.02))]
+    jobs = [
+        Profile.whole(name, compute_s=seconds, exchange_s=seconds)
+        for name, seconds in (("a", 0.05), ("b", 0.02))
+    ]
     assert predict(jobs[:1], steps=6).steps == (6,)
     assert predict(jobs, steps=6).steps == (6, 15)
 
@@ -74,7 +77,9 @@ def test_time_between_steps_is_in_the_period() -> None:
 
 
 def test_a_cut_step_overlaps_with_itself() -> None:
-    """Two halves of a backward pass: the first half's exchange runs while the second half computes."""
+    """Two halves of a backward pass: the first half's exchange runs while the second half
+    computes.
+    """
     graph = StepGraph(
         kinds=("compute", "collective", "compute", "collective", "compute"),
         needs=((), (0,), (0,), (2,), (1, 3)),
@@ -104,7 +109,9 @@ def test_contention_slows_both_lanes() -> None:
         (["a"], {"steps": 200_000}, "200000 steps"),
     ],
 )
-def test_what_cannot_be_predicted_is_an_error(jobs: list[str], options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_predicted_is_an_error(
+    jobs: list[str], options: dict[str, Any], message: str
+) -> None:
     profiles = [Profile.whole(name, compute_s=0.1, exchange_s=0.1) for name in jobs]
     with pytest.raises(ValueError, match=message):
         predict(profiles, **options)

@@ -16,7 +16,9 @@ STATE, BATCH = 0, 1
 
 
 def program(*segments: tuple[Kind, tuple[int, ...]]) -> Program:
-    """Makes a program of `(kind, values it reads)`: segment n makes value n + 2, and the last one's is returned."""
+    """Makes a program of `(kind, values it reads)`: segment n makes value n + 2, and the last one's
+    is returned.
+    """
     last_reader = {v: n for n, (_, inputs) in enumerate(segments) for v in inputs}
     total = Exchange(op="psum", axes=("batch",), dtype="float32", shape=(4,))
     return Program(
@@ -48,7 +50,9 @@ def test_state_is_donated_only_after_the_last_exchange():
     assert USUAL.order.donates == (set(), set(), {STATE, 3})
     assert USUAL.order.after_commit == {2} and USUAL.order.after == (0b000, 0b001, 0b011)
     early = program(("compute", (STATE, BATCH)), ("collective", (2,)), ("compute", (3,)))
-    assert early.order.donates[0] == frozenset(), "state that dies before the exchange survives a failure"
+    assert early.order.donates[0] == frozenset(), (
+        "state that dies before the exchange survives a failure"
+    )
 
 
 def test_an_update_waits_for_all_exchanges():
@@ -60,7 +64,9 @@ def test_an_update_waits_for_all_exchanges():
 def test_an_update_waits_for_what_reads_the_state_that_it_overwrites():
     assert DELAYED.order.needs == ((), (), (0, 1))
     assert DELAYED.order.donates[2] == {STATE, 3}
-    before = program(("compute", (STATE,)), ("compute", (STATE,)), ("collective", (3,)), ("compute", (2, 4)))
+    before = program(
+        ("compute", (STATE,)), ("compute", (STATE,)), ("collective", (3,)), ("compute", (2, 4))
+    )
     assert before.order.needs[1] == (), "before the commit nothing is overwritten"
     kept = replace(DELAYED, donated=frozenset())
     assert kept.order.needs == ((), (), (1,)), "nothing is overwritten"
@@ -71,11 +77,27 @@ def test_an_update_waits_for_what_reads_the_state_that_it_overwrites():
     ("segments", "carried"),
     [
         ([("compute", (STATE, BATCH)), ("collective", (BATCH,)), ("compute", (STATE, 3))], {1}),
-        ([("collective", (STATE,)), ("compute", (BATCH,)), ("collective", (3,)), ("compute", (2, 4))], {0}),
+        (
+            [
+                ("collective", (STATE,)),
+                ("compute", (BATCH,)),
+                ("collective", (3,)),
+                ("compute", (2, 4)),
+            ],
+            {0},
+        ),
         ([("compute", (STATE, BATCH)), ("collective", (2,)), ("compute", (STATE, 3))], set()),
         ([("collective", (STATE,)), ("compute", (2,))], set()),
         # Not the first one, and all computation comes after the commit.
-        ([("compute", (BATCH,)), ("collective", (2,)), ("collective", (STATE,)), ("compute", (3, 4))], set()),
+        (
+            [
+                ("compute", (BATCH,)),
+                ("collective", (2,)),
+                ("collective", (STATE,)),
+                ("compute", (3, 4)),
+            ],
+            set(),
+        ),
         ([("collective", (STATE,)), ("compute", (BATCH,))], set()),
     ],
 )
@@ -87,7 +109,9 @@ def test_exchanges_of_what_the_step_got_are_carried(segments, carried):
 
 def test_what_waits_for_an_exchange_without_peers_is_not_carried():
     """A plain loop makes such an exchange among its computation."""
-    made = program(("compute", (BATCH,)), ("collective", (STATE,)), ("collective", (3,)), ("compute", (2, 4)))
+    made = program(
+        ("compute", (BATCH,)), ("collective", (STATE,)), ("collective", (3,)), ("compute", (2, 4))
+    )
     assert made.order.carried == {1, 2}
     work, first, *others = made.segments
     first = replace(first, exchanges=(replace(first.exchanges[0], axes=("one",)),))
@@ -125,7 +149,8 @@ def test_in_no_order_is_a_value_read_that_was_overwritten(made, random):
             [
                 s
                 for s in to_run
-                if ran.issuperset(order.needs[s.index]) and (committed or s.index not in order.after_commit)
+                if ran.issuperset(order.needs[s.index])
+                and (committed or s.index not in order.after_commit)
             ]
         )
         assert overwritten.isdisjoint(segment.inputs)
@@ -140,5 +165,7 @@ def test_what_ran_before_follows_from_needs_and_the_commit(made):
     order = made.order
     for n in range(len(made.segments)):
         first = {*order.needs[n], *(s.index for s in made.collectives if n in order.after_commit)}
-        before = first.union(*({m for m in range(each) if order.after[each] >> m & 1} for each in first))
+        before = first.union(
+            *({m for m in range(each) if order.after[each] >> m & 1} for each in first)
+        )
         assert {m for m in range(n) if order.after[n] >> m & 1} == before

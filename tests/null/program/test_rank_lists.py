@@ -1,4 +1,6 @@
-"""Lists of mpi4jax calls, run against each other: what fits, what blocks, and what is said of it."""
+"""Lists of mpi4jax calls, run against each other: what fits, what blocks, and what is said of
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcross.program.ir import Exchange
-from jaxcross.program.rank_lists import all_senders_known, decode, encode, expects_unknown, mismatch, partners
+from jaxcross.program.rank_lists import (
+    all_senders_known,
+    decode,
+    encode,
+    expects_unknown,
+    mismatch,
+    partners,
+)
 
 WORLD = (0, 1, 2, 3)
 
 
-def call(op: str, *, shape: tuple[int, ...] = (4,), dtype: str = "float32", **params: Any) -> Exchange:
+def call(
+    op: str, *, shape: tuple[int, ...] = (4,), dtype: str = "float32", **params: Any
+) -> Exchange:
     """A call of mpi4jax on a communicator of all ranks, unless `ranks` says otherwise."""
     params = {"ranks": WORLD, **params}
-    return Exchange(op=f"mpi.{op}", axes=(), dtype=dtype, shape=shape, params=tuple(params.items()), source="run.py:7")
+    return Exchange(
+        op=f"mpi.{op}",
+        axes=(),
+        dtype=dtype,
+        shape=shape,
+        params=tuple(params.items()),
+        source="run.py:7",
+    )
 
 
 def send(dest: int | None, tag: int = 0, **more: Any) -> Exchange:
@@ -45,7 +63,9 @@ FITTING = {
     "one sends, one receives": lists([send(1)], [recv(0)]),
     "sends are buffered": lists([send(1), recv(1)], [send(0), recv(0)]),
     "a domain with walls": lists(
-        [send(1), recv(1)], [recv(0), send(0), send(2), recv(2)], [recv(1), send(1), send(3), recv(3)],
+        [send(1), recv(1)],
+        [recv(0), send(0), send(2), recv(2)],
+        [recv(1), send(1), send(3), recv(3)],
         [recv(2), send(2)],
     ),
     "a ring": lists(*([sendrecv((r - 1) % 4, (r + 1) % 4)] for r in WORLD)),
@@ -55,40 +75,61 @@ FITTING = {
     "scatter is larger at the root": lists(
         *([call("scatter", shape=(4, 3) if r == 2 else (3,), root=2)] for r in WORLD)
     ),
-    "groups that do not overlap": lists(*([call("allreduce", ranks=g, reduction="SUM")] for g in ((0, 1), (0, 1)))),
+    "groups that do not overlap": lists(
+        *([call("allreduce", ranks=g, reduction="SUM")] for g in ((0, 1), (0, 1)))
+    ),
     "barriers of any shape": lists(*([call("barrier", shape=(0,))] for _ in WORLD)),
     "a ring that closes at a rank that comes last": lists(
-        [sendrecv(3, 3)], [], [recv(3, 1)], [send(2, 1), sendrecv(0, 0)],
+        [sendrecv(3, 3)],
+        [],
+        [recv(3, 1)],
+        [send(2, 1), sendrecv(0, 0)],
     ),
     "any source is not run": lists([recv("any")], []),
     "loops are not run": lists([recv(1, **LOOP)], [recv(0)]),
     "two communicators look alike": lists([recv(1, comm="#1")], [recv(0)]),
-}  # fmt: skip
+}
 BLOCKING = {
     "both receive first": (lists([recv(1), send(1)], [recv(0), send(0)]), (0, 1)),
     "rows and columns in opposite order": (
         lists(
-            [call("barrier", **TOP), call("barrier", **LEFT)], [call("barrier", **TOP), call("barrier", **RIGHT)],
-            [call("barrier", **LEFT)], [call("barrier", **RIGHT)],
-        ) | {0: [call("barrier", **LEFT), call("barrier", **TOP)], 2: []},
+            [call("barrier", **TOP), call("barrier", **LEFT)],
+            [call("barrier", **TOP), call("barrier", **RIGHT)],
+            [call("barrier", **LEFT)],
+            [call("barrier", **RIGHT)],
+        )
+        | {0: [call("barrier", **LEFT), call("barrier", **TOP)], 2: []},
         (0, 1, 3),
     ),
-    "a chain that comes round": (lists(*([recv((r - 1) % 3), send((r + 1) % 3)] for r in range(3))), (0, 1, 2)),
+    "a chain that comes round": (
+        lists(*([recv((r - 1) % 3), send((r + 1) % 3)] for r in range(3))),
+        (0, 1, 2),
+    ),
     "another tag": (lists([send(1, 5)], [recv(0, 6)]), (1,)),
-    "one rank makes no call": (lists([call("barrier")], [call("barrier")], [call("barrier")], []), (0, 1, 2)),
-    "a barrier before a send": (lists([call("barrier", **TOP)], [recv(0), call("barrier", **TOP)]), (0, 1)),
-}  # fmt: skip
+    "one rank makes no call": (
+        lists([call("barrier")], [call("barrier")], [call("barrier")], []),
+        (0, 1, 2),
+    ),
+    "a barrier before a send": (
+        lists([call("barrier", **TOP)], [recv(0), call("barrier", **TOP)]),
+        (0, 1),
+    ),
+}
 UNFIT = {
     "another type": (lists([send(1)], [recv(0, dtype="int32")]), "int32"),
     "a shorter message": (lists([send(1, shape=(3,))], [recv(0)]), "as many elements"),
     "another operator": (
-        lists(*([call("allreduce", ranks=(0, 1), reduction=op)] for op in ("SUM", "MAX"))), "operator MAX",
+        lists(*([call("allreduce", ranks=(0, 1), reduction=op)] for op in ("SUM", "MAX"))),
+        "operator MAX",
     ),
-    "another collective": (lists([call("bcast", root=0, **TOP)], [call("allgather", **TOP)]), "`allgather`"),
+    "another collective": (
+        lists([call("bcast", root=0, **TOP)], [call("allgather", **TOP)]),
+        "`allgather`",
+    ),
     "another root": (lists(*([call("bcast", root=r, **TOP)] for r in (0, 1))), "root 1"),
     "a message that is not received": (lists([send(1)], []), "does not receive it"),
     "no such rank": (lists([send(9)]), "ranks 0 to 3 only"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FITTING)
@@ -132,7 +173,8 @@ def test_receives_from_any_source_count_their_senders() -> None:
     assert all_senders_known({**calls, 2: [send(0)]}, 0)
 
 
-# Random schedules. Each event is valid by itself, and every rank has its part of the events in one order: that fits.
+# Random schedules. Each event is valid by itself, and every rank has its part of the events in one
+# order: that fits.
 
 COMMS = (WORLD, (0, 1), (2, 3), (1, 2, 3), (3, 0))
 
@@ -147,10 +189,14 @@ def schedules(draw: st.DrawFn) -> dict[int, list[Exchange]]:
             source, dest = draw(st.permutations(range(len(ranks))))[:2]
             tag = draw(st.integers(0, 1))
             found[ranks[source]].append(send(dest, tag, ranks=ranks))
-            found[ranks[dest]].append(recv(source, draw(st.sampled_from(["any", tag])), ranks=ranks))
+            found[ranks[dest]].append(
+                recv(source, draw(st.sampled_from(["any", tag])), ranks=ranks)
+            )
         elif kind == "ring":
             for n, rank in enumerate(ranks):
-                found[rank].append(sendrecv((n - 1) % len(ranks), (n + 1) % len(ranks), ranks=ranks))
+                found[rank].append(
+                    sendrecv((n - 1) % len(ranks), (n + 1) % len(ranks), ranks=ranks)
+                )
         else:
             for rank in ranks:
                 more = {"reduction": "SUM"} if kind == "allreduce" else {}
@@ -164,7 +210,9 @@ def test_a_schedule_in_one_order_fits(calls: dict[int, list[Exchange]]) -> None:
 
 
 @given(schedules(), st.data())
-def test_swapping_two_calls_is_an_error_if_it_blocks(calls: dict[int, list[Exchange]], data: st.DataObject) -> None:
+def test_swapping_two_calls_is_an_error_if_it_blocks(
+    calls: dict[int, list[Exchange]], data: st.DataObject
+) -> None:
     """Two calls that are swapped are an error exactly where they block."""
     rank = data.draw(st.sampled_from([r for r in WORLD if len(calls[r]) > 1] or [0]))
     if len(calls[rank]) > 1:
@@ -190,8 +238,15 @@ def terminal_states(calls: dict[int, list[Exchange]]) -> set[bool]:
     return ends
 
 
-def moves(calls: dict[int, list[Exchange]], at: tuple[int, ...], sent: frozenset[int], mail: tuple[Any, ...]) -> Any:
-    """The states that one move of one rank leads to. `mail`: messages on their way, `(comm, source, dest, tag)`."""
+def moves(
+    calls: dict[int, list[Exchange]],
+    at: tuple[int, ...],
+    sent: frozenset[int],
+    mail: tuple[Any, ...],
+) -> Any:
+    """The states that one move of one rank leads to. `mail`: messages on their way, `(comm, source,
+    dest, tag)`.
+    """
     here = {r: calls[r][at[r]] for r in WORLD if at[r] < len(calls[r])}
     for r, x in here.items():
         p = dict(x.params)
@@ -202,7 +257,10 @@ def moves(calls: dict[int, list[Exchange]], at: tuple[int, ...], sent: frozenset
             yield (at, sent | {r}, letters) if "source" in p else (step, sent, letters)
         elif "source" in p:
             mine = (ranks, ranks[p["source"]], r)
-            n = next((n for n, m in enumerate(mail) if m[:3] == mine and p["recv_tag"] in ("any", m[3])), None)
+            n = next(
+                (n for n, m in enumerate(mail) if m[:3] == mine and p["recv_tag"] in ("any", m[3])),
+                None,
+            )
             if n is not None:
                 yield step, sent - {r}, mail[:n] + mail[n + 1 :]
         elif all(here.get(k) == x for k in ranks):

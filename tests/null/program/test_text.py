@@ -23,13 +23,25 @@ SUM = Exchange(op="psum", axes=("batch",), dtype="float32", shape=(4, 2), source
 def program(**changes: Any) -> Program:
     """Gradient of 0 and 1 -> 2, its sum -> 3, a new 0 -> 4."""
     plain = Program(
-        name="step", axes=(("batch", 2),), values=(MATRIX,) * 5, inputs=(0, 1), outputs=(4,), donated=frozenset({0}),
+        name="step",
+        axes=(("batch", 2),),
+        values=(MATRIX,) * 5,
+        inputs=(0, 1),
+        outputs=(4,),
+        donated=frozenset({0}),
         segments=(
             Segment(index=0, kind="compute", inputs=(0, 1), outputs=(2,), last_uses=(1,)),
-            Segment(index=1, kind="collective", inputs=(2,), outputs=(3,), last_uses=(2,), exchanges=(SUM,)),
+            Segment(
+                index=1,
+                kind="collective",
+                inputs=(2,),
+                outputs=(3,),
+                last_uses=(2,),
+                exchanges=(SUM,),
+            ),
             Segment(index=2, kind="compute", inputs=(0, 3), outputs=(4,), last_uses=(0, 3)),
         ),
-    )  # fmt: skip
+    )
     return replace(plain, **changes)
 
 
@@ -41,7 +53,8 @@ def with_segment(at: int, **changes: Any) -> Program:
 
 def test_prints_one_line_a_segment() -> None:
     assert str(program()) == (
-        "program step over batch=2\n0 compute <- inputs\n1 collective psum [32 B] <- 0\n2 compute <- 1"
+        "program step over batch=2\n0 compute <- inputs\n1 collective psum [32 B] <- 0\n2 compute "
+        "<- 1"
     )
 
 
@@ -64,21 +77,35 @@ def test_text_parses_back_to_the_same_text() -> None:
 )
 def test_parameters_of_exchanges_survive(params: Any) -> None:
     exchange = Exchange(op="mpi.allreduce", axes=(), dtype="key<fry>", shape=(), params=params)
-    text = with_segment(1, exchanges=(exchange, replace(SUM, axes=("a", "b"), dtype="bfloat16", shape=()))).text()
+    text = with_segment(
+        1, exchanges=(exchange, replace(SUM, axes=("a", "b"), dtype="bfloat16", shape=()))
+    ).text()
     assert parse(text).text() == text
     assert parse(text).segments[1].exchanges[0] == exchange
 
 
 def test_weak_and_scalar_types_survive() -> None:
-    values = (Aval(shape=(), dtype="float32", weak_type=True), Aval(shape=(3,), dtype="key<fry>"), *[MATRIX] * 3)
+    values = (
+        Aval(shape=(), dtype="float32", weak_type=True),
+        Aval(shape=(3,), dtype="key<fry>"),
+        *[MATRIX] * 3,
+    )
     assert parse(program(values=values).text()).values == values
 
 
 @pytest.mark.parametrize(
     ("line", "wrong", "message"),
     [
-        (6, "0 both <- inputs | 0-1 -> 2 | dies 1", "line 7 of the program is not understood: `0 both"),
-        (6, "0 compute <- inputs", "line 7 of the program is not understood: `0 compute <- inputs`"),
+        (
+            6,
+            "0 both <- inputs | 0-1 -> 2 | dies 1",
+            "line 7 of the program is not understood: `0 both",
+        ),
+        (
+            6,
+            "0 compute <- inputs",
+            "line 7 of the program is not understood: `0 compute <- inputs`",
+        ),
         (8, "    psum batch", "line 9 of the program is not understood: `    psum batch`"),
         (10, "value 0 float32", "line 11 of the program is not understood: `value 0 float32`"),
         (2, "", "the program lacks the line(s) inputs"),
@@ -124,32 +151,62 @@ def test_verify_marks_the_invalid_segment_in_context() -> None:
     with pytest.raises(InternalError) as error:
         verify(with_segment(1, inputs=(4,)))
     assert str(error.value).splitlines()[1:] == [
-        "    0 compute <- inputs", "--> 1 collective psum [32 B] <- 2", "    2 compute <- 1",
-    ]  # fmt: skip
+        "    0 compute <- inputs",
+        "--> 1 collective psum [32 B] <- 2",
+        "    2 compute <- 1",
+    ]
 
 
 def test_signature_holds_exchanges_and_nothing_local() -> None:
-    assert program().exchange_signature() == ("axes batch=2\npsum batch float32[4, 2]\nexchanges of each segment: 1")
+    assert program().exchange_signature() == (
+        "axes batch=2\npsum batch float32[4, 2]\nexchanges of each segment: 1"
+    )
     other = with_segment(0, outputs=(2,), last_uses=(1,))
-    assert replace(other, name="other", donated=frozenset()).exchange_hash() == program().exchange_hash()
-    for change in ({"dtype": "int32"}, {"shape": (8,)}, {"op": "pmax"}, {"axes": ("b",)}, {"params": (("x", 1),)}):
-        assert with_segment(1, exchanges=(replace(SUM, **change),)).exchange_hash() != program().exchange_hash()
-    assert program_digest(with_segment(1, exchanges=(replace(SUM, source="elsewhere"),))) == program_digest(program())
+    assert (
+        replace(other, name="other", donated=frozenset()).exchange_hash()
+        == program().exchange_hash()
+    )
+    for change in (
+        {"dtype": "int32"},
+        {"shape": (8,)},
+        {"op": "pmax"},
+        {"axes": ("b",)},
+        {"params": (("x", 1),)},
+    ):
+        assert (
+            with_segment(1, exchanges=(replace(SUM, **change),)).exchange_hash()
+            != program().exchange_hash()
+        )
+    assert program_digest(
+        with_segment(1, exchanges=(replace(SUM, source="elsewhere"),))
+    ) == program_digest(program())
     assert 0 <= program().exchange_hash() < 2**62
 
 
 def test_digest_sees_structure_types_and_donation() -> None:
-    programs = program(), program(donated=frozenset()), program(values=(MATRIX,) * 6), with_segment(2, last_uses=(3,))
+    programs = (
+        program(),
+        program(donated=frozenset()),
+        program(values=(MATRIX,) * 6),
+        with_segment(2, last_uses=(3,)),
+    )
     assert len({program_digest(p) for p in programs}) == 4
 
 
 def test_mismatch_of_widths_names_the_64_bit_types() -> None:
-    """Ranks whose exchanges differ in the width of their elements only are told of `jax_enable_x64`."""
+    """Ranks whose exchanges differ in the width of their elements only are told of
+    `jax_enable_x64`.
+    """
     mine = program().exchange_signature()
     theirs = with_segment(1, exchanges=(replace(SUM, dtype="float64"),)).exchange_signature()
     message = signature_mismatch("step", [mine, theirs])
-    assert message.startswith("ranks 0 and 1 exchange elements of different widths in `step`: exchange 1 is\n")
-    assert "rank 0: psum batch float32[4, 2]" in message and "rank 1: psum batch float64[4, 2]" in message
+    assert message.startswith(
+        "ranks 0 and 1 exchange elements of different widths in `step`: exchange 1 is\n"
+    )
+    assert (
+        "rank 0: psum batch float32[4, 2]" in message
+        and "rank 1: psum batch float64[4, 2]" in message
+    )
     assert "`JAX_ENABLE_X64`" in message and "branch" not in message
 
 
@@ -159,15 +216,19 @@ def test_mismatch_names_both_ranks_and_the_first_line() -> None:
     theirs = with_segment(1, exchanges=(replace(SUM, shape=(8,)),)).exchange_signature()
     message = signature_mismatch("step", [mine, mine, theirs])
     assert message.startswith("ranks 0 and 2 exchange different things in `step`: exchange 1 is\n")
-    assert "rank 0: psum batch float32[4, 2]" in message and "rank 2: psum batch float32[8]" in message
+    assert (
+        "rank 0: psum batch float32[4, 2]" in message and "rank 2: psum batch float32[8]" in message
+    )
     more = with_segment(1, exchanges=(SUM, replace(SUM, op="pmax"))).exchange_signature()
-    assert "exchange 2 is\n    rank 0: (no further exchange)\n    rank 1: pmax" in signature_mismatch(
-        "step", [mine, more]
+    assert (
+        "exchange 2 is\n    rank 0: (no further exchange)\n    rank 1: pmax"
+        in signature_mismatch("step", [mine, more])
     )
     parted = more.replace("segment: 2", "segment: 1, 1")
     message = signature_mismatch("step", [more, parted])
     assert message.startswith(
-        "ranks 0 and 1 divide the exchanges of `step` into segments differently, by number in each:\n"
+        "ranks 0 and 1 divide the exchanges of `step` into segments differently, by number in "
+        "each:\n"
     )
     assert "\n    rank 0: 2\n    rank 1: 1, 1\n" in message
     with pytest.raises(ValueError, match="the signatures are equal"):
@@ -175,12 +236,15 @@ def test_mismatch_names_both_ranks_and_the_first_line() -> None:
 
 
 def test_a_parsed_program_cannot_be_compiled() -> None:
-    with pytest.raises(ValueError, match="^program `step` was read from text and has no equations to compile"):
+    with pytest.raises(
+        ValueError, match="^program `step` was read from text and has no equations to compile"
+    ):
         stages.compile(parse(program().text()))
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (26_214_400, "26.2 MB"), (3e9, "3.0 GB")]
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (26_214_400, "26.2 MB"), (3e9, "3.0 GB")],
 )
 def test_bytes_as_people_read_them(count: int, text: str) -> None:
     assert human_bytes(count) == text
@@ -199,5 +263,8 @@ def test_any_axis_name_survives(name: str) -> None:
 
 def test_axes_that_are_not_understood() -> None:
     text = program().text().replace("axes batch=2", "axes batch=two")
-    with pytest.raises(ValueError, match="^line 2 of the program is not understood: `axes batch=two` \\(no axes like"):
+    with pytest.raises(
+        ValueError,
+        match="^line 2 of the program is not understood: `axes batch=two` \\(no axes like",
+    ):
         parse(text)

@@ -1,4 +1,6 @@
-"""No run is faster than its bound, and no part of what it lost is negative: whatever the simulator can make."""
+"""No run is faster than its bound, and no part of what it lost is negative: whatever the simulator
+can make.
+"""
 
 import json
 import random
@@ -28,10 +30,14 @@ POLICIES = ("round-robin", "weighted", "sequential")
 
 
 def random_graph(rng):
-    """A backward pass in pieces, each with its exchange, some beside the next piece, and an update."""
+    """A backward pass in pieces, each with its exchange, some beside the next piece, and an
+    update.
+    """
     kinds, needs, pieces = [], [], rng.randint(1, 4)
     exchanges = []
-    if rng.random() < 0.5:  # all pieces before all exchanges: each travels while later ones of lower number compute
+    if (
+        rng.random() < 0.5
+    ):  # all pieces before all exchanges: each travels while later ones of lower number compute
         kinds = ["compute"] * pieces + ["collective"] * pieces
         needs = [(n - 1,) if n else () for n in range(pieces)] + [(n,) for n in range(pieces)]
         exchanges = list(range(pieces, 2 * pieces))
@@ -45,9 +51,12 @@ def random_graph(rng):
         exchanges.append(len(kinds) - 1)
     last = len(kinds)
     return StepGraph(
-        kinds=(*kinds, "compute"), needs=(*needs, tuple(exchanges)), after_commit=frozenset({last}),
-        signature=rng.randrange(9), text="x",
-    )  # fmt: skip
+        kinds=(*kinds, "compute"),
+        needs=(*needs, tuple(exchanges)),
+        after_commit=frozenset({last}),
+        signature=rng.randrange(9),
+        text="x",
+    )
 
 
 def loop(rng, graph, seconds, steps, *, jitter, think, fails_at=-1):
@@ -67,8 +76,19 @@ def simulated(seed, kind):
     for _ in range(jobs + pending):
         graph = random_graph(rng)
         seconds = tuple(scale * rng.choice((0.0, 0.1, rng.random(), 1.0)) for _ in graph.kinds)
-        plans.append((graph, seconds, rng.choice((0, 1, 2, 3, 6, 20)), scale * rng.choice((0, 0, 5)) * rng.random()))
-    fault = (rng.randrange(ranks), rng.randrange(jobs), rng.randrange(4)) if rng.random() < 0.3 else (-1, -1, -1)
+        plans.append(
+            (
+                graph,
+                seconds,
+                rng.choice((0, 1, 2, 3, 6, 20)),
+                scale * rng.choice((0, 0, 5)) * rng.random(),
+            )
+        )
+    fault = (
+        (rng.randrange(ranks), rng.randrange(jobs), rng.randrange(4))
+        if rng.random() < 0.3
+        else (-1, -1, -1)
+    )
 
     def script(rank, job):
         graph, seconds, steps, think = plans[job]
@@ -81,28 +101,41 @@ def simulated(seed, kind):
     results = Simulation(
         [[script(rank, job) for job in range(jobs)] for rank in range(ranks)],
         policy={"round-robin": RoundRobin(), "weighted": weights, "sequential": Sequential()}[kind],
-        depth=rng.randint(1, 3), vote_s=scale * rng.choice((0.0, 0.05)), backoff_s=lambda level: scale * 2.0**level,
+        depth=rng.randint(1, 3),
+        vote_s=scale * rng.choice((0.0, 0.05)),
+        backoff_s=lambda level: scale * 2.0**level,
         exchange_s=lambda job, *_: lengths[job],
         adds=[
             (scale * 10 * rng.random(), rank, f"j{n}", script(rank, jobs + n))
-            for n in range(pending) for rank in range(ranks)
+            for n in range(pending)
+            for rank in range(ranks)
         ],
-        requests=[(scale * 10 * rng.random(), 0, rng.randrange(jobs), JobRequest.STOP)] if rng.random() < 0.2 else (),
+        requests=[(scale * 10 * rng.random(), 0, rng.randrange(jobs), JobRequest.STOP)]
+        if rng.random() < 0.2
+        else (),
         check=False,
-    ).run()  # fmt: skip
+    ).run()
     spans, wall_ns = [], {}
     for rank, result in enumerate(results):
         clock, free = rng.randrange(100 * S), 0
         for span in sorted(result.spans, key=lambda span: span.start_ns):
-            if span.kind == "collective":  # the simulator notes when the last rank came, a rank when it came itself
+            if (
+                span.kind == "collective"
+            ):  # the simulator notes when the last rank came, a rank when it came itself
                 arrived = max(span.ready_ns, free)
                 span, free = replace(span, start_ns=min(arrived, span.start_ns)), span.end_ns
-            times = {name: getattr(span, name) + clock for name in ("start_ns", "end_ns", "ready_ns")}
+            times = {
+                name: getattr(span, name) + clock for name in ("start_ns", "end_ns", "ready_ns")
+            }
             spans.append(replace(span, **times))
-        # The exchange lane is through at `end_s`; of a job that left, the device may still have a segment then.
+        # The exchange lane is through at `end_s`; of a job that left, the device may still have a
+        # segment then.
         wall_ns[rank] = max([round(result.end_s * 1e9), *(span.end_ns for span in result.spans)])
     names = sorted({span.job for span in spans} | {str(job) for job in range(jobs)})
-    facts = [JobSummary(name=n, steps=max((s.step for s in spans if s.job == n), default=0)) for n in names]
+    facts = [
+        JobSummary(name=n, steps=max((s.step for s in spans if s.job == n), default=0))
+        for n in names
+    ]
     return spans, facts, wall_ns
 
 
@@ -110,7 +143,9 @@ def check_bound(result, rounding):
     assert result.bound_s <= result.period_s + rounding
     assert set(result.lost_s) == set(LOST_TIME)
     assert min(result.lost_s.values()) >= -rounding
-    assert result.bound_s + sum(result.lost_s.values()) == pytest.approx(result.period_s, abs=rounding)
+    assert result.bound_s + sum(result.lost_s.values()) == pytest.approx(
+        result.period_s, abs=rounding
+    )
 
 
 def check_sums(result, *, served=False):
@@ -147,7 +182,9 @@ def test_no_round_is_shorter_than_its_bound(part, seed, kind):
 @settings(max_examples=scaled(50), deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
 def test_exchanges_on_lanes_of_their_own_may_overlap(part, seed, kind):
-    """Parameter servers: each job has its own lane, and a rank's n-th step is not that of another one."""
+    """Parameter servers: each job has its own lane, and a rank's n-th step is not that of another
+    one.
+    """
     rng = random.Random(seed)
     spans, facts, wall_ns = simulated(seed, kind)
     moved = []
@@ -162,9 +199,13 @@ def test_exchanges_on_lanes_of_their_own_may_overlap(part, seed, kind):
 @pytest.mark.parametrize("jobs", [2, 3, 4])
 @pytest.mark.parametrize("steps", [3, 4, 5, 8])
 def test_short_runs_are_measured_over_whole_rounds(jobs, steps):
-    """Equal jobs in turn, one exchange-bound lane: every round takes `jobs` seconds, and no run says less."""
+    """Equal jobs in turn, one exchange-bound lane: every round takes `jobs` seconds, and no run
+    says less.
+    """
     graph = StepGraph(kinds=("compute", "collective"), needs=((), (0,)), signature=1)
-    scripts = [[loop(random.Random(0), graph, (0.5, 0.0), steps, jitter=0, think=0) for _ in range(jobs)]]
+    scripts = [
+        [loop(random.Random(0), graph, (0.5, 0.0), steps, jitter=0, think=0) for _ in range(jobs)]
+    ]
     spans = Simulation(scripts, policy=RoundRobin(), exchange_s=lambda *_: 1.0).run()[0].spans
     facts = [JobSummary(name=str(job), steps=steps) for job in range(jobs)]
     result = break_down(spans, facts, {0: 100 * S})
@@ -173,13 +214,22 @@ def test_short_runs_are_measured_over_whole_rounds(jobs, steps):
 
 
 def test_unequal_rates_share_a_round_of_as_many_steps():
-    """A job that makes three steps of 1 s while the other makes one of 3 s: four job-steps in 6 s."""
+    """A job that makes three steps of 1 s while the other makes one of 3 s: four job-steps in 6
+    s.
+    """
 
     def step(job, number, start, length):
         return Span(
-            rank=0, job=job, step=number, segment=0, kind="compute", lane=0, start_ns=round(start * S),
-            end_ns=round((start + length) * S), ready_ns=round(start * S),
-        )  # fmt: skip
+            rank=0,
+            job=job,
+            step=number,
+            segment=0,
+            kind="compute",
+            lane=0,
+            start_ns=round(start * S),
+            end_ns=round((start + length) * S),
+            ready_ns=round(start * S),
+        )
 
     spans = []
     for n in range(6):
@@ -200,7 +250,12 @@ def test_unequal_rates_share_a_round_of_as_many_steps():
 def as_report(seed, kind):
     spans, facts, wall_ns = simulated(seed, kind)
     wall = {rank: (0, end) for rank, end in wall_ns.items()}
-    return Report(spans=tuple(spans), jobs=tuple(facts), wall_ns=wall, policy=IN_TURN if kind == "sequential" else kind)
+    return Report(
+        spans=tuple(spans),
+        jobs=tuple(facts),
+        wall_ns=wall,
+        policy=IN_TURN if kind == "sequential" else kind,
+    )
 
 
 def test_in_turn_policy_is_recognised_by_its_name():
@@ -225,12 +280,16 @@ def slices_of(events):
     for event in events:
         if event["ph"] == "X":
             start = round(event["ts"] * 1000)
-            tracks.setdefault((event["pid"], event["tid"]), []).append((start, start + round(event["dur"] * 1000)))
+            tracks.setdefault((event["pid"], event["tid"]), []).append(
+                (start, start + round(event["dur"] * 1000))
+            )
     return tracks
 
 
 def check_trace(events):
-    """What viewers demand: arrows go forward, from a slice to a slice, and slices of one track nest."""
+    """What viewers demand: arrows go forward, from a slice to a slice, and slices of one track
+    nest.
+    """
     tracks = slices_of(events)
     for track in tracks.values():
         around = []
@@ -259,24 +318,43 @@ def test_traces_of_all_runs_are_well_formed(tmp_path_factory, part, seed, kind):
             start = span.start_ns + rng.randrange(-(10**6), 10**6)
             end = start + rng.randrange(1 + 2 * (span.end_ns - span.start_ns))
             kind_of_wait = rng.choice(("input", "host", "compile"))
-            waits.append(replace(span, kind=kind_of_wait, segment=-1, start_ns=start, end_ns=end, ready_ns=start))
+            waits.append(
+                replace(
+                    span, kind=kind_of_wait, segment=-1, start_ns=start, end_ns=end, ready_ns=start
+                )
+            )
     report = replace(report, spans=(*report.spans, *waits))
     path = report.to_chrome_trace(tmp_path_factory.mktemp("trace") / "trace.json")
     check_trace(json.loads(path.read_text())["traceEvents"])
 
 
 def test_exchange_beside_backward_has_its_makers_arrow():
-    """Segment 2 computes while segment 1 travels, and is short: it ends first, and made nothing of it."""
+    """Segment 2 computes while segment 1 travels, and is short: it ends first, and made nothing of
+    it.
+    """
 
     def span(kind, segment, start, end, ready):
         return Span(
-            rank=0, job="a", step=1, segment=segment, kind=kind, lane=0, start_ns=start, end_ns=end, ready_ns=ready
+            rank=0,
+            job="a",
+            step=1,
+            segment=segment,
+            kind=kind,
+            lane=0,
+            start_ns=start,
+            end_ns=end,
+            ready_ns=ready,
         )
 
     spans = (
-        span("compute", 0, 0, 1000, 0), span("compute", 2, 1000, 1500, 1000), span("collective", 3, 1010, 9000, 1000),
-        span("compute", 4, 1500, 2000, 1500), span("collective", 5, 9000, 9500, 2000),
-    )  # fmt: skip
+        span("compute", 0, 0, 1000, 0),
+        span("compute", 2, 1000, 1500, 1000),
+        span("collective", 3, 1010, 9000, 1000),
+        span("compute", 4, 1500, 2000, 1500),
+        span("collective", 5, 9000, 9500, 2000),
+    )
     report = Report(spans=spans, jobs=(JobSummary(name="a", steps=1),), wall_ns={0: (0, 10_000)})
-    flows = [(e["ph"], e["ts"]) for e in trace_events(report)["traceEvents"] if e.get("cat") == "flow"]
+    flows = [
+        (e["ph"], e["ts"]) for e in trace_events(report)["traceEvents"] if e.get("cat") == "flow"
+    ]
     assert flows == [("s", 0.9), ("f", 1.01), ("s", 1.95), ("f", 9.0)]

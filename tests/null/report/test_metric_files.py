@@ -27,7 +27,9 @@ def table(folder: Path, job: str = "a") -> list[dict[str, str]]:
     return [{key: value for key, value in row.items() if key != "time"} for row in rows]
 
 
-def logged(folder: Path, *values: object, goes_on: Path | None = None, begin: int | None = None) -> None:
+def logged(
+    folder: Path, *values: object, goes_on: Path | None = None, begin: int | None = None
+) -> None:
     """Logs values after the steps that follow `begin`."""
     files = MetricFiles(folder, goes_on)
     files.claim()
@@ -45,7 +47,10 @@ def logged(folder: Path, *values: object, goes_on: Path | None = None, begin: in
         ({"eval": {"accuracy": 0.5}, "loss": 1.0}, {"eval/accuracy": 0.5, "loss": 1.0}),
         ({"step": 7, "time": 8.0}, {"step_": 7, "time_": 8.0}),
         (0.25, {"value": 0.25}),
-        ({"w": np.arange(2.0), "pair": (1, {"x": 2})}, {"w": [0.0, 1.0], "pair/0": 1, "pair/1/x": 2}),
+        (
+            {"w": np.arange(2.0), "pair": (1, {"x": 2})},
+            {"w": [0.0, 1.0], "pair/0": 1, "pair/1/x": 2},
+        ),
         ({"a/b": 1, "a": {"b": 2}}, {"a/b": 1, "a/b_": 2}),
         ({"loss": float("nan"), "top": float("-inf")}, {"loss": "nan", "top": "-inf"}),
     ],
@@ -54,7 +59,9 @@ def logged(folder: Path, *values: object, goes_on: Path | None = None, begin: in
 def test_a_line_of_a_step(values: object, line: dict[str, Any], tmp_path: Path) -> None:
     logged(tmp_path, values)
     assert written(tmp_path) == [{"step": 1, **line}]
-    assert table(tmp_path) == [{k: str(v) for k, v in {"step": 1, **line}.items() if not isinstance(v, list)}]
+    assert table(tmp_path) == [
+        {k: str(v) for k, v in {"step": 1, **line}.items() if not isinstance(v, list)}
+    ]
 
 
 def test_a_new_metric_gets_a_column(tmp_path: Path) -> None:
@@ -73,7 +80,12 @@ def test_a_restart_drops_later_steps_and_half_a_line(tmp_path: Path) -> None:
     with (folder / "a.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
     logged(folder, {"loss": 30.0}, goes_on=checkpoints, begin=3)
-    assert [(line["step"], line["loss"]) for line in written(folder)] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 30.0)]
+    assert [(line["step"], line["loss"]) for line in written(folder)] == [
+        (1, 0.0),
+        (2, 1.0),
+        (3, 2.0),
+        (4, 30.0),
+    ]
     assert [row["step"] for row in table(folder)] == ["1", "2", "3", "4"]
 
 
@@ -97,7 +109,9 @@ def test_lines_of_a_run_whose_checkpoints_are_gone_stay(tmp_path: Path) -> None:
 
 
 def test_what_is_logged_before_the_state_is_restored(tmp_path: Path) -> None:
-    """It is not known yet where the files are to end: it waits, and a run that goes on has it already."""
+    """It is not known yet where the files are to end: it waits, and a run that goes on has it
+    already.
+    """
     for begin, losses in ((0, [(0, 9.0), (1, 1.0)]), (1, [(0, 9.0), (1, 1.0), (2, 2.0)])):
         files = MetricFiles(tmp_path / "metrics", tmp_path / "checkpoints")
         files.claim()
@@ -155,7 +169,9 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
         files.metrics(job="a", step=step, values={"loss": 1.0})
         files.metrics(job="b", step=step, values={"loss": 1.0})
     files.close()
-    assert [r.getMessage()[:43] for r in caplog.records] == ["Metrics of job `a` are not written from her"]
+    assert [r.getMessage()[:43] for r in caplog.records] == [
+        "Metrics of job `a` are not written from her"
+    ]
     assert len(written(tmp_path / "metrics", "b")) == 3
 
 
@@ -164,7 +180,11 @@ def test_a_line_is_read_as_it_was_logged(tmp_path):
     files = MetricFiles(tmp_path, tmp_path / "checkpoints")
     files.claim()
     files.begin("a", 0)
-    files.metrics(job="a", step=1, values={"loss": math.inf, "step": 3, "eval": {"top": [0.5, math.nan]}, "word": "x"})
+    files.metrics(
+        job="a",
+        step=1,
+        values={"loss": math.inf, "step": 3, "eval": {"top": [0.5, math.nan]}, "word": "x"},
+    )
     files.close()
     again = MetricFiles(tmp_path, tmp_path / "checkpoints")
     again.claim()
@@ -177,7 +197,9 @@ def test_a_line_is_read_as_it_was_logged(tmp_path):
     assert values == {"loss": math.inf, "step": 3, "word": "x"}
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted by way of /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="open files are counted by way of /proc"
+)
 @pytest.mark.parametrize("kind", ["done", "closed"])
 @pytest.mark.parametrize("restores", [True, False])
 def test_files_of_a_job_that_is_over_are_closed(restores: bool, kind: str, tmp_path: Path) -> None:
@@ -194,7 +216,10 @@ def test_files_of_a_job_that_is_over_are_closed(restores: bool, kind: str, tmp_p
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     files.close()
     for job in "abc":
-        assert written(tmp_path / "m", job) == [{"step": 1, "loss": 0.5}, {"step": 2, "accuracy": 0.25}]
+        assert written(tmp_path / "m", job) == [
+            {"step": 1, "loss": 0.5},
+            {"step": 2, "accuracy": 0.25},
+        ]
         assert table(tmp_path / "m", job)[1] == {"step": "2", "loss": "", "accuracy": "0.25"}
 
 
@@ -203,7 +228,9 @@ def test_two_runs_at_once_need_two_folders(tmp_path):
     first, second = (MetricFiles(tmp_path, tmp_path / "checkpoints") for _ in range(2))
     first.claim()
     holder = rf"process {os.getpid()} on host `{os.uname().nodename}` \(started 2[\d: -]+\)"
-    with pytest.raises(ValueError, match=rf"`{tmp_path}` is in use: {holder} writes its metrics there\. Wait until"):
+    with pytest.raises(
+        ValueError, match=rf"`{tmp_path}` is in use: {holder} writes its metrics there\. Wait until"
+    ):
         second.claim()
     first.close()
     second.claim()

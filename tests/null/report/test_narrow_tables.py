@@ -1,4 +1,6 @@
-"""Tables and the lines below them on a terminal of 80 columns: no line is longer, and no number is broken."""
+"""Tables and the lines below them on a terminal of 80 columns: no line is longer, and no number is
+broken.
+"""
 
 import pytest
 
@@ -15,27 +17,54 @@ def report(policy="round-robin"):
     names = ("resnet50-lr-0.1", "a-transformer-with-a-long-name")
     spans = [
         Span(
-            rank=0, job=name, step=n + 1, segment=segment, kind=("compute", "collective")[segment], lane=0,
-            start_ns=start * S, end_ns=(start + 1) * S, ready_ns=start * S,
+            rank=0,
+            job=name,
+            step=n + 1,
+            segment=segment,
+            kind=("compute", "collective")[segment],
+            lane=0,
+            start_ns=start * S,
+            end_ns=(start + 1) * S,
+            ready_ns=start * S,
         )
-        for n in range(6) for j, name in enumerate(names) for segment in (0, 1) for start in [2 * n + j + segment]
-    ]  # fmt: skip
+        for n in range(6)
+        for j, name in enumerate(names)
+        for segment in (0, 1)
+        for start in [2 * n + j + segment]
+    ]
     jobs = [
-        JobSummary(name=name, steps=6, first_step=700, how="stopped", examples_per_step=256, final_loss=1.25)
+        JobSummary(
+            name=name,
+            steps=6,
+            first_step=700,
+            how="stopped",
+            examples_per_step=256,
+            final_loss=1.25,
+        )
         for name in names
     ]
-    return Report.build(spans, jobs=jobs, start_ns=0, end_ns=16 * S, policy=policy, link="emulated link 500mbit")
+    return Report.build(
+        spans, jobs=jobs, start_ns=0, end_ns=16 * S, policy=policy, link="emulated link 500mbit"
+    )
 
 
 def sweep():
-    params = {"lr": 0.001, "width": 1024, "dropout": 0.1, "activation": "a-word-of-thirty-characters-12"}
+    params = {
+        "lr": 0.001,
+        "width": 1024,
+        "dropout": 0.1,
+        "activation": "a-word-of-thirty-characters-12",
+    }
     trials = tuple(
-        SweepTrial(number=n, name=f"t{n}", params=params, status="finished", step=1000, value=0.5) for n in range(2)
+        SweepTrial(number=n, name=f"t{n}", params=params, status="finished", step=1000, value=0.5)
+        for n in range(2)
     )
     return SweepResult(metric="eval/accuracy", mode="max", trials=trials, best=trials[0])
 
 
-@pytest.mark.parametrize("make", [report, sweep, lambda: Comparison.of([report("sequential")], [report()])])
+@pytest.mark.parametrize(
+    "make", [report, sweep, lambda: Comparison.of([report("sequential")], [report()])]
+)
 def test_every_line_fits(monkeypatch, make):
     monkeypatch.setenv("COLUMNS", "80")
     text = str(make())
@@ -56,7 +85,8 @@ def test_a_wide_table_becomes_several(monkeypatch):
     names = ("momentum", "weight_decay", "warmup_steps", "label_smoothing", "dropout")
     params = {name: 0.0001234 + n for n, name in enumerate(names)}
     trials = tuple(
-        SweepTrial(number=n, name=f"t{n}", params=params, status="pruned", step=30000, value=0.5) for n in (17, 18)
+        SweepTrial(number=n, name=f"t{n}", params=params, status="pruned", step=30000, value=0.5)
+        for n in (17, 18)
     )
     text = str(SweepResult(metric="eval/accuracy", mode="max", trials=trials, best=None))
     assert max(map(len, text.splitlines())) <= 80

@@ -1,4 +1,6 @@
-"""What is told of ranks by the files that they left: by hand-made files, and by whatever else a folder may hold."""
+"""What is told of ranks by the files that they left: by hand-made files, and by whatever else a
+folder may hold.
+"""
 
 import json
 import os
@@ -18,13 +20,29 @@ RUN = "h0 1 1"
 
 
 def header(rank, size=4, **other):
-    return {"jaxcross": 1, "run": RUN, "rank": rank, "size": size, "host": "h0", "pid": 100 + rank, "time": 1e9,
-            "at": 0, **other}  # fmt: skip
+    return {
+        "jaxcross": 1,
+        "run": RUN,
+        "rank": rank,
+        "size": size,
+        "host": "h0",
+        "pid": 100 + rank,
+        "time": 1e9,
+        "at": 0,
+        **other,
+    }
 
 
 def begin(token, at_s, what, job="", step=0, segment=-1, number=0):
-    return {"begin": token, "at": int(at_s * 1e9), "what": what, "job": job, "step": step, "segment": segment,
-            "number": number}  # fmt: skip
+    return {
+        "begin": token,
+        "at": int(at_s * 1e9),
+        "what": what,
+        "job": job,
+        "step": step,
+        "segment": segment,
+        "number": number,
+    }
 
 
 def end(token, at_s):
@@ -36,7 +54,13 @@ def beat(at_s):
 
 
 def words(how, at_s, text="", lost=(), standing=""):
-    return {"words": how, "at": int(at_s * 1e9), "text": text, "lost": list(lost), "standing": standing}
+    return {
+        "words": how,
+        "at": int(at_s * 1e9),
+        "text": text,
+        "lost": list(lost),
+        "standing": standing,
+    }
 
 
 def write(folder, rank, *events, size=4, name="rank-{}.jsonl", **other):
@@ -54,8 +78,8 @@ def test_who_is_reported_gone_ended_first(tmp_path):
         write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=5), say)
     write(tmp_path, 2, begin(1, 9, **EXCHANGE | {"what": "compute", "segment": 2}), beat(10.5))
     assert verdict(read(tmp_path)) == (
-        "Rank 2 ended first, without a word (killed, crashed, or out of memory), in job 'b', step 14, segment 2 "
-        "(compute). Ranks 0, 1, 3 waited in job 'b', step 14, segment 3 (exchange)."
+        "Rank 2 ended first, without a word (killed, crashed, or out of memory), in job 'b', step "
+        "14, segment 2 (compute). Ranks 0, 1, 3 waited in job 'b', step 14, segment 3 (exchange)."
     )
 
 
@@ -65,11 +89,14 @@ def test_rank_that_did_not_arrive_is_named(tmp_path):
         late = rank == 2
         first = begin(1, 9, "vote", number=7), end(1, 9.1)
         write(
-            tmp_path, rank, *first, begin(2, 10, "compute", "b", 14, 2) if late else begin(2, 10, **EXCHANGE, number=8)
+            tmp_path,
+            rank,
+            *first,
+            begin(2, 10, "compute", "b", 14, 2) if late else begin(2, 10, **EXCHANGE, number=8),
         )
     assert verdict(read(tmp_path)) == (
-        "Rank 2 had not come to where the others waited, in job 'b', step 14, segment 2 (compute). Ranks 0, 1, 3 "
-        "waited in job 'b', step 14, segment 3 (exchange)."
+        "Rank 2 had not come to where the others waited, in job 'b', step 14, segment 2 (compute). "
+        "Ranks 0, 1, 3 waited in job 'b', step 14, segment 3 (exchange)."
     )
 
 
@@ -84,14 +111,21 @@ def test_nothing_is_made_up_where_nothing_is_known(tmp_path):
     for rank in range(4):
         write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=8), beat(20))
     text = verdict(read(tmp_path))
-    assert text.startswith("All ranks ended without a word within two seconds, after the same number of exchanges, so")
+    assert text.startswith(
+        "All ranks ended without a word within two seconds, after the same number of exchanges, so"
+    )
     assert text.endswith("Ranks 0, 1, 2, 3 waited in job 'b', step 14, segment 3 (exchange).")
 
 
 def test_an_exception_is_quoted_with_its_place(tmp_path):
     place = "in job 'b', step 14, segment 3 (exchange)"
     for rank in range(3):
-        write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=8), words("told", 11, "because of rank 3"))
+        write(
+            tmp_path,
+            rank,
+            begin(1, 10, **EXCHANGE, number=8),
+            words("told", 11, "because of rank 3"),
+        )
     write(tmp_path, 3, words("failed", 10.5, "rank 3 failed with ValueError: x", standing=place))
     assert verdict(read(tmp_path)).startswith(
         f"Rank 3 ended first (rank 3 failed with ValueError: x), {place}. Ranks 0,"
@@ -100,7 +134,14 @@ def test_an_exception_is_quoted_with_its_place(tmp_path):
 
 def test_a_rank_that_left_too_early(tmp_path):
     write(tmp_path, 0, begin(1, 10, **EXCHANGE, number=8), beat(20), size=2)
-    write(tmp_path, 1, begin(1, 9, "vote", number=7), end(1, 9.1), words("left", 9.2, "its script ended"), size=2)
+    write(
+        tmp_path,
+        1,
+        begin(1, 9, "vote", number=7),
+        end(1, 9.1),
+        words("left", 9.2, "its script ended"),
+        size=2,
+    )
     assert verdict(read(tmp_path)).startswith(
         "Rank 1 left first (its script ended), outside of any step. Rank 0 waited"
     )
@@ -109,7 +150,10 @@ def test_a_rank_that_left_too_early(tmp_path):
 def test_a_good_end_and_a_stop(tmp_path):
     for rank in range(2):
         write(tmp_path, rank, words("left", 5), size=2)
-    assert verdict(read(tmp_path)) == "All ranks ended by themselves: their scripts came to their ends."
+    assert (
+        verdict(read(tmp_path))
+        == "All ranks ended by themselves: their scripts came to their ends."
+    )
     for rank in range(2):
         write(tmp_path, rank, words("terminated", 5 + rank, "SIGTERM"), size=2)
     assert verdict(read(tmp_path)).startswith("Rank 0 ended first (SIGTERM)")
@@ -117,7 +161,14 @@ def test_a_good_end_and_a_stop(tmp_path):
 
 def test_place_of_a_rank_between_segments(tmp_path):
     """The place of a rank without a segment under way is reported."""
-    write(tmp_path, 0, begin(1, 1, "compute", "a", 3, 0), end(1, 2), begin(2, 3, "vote", number=1), size=1)
+    write(
+        tmp_path,
+        0,
+        begin(1, 1, "compute", "a", 3, 0),
+        end(1, 2),
+        begin(2, 3, "vote", number=1),
+        size=1,
+    )
     assert read(tmp_path)[0].place == "in vote, after job 'a', step 3, segment 0 (compute)"
     write(tmp_path, 0, begin(1, 1, "compute", "a", 3, 0), begin(2, 3, "vote", number=1), size=1)
     assert read(tmp_path)[0].place == "in vote, next to job 'a', step 3, segment 0 (compute)"
@@ -125,27 +176,44 @@ def test_place_of_a_rank_between_segments(tmp_path):
 
 def test_every_activity_of_a_dead_rank_is_named(tmp_path):
     """All activities in which a dead rank was engaged are named."""
-    exchange, write_out = begin(1, 1, "exchange", "a", 4, 1, number=9), begin(2, 2, "checkpoint", "b", 3)
+    exchange, write_out = (
+        begin(1, 1, "exchange", "a", 4, 1, number=9),
+        begin(2, 2, "checkpoint", "b", 3),
+    )
     write(tmp_path, 0, exchange, write_out, beat(3), size=2)
     write(tmp_path, 1, begin(1, 1, "vote", number=9), beat(9), size=2)
-    assert ", in job 'a', step 4, segment 1 (exchange), next to job 'b', step 3 (checkpoint). " in verdict(
-        read(tmp_path)
+    assert (
+        ", in job 'a', step 4, segment 1 (exchange), next to job 'b', step 3 (checkpoint). "
+        in verdict(read(tmp_path))
     )
-    write(tmp_path, 0, begin(1, 1, "vote", number=9), write_out, begin(3, 1, "compute", "a", 5, 0), beat(3), size=2)
-    beside = "in vote, next to job 'b', step 3 (checkpoint) and job 'a', step 5, segment 0 (compute)"
+    write(
+        tmp_path,
+        0,
+        begin(1, 1, "vote", number=9),
+        write_out,
+        begin(3, 1, "compute", "a", 5, 0),
+        beat(3),
+        size=2,
+    )
+    beside = (
+        "in vote, next to job 'b', step 3 (checkpoint) and job 'a', step 5, segment 0 (compute)"
+    )
     assert f", {beside}. " in verdict(read(tmp_path))
 
 
 def test_a_job_in_its_own_code_is_named_next_to_the_exchange_of_another_one(tmp_path):
-    """A rank that was killed in the code of one job, say by the kernel, may have waited in another job's exchange."""
+    """A rank that was killed in the code of one job, say by the kernel, may have waited in another
+    job's exchange.
+    """
     ended = [begin(n, n, "compute", job, 40 + n, 0) for n, job in enumerate("abc")]
     ended += [end(n, n + 0.5) for n in range(3)]
     over = {"note": "done: ended", "job": "c", "step": 42, "at": 3}
     write(tmp_path, 0, *ended, over, begin(9, 4, "replicas", "b", 41, number=9), beat(5), size=2)
     write(tmp_path, 1, begin(1, 4, "replicas", "b", 41, number=9), beat(20), size=2)
     assert verdict(read(tmp_path)) == (
-        "Rank 0 ended first, without a word (killed, crashed, or out of memory), in job 'b', step 41 (replicas), next "
-        "to job 'a' after step 40 (compute). Rank 1 waited in job 'b', step 41 (replicas)."
+        "Rank 0 ended first, without a word (killed, crashed, or out of memory), in job 'b', step "
+        "41 (replicas), next to job 'a' after step 40 (compute). Rank 1 waited in job 'b', step 41 "
+        "(replicas)."
     )
 
 
@@ -160,7 +228,12 @@ def test_torn_last_line_is_normal_others_are_counted(tmp_path):
 
 def test_a_file_that_follows_another_one(tmp_path):
     write(
-        tmp_path, 0, begin(1, 1, "vote", number=41), begin(2, 2, "compute", "a", 1, 0), size=1, name="rank-{}.old.jsonl"
+        tmp_path,
+        0,
+        begin(1, 1, "vote", number=41),
+        begin(2, 2, "compute", "a", 1, 0),
+        size=1,
+        name="rank-{}.old.jsonl",
     )
     write(tmp_path, 0, begin(1, 1, "vote", number=41), beat(9), size=1)
     (record,) = read(tmp_path)
@@ -190,7 +263,10 @@ def test_a_file_without_a_head_is_skipped_with_a_line(tmp_path, capsys, text, re
     lines = " ".join(capsys.readouterr().out.split())
     assert f"The events of rank 1 are skipped. `{tmp_path / 'rank-1.jsonl'}` {reason}" in lines
     assert "No file of ranks 2:" in lines
-    assert "Rank 1 ended first, without a word (killed, crashed, or out of memory); its events cannot be read." in lines
+    assert (
+        "Rank 1 ended first, without a word (killed, crashed, or out of memory); its events cannot "
+        "be read." in lines
+    )
 
 
 def test_a_folder_without_event_files_is_refused(tmp_path):
@@ -199,7 +275,13 @@ def test_a_folder_without_event_files_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "first", [b"\n", b"[]\n", b'{"jaxcross": 2, "time": 1, "at": 1}\n', b'{"jaxcross":1,"time":NaN,"at":0}\n']
+    "first",
+    [
+        b"\n",
+        b"[]\n",
+        b'{"jaxcross": 2, "time": 1, "at": 1}\n',
+        b'{"jaxcross":1,"time":NaN,"at":0}\n',
+    ],
 )
 def test_another_version_is_refused(tmp_path, first):
     (tmp_path / "rank-0.jsonl").write_bytes(first)
@@ -227,17 +309,37 @@ def test_of_a_huge_file_the_end_is_read(tmp_path, monkeypatch):
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 names = st.sampled_from(
-    ["begin", "end", "at", "what", "job", "step", "segment", "number", "words", "text", "lost", "beat"]
+    [
+        "begin",
+        "end",
+        "at",
+        "what",
+        "job",
+        "step",
+        "segment",
+        "number",
+        "words",
+        "text",
+        "lost",
+        "beat",
+    ]
 )
-lines = st.dictionaries(names, values, max_size=6).map(lambda d: json.dumps(d).encode()) | st.binary(max_size=40)
+lines = st.dictionaries(names, values, max_size=6).map(
+    lambda d: json.dumps(d).encode()
+) | st.binary(max_size=40)
 
 
 @settings(max_examples=scaled(80), deadline=None)
-@given(head=st.fixed_dictionaries({}, optional=dict.fromkeys(header(0), values)), events=st.lists(lines, max_size=6))
+@given(
+    head=st.fixed_dictionaries({}, optional=dict.fromkeys(header(0), values)),
+    events=st.lists(lines, max_size=6),
+)
 def test_whatever_a_file_holds(tmp_path_factory, head, events):
     folder = tmp_path_factory.mktemp("fuzz")
     text = json.dumps({**header(0), **head}).encode()
@@ -250,11 +352,17 @@ def test_whatever_a_file_holds(tmp_path_factory, head, events):
 
 def test_the_command(tmp_path, capsys):
     write(
-        tmp_path, 0, begin(1, 10, "exchange", "[red]b", 14, 3, number=8), words("failed", 11, "no \x1b[2J luck"), size=2
+        tmp_path,
+        0,
+        begin(1, 10, "exchange", "[red]b", 14, 3, number=8),
+        words("failed", 11, "no \x1b[2J luck"),
+        size=2,
     )
     assert cli.main(["doctor", "--post-mortem", str(tmp_path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Rank 0 ended first (no [2J luck), in job '[red]b', step 14, segment 3 (exchange)." in shown
+    assert (
+        "Rank 0 ended first (no [2J luck), in job '[red]b', step 14, segment 3 (exchange)." in shown
+    )
     assert "No file of ranks 1:" in shown
     assert cli.main(["doctor", "--post-mortem", str(tmp_path / "none")]) == 1
     assert "jaxcross doctor: " in capsys.readouterr().err

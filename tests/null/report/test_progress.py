@@ -33,7 +33,9 @@ RUN = RunProgress(
 
 def drawn(run, width=80, most_jobs=10, title="2 ranks, 13 s"):
     out = io.StringIO()
-    Console(file=out, width=width).print(run_table(run, width=width, most_jobs=most_jobs, title=title))
+    Console(file=out, width=width).print(
+        run_table(run, width=width, most_jobs=most_jobs, title=title)
+    )
     return out.getvalue()
 
 
@@ -51,11 +53,23 @@ def test_a_line_has_what_a_person_asks_for():
         (JobProgress(name="a", steps=9), "a: step 0/9, before its first step"),
         (JobProgress(name="a", step=3), "a: step 3"),
         (JobProgress(name="a", step=3, doing="computing", doing_s=1.9), "a: step 3"),
-        (JobProgress(name="a", step=3, doing="computing", doing_s=61), "a: step 3, computing, 1 min 01 s"),
-        (JobProgress(name="a", step=3, doing="compiling", doing_s=0.1), "a: step 3, compiling, 0 s"),
+        (
+            JobProgress(name="a", step=3, doing="computing", doing_s=61),
+            "a: step 3, computing, 1 min 01 s",
+        ),
+        (
+            JobProgress(name="a", step=3, doing="compiling", doing_s=0.1),
+            "a: step 3, compiling, 0 s",
+        ),
         (JobProgress(name="a", step=3, doing="paused"), "a: step 3, paused"),
-        (JobProgress(name="a", step=3, steps=3, steps_per_s=2.0, status="ended"), "a: step 3/3, ended"),
-        (JobProgress(name="a", step=3, steps=9, steps_per_s=2.0, status="failed"), "a: step 3/9, failed"),
+        (
+            JobProgress(name="a", step=3, steps=3, steps_per_s=2.0, status="ended"),
+            "a: step 3/3, ended",
+        ),
+        (
+            JobProgress(name="a", step=3, steps=9, steps_per_s=2.0, status="failed"),
+            "a: step 3/9, failed",
+        ),
     ],
 )
 def test_lines_of_a_job(job, line):
@@ -64,7 +78,14 @@ def test_lines_of_a_job(job, line):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.9, "0 s"), (59.9, "59 s"), (60, "1 min 00 s"), (3599, "59 min 59 s"), (7500, "2 h 05 min"), (3e5, "3 d 11 h")],
+    [
+        (0.9, "0 s"),
+        (59.9, "59 s"),
+        (60, "1 min 00 s"),
+        (3599, "59 min 59 s"),
+        (7500, "2 h 05 min"),
+        (3e5, "3 d 11 h"),
+    ],
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
@@ -80,16 +101,23 @@ def test_many_jobs_share_a_line_those_that_run_first():
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_table_fits_the_terminal(width):
     long = JobProgress(
-        name="a name as long as sweeps make them, lr=0.1", step=123456, steps=1000000, steps_per_s=0.123,
-        metric="eval/accuracy 0.123", doing="waiting for other ranks' data", doing_s=7300,
-    )  # fmt: skip
+        name="a name as long as sweeps make them, lr=0.1",
+        step=123456,
+        steps=1000000,
+        steps_per_s=0.123,
+        metric="eval/accuracy 0.123",
+        doing="waiting for other ranks' data",
+        doing_s=7300,
+    )
     text = drawn(replace(RUN, jobs=(*RUN.jobs, long)), width)
     assert max(map(len, text.splitlines())) <= width
     title, *rows = text.splitlines()
     assert title.strip() == "2 ranks, 13 s"
     assert len(rows) == 4, text
     assert "40/100" in rows[1] and ("3.20" in rows[1]) == (width >= 80)
-    assert "123456/1000000" in rows[3] and ("0.123" in rows[3]) == (width >= 80)  # numbers are never cut
+    assert "123456/1000000" in rows[3] and ("0.123" in rows[3]) == (
+        width >= 80
+    )  # numbers are never cut
     assert rows[2].split() == ["b", "0", "compiling,", "12", "s"]
 
 
@@ -122,7 +150,9 @@ def test_one_metric_is_shown():
     assert metric_text({"accuracy": 0.5, "loss": 0.25}) == "loss 0.250"
     assert metric_text({"eval": {"accuracy": 0.5}, "name": "x"}) == "eval/accuracy 0.500"
     assert metric_text({"n": 10**400}) == "n inf" and metric_text({"n": -(10**400)}) == "n -inf"
-    assert metric_text({}) == metric_text(None) == metric_text({"name": "x", "many": [1.0, 2.0]}) == ""
+    assert (
+        metric_text({}) == metric_text(None) == metric_text({"name": "x", "many": [1.0, 2.0]}) == ""
+    )
 
 
 def test_an_evaluation_does_not_replace_the_loss():
@@ -142,7 +172,10 @@ def test_words_for_what_a_job_does():
 
 
 def test_an_ended_job_waits_for_nothing():
-    assert state_text(JobProgress(name="a", status="stopped", doing="computing", doing_s=9)) == "stopped"
+    assert (
+        state_text(JobProgress(name="a", status="stopped", doing="computing", doing_s=9))
+        == "stopped"
+    )
 
 
 def test_the_file_comes_back_as_it_was(tmp_path):
@@ -170,7 +203,9 @@ def test_a_damaged_file_is_a_clear_error(tmp_path, damage):
     text = damage(RUN.to_json())
     assert text != RUN.to_json()
     (tmp_path / FILE).write_text(text)
-    with pytest.raises(ValueError, match=r"progress\.json` is not the progress of a run, or is of another version"):
+    with pytest.raises(
+        ValueError, match=r"progress\.json` is not the progress of a run, or is of another version"
+    ):
         read_progress(tmp_path)
 
 

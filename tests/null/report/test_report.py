@@ -51,15 +51,22 @@ class Listener:
 def two_ranks():
     listener = Listener()
     common = {"jobs": JOBS, "size": 2, "policy": "round_robin", "link": "emulated link 500mbit"}
-    Report.build(run_of(1, begin=100), rank=1, start_ns=99 * S, end_ns=110 * S, control=listener, **common)
-    return Report.build(run_of(0), rank=0, start_ns=-S, end_ns=10 * S, control=Rehearsed(listener.sent), **common)
+    Report.build(
+        run_of(1, begin=100), rank=1, start_ns=99 * S, end_ns=110 * S, control=listener, **common
+    )
+    return Report.build(
+        run_of(0), rank=0, start_ns=-S, end_ns=10 * S, control=Rehearsed(listener.sent), **common
+    )
 
 
 def test_ranks_are_joined_on_one_clock():
     report = two_ranks()
     assert report.ranks == (0, 1)
     assert Counter(s.rank for s in report.spans) == {0: 18, 1: 18}
-    on = [{(s.job, s.step, s.segment, s.start_ns) for s in report.spans if s.rank == rank} for rank in (0, 1)]
+    on = [
+        {(s.job, s.step, s.segment, s.start_ns) for s in report.spans if s.rank == rank}
+        for rank in (0, 1)
+    ]
     assert on[0] == on[1]
     assert report.wall_ns == {0: (-S, 10 * S), 1: (-S, 10 * S)}
     assert report.rounds.period_s == 2.0
@@ -67,14 +74,21 @@ def test_ranks_are_joined_on_one_clock():
 
 def test_facts_are_those_of_rank_0():
     listener = Listener()
-    facts = [JobSummary(name="a", steps=4, final_loss=loss, metrics={"x": loss}) for loss in (0.5, float("nan"))]
-    Report.build(run_of(0), jobs=facts[:1], rank=0, size=2, start_ns=0, end_ns=10 * S, control=listener)
+    facts = [
+        JobSummary(name="a", steps=4, final_loss=loss, metrics={"x": loss})
+        for loss in (0.5, float("nan"))
+    ]
+    Report.build(
+        run_of(0), jobs=facts[:1], rank=0, size=2, start_ns=0, end_ns=10 * S, control=listener
+    )
 
     class Second:
         def allgather_text(self, text):
             return [*listener.sent, text]
 
-    report = Report.build(run_of(1), jobs=facts[1:], rank=1, size=2, start_ns=0, end_ns=10 * S, control=Second())
+    report = Report.build(
+        run_of(1), jobs=facts[1:], rank=1, size=2, start_ns=0, end_ns=10 * S, control=Second()
+    )
     assert report.jobs == (facts[0],)
 
 
@@ -86,7 +100,9 @@ def test_a_report_of_many_ranks_keeps_the_latest_spans(monkeypatch):
 
 
 def test_several_ranks_need_control():
-    with pytest.raises(ValueError, match="a report of `2` ranks needs `control` to gather their spans"):
+    with pytest.raises(
+        ValueError, match="a report of `2` ranks needs `control` to gather their spans"
+    ):
         Report.build([], jobs=JOBS, start_ns=0, end_ns=1, size=2)
 
 
@@ -102,7 +118,9 @@ def test_json_loads_back_equal(tmp_path):
 
 def test_numbers_that_are_not_finite_load_back(tmp_path):
     facts = [
-        JobSummary(name="a", steps=4, final_loss=float("nan"), metrics={"x": float("-inf"), "y": 0.5}),
+        JobSummary(
+            name="a", steps=4, final_loss=float("nan"), metrics={"x": float("-inf"), "y": 0.5}
+        ),
         JobSummary(name="b", steps=4, final_loss=float("inf"), examples_per_step=float("inf")),
     ]
     report = Report.build(run_of(0), jobs=facts, start_ns=0, end_ns=10 * S)
@@ -116,7 +134,9 @@ def test_numbers_that_are_not_finite_load_back(tmp_path):
 
 def strict(path):
     """Reads JSON as parsers of other languages do."""
-    return json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    return json.loads(
+        path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON")
+    )
 
 
 def test_a_file_that_is_no_report(tmp_path):
@@ -139,8 +159,10 @@ def test_the_table_as_text():
 def test_speed_up_compares_job_steps():
     slow = Report.build(
         [s for step in range(3) for s in (span("compute", "a", step, 4 * step, 4 * step + 4),)],
-        jobs=[JobSummary(name="a", steps=3)], start_ns=0, end_ns=12 * S,
-    )  # fmt: skip
+        jobs=[JobSummary(name="a", steps=3)],
+        start_ns=0,
+        end_ns=12 * S,
+    )
     assert two_ranks().speedup(over=slow) == 4.0
 
 
@@ -157,7 +179,11 @@ def test_chrome_trace_has_the_events_that_viewers_read(tmp_path):
             assert event["ts"] >= 0
         if event["ph"] == "X":
             assert event["dur"] >= 0
-    names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] in ("process_name", "thread_name")}
+    names = {
+        (e["pid"], e["args"]["name"])
+        for e in events
+        if e["name"] in ("process_name", "thread_name")
+    }
     tracks = ("job a", "job b", "compute lane 0", "exchange lane 0")
     assert names == {(r, n) for r in (0, 1) for n in (f"rank {r}", *tracks)}
     tids = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
@@ -177,24 +203,31 @@ def test_arrows_lead_from_compute_to_their_exchange():
     for number, start in starts.items():
         end = ends[number]
         (maker,) = [
-            e for e in slices
+            e
+            for e in slices
             if (e["pid"], e["tid"], e["cat"]) == (start["pid"], start["tid"], "compute")
             and e["ts"] <= start["ts"] < e["ts"] + e["dur"]
-        ]  # fmt: skip
+        ]
         (exchange,) = [
-            e for e in slices
-            if (e["pid"], e["tid"], e["cat"]) == (end["pid"], end["tid"], "collective") and e["ts"] == end["ts"]
-        ]  # fmt: skip
+            e
+            for e in slices
+            if (e["pid"], e["tid"], e["cat"]) == (end["pid"], end["tid"], "collective")
+            and e["ts"] == end["ts"]
+        ]
         assert end["bp"] == "e"
         assert start["ts"] <= end["ts"]
-        assert [maker["args"][k] for k in ("job", "step")] == [exchange["args"][k] for k in ("job", "step")]
+        assert [maker["args"][k] for k in ("job", "step")] == [
+            exchange["args"][k] for k in ("job", "step")
+        ]
 
 
 def test_a_part_of_a_step_behind_the_last_is_named_so():
     from jaxcross.report.chrome import trace_events
 
     spans = tuple(span("compute", "a", step, step, step + 1) for step in (4, 5, 6))
-    report = Report(spans=spans, jobs=(JobSummary(name="a", steps=2, first_step=3),), wall_ns={0: (0, 7 * S)})
+    report = Report(
+        spans=spans, jobs=(JobSummary(name="a", steps=2, first_step=3),), wall_ns={0: (0, 7 * S)}
+    )
     steps = [e["name"] for e in trace_events(report)["traceEvents"] if e.get("cat") == "step"]
     assert steps == ["step 4", "step 5", "step 6, which does not count"]
 
@@ -203,9 +236,17 @@ def test_slices_of_a_job_track_do_not_overlap():
     from jaxcross.report.chrome import trace_events
 
     # the next step's first segment begins before this step's exchange has ended
-    spans = [span("compute", "a", 0, 0, 1), span("collective", "a", 0, 1, 3), span("compute", "a", 1, 2, 4)]
+    spans = [
+        span("compute", "a", 0, 0, 1),
+        span("collective", "a", 0, 1, 3),
+        span("compute", "a", 1, 2, 4),
+    ]
     report = Report.build(spans, jobs=[JobSummary(name="a", steps=2)], start_ns=0, end_ns=4 * S)
-    steps = [(e["ts"], e["ts"] + e["dur"]) for e in trace_events(report)["traceEvents"] if e.get("cat") == "step"]
+    steps = [
+        (e["ts"], e["ts"] + e["dur"])
+        for e in trace_events(report)["traceEvents"]
+        if e.get("cat") == "step"
+    ]
     assert steps == [(0, 3e6), (3e6, 4e6)]
 
 

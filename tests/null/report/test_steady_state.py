@@ -22,10 +22,19 @@ def test_jobs_never_steady_together_have_no_round():
     """b compiles for as long as a trains."""
     spans = [*alone("a", 4), piece("compile", "b", 0, 0, 10), *alone("b", 4, begin=10)]
     result = break_down(spans, facts("a", "b", steps=4), {0: 20 * S})
-    assert result.period_s is result.bound_s is result.efficiency is result.s_per_step is result.examples_per_s is None
+    assert (
+        result.period_s
+        is result.bound_s
+        is result.efficiency
+        is result.s_per_step
+        is result.examples_per_s
+        is None
+    )
     assert (result.lost_s, result.bottleneck, result.steady_share) == ({}, "", 0)
     assert result.shared_share == 0.4  # 8 of 20 s
-    assert [(job.period_s, job.compute_s, job.steps_per_round) for job in result.jobs] == [(2.0, 1.0, 0)] * 2
+    assert [(job.period_s, job.compute_s, job.steps_per_round) for job in result.jobs] == [
+        (2.0, 1.0, 0)
+    ] * 2
 
 
 def test_less_than_a_round_together_is_none():
@@ -64,27 +73,47 @@ def test_an_evaluation_is_no_step():
 
 
 def test_steady_jobs_have_a_round_after_a_third_left():
-    """c has ended before a and b pass their first steps; the round is one of a and b, on both ranks."""
-    spans = [s for rank in (0, 1) for s in (*crossed(8, rank=rank, begin=20), *alone("c", 4, rank=rank))]
+    """c has ended before a and b pass their first steps; the round is one of a and b, on both
+    ranks.
+    """
+    spans = [
+        s for rank in (0, 1) for s in (*crossed(8, rank=rank, begin=20), *alone("c", 4, rank=rank))
+    ]
     result = break_down(spans, facts("a", "b", "c", steps=8), {0: 40 * S, 1: 40 * S})
-    assert (result.period_s, result.bound_s, result.efficiency, result.s_per_step) == (2.0, 2.0, 1.0, 1.0)
+    assert (result.period_s, result.bound_s, result.efficiency, result.s_per_step) == (
+        2.0,
+        2.0,
+        1.0,
+        1.0,
+    )
     assert [job.steps_per_round for job in result.jobs] == [1, 1, 0]
     assert [job.period_s for job in result.jobs] == [2.0, 2.0, 2.0]  # c's own steady state
 
 
 def test_job_leaving_soon_leaves_the_round_to_others():
     """a and c are in steady state together for less than a round, c and b for eight."""
-    spans = [*alone("a", 4), *(replace(s, job={"a": "b", "b": "c"}[s.job]) for s in crossed(10, begin=5))]
+    spans = [
+        *alone("a", 4),
+        *(replace(s, job={"a": "b", "b": "c"}[s.job]) for s in crossed(10, begin=5)),
+    ]
     result = break_down(spans, facts("a", "b", "c", steps=10), {0: 40 * S})
     assert [job.steps_per_round for job in result.jobs] == [0, 1, 1]
     assert result.period_s == 2.0
 
 
 def test_job_leaving_after_two_rounds_does_not_set_it():
-    """a, b and c make two rounds of 3 s after their first steps; then a and b make thirty of 2 s."""
-    spans = [piece("compute", job, n, 3 * n + k, 3 * n + k + 1) for n in range(3) for k, job in enumerate("abc")]
+    """a, b and c make two rounds of 3 s after their first steps; then a and b make thirty of 2
+    s.
+    """
+    spans = [
+        piece("compute", job, n, 3 * n + k, 3 * n + k + 1)
+        for n in range(3)
+        for k, job in enumerate("abc")
+    ]
     spans += [
-        piece("compute", job, n + 3, 9 + 2 * n + k, 10 + 2 * n + k) for n in range(30) for k, job in enumerate("ab")
+        piece("compute", job, n + 3, 9 + 2 * n + k, 10 + 2 * n + k)
+        for n in range(30)
+        for k, job in enumerate("ab")
     ]
     result = break_down(spans, facts("a", "b", "c", steps=33), {0: 70 * S})
     assert [job.steps_per_round for job in result.jobs] == [1, 1, 0]
@@ -119,7 +148,9 @@ def test_one_step_among_many_short_ones_is_no_round():
     spans = [piece("collective", "a", n, 60 * n, 60 * n + 60) for n in range(4)]
     spans += [piece("compute", "b", n, 61 + 6 * n, 67 + 6 * n) for n in range(11)]
     assert (
-        break_down(spans, [JobSummary(name="a", steps=4), JobSummary(name="b", steps=11)], {0: 240 * S}).period_s
+        break_down(
+            spans, [JobSummary(name="a", steps=4), JobSummary(name="b", steps=11)], {0: 240 * S}
+        ).period_s
         is None
     )
 
@@ -130,18 +161,26 @@ def test_jobs_beside_a_job_mid_step_have_a_round():
         *crossed(8, begin=10),
         *(piece("collective", "c", n, *at) for n, at in enumerate(((0, 9), (9, 40), (40, 41)))),
     ]
-    result = break_down(spans, [*facts("a", "b", steps=8), JobSummary(name="c", steps=3)], {0: 50 * S})
+    result = break_down(
+        spans, [*facts("a", "b", steps=8), JobSummary(name="c", steps=3)], {0: 50 * S}
+    )
     assert [job.steps_per_round for job in result.jobs] == [1, 1, 0]
     assert result.period_s == 2.0
 
 
 def test_turns_with_rounds_of_other_jobs_are_separate():
-    """In one turn all three jobs share rounds of 3 s, in another, where c had left, two share rounds of 2 s."""
+    """In one turn all three jobs share rounds of 3 s, in another, where c had left, two share
+    rounds of 2 s.
+    """
 
     def turn(spans):
         return Report.build(spans, jobs=facts("a", "b", "c", steps=8), start_ns=0, end_ns=40 * S)
 
-    every = [piece("compute", job, n, 3 * n + k, 3 * n + k + 1) for n in range(8) for k, job in enumerate("abc")]
+    every = [
+        piece("compute", job, n, 3 * n + k, 3 * n + k + 1)
+        for n in range(8)
+        for k, job in enumerate("abc")
+    ]
     turns = [turn([*crossed(8, begin=20), *alone("c", 4)]), turn(every)]
     pooled = Comparison.of(turns, turns).first
     assert ([job.steps_per_round for job in pooled.jobs], pooled.period_s) == ([1, 1, 1], 3.0)

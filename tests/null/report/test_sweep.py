@@ -31,7 +31,9 @@ def result(mode="max", rows=ROWS):
         for number, params, status, step, value in rows
     )
     best = {"max": 2, "min": 0}[mode]
-    return SweepResult(metric="accuracy", mode=mode, trials=trials, best=trials[best] if len(rows) > 2 else None)
+    return SweepResult(
+        metric="accuracy", mode=mode, trials=trials, best=trials[best] if len(rows) > 2 else None
+    )
 
 
 def test_finished_come_first_then_who_came_farthest():
@@ -43,7 +45,15 @@ def test_table_marks_the_best_and_says_why_one_failed():
     lines = str(result()).splitlines()
     assert lines[0] == "Sweep of 7 trials by accuracy (max): 4 finished, 2 pruned, 1 failed"
     (marked,) = [line for line in lines if "*" in line]
-    assert [cell.strip() for cell in marked.split("│")[1:-1]] == ["*", "2", "0.1235", "-", "0.9312", "30", "finished"]
+    assert [cell.strip() for cell in marked.split("│")[1:-1]] == [
+        "*",
+        "2",
+        "0.1235",
+        "-",
+        "0.9312",
+        "30",
+        "finished",
+    ]
     assert "Best: lr 0.1235, with accuracy 0.9312 after 30 steps." in lines
     assert lines[-1] == "Trial `3` failed: boom"
 

@@ -10,7 +10,9 @@ from jaxcross.report import TensorBoard
 
 
 def points(folder: Path) -> Iterator[tuple[str, int, float]]:
-    """Reads the scalars of a folder's event files: records of a length, its checksum, an event, and its checksum."""
+    """Reads the scalars of a folder's event files: records of a length, its checksum, an event, and
+    its checksum.
+    """
     from tensorboardX.proto.event_pb2 import Event
 
     for path in sorted(folder.glob("events.*")):
@@ -25,12 +27,21 @@ def points(folder: Path) -> Iterator[tuple[str, int, float]]:
 def test_event_files_hold_the_numbers(tmp_path: Path) -> None:
     sink = TensorBoard(tmp_path)
     for step in (1, 2):
-        sink.metrics(job="a/b", step=step, values={"loss": 0.5 / step, "eval": {"accuracy": 0.25}, "w": [1, 2]})
+        sink.metrics(
+            job="a/b",
+            step=step,
+            values={"loss": 0.5 / step, "eval": {"accuracy": 0.25}, "w": [1, 2]},
+        )
         sink.note(job="a/b", kind="status", step=step, value="paused")  # it goes on afterwards
     sink.metrics(job="other", step=7, values={"loss": 3.0})
     for job in ("a/b", "unknown"):
         sink.note(job=job, kind="done", step=2)
-    found = [("loss", 1, 0.5), ("eval/accuracy", 1, 0.25), ("loss", 2, 0.25), ("eval/accuracy", 2, 0.25)]
+    found = [
+        ("loss", 1, 0.5),
+        ("eval/accuracy", 1, 0.25),
+        ("loss", 2, 0.25),
+        ("eval/accuracy", 2, 0.25),
+    ]
     assert list(points(tmp_path / "a%2Fb")) == found
     sink.close()  # a job that failed
     assert list(points(tmp_path / "other")) == [("loss", 7, 3.0)]

@@ -40,7 +40,9 @@ def test_sequential_run_adds_periods_and_blames_order():
     result = break_down(spans, facts("a", "b", steps=4), {0: 16 * S}, in_turn=True)
     assert (result.period_s, result.bound_s, result.efficiency) == (4.0, 2.0, 0.5)
     assert result.s_per_step == 2.0
-    assert result.lost_s == pytest.approx({"order": 2.0, **dict.fromkeys(set(result.lost_s) - {"order"}, 0.0)})
+    assert result.lost_s == pytest.approx(
+        {"order": 2.0, **dict.fromkeys(set(result.lost_s) - {"order"}, 0.0)}
+    )
     assert result.hidden_share == 0
 
 
@@ -70,7 +72,10 @@ def test_waiting_for_a_batch_and_voting_are_named():
     spans = alone("a", 5, gap=0.75)
     for step in range(4):
         end = (step + 1) * 2.75 - 0.75
-        spans += [piece("input", "a", step + 1, end, end + 0.5), piece("vote", "", -1, end + 0.5, end + 0.6)]
+        spans += [
+            piece("input", "a", step + 1, end, end + 0.5),
+            piece("vote", "", -1, end + 0.5, end + 0.6),
+        ]
     result = break_down(spans, facts("a"), {0: 14 * S})
     assert result.lost_s["input"] == pytest.approx(0.5)
     assert result.lost_s["votes"] == pytest.approx(0.1)
@@ -80,21 +85,24 @@ def test_waiting_for_a_batch_and_voting_are_named():
 
 def test_early_rank_waits_for_its_peer():
     """The rank that arrives early waits for its peer."""
-    # rank 0 computes 1 s, rank 1 computes 1.5 s; the exchange itself takes 1 s; clocks differ by 100 s
+    # rank 0 computes 1 s, rank 1 computes 1.5 s; the exchange itself takes 1 s; clocks differ by
+    # 100 s
     early = alone("a", 5, compute=1.0, exchange=1.5, rank=0)
     late = alone("a", 5, compute=1.5, exchange=1.0, rank=1, begin=100)
     result = break_down(early + late, facts("a"), {0: 13 * S, 1: 13 * S})
     assert result.jobs[0].exchange_s == 1.0
     assert result.jobs[0].compute_s == 1.25
     assert (result.period_s, result.bound_s) == (2.5, 2.25)
-    # the slower rank decides the period: what it computes beyond the mean is imbalance, and nothing else is lost
+    # the slower rank decides the period: what it computes beyond the mean is imbalance, and nothing
+    # else is lost
     assert result.lost_s["imbalance"] == pytest.approx(0.25)
     assert result.lost_s["peer"] == result.lost_s["other"] == 0
 
 
 def test_jitter_between_equal_ranks_is_peer_waiting():
     """Jitter between equal ranks is counted as waiting for a peer."""
-    # each rank is late in every other step by 0.5 s, so each computes 1.25 s on average, and the pair 1.5
+    # each rank is late in every other step by 0.5 s, so each computes 1.25 s on average, and the
+    # pair 1.5
     spans = []
     for step in range(5):
         begin = 2.5 * step
@@ -135,7 +143,8 @@ def test_votes_cost_only_what_they_hold_up():
     assert (result.bottleneck, result.period_s, result.bound_s) == ("chain", 2.6, 2.5)
     assert result.lost_s["votes"] == pytest.approx(0.1)
     assert result.lost_s["other"] == pytest.approx(0.0)
-    # exchange-bound, c = 0.5, m = 1: a vote of 0.1 s stands before each of the round's two exchanges
+    # exchange-bound, c = 0.5, m = 1: a vote of 0.1 s stands before each of the round's two
+    # exchanges
     spans = []
     for step in range(6):
         for j, job in enumerate("ab"):
@@ -151,11 +160,16 @@ def test_votes_cost_only_what_they_hold_up():
 
 @pytest.mark.parametrize("ready", [1.2, 1.1])
 def test_vote_waiting_for_a_late_rank_is_peer_waiting(ready):
-    """Rank 0 votes for 1 s, of which rank 1, whose batch is late, takes part in 0.1 s; there may be ready work."""
+    """Rank 0 votes for 1 s, of which rank 1, whose batch is late, takes part in 0.1 s; there may be
+    ready work.
+    """
     early, late = [], []
     for step in range(5):
         t = 3.0 * step
-        late += [piece("compute", "a", step, t, t + 1.0, rank=1), piece("input", "a", step, t + 1.0, t + 1.9, rank=1)]
+        late += [
+            piece("compute", "a", step, t, t + 1.0, rank=1),
+            piece("input", "a", step, t + 1.0, t + 1.9, rank=1),
+        ]
         late += [
             piece("vote", "", 0, t + 1.9, t + 2.0, rank=1),
             piece("collective", "a", step, t + 2.0, t + 3.0, rank=1),
@@ -196,13 +210,19 @@ def test_exchange_beside_own_backward_shortens_chain():
 
 def test_nothing_ran():
     result = break_down([], facts("a", steps=0), {0: S})
-    assert (result.period_s, result.bound_s, result.efficiency, result.hidden_share) == (None, None, None, 0)
+    assert (result.period_s, result.bound_s, result.efficiency, result.hidden_share) == (
+        None,
+        None,
+        None,
+        0,
+    )
     assert result.start_up_s == 1.0
 
 
 def test_exchanges_with_parameter_servers_overlap():
-    """Each job has a lane of its own, and a rank's n-th step has nothing to do with that of another one. A step is one
-    stretch of computing and waiting, its own bound, so that an efficiency would say nothing.
+    """Each job has a lane of its own, and a rank's n-th step has nothing to do with that of another
+    one. A step is one stretch of computing and waiting, its own bound, so that an efficiency would
+    say nothing.
     """
     spans = []
     for rank, pace in ((0, 1), (1, 3)):
@@ -211,7 +231,12 @@ def test_exchanges_with_parameter_servers_overlap():
             spans += [replace(s, lane=1 + lane, label=PARAMETER_SERVER) for s in steps]
     result = break_down(spans, facts("a", "b", steps=6), {0: 80 * S, 1: 80 * S})
     assert result.period_s == 12.0
-    assert (result.bound_s, result.efficiency, result.bottleneck, result.lost_s) == (None, None, "", {})
+    assert (result.bound_s, result.efficiency, result.bottleneck, result.lost_s) == (
+        None,
+        None,
+        "",
+        {},
+    )
     assert [job.exchange_s for job in result.jobs] == [6.0, 6.0]  # the mean of 3 and 9 s
 
 
@@ -223,15 +248,23 @@ def test_bytes_per_step_are_those_of_training_steps():
 
 
 def test_two_of_three_jobs_share_a_part_of_the_run():
-    """The share of the run in which at least two are at work: a and b from 3 to 6 s, none with c."""
+    """The share of the run in which at least two are at work: a and b from 3 to 6 s, none with
+    c.
+    """
     spans = [*alone("a", 3), *alone("b", 3, begin=3), *alone("c", 2, begin=12)]
     assert break_down(spans, facts("a", "b", "c", steps=3), {0: 16 * S}).shared_share == 3 / 16
 
 
 @pytest.mark.parametrize("kind", ["compile", "host"])
 def test_compiling_in_the_steady_state_is_named(kind):
-    """A second program is compiled for 3 s, as that of a step that exchanges after steps that do not."""
-    spans = [*alone("a", 3), piece(kind, "a", 3, 6, 9), *(replace(s, step=s.step + 3) for s in alone("a", 3, begin=9))]
+    """A second program is compiled for 3 s, as that of a step that exchanges after steps that do
+    not.
+    """
+    spans = [
+        *alone("a", 3),
+        piece(kind, "a", 3, 6, 9),
+        *(replace(s, step=s.step + 3) for s in alone("a", 3, begin=9)),
+    ]
     result = break_down(spans, facts("a", steps=6), {0: 15 * S})
     assert result.lost_s["host"] == pytest.approx(3 / 5)
     assert result.lost_s["other"] == 0
@@ -258,8 +291,14 @@ def test_idle_votes_beside_host_work_cost_nothing():
 @pytest.mark.parametrize("ready", [6, 9])
 def test_work_on_all_ranks_at_once_is_no_vote(ready):
     """Saving for 3 s on the exchange lane, whether or not an exchange is ready and waits for it."""
-    spans = [*alone("a", 3), *(replace(s, step=s.step + 3) for s in alone("a", 3, begin=9, compute=0))]
-    spans = [replace(s, ready_ns=ready * S) if s.start_ns == 9 * S and s.kind == "collective" else s for s in spans]
+    spans = [
+        *alone("a", 3),
+        *(replace(s, step=s.step + 3) for s in alone("a", 3, begin=9, compute=0)),
+    ]
+    spans = [
+        replace(s, ready_ns=ready * S) if s.start_ns == 9 * S and s.kind == "collective" else s
+        for s in spans
+    ]
     spans.append(replace(piece("vote", "a", 0, 6, 9), label=TOGETHER))
     lost = break_down(spans, facts("a", steps=6), {0: 15 * S}).lost_s
     assert (lost["host"], lost["votes"], lost["peer"]) == (pytest.approx(3 / 5), 0, 0)
@@ -269,4 +308,6 @@ def test_measured_time_and_the_rest_are_the_run():
     """Ranks leave one after the other."""
     result = break_down(crossed(5), facts("a", "b"), {0: 12 * S, 1: 15 * S})
     assert result.wall_s == 15.0
-    assert result.start_up_s == 15.0 - 9.0  # the first steps of a and b end after 2 and 3 s, the last after 10 and 11
+    assert (
+        result.start_up_s == 15.0 - 9.0
+    )  # the first steps of a and b end after 2 and 3 s, the last after 10 and 11

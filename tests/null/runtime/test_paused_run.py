@@ -1,4 +1,6 @@
-"""A run in which all jobs are paused: who says so, and when nobody is left who could resume them."""
+"""A run in which all jobs are paused: who says so, and when nobody is left who could resume
+them.
+"""
 
 import threading
 
@@ -46,7 +48,9 @@ def test_a_rank_with_a_helper_does_not_vote_and_rank_0_says_that_it_waits(helper
     run = PausedRun(0, 1)
     assert looks(run, [0, 1, 2.9]) == [None] * 3 and not caplog.messages
     assert looks(run, [3, 4, 5]) == [None] * 3
-    assert caplog.messages == ["All jobs that are left are paused: `a`. The run waits for `resume()`."]
+    assert caplog.messages == [
+        "All jobs that are left are paused: `a`. The run waits for `resume()`."
+    ]
     helpers.clear()  # its thread has ended
     assert run.look(6, ["a"]) == "nobody resumes 0 0"
 

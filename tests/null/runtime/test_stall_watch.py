@@ -70,14 +70,19 @@ def test_another_wait_of_the_same_job_begins_anew(world):
 
 
 def status(*whats, job="a", local=False):
-    made = [Activity(job=job, step=4, segment=-1, what=what, number=0, since_s=0.0, local=local) for what in whats]
+    made = [
+        Activity(job=job, step=4, segment=-1, what=what, number=0, since_s=0.0, local=local)
+        for what in whats
+    ]
     return RankStatus(entered=9, waits=tuple(made))
 
 
 def test_for_whom_a_wait_is():
     there, none = status("call of the step"), status()
     assert absent("a", "call of the step", {1: there, 2: there}) == {}
-    assert absent("a", "call of the step", {1: there, 2: none}) == {2: "its job 'a' has not come so far"}
+    assert absent("a", "call of the step", {1: there, 2: none}) == {
+        2: "its job 'a' has not come so far"
+    }
     assert absent("a", "call of the step", {1: status("call of the step", job="b"), 2: there}) == {
         1: "its job 'a' has not come so far"
     }
@@ -90,11 +95,15 @@ def test_rank_waiting_locally_is_not_blamed():
     """A rank that waits for something local to it is not blamed by others."""
     assert absent("a", "batch 4 of data 1", {1: status("batch 4 of data 1", local=True)}) == {}
     assert absent("a", "call of the step", {1: status("evaluation", local=True)}) == {}
-    assert absent("a", "call of the step", {1: status("evaluation")}) == {1: "it waits for its evaluation"}
+    assert absent("a", "call of the step", {1: status("evaluation")}) == {
+        1: "it waits for its evaluation"
+    }
 
 
 def test_what_moves_on_stays_watched_and_begins_anew(world):
-    """A restart drops batch after batch: the others see all the while that this rank waits for its data."""
+    """A restart drops batch after batch: the others see all the while that this rank waits for its
+    data.
+    """
     waits, wait = JobWaits(world), ("a", 4, "own batch 4 of data 1")
     for moved in range(4):
         waits.look({"a": Wait(4, "batch 4 of data 1", own=True, moved=moved)})
@@ -112,11 +121,17 @@ def test_rank_that_just_waited_locally_is_not_blamed():
 
 
 def test_a_wait_for_all_ranks_says_who_is_missing():
-    there, late, busy = status("report", job=""), status("vote", job=""), status("evaluation", local=True)
+    there, late, busy = (
+        status("report", job=""),
+        status("vote", job=""),
+        status("evaluation", local=True),
+    )
     answers, patient = {1: there, 2: late, 3: busy}, partial(missing_ranks, excuse_local=True)
     assert patient("", "report", [1, 2, 3], answers) == {2: "it has not come so far"}
     assert patient("", "report", [1, 3], answers) == {}
-    assert missing_ranks("", "report", [1, 3], answers, excuse_local=False) == {3: "it has not come so far"}
+    assert missing_ranks("", "report", [1, 3], answers, excuse_local=False) == {
+        3: "it has not come so far"
+    }
     assert patient("", "report", [1], answers) is None
     assert patient("a", "report", [1], answers) == {1: "it has not come so far"}
     assert patient("", "report", [1], {1: None}) is None  # who does not answer is named as such

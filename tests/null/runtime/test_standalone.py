@@ -24,7 +24,9 @@ def owner() -> ExchangeOwner:
 def check_goes_on(owner: ExchangeOwner, *, expected: bool, anew: bool = False) -> None:
     """Whether this rank may still exchange, and if it is to agree with the others first."""
     assert owner.must_agree == anew
-    refused = pytest.raises(ExchangeError, match="^`next` cannot exchange: `step` failed halfway on this rank.")
+    refused = pytest.raises(
+        ExchangeError, match="^`next` cannot exchange: `step` failed halfway on this rank."
+    )
     with nullcontext() if expected else refused, owner.step("next"):
         pass
 
@@ -54,32 +56,51 @@ class Execution:
 
 
 def overlapped(execution: Execution, *, is_single_rank: bool = False) -> Any:
-    """A step of three computations and two exchanges between them, on a single rank if `is_single_rank`."""
+    """A step of three computations and two exchanges between them, on a single rank if
+    `is_single_rank`.
+    """
     kinds = ["compute", "collective", "compute", "collective", "compute"]
     psum = SimpleNamespace(op="psum")
-    segments = [SimpleNamespace(index=n, kind=kind, exchanges=[psum]) for n, kind in enumerate(kinds)]
+    segments = [
+        SimpleNamespace(index=n, kind=kind, exchanges=[psum]) for n, kind in enumerate(kinds)
+    ]
     return SimpleNamespace(
         program=SimpleNamespace(name="step", segments=segments),
-        runnables=[SimpleNamespace(segment=segment, is_single_rank=is_single_rank) for segment in segments],
-        awaited=[()] * 5, carried=frozenset[int](), overlaps=not is_single_rank, execution=lambda _: execution,
-    )  # fmt: skip
+        runnables=[
+            SimpleNamespace(segment=segment, is_single_rank=is_single_rank) for segment in segments
+        ],
+        awaited=[()] * 5,
+        carried=frozenset[int](),
+        overlaps=not is_single_rank,
+        execution=lambda _: execution,
+    )
 
 
 @pytest.mark.parametrize(
     ("fails", "waits", "ended", "goes_on"),
-    [(4, -1, [1, 3], True), (1, -1, [], False), (3, -1, [1], False), (-1, 3, [1], False), (2, -1, [1], False),
-     (0, -1, [], True), (-1, 1, [], True)],
-)  # fmt: skip
+    [
+        (4, -1, [1, 3], True),
+        (1, -1, [], False),
+        (3, -1, [1], False),
+        (-1, 3, [1], False),
+        (2, -1, [1], False),
+        (0, -1, [], True),
+        (-1, 1, [], True),
+    ],
+)
 def test_after_an_error_no_exchange_is_left_under_way(
     owner: ExchangeOwner, fails: int, waits: int, ended: list[int], goes_on: bool
 ) -> None:
-    """The caller may catch it and go on if all were made: what it exchanges next has the same communicator. If none was
-    begun, the ranks agree first. After an exchange that failed none is made: the other ranks are still in that one.
+    """The caller may catch it and go on if all were made: what it exchanges next has the same
+    communicator. If none was begun, the ranks agree first. After an exchange that failed none is
+    made: the other ranks are still in that one.
     """
     execution = Execution(fails, waits)
     compiled = overlapped(execution)
     with ThreadPoolExecutor(1) as exchanger:
-        world: Any = SimpleNamespace(exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner)
+        world: Any = SimpleNamespace(
+            exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner
+        )
         with pytest.raises(RuntimeError, match="out of memory"):
             Standalone(world, "step").run(compiled, [], None)
         assert execution.ended == ended
@@ -95,7 +116,9 @@ def test_who_speaks_to_nobody_goes_on_after_any_error(owner: ExchangeOwner, fail
 
 
 class Interrupted(Execution):
-    """Ctrl-C comes in the last segment, while the first exchange is under way and the second one waits for its turn."""
+    """Ctrl-C comes in the last segment, while the first exchange is under way and the second one
+    waits for its turn.
+    """
 
     def __init__(self) -> None:
         super().__init__(fails=-1)
@@ -114,12 +137,14 @@ class Interrupted(Execution):
 
 
 def test_interrupt_leaves_no_exchange_and_begins_none(owner: ExchangeOwner) -> None:
-    """The caller may catch it and save its state: not beside what was under way. The other ranks have perhaps left the
-    step elsewhere.
+    """The caller may catch it and save its state: not beside what was under way. The other ranks
+    have perhaps left the step elsewhere.
     """
     execution = Interrupted()
     with ThreadPoolExecutor(1) as exchanger:
-        world: Any = SimpleNamespace(exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner)
+        world: Any = SimpleNamespace(
+            exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner
+        )
         with pytest.raises(KeyboardInterrupt):
             Standalone(world, "step").run(overlapped(execution), [], None)
         assert execution.ended == [1]
@@ -129,7 +154,9 @@ def test_interrupt_leaves_no_exchange_and_begins_none(owner: ExchangeOwner) -> N
 
 
 class Carried(Execution):
-    """The first segment computes until the exchange behind it in the list is over; so do all that read neither."""
+    """The first segment computes until the exchange behind it in the list is over; so do all that
+    read neither.
+    """
 
     def __init__(self) -> None:
         super().__init__(fails=-1)
@@ -165,14 +192,15 @@ def test_carried_exchange_begins_before_the_computation(owner: ExchangeOwner) ->
 
 
 @pytest.mark.parametrize(
-    ("error", "goes_on"), [(None, True), (ExchangeError("other steps"), True), (KeyboardInterrupt(), False)]
+    ("error", "goes_on"),
+    [(None, True), (ExchangeError("other steps"), True), (KeyboardInterrupt(), False)],
 )
 @pytest.mark.parametrize("carried", [frozenset[int](), frozenset({1})])
 def test_ranks_compare_their_calls_once_before_the_first_exchange(
     owner: ExchangeOwner, error: BaseException | None, goes_on: bool, carried: frozenset[int]
 ) -> None:
-    """Steps that differ are an error on every rank before anything is exchanged. After an interrupt there, the other
-    ranks have perhaps gone on.
+    """Steps that differ are an error on every rank before anything is exchanged. After an interrupt
+    there, the other ranks have perhaps gone on.
     """
     execution: Any = Carried()
     compiled = overlapped(execution)
@@ -186,7 +214,9 @@ def test_ranks_compare_their_calls_once_before_the_first_exchange(
             raise error
 
     with ThreadPoolExecutor(1) as exchanger:
-        world: Any = SimpleNamespace(exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner)
+        world: Any = SimpleNamespace(
+            exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner
+        )
         with nullcontext() if error is None else pytest.raises(type(error)):
             Standalone(world, "step").run(compiled, [], None, compare=compare)
     assert exchanged_before == [[]]
@@ -200,7 +230,9 @@ def test_rank_that_speaks_to_nobody_compares_nothing(owner: ExchangeOwner) -> No
     compare = pytest.fail
     world: Any = SimpleNamespace(exchange_owner=owner)
     step = Standalone(world, "step")
-    assert step.run(overlapped(execution, is_single_rank=True), [], None, compare=compare) == "results"
+    assert (
+        step.run(overlapped(execution, is_single_rank=True), [], None, compare=compare) == "results"
+    )
 
 
 @pytest.mark.parametrize(("every", "due"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (8, [])])
@@ -210,9 +242,16 @@ def test_calls_are_compared_at_the_interval(every: int, due: list[int]) -> None:
 
 
 def test_interval_of_comparisons_is_a_whole_number() -> None:
-    assert [check_interval(env) for env in ({}, {"JAXCROSS_CHECK_CALLS": ""}, {"JAXCROSS_CHECK_CALLS": "20"})] == [
-        1, 1, 20,
-    ]  # fmt: skip
+    assert [
+        check_interval(env)
+        for env in ({}, {"JAXCROSS_CHECK_CALLS": ""}, {"JAXCROSS_CHECK_CALLS": "20"})
+    ] == [
+        1,
+        1,
+        20,
+    ]
     for text in ("0", "-1", "1.5", "often"):
-        with pytest.raises(ValueError, match=r"^`JAXCROSS_CHECK_CALLS` .* whole number of at least 1, .*, got '"):
+        with pytest.raises(
+            ValueError, match=r"^`JAXCROSS_CHECK_CALLS` .* whole number of at least 1, .*, got '"
+        ):
             check_interval({"JAXCROSS_CHECK_CALLS": text})

@@ -53,7 +53,10 @@ def test_nobody_waits_for_a_worker_that_has_finished():
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3, math.inf])
-@given(choices=st.lists(st.integers(0, 3), max_size=60), lengths=st.lists(st.integers(0, 6), min_size=4, max_size=4))
+@given(
+    choices=st.lists(st.integers(0, 3), max_size=60),
+    lengths=st.lists(st.integers(0, 6), min_size=4, max_size=4),
+)
 def test_the_bound_holds_and_everybody_ends(staleness, choices, lengths):
     clocks, able, left, ended = Clocks(4, staleness), {0, 1, 2, 3}, list(lengths), set()
     for choice in [*choices, *[0] * 60]:

@@ -25,7 +25,11 @@ class Adaptive:
             return None
         drawn = random.Random(repr((number, self.heard)))
         self.heard.append(("ask", number))
-        return {"steps": drawn.choice([5, 10, 15, 30]), "gain": drawn.randrange(10), "fails": drawn.random() < 0.1}
+        return {
+            "steps": drawn.choice([5, 10, 15, 30]),
+            "gain": drawn.randrange(10),
+            "fails": drawn.random() < 0.1,
+        }
 
     def report(self, number, step, value):
         self.heard.append(("report", number, step, value))
@@ -36,9 +40,11 @@ class Adaptive:
 
 
 class Machine:
-    """Runs trials in a random order of their steps, and may be killed. Jobs resume from their latest checkpoint.
+    """Runs trials in a random order of their steps, and may be killed. Jobs resume from their
+    latest checkpoint.
 
-    Every other time it is stopped rather than killed: then each job saves the step that it has made.
+    Every other time it is stopped rather than killed: then each job saves the step that it has
+    made.
     """
 
     def __init__(self, rng, folder, make, concurrent):
@@ -50,7 +56,9 @@ class Machine:
         self.log = TrialLog(self.folder)
         self.log.open({})
         self.coordinator = Coordinator(self.make, self.log, concurrent=self.concurrent)
-        self.coordinator.submit = lambda started, _: self.jobs.__setitem__(started.number, self.job(started.number))
+        self.coordinator.submit = lambda started, _: self.jobs.__setitem__(
+            started.number, self.job(started.number)
+        )
         self.jobs = {trial.number: self.job(trial.number) for trial in self.coordinator.running}
 
     def kill(self, stops):
@@ -60,7 +68,12 @@ class Machine:
         self.start()
 
     def job(self, number):
-        return {"begun": False, "step": self.saved.get(number, 0), "waits": False, "returned": False}
+        return {
+            "begun": False,
+            "step": self.saved.get(number, 0),
+            "waits": False,
+            "returned": False,
+        }
 
     def run(self, kills=0):
         left = kills
@@ -113,7 +126,10 @@ class Machine:
 
 
 def outcome(coordinator):
-    rows = [(t.number, t.parameters, t.status, t.step, t.value, t.digest, t.values) for t in coordinator.trials]
+    rows = [
+        (t.number, t.parameters, t.status, t.step, t.value, t.digest, t.values)
+        for t in coordinator.trials
+    ]
     return rows, coordinator.search.heard
 
 
@@ -123,7 +139,9 @@ def outcome(coordinator):
 def test_order_of_threads_and_kills_change_nothing(tmp_path, concurrent, prunes):
     found = []
     for seed in range(5):
-        machine = Machine(random.Random(seed), tmp_path / f"{seed}", lambda _: Adaptive(12, prunes), concurrent)
+        machine = Machine(
+            random.Random(seed), tmp_path / f"{seed}", lambda _: Adaptive(12, prunes), concurrent
+        )
         found.append(outcome(machine.run(kills=3 * seed)))
     assert all(each == found[0] for each in found)
     statuses = [row[2] for row in found[0][0]]
@@ -208,7 +226,10 @@ def test_a_folder_in_use_names_who_has_it(tmp_path):
     first, second = TrialLog(tmp_path), TrialLog(tmp_path)
     first.open({})
     holder = rf"process {os.getpid()} on host `{os.uname().nodename}` \(started 2[\d: -]+\)"
-    with pytest.raises(ValueError, match=rf"^`{tmp_path}` is in use: {holder} sweeps there\. Wait until it has ended"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^`{tmp_path}` is in use: {holder} sweeps there\. Wait until it has ended",
+    ):
         second.open({})
     first.close()
     second.open({})

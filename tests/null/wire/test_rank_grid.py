@@ -28,8 +28,13 @@ def test_row_major_and_one_inferred_size():
 def test_groups_are_positions_within_the_axes():
     mesh = make_rank_grid({"a": 2, "b": 2}, rank=1, size=4)
     assert mesh.group(("a", "b"), [[0, 3], [1, 2]]) == (1, 2)
-    assert mesh.group(("b", "a"), [[0, 3], [1, 2]]) == (2, 1)  # flattened b-major, rank 1 stands at 2
-    with pytest.raises(ValueError, match=r"^No group of `axis_index_groups`=.* holds position 1 of \('a', 'b'\)\."):
+    assert mesh.group(("b", "a"), [[0, 3], [1, 2]]) == (
+        2,
+        1,
+    )  # flattened b-major, rank 1 stands at 2
+    with pytest.raises(
+        ValueError, match=r"^No group of `axis_index_groups`=.* holds position 1 of \('a', 'b'\)\."
+    ):
         mesh.group(("a", "b"), [[0, 2]])
 
 
@@ -45,7 +50,10 @@ def test_groups_partition_the_ranks(shape, data):
 
 MESSAGES = [
     ({"a": 3, "b": 2}, "The axes {'a': 3, 'b': 2} multiply to 6, but there are 4 ranks."),
-    ({"a": 3, "b": -1}, "4 ranks cannot be split over {'a': 3, 'b': -1}: 4 is not a multiple of 3."),
+    (
+        {"a": 3, "b": -1},
+        "4 ranks cannot be split over {'a': 3, 'b': -1}: 4 is not a multiple of 3.",
+    ),
     ({"a": -1, "b": -1}, "Only one axis may be -1, but 'a', 'b' are."),
     ({"a": 0}, "Axis 'a' has size 0: a size is 1 or more, or -1 for what is left."),
     ({}, "A mesh needs at least one axis."),

@@ -12,7 +12,11 @@ class Threads:
     """The control planes of ranks that are threads of this process."""
 
     def __init__(self, size):
-        self.size, self._given, self._barrier = size, [None] * size, threading.Barrier(size, timeout=20)
+        self.size, self._given, self._barrier = (
+            size,
+            [None] * size,
+            threading.Barrier(size, timeout=20),
+        )
 
     def exchange(self, rank, value):
         self._given[rank] = value
@@ -49,15 +53,21 @@ def on_ranks(size, work):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_gather_returns_values_by_rank(size):
-    found = on_ranks(size, lambda control: gather(control, {"rank": control.rank, "pair": (1, None)}))
+    found = on_ranks(
+        size, lambda control: gather(control, {"rank": control.rank, "pair": (1, None)})
+    )
     assert found == [[{"rank": rank, "pair": [1, None]} for rank in range(size)]] * size
 
 
-@pytest.mark.parametrize(("numbers", "equal"), [((5, 5, 5), True), ((5, 5, 4), False), ((0, 2**62 - 1, 0), False)])
+@pytest.mark.parametrize(
+    ("numbers", "equal"), [((5, 5, 5), True), ((5, 5, 4), False), ((0, 2**62 - 1, 0), False)]
+)
 def test_all_equal_compares_numbers(numbers, equal):
     assert on_ranks(3, lambda control: all_equal(control, numbers[control.rank])) == [equal] * 3
 
 
-@pytest.mark.parametrize(("flags", "some"), [(("", "", "text"), True), ((0, None, False), False), ((1, 1, 1), True)])
+@pytest.mark.parametrize(
+    ("flags", "some"), [(("", "", "text"), True), ((0, None, False), False), ((1, 1, 1), True)]
+)
 def test_any_rank_finds_a_true_flag(flags, some):
     assert on_ranks(3, lambda control: any_rank(control, flags[control.rank])) == [some] * 3

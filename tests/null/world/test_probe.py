@@ -2,7 +2,10 @@
 
 from jaxcross.world.probe import connections, ends_of
 
-ROW = " {n}: {own} {other} {state} 00000000:00000000 00:00000000 00000000     0        0 {socket} 1 0000 100 0 0 10 0"
+ROW = (
+    " {n}: {own} {other} {state} 00000000:00000000 00:00000000 00000000     0        0 {socket} 1 "
+    "0000 100 0 0 10 0"
+)
 A, B = "01004D0A:B3E1", "02004D0A:DD92"  # 10.77.0.1:46049, 10.77.0.2:56722
 MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address in a table of IPv6
 
@@ -25,8 +28,14 @@ def test_established_connections_of_this_process_are_read():
 
 
 def test_connection_counts_if_both_ends_are_ranks():
-    """The connection of a rank to the launcher has one end only in a rank, and one of a rank to itself is inside."""
-    first = [("10.0.0.1:5", "10.0.0.2:6"), ("10.0.0.1:7", "10.0.0.9:8"), ("10.0.0.1:1", "10.0.0.1:2")]
+    """The connection of a rank to the launcher has one end only in a rank, and one of a rank to
+    itself is inside.
+    """
+    first = [
+        ("10.0.0.1:5", "10.0.0.2:6"),
+        ("10.0.0.1:7", "10.0.0.9:8"),
+        ("10.0.0.1:1", "10.0.0.1:2"),
+    ]
     second = [("10.0.0.2:6", "10.0.0.1:5"), ("10.0.0.2:7", "10.0.0.9:8")]
     assert connections([first, second]) == [("10.0.0.1", "10.0.0.2")]
     assert connections([first, [("10.0.0.2:4", "10.0.0.1:5")]]) == []

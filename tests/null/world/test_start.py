@@ -1,4 +1,6 @@
-"""What start-up decides, without MPI: launcher variables, the thread pool, the device, the watchdog's report."""
+"""What start-up decides, without MPI: launcher variables, the thread pool, the device, the
+watchdog's report.
+"""
 
 import re
 
@@ -16,7 +18,10 @@ from jaxcross.world.start import device_of, initialize
     [
         ({}, None),
         ({"PMI_SIZE": "2"}, Launch(size=2, variable="PMI_SIZE")),
-        ({"OMPI_COMM_WORLD_SIZE": "8", "PMI_SIZE": "1"}, Launch(size=8, variable="OMPI_COMM_WORLD_SIZE")),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "8", "PMI_SIZE": "1"},
+            Launch(size=8, variable="OMPI_COMM_WORLD_SIZE"),
+        ),
         ({"SLURM_STEP_NUM_TASKS": "4"}, Launch(size=4, variable="SLURM_STEP_NUM_TASKS")),
         ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "1"}, Launch(size=1, variable="PMI_SIZE")),
         ({"SLURM_NTASKS": "4"}, None),
@@ -30,7 +35,9 @@ def test_launcher_variables(environ, expected):
 def test_singletons_are_refused_with_the_remedy():
     check_launch(None, world_size=1, vendor="mpich")
     check_launch(Launch(size=2, variable="PMI_SIZE"), world_size=2, vendor="mpich")
-    with pytest.raises(ExchangeError, match=r"^The launcher started 2 ranks \(`PMI_SIZE=2`\), but MPI sees"):
+    with pytest.raises(
+        ExchangeError, match=r"^The launcher started 2 ranks \(`PMI_SIZE=2`\), but MPI sees"
+    ):
         check_launch(Launch(size=2, variable="PMI_SIZE"), world_size=1, vendor="openmpi")
     with pytest.raises(ExchangeError, match="srun --mpi=pmix"):
         check_launch(Launch(size=2, variable="SLURM_STEP_NUM_TASKS"), world_size=1, vendor="mpich")
@@ -56,13 +63,17 @@ def test_pool_is_never_starved():
 
 
 def plan(environ=None, *, started=False, cores=2, minimum=2):
-    return xla_pool.plan_pool(4, minimum=minimum, started=started, core_count=cores, environ=environ or {})
+    return xla_pool.plan_pool(
+        4, minimum=minimum, started=started, core_count=cores, environ=environ or {}
+    )
 
 
 def test_pool_settings():
     assert plan() == {"PJRT_NPROC": "4"}
     assert plan({"NPROC": "6"}) == {}
-    assert plan({"NPROC": "1"}) == {"NPROC": "2"}, "a launcher's or a user's number is raised, never lowered"
+    assert plan({"NPROC": "1"}) == {"NPROC": "2"}, (
+        "a launcher's or a user's number is raised, never lowered"
+    )
     assert plan(started=True) == {}
     assert plan({"PJRT_NPROC": "2"}, started=True, cores=1) == {}
     assert xla_pool.effective({"PJRT_NPROC": "7"}, 2) == 7
@@ -71,7 +82,9 @@ def test_pool_settings():
 
 @pytest.mark.parametrize(("environ", "cores"), [({}, 1), ({"NPROC": "1"}, 8)])
 def test_pool_that_cannot_be_made_large_enough(environ, cores):
-    with pytest.raises(ExchangeError, match=r"^JAX started before `jaxcross.initialize\(\)`, with a CPU pool of 1"):
+    with pytest.raises(
+        ExchangeError, match=r"^JAX started before `jaxcross.initialize\(\)`, with a CPU pool of 1"
+    ):
         plan(environ, started=True, cores=cores)
 
 
@@ -99,14 +112,20 @@ def test_a_rank_takes_the_device_of_its_local_rank(settings, local_rank, acceler
     assert device_of(settings, local_rank=local_rank, accelerators=accelerators) == expected
 
 
-@pytest.mark.parametrize(("accelerators", "said"), [(0, ""), (1, "1 accelerator."), (2, "2 accelerators."), (4, "")])
+@pytest.mark.parametrize(
+    ("accelerators", "said"), [(0, ""), (1, "1 accelerator."), (2, "2 accelerators."), (4, "")]
+)
 def test_ranks_sharing_an_accelerator_are_warned_once(caplog, monkeypatch, accelerators, said):
     """Ranks that share an accelerator are warned once."""
-    monkeypatch.setattr(start.compat, "backends_started", lambda: True)  # this process keeps its devices
+    monkeypatch.setattr(
+        start.compat, "backends_started", lambda: True
+    )  # this process keeps its devices
     for local_rank in range(4):
         start._take_device([{}] * 4, local_rank=local_rank, accelerators=accelerators)
     assert [record.getMessage() for record in caplog.records] == (
-        [f"4 ranks of this node share {said} Start one rank an accelerator, unless this is meant."] if said else []
+        [f"4 ranks of this node share {said} Start one rank an accelerator, unless this is meant."]
+        if said
+        else []
     )
 
 
@@ -123,8 +142,13 @@ def test_the_report_names_late_and_silent_ranks():
     }
     assert late_ranks(WAIT, answers) == [2, 3]
     text = stall_report(0, WAIT, 300.0, answers)
-    assert text.startswith("jaxcross: rank 0 has waited 300 s in job 'a', step 3, segment 1 (psum).")
-    assert "rank 2 has not arrived: it is in job 'b', step 1, segment 0 (vote), after 6 of 7 exchanges." in text
+    assert text.startswith(
+        "jaxcross: rank 0 has waited 300 s in job 'a', step 3, segment 1 (psum)."
+    )
+    assert (
+        "rank 2 has not arrived: it is in job 'b', step 1, segment 0 (vote), after 6 of 7 "
+        "exchanges." in text
+    )
     assert "rank 3 has not arrived: it is in no exchange, after 5 of 7 exchanges." in text
     assert "rank 4 does not answer: it has ended, or its interpreter is blocked." in text
     assert "rank 1" not in text
@@ -149,26 +173,45 @@ def test_the_report_of_a_wait_that_says_for_whom_it_is():
 def test_report_if_ranks_wait_for_different_things():
     """The report covers ranks that wait for different things."""
     agreement = Activity(job="a", step=3, segment=-1, what="agreement", number=7, since_s=0.0)
-    answers = {1: RankStatus(entered=7, waits=(agreement,)), 2: RankStatus(entered=7, waits=(WAIT,))}
+    answers = {
+        1: RankStatus(entered=7, waits=(agreement,)),
+        2: RankStatus(entered=7, waits=(WAIT,)),
+    }
     text = stall_report(0, WAIT, 300.0, answers)
     assert text.startswith(
         "jaxcross: rank 0 has waited 300 s in job 'a', step 3, segment 1 (psum).\n"
         "  rank 1 waits in job 'a', step 3 (agreement).\n"
-        "  The ranks wait for different things. Did shapes or types of a step's arguments change on some ranks only"
+        "  The ranks wait for different things. Did shapes or types of a step's arguments change "
+        "on some ranks only"
     )
     assert "All ranks have arrived" not in text
     text = stall_report(
-        1, agreement, 300.0, {0: RankStatus(entered=7, waits=(WAIT,)), 2: RankStatus(entered=7, waits=(WAIT,))}
+        1,
+        agreement,
+        300.0,
+        {0: RankStatus(entered=7, waits=(WAIT,)), 2: RankStatus(entered=7, waits=(WAIT,))},
     )
-    assert "  rank 0 waits in job 'a', step 3, segment 1 (psum).\n  rank 2 waits in job 'a', step 3, seg" in text
+    assert (
+        "  rank 0 waits in job 'a', step 3, segment 1 (psum).\n  rank 2 waits in job 'a', step 3, "
+        "seg" in text
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stall_timeout_s": "60"}, "`stall_timeout_s` must be a number of seconds, more than 0, got '60'."),
-        ({"stall_timeout_s": 0}, "`stall_timeout_s` must be a number of seconds, more than 0, got 0."),
-        ({"stall_timeout_s": float("nan")}, "`stall_timeout_s` must be a number of seconds, more than 0, got nan."),
+        (
+            {"stall_timeout_s": "60"},
+            "`stall_timeout_s` must be a number of seconds, more than 0, got '60'.",
+        ),
+        (
+            {"stall_timeout_s": 0},
+            "`stall_timeout_s` must be a number of seconds, more than 0, got 0.",
+        ),
+        (
+            {"stall_timeout_s": float("nan")},
+            "`stall_timeout_s` must be a number of seconds, more than 0, got nan.",
+        ),
         (
             {"heartbeat_timeout_s": -1},
             "`heartbeat_timeout_s` must be a number of seconds, 0 or more, 0 for never, got -1.",

@@ -18,7 +18,9 @@ with limited_start(2, 0.1, {"PMI_RANK": "0"}):
 
 
 def test_a_rank_that_is_blocked_in_the_start_ends_with_a_message():
-    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == -signal.SIGKILL
     assert done.stderr == limit_text("0", 2, 0.1) + "\n"
 
@@ -42,7 +44,9 @@ def test_a_start_in_time_leaves_no_process_behind(monkeypatch, limit_s):
 
 def test_the_message_says_what_to_check():
     text = limit_text("3", 4, 300)
-    assert text.startswith("jaxcross: rank 3 of 4 has waited 300 s in the start of MPI; all ranks end. ")
+    assert text.startswith(
+        "jaxcross: rank 3 of 4 has waited 300 s in the start of MPI; all ranks end. "
+    )
     for word in (
         "firewall",
         "`getent hosts NAME`",

@@ -15,7 +15,9 @@ from jaxcross.world import start_notice
 from jaxcross.world.start_notice import StartNotice, no_progress_wanted
 
 
-@pytest.mark.parametrize(("value", "silent"), [("", False), ("0", True), ("0.0", True), ("5", False), ("x", False)])
+@pytest.mark.parametrize(
+    ("value", "silent"), [("", False), ("0", True), ("0.0", True), ("5", False), ("x", False)]
+)
 def test_zero_seconds_silence_the_start(value, silent):
     assert no_progress_wanted({"JAXCROSS_PROGRESS": value}) == silent
     assert not no_progress_wanted({})
@@ -69,7 +71,9 @@ class Turns:
 def lines_of_a_launch(capsys, monkeypatch, events, *, environ=None):
     """What `jaxcross launch` prints into a log in two turns before its ranks have joined."""
     threads = set(threading.enumerate())
-    monkeypatch.setattr(live_table, "threading", SimpleNamespace(Event=lambda: Turns(2), Thread=threading.Thread))
+    monkeypatch.setattr(
+        live_table, "threading", SimpleNamespace(Event=lambda: Turns(2), Thread=threading.Thread)
+    )
     with live_table.start_lines(events, 2, environ or {}):
         for thread in set(threading.enumerate()) - threads:
             thread.join()
@@ -93,4 +97,6 @@ def test_ranks_that_have_joined_start_no_more(capsys, monkeypatch, tmp_path, age
 
 
 def test_a_silent_launch_prints_nothing(capsys, monkeypatch, tmp_path):
-    assert lines_of_a_launch(capsys, monkeypatch, tmp_path, environ={"JAXCROSS_PROGRESS": "0"}) == []
+    assert (
+        lines_of_a_launch(capsys, monkeypatch, tmp_path, environ={"JAXCROSS_PROGRESS": "0"}) == []
+    )
