@@ -1,0 +1,30 @@
+"""The options of a run, which `Runner`, `run` and `sweep` share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TypedDict
+
+from jaxcross.checkpoint import Checkpoints
+from jaxcross.interleave.instrument import Instrument
+from jaxcross.interleave.policy import Policy
+from jaxcross.world import World
+
+
+class SharedOptions(TypedDict, total=False):
+    """What every run can be given; see `Runner` for the meaning of each option."""
+
+    world: World | None
+    policy: Policy | None
+    instruments: Iterable[Instrument]
+    memory: int | str | None
+    events: str | os.PathLike[str] | None
+    progress: bool | float | None
+
+
+class RunOptions(SharedOptions, total=False):
+    """What a run can be given that chooses its own files. A sweep chooses them itself."""
+
+    checkpoints: Checkpoints | None
+    metrics: str | os.PathLike[str] | None
