@@ -172,7 +172,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     killer = Killer(os.environ.get("KILL", "{}"))
     compressed = optax.chain(
-        jaxcross.exchange.top_k(0.25, axis_name="batch"), optax.sgd(0.05, momentum=0.9)
+        jaxcross.exchange.top_k(0.25, axes="batch"), optax.sgd(0.05, momentum=0.9)
     )
     deltas = jaxcross.exchange.adasum("batch", optax.adam(0.01))  # each rank has moments of its own
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)

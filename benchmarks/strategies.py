@@ -131,10 +131,13 @@ STRATEGIES = (
     ),
     Strategy(name="gtop_k 1%", make=_before(lambda: exchange.gtop_k(0.01, AXIS))),
     Strategy(name="power_sgd, rank 2", make=_before(lambda: exchange.power_sgd(2, AXIS))),
-    Strategy(name="demo 1%", make=_before(lambda: exchange.demo(0.01, AXIS))),
     Strategy(
-        name="demo 1%, sign",
-        make=lambda s: optax.chain(exchange.demo(0.01, AXIS, sign=True), s.signs),
+        name="decoupled_momentum 1%",
+        make=_before(lambda: exchange.decoupled_momentum(0.01, AXIS)),
+    ),
+    Strategy(
+        name="decoupled_momentum 1%, sign",
+        make=lambda s: optax.chain(exchange.decoupled_momentum(0.01, AXIS, sign=True), s.signs),
     ),
     Strategy(name="qsgd, 127 levels", make=_before(lambda: exchange.qsgd(127, AXIS))),
     Strategy(name="sign_sgd", make=lambda s: optax.chain(exchange.sign_sgd(AXIS), s.signs)),
@@ -199,7 +202,7 @@ STRATEGIES = (
     Strategy(name="delayed_mean", make=lambda s: exchange.delayed_mean(s.optimizer, AXIS)),
     Strategy(
         name="bounded_stale, 2 steps",
-        make=lambda s: exchange.bounded_stale(s.optimizer, AXIS, bound=2),
+        make=lambda s: exchange.bounded_stale(s.optimizer, AXIS, staleness=2),
     ),
     Strategy(
         name="asynchronous, 0 to 2 steps",
@@ -213,7 +216,7 @@ STRATEGIES = (
 def _sparse_nodes(s: Setting) -> optax.GradientTransformation:
     local = pairs(s.ranks)["local"]
     return optax.chain(
-        exchange.top_k(0.01, NODES, pattern="hierarchical", local_size=local), s.optimizer
+        exchange.top_k(0.01, NODES, pattern="hierarchical", inner_ranks=local), s.optimizer
     )
 
 
@@ -235,12 +238,12 @@ ROUTES = (
     Strategy(name="top_k 1%, hierarchical", axes=pairs, make=_sparse_nodes),
     Strategy(
         name="top_k 1%, bfloat16 values",
-        make=_before(lambda: exchange.top_k(0.01, AXIS, values_dtype=jnp.bfloat16)),
+        make=_before(lambda: exchange.top_k(0.01, AXIS, wire_dtype=jnp.bfloat16)),
     ),
     Strategy(
         name="adasum of gradients, hierarchical",
         axes=pairs,
-        make=_before(lambda: exchange.adasum(NODES[0], inner_axis=NODES[1])),
+        make=_before(lambda: exchange.adasum(NODES)),
     ),
     Strategy(name="gossip, torus", make=lambda s: exchange.gossip(s.optimizer, AXIS, "torus")),
 )

@@ -77,7 +77,7 @@ FAMILY = (
         trained="top_k 1%, threshold",
     ),
     Member(
-        "`top_k(density, values_dtype=bfloat16)`",
+        "`top_k(density, wire_dtype=bfloat16)`",
         "top_k 1%, bfloat16 values",
         "6 (P-1) k",
         "yes",
@@ -113,13 +113,13 @@ FAMILY = (
         "1905.13727",
     ),
     Member(
-        "`demo(density)`",
-        "demo 1%",
+        "`decoupled_momentum(density)`",
+        "decoupled_momentum 1%",
         "5.5 (P-1) k",
         "yes",
         "as `top_k`, with SGD or signs",
         ("a transform of each tile; a momentum as large as the model"),
-        "2411.19870",
+        "DeMo, 2411.19870",
     ),
     Member(
         "`qsgd(levels)`",
@@ -158,7 +158,7 @@ FAMILY = (
         "2006.02924",
     ),
     Member(
-        "`adasum(inner_axis=...)`",
+        "`adasum((outer, inner))`",
         "adasum of gradients, hierarchical",
         "about 2(N-1)/N n/L between nodes",
         "yes",

@@ -5,6 +5,9 @@ only, and every rank calls it in the same step. All of them raise a `ValueError`
 exchange where an axis is named twice, where several are named for a strategy that goes over one, or
 where a leaf would be exchanged twice over one axis.
 
+`axes` is the name of an axis or a tuple of names. A strategy whose axes have two roles (nodes, and
+the ranks of a node) takes the outer one first: `adasum(("node", "local"))`.
+
 A strategy says what to exchange; `wire` makes the exchange, `interleave` says when. Each strategy
 has a file of its name (`bounded_stale` and `asynchronous` are in `staleness`, `lars` and `lamb` in
 `parallel_norms`). The other files help them:
@@ -25,8 +28,8 @@ validation      checks of arguments
 
 from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.adasum import adasum
+from jaxcross.exchange.decoupled_momentum import decoupled_momentum
 from jaxcross.exchange.delayed_mean import delayed_mean
-from jaxcross.exchange.demo import demo
 from jaxcross.exchange.diloco import diloco
 from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
@@ -52,8 +55,8 @@ __all__ = [
     "adasum",
     "asynchronous",
     "bounded_stale",
+    "decoupled_momentum",
     "delayed_mean",
-    "demo",
     "diloco",
     "elastic_average",
     "federated_average",

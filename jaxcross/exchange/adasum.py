@@ -25,9 +25,7 @@ from jaxcross.exchange.validation import check_real, optimizer_in
 
 
 def adasum(
-    axis_name: collectives.AxisName,
-    optimizer: optax.GradientTransformation | None = None,
-    inner_axis: collectives.AxisName | None = None,
+    axes: collectives.Axes, optimizer: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Combines updates over ranks by Adasum, each layer (leaf) with coefficients of its own.
 
@@ -38,28 +36,30 @@ def adasum(
 
     ```python
     tx = jaxcross.exchange.adasum("batch", optimizer=optax.adam(1e-3))  # or
-    tx = optax.chain(jaxcross.exchange.adasum("batch"), optax.sgd(0.1))
+    tx = optax.chain(jaxcross.exchange.adasum("batch"), optax.sgd(0.1))  # or, over nodes
+    tx = optax.chain(jaxcross.exchange.adasum(("node", "local")), optax.sgd(0.1))
     ```
 
     Args:
-        axis_name: One axis of any size. Ranks beyond the largest power of two are combined with a
-            partner first.
+        axes: One axis name, or a tuple with the outer axis first. Updates are averaged over the
+            inner axes by a reduce-scatter, combined by parts over the outer one, and gathered
+            again: Adasum over nodes of means within nodes. The outer axis may have any size: ranks
+            beyond the largest power of two are combined with a partner first.
         optimizer: Steps on this rank's own gradients before its *update* is combined (the delta
             optimizer, for momentum, Adam, LAMB). Its state, in a `PerRankState`, differs between
             ranks: save it per rank, never broadcast it. None: raw gradients are combined, for plain
             SGD after it. `accumulate` around it takes one local step for several gradients; several
             local steps whose sum is combined it cannot make.
-        inner_axis: Updates are averaged over this axis first, by a reduce-scatter, combined over
-            `axis_name` by parts and gathered again: Adasum over nodes of means within nodes.
 
     Raises:
-        ValueError: A leaf is not real floating-point (at the first trace), `axis_name` names
-            several axes, or `inner_axis` names it again.
+        ValueError: An axis is named twice, or (at the first trace) a leaf is not real
+            floating-point.
 
-    Bytes that a rank receives, with Q the largest power of two up to P, n the size of the inner
-    axis, D the elements padded per leaf to a multiple of nQ (times `chunk`, up to 512), and L
-    leaves: `2(Q-1)/Q D/n` elements in halving and doubling, `5L(P-1)n + 5L(n-1)` at each of log2(Q)
-    levels, `2D/n + 5L(n-1)` where P != Q, and `2(n-1)/n D` in the nodes; 4 bytes each.
+    Bytes that a rank receives, with P the ranks of the outer axis, Q the largest power of two up to
+    P, n the ranks of the inner axes (1 without any), D the elements padded per leaf to a multiple
+    of nQ (times `chunk`, up to 512), and L leaves: `2(Q-1)/Q D/n` elements in halving and doubling,
+    `5L(P-1)n + 5L(n-1)` at each of log2(Q) levels, `2D/n + 5L(n-1)` where P != Q, and `2(n-1)/n D`
+    in the nodes; 4 bytes each.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
     in the same step.
@@ -67,7 +67,7 @@ def adasum(
     Source: Maleki et al., arXiv 2006.02924, section 3 (operator) and algorithm 1. The fold-in for
     other numbers of ranks and the scales are ours.
     """
-    axis = collectives.one_axis(axis_name, "`adasum`")
+    outer, *inner = collectives.axis_names(axes)
 
     def init(params: optax.Params) -> optax.OptState:
         del params
@@ -84,12 +84,11 @@ def adasum(
         leaves, treedef = jax.tree.flatten(updates)
         some = [i for i, x in enumerate(leaves) if x.size]
         if some:
-            combined = _exchange([leaves[i] for i in some], axis, inner_axis)
+            combined = _exchange([leaves[i] for i in some], outer, inner)
             for i, x in zip(some, combined, strict=True):
                 leaves[i] = x.astype(leaves[i].dtype)
         return jax.tree.unflatten(treedef, leaves), state
 
-    axes = (axis, *(() if inner_axis is None else collectives.axis_names(inner_axis)))
     exchange = optax.GradientTransformationExtraArgs(init, update)
     if optimizer is not None:
         exchange = optax.chain(per_rank(optimizer_in(optimizer, "`adasum`")), exchange)
@@ -108,9 +107,8 @@ def chunk(shapes: Sequence[Sequence[int]], count: int) -> int:
 
 
 def _exchange(
-    leaves: Sequence[jax.Array], axis: Hashable, inner_axis: collectives.AxisName | None
+    leaves: Sequence[jax.Array], axis: Hashable, inner: Sequence[Hashable]
 ) -> list[jax.Array]:
-    inner = () if inner_axis is None else collectives.axis_names(inner_axis)
     ranks = jax.lax.axis_size(axis)
     base = 1 << (ranks.bit_length() - 1)
     count = base

@@ -8,28 +8,35 @@ since an exchange inside `scan` cannot overlap with anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-AxisName = Hashable | tuple[Hashable, ...] | list[Hashable]
+Axes = Hashable | tuple[Hashable, ...] | list[Hashable]
+"""One axis name or several; the docstring of a strategy says whether it takes several."""
+
 Arrays = TypeVar("Arrays")
 """Tree of arrays, the same before and after an exchange."""
 
 
-def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
+def axis_names(axes: Axes) -> tuple[Hashable, ...]:
     """Returns one axis or several, which may come in a list, as a tuple.
 
     Raises:
-        ValueError: One is named twice, or by a number, or there is none.
+        ValueError: One is named twice, or by a number, there is none, or they come with sizes.
     """
-    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    if isinstance(axes, Mapping):
+        raise ValueError(
+            f"the axes of an exchange are `{axes!r}`: sizes belong to the `axes` of `crossover`, "
+            f"and an exchange takes the names alone. Write `{tuple(axes)}`."
+        )
+    names = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
     if not names:
         raise ValueError(
-            f"the axes of an exchange are `{axis_name!r}`: over none nothing is exchanged, and "
+            f"the axes of an exchange are `{axes!r}`: over none nothing is exchanged, and "
             "ranks would drift apart. Name an axis of the step."
         )
     if any(isinstance(name, int) for name in names):
@@ -45,17 +52,17 @@ def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
     return names
 
 
-def one_axis(axis_name: AxisName, what: str) -> Hashable:
+def one_axis(axes: Axes, what: str) -> Hashable:
     """Returns the name of the only axis.
 
     Raises:
         ValueError: There are several.
     """
-    names = axis_names(axis_name)
+    names = axis_names(axes)
     if len(names) != 1:
         raise ValueError(
-            f"`axis_name` of {what} is `{axis_name!r}`: its hops need one axis with an order of "
-            "ranks. Name one axis, or make the step's `axes` a single axis over all ranks."
+            f"`axes` of {what} are `{axes!r}`: it works over one axis only. Name one of them, or "
+            "give the step a single axis over all ranks."
         )
     return names[0]
 
@@ -224,13 +231,13 @@ def sum_rows(x: jax.Array) -> jax.Array:
     return total
 
 
-def gather(x: jax.Array, axis_name: Hashable | tuple[Hashable, ...]) -> jax.Array:
+def gather(x: jax.Array, axes: Hashable | tuple[Hashable, ...]) -> jax.Array:
     """Gathers every rank's `x` along a new first axis, over one axis, several (the last varies
     fastest), or none.
     """
     rows = x[None]
     # One axis after the other: `vmap` cannot gather over two at once.
-    for name in reversed(axis_name if isinstance(axis_name, tuple) else (axis_name,)):
+    for name in reversed(axes if isinstance(axes, tuple) else (axes,)):
         rows = jax.lax.all_gather(rows, name, tiled=True)
     return rows
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross._pytree import PyTree
-from jaxcross.exchange.collectives import AxisName, axis_names
+from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import optimizer_in
@@ -32,7 +32,7 @@ class DelayedMeanState(NamedTuple):
 
 
 def delayed_mean(
-    optimizer: optax.GradientTransformation, axis_name: AxisName
+    optimizer: optax.GradientTransformation, axes: Axes
 ) -> optax.GradientTransformationExtraArgs:
     """Steps on the mean of the gradients of the step before, and leaves this step's for the next
     one.
@@ -50,14 +50,14 @@ def delayed_mean(
 
     The bits are those of `asynchronous(delays=1)`. That simulator takes any schedule of delays from
     a queue, which its exchange has to wait for; here nothing stands between the state and the
-    exchange. The same without the delay is `optax.chain(jaxcross.exchange.mean(axis_name),
+    exchange. The same without the delay is `optax.chain(jaxcross.exchange.mean(axes),
     optimizer)`.
 
     A job that ends leaves the last gradients pending, and no rank applies them.
 
     Args:
         optimizer: Steps on the mean, on every rank alike.
-        axis_name: One axis or several.
+        axes: One axis name, or a tuple of several that count as one.
 
     Raises:
         ValueError: `optimizer` is not an optimizer.
@@ -72,7 +72,7 @@ def delayed_mean(
     Source: one step of delay in Agarwal and Duchi, arXiv 1104.5525; overlapped with computation:
     Sun et al., arXiv 2401.16265 (CO2), Nabli et al., arXiv 2406.02613 (ACCO).
     """
-    names = axis_names(axis_name)
+    names = axis_names(axes)
     inner = optimizer_in(optimizer, "`delayed_mean`")
 
     def init(params: optax.Params) -> DelayedMeanState:

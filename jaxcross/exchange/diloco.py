@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange.collectives import AxisName, axis_names
+from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import (
@@ -48,7 +48,7 @@ class DiLoCoState(NamedTuple):
 def diloco(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation,
-    axis_name: AxisName,
+    axes: Axes,
     *,
     every: int,
 ) -> optax.GradientTransformationExtraArgs:
@@ -74,7 +74,7 @@ def diloco(
     Args:
         inner: Steps on this rank's gradients.
         outer: Steps on the pseudo-gradient, once a round; a schedule in it counts rounds.
-        axis_name: One axis or several.
+        axes: One axis name, or a tuple of several that count as one.
         every: Steps of a round; the first exchange is in step `every`. If `inner` is SGD with
             momentum 0.9, rounds of less than 7 steps diverge at many rates with the outer optimizer
             above: take more, or momentum 0.5 in it.
@@ -95,7 +95,7 @@ def diloco(
     Source: Douillard et al., arXiv 2311.08105, algorithm 1.
     """
     every = whole_number(every, "every", "`diloco`")
-    names = axis_names(axis_name)
+    names = axis_names(axes)
     local, beyond = optimizer_in(inner, "`diloco`"), optimizer_in(outer, "`diloco`")
 
     def init(params: optax.Params) -> DiLoCoState:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange.collectives import AxisName, axis_names
+from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import next_in_round
@@ -42,7 +42,7 @@ class ElasticAverageState(NamedTuple):
 
 def elastic_average(
     optimizer: optax.GradientTransformation,
-    axis_name: AxisName,
+    axes: Axes,
     *,
     every: int,
     alpha: float,
@@ -64,7 +64,7 @@ def elastic_average(
 
     Args:
         optimizer: Steps on this rank's gradients.
-        axis_name: One axis or several.
+        axes: One axis name, or a tuple of several that count as one.
         every: Steps from one exchange to the next.
         alpha: Of the distance to the centre, the part that a rank goes, in [0, 1]; 0: ranks train
             alone.
@@ -86,7 +86,7 @@ def elastic_average(
     their beta is our beta times the ranks).
     """
     every = whole_number(every, "every", "`elastic_average`")
-    names = axis_names(axis_name)
+    names = axis_names(axes)
     given = {"alpha": alpha, "beta": alpha if beta is None else beta}
     for name, value in given.items():
         if not 0 <= as_number(value) <= 1:

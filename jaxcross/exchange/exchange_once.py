@@ -16,7 +16,7 @@ from jaxcross.exchange import collectives
 
 def exchange_once(
     by: str,
-    axis_name: collectives.AxisName,
+    axes: collectives.Axes,
     exchange: optax.GradientTransformation,
     *,
     weighs: bool = False,
@@ -33,7 +33,7 @@ def exchange_once(
         ValueError: When jaxcross traces the step, before the first one and on every rank. In a
             trace of JAX's own (`vmap`, `pmap`, `shard_map`) only the weight is checked.
     """
-    axes = frozenset(collectives.axis_names(axis_name))
+    names = frozenset(collectives.axis_names(axes))
     exchange = optax.with_extra_args_support(exchange)
 
     def update(
@@ -51,10 +51,10 @@ def exchange_once(
         trace = current_tracing()
         if trace is None:
             return exchange.update(updates, state, params, **extra)
-        _check_outer(trace, by, axes)
-        _check_leaves(trace, by, axes, updates)
+        _check_outer(trace, by, names)
+        _check_leaves(trace, by, names, updates)
         given = {id(leaf) for leaf in jax.tree.leaves(updates)}
-        trace.running.append((by, axes))
+        trace.running.append((by, names))
         try:
             out, state = exchange.update(updates, state, params, **extra)
         finally:
@@ -63,7 +63,7 @@ def exchange_once(
             if id(leaf) not in given and isinstance(
                 leaf, jax.Array
             ):  # a leaf that came back unchanged is not a result
-                trace.note_exchanged(leaf, by, axes)
+                trace.note_exchanged(leaf, by, names)
         return out, state
 
     return optax.GradientTransformationExtraArgs(exchange.init, update)

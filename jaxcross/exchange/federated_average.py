@@ -42,7 +42,7 @@ class FederatedAverageState(NamedTuple):
 
 def federated_average(
     optimizer: optax.GradientTransformation,
-    axis_name: collectives.AxisName,
+    axes: collectives.Axes,
     *,
     every: int,
     participation: float = 1.0,
@@ -67,7 +67,7 @@ def federated_average(
 
     Args:
         optimizer: Steps on this rank's gradients.
-        axis_name: One axis.
+        axes: One axis name; several are refused.
         every: Steps of a round.
         participation: Fraction of the ranks that a round chooses, in (0, 1]; at least one rank,
             rounded to the nearest.
@@ -87,7 +87,7 @@ def federated_average(
 
     Source: McMahan et al., arXiv 1602.05629, algorithm 1.
     """
-    axis = collectives.one_axis(axis_name, "`federated_average`")
+    axis = collectives.one_axis(axes, "`federated_average`")
     every = whole_number(every, "every", "`federated_average`")
     share_of_ranks = as_number(participation)
     if not 0 < share_of_ranks <= 1:
@@ -137,7 +137,7 @@ def federated_average(
         return updates, FederatedAverageState(since, state.round + (since == 0), inner_state)
 
     return exchange_once(
-        "federated_average", axis_name, optax.GradientTransformationExtraArgs(init, update)
+        "federated_average", axes, optax.GradientTransformationExtraArgs(init, update)
     )  # pyright: ignore[reportArgumentType]
 
 

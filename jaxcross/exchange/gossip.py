@@ -45,7 +45,7 @@ class Hop(NamedTuple):
 
 def gossip(
     optimizer: optax.GradientTransformation,
-    axis_name: collectives.AxisName,
+    axes: collectives.Axes,
     topology: Topology = "ring",
     *,
     adapt_first: bool = False,
@@ -65,7 +65,7 @@ def gossip(
 
     Args:
         optimizer: Steps on this rank's gradients.
-        axis_name: One axis.
+        axes: One axis name; several are refused.
         topology: `"ring"`: both neighbours, 1/3 each. `"torus"`: four neighbours on the most square
             grid, 1/5 each. `"exponential"`: one neighbour a step, half and half, at distance 1, 2,
             4, ... in turn; where the ranks are a power of two, all agree after log2(P) steps
@@ -87,7 +87,7 @@ def gossip(
     Source: Lian et al., arXiv 1705.09056, algorithm 1; one-peer exponential graph: Assran et al.,
     arXiv 1811.10792.
     """
-    axis = collectives.one_axis(axis_name, "`gossip`")
+    axis = collectives.one_axis(axes, "`gossip`")
     if topology not in _TOPOLOGIES:
         raise ValueError(
             f"`topology` of `gossip` is `{topology!r}`: it is one of {', '.join(_TOPOLOGIES)}."
@@ -116,7 +116,7 @@ def gossip(
         updates = add_moves(updates, back(pulls))
         return updates, GossipState((state.round + 1) % len(graph), inner_state)
 
-    return exchange_once("gossip", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once("gossip", axes, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import jax
@@ -33,7 +32,7 @@ class GTopKState(NamedTuple):
 
 def gtop_k(
     density: float,
-    axis_name: Hashable,
+    axes: collectives.Axes,
     *,
     selection: Selection = "auto",
     skip: sparse.Skip = sparse.bias_or_norm,
@@ -55,7 +54,7 @@ def gtop_k(
 
     Args:
         density: Share of the elements that is kept.
-        axis_name: One axis; its ranks are a power of two.
+        axes: One axis name; several are refused. Its ranks are a power of two.
         selection: How the largest are found: see `jaxcross.exchange.select`.
         skip: (path, leaf) -> whether a leaf is averaged as it is. By default scalars, vectors, and
             leaves of any shape whose name is `bias` or `scale`.
@@ -72,7 +71,7 @@ def gtop_k(
     """
     density = sparse.check_density(density)
     check_selection(selection)
-    axis = collectives.one_axis(axis_name, "`gtop_k`")
+    axis = collectives.one_axis(axes, "`gtop_k`")
 
     def init(params: optax.Params) -> GTopKState:
         sparse.warn_if_none(params, skip, "`gtop_k`")
@@ -128,7 +127,7 @@ def gtop_k(
         sum_ = sparse.sum_of_pairs(values[None], indices[None], vector.size)
         return (sum_ / size).reshape(x.shape).astype(x.dtype), rest
 
-    return exchange_once("gtop_k", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
+    return exchange_once("gtop_k", axes, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 def _merge(

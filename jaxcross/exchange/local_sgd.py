@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange.collectives import AxisName, axis_names
+from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import end_round, next_in_round
@@ -27,9 +27,9 @@ class LocalSGDState(NamedTuple):
 
 
 def local_sgd(
-    optimizer: optax.GradientTransformation, axis_name: AxisName, *, every: int
+    optimizer: optax.GradientTransformation, axes: Axes, *, every: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Averages the *parameters* over `axis_name` at every `every`-th step; in between nothing is
+    """Averages the *parameters* over `axes` at every `every`-th step; in between nothing is
     exchanged.
 
     Parameters differ between ranks from an exchange to the next, and after it by one rounding (they
@@ -45,7 +45,7 @@ def local_sgd(
 
     Args:
         optimizer: Steps on this rank's gradients.
-        axis_name: One axis or several.
+        axes: One axis name, or a tuple of several that count as one.
         every: Steps from one exchange to the next; the first exchange is in step `every`.
 
     Raises:
@@ -60,7 +60,7 @@ def local_sgd(
     Source: Stich, arXiv 1805.09767, algorithm 1; McMahan et al., arXiv 1602.05629.
     """
     every = whole_number(every, "every", "`local_sgd`")
-    names = axis_names(axis_name)
+    names = axis_names(axes)
     inner = optimizer_in(optimizer, "`local_sgd`")
 
     def init(params: optax.Params) -> LocalSGDState:

@@ -19,15 +19,14 @@ Pattern = Literal["auto", "hierarchical", "ring", "tree"]
 
 
 def mean(
-    axis_name: collectives.AxisName,
+    axes: collectives.Axes,
     wire_dtype: DTypeLike | None = None,
     *,
     pattern: Pattern = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Replaces each update by its mean over `axis_name`, the same on every rank of that axis.
-    Stateless.
+    """Replaces each update by its mean over the ranks of `axes`, the same on each. Stateless.
 
-    It stands where `lax.pmean(grads, axis_name)` would stand in the step:
+    It stands where `lax.pmean(grads, axes)` would stand in the step:
 
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch", wire_dtype=jnp.bfloat16), optax.sgd(0.1))
@@ -60,7 +59,7 @@ def mean(
     back; whole numbers go the way of `"auto"`, and their mean is a float.
 
     Args:
-        axis_name: One axis or several.
+        axes: One axis name, or a tuple of several that count as one.
         wire_dtype: Element type on the wire for wider floats; `jnp.bfloat16` halves float32's
             bytes. Each rank rounds once before, the sum is made in float32 and rounded once, the
             division is made in the update's own type. Hierarchical rounds twice on the way: before,
@@ -89,15 +88,14 @@ def mean(
         raise ValueError(
             f"`pattern` is {pattern!r}: choose one of {', '.join(map(repr, get_args(Pattern)))}."
         )
-    names = collectives.axis_names(axis_name)
+    names = collectives.axis_names(axes)
     if pattern == "hierarchical" and len(names) != 2:
         raise ValueError(
             '`pattern="hierarchical"` goes over two axes, the outer first, not over '
-            f'`{axis_name!r}`: write for example `axis_name=("node", "local")` and give the step '
-            "both axes."
+            f'`{axes!r}`: write for example `axes=("node", "local")` and give the step both axes.'
         )
     if pattern in ("ring", "tree"):
-        collectives.one_axis(axis_name, f'`mean(pattern="{pattern}")`')
+        collectives.one_axis(axes, f'`mean(pattern="{pattern}")`')
 
     def average(
         updates: optax.Updates,

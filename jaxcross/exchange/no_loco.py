@@ -51,7 +51,7 @@ class NoLoCoState(NamedTuple):
 
 def no_loco(
     optimizer: optax.GradientTransformation,
-    axis_name: collectives.AxisName,
+    axes: collectives.Axes,
     *,
     every: int,
     rate: float = 0.7,
@@ -83,7 +83,7 @@ def no_loco(
 
     Args:
         optimizer: Steps on this rank's gradients.
-        axis_name: One axis.
+        axes: One axis name; several are refused.
         every: Steps from one exchange to the next; the first exchange is in step `every`.
         rate: Factor of the progress, positive.
         momentum: Part of the last outer step that is added to the next one, in [0, 1).
@@ -92,7 +92,7 @@ def no_loco(
         seed: Of the pairs.
 
     Raises:
-        ValueError: An argument is out of its range, `optimizer` is not an optimizer, or `axis_name`
+        ValueError: An argument is out of its range, `optimizer` is not an optimizer, or `axes`
             names several axes; `update` got no `params`.
 
     Bytes that a rank receives: those of the parameters at an exchange, twice as many if `pull` is
@@ -105,7 +105,7 @@ def no_loco(
     Source: after Kolehmainen et al., arXiv 2506.10911, by the authors' code, whose `pull` is
     `rate`. There any pairs may form a round.
     """
-    axis = collectives.one_axis(axis_name, "`no_loco`")
+    axis = collectives.one_axis(axes, "`no_loco`")
     every = whole_number(every, "every", "`no_loco`")
     outer = _OuterStep(
         rate=_factor("rate", rate, positive=True),
@@ -146,7 +146,7 @@ def no_loco(
             since, state.round + (since == 0), anchor, velocity, inner_state
         )
 
-    return exchange_once("no_loco", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once("no_loco", axes, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

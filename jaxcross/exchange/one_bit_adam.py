@@ -40,7 +40,7 @@ class OneBitAdamState(NamedTuple):
 
 def one_bit_adam(
     freeze_step: int,
-    axis_name: Hashable,
+    axes: collectives.Axes,
     *,
     ranks: int,
     b1: float = 0.9,
@@ -72,7 +72,7 @@ def one_bit_adam(
     Args:
         freeze_step: The first step that exchanges signs. It may change at a restart; if it becomes
             a later step, gradients are averaged again until then.
-        axis_name: One axis.
+        axes: One axis name; several are refused.
         ranks: Of that axis: residuals are made before it is bound.
         b1: Decay of the momentum.
         b2: Decay of the second moment.
@@ -91,7 +91,7 @@ def one_bit_adam(
     Source: Tang et al., arXiv 2102.02888, algorithm 1. Scales are mean absolute values, for which
     error feedback contracts whatever the elements are.
     """
-    axis = collectives.one_axis(axis_name, "`one_bit_adam`")
+    axis = collectives.one_axis(axes, "`one_bit_adam`")
     freeze_step = whole_number(
         freeze_step, "freeze_step", "`one_bit_adam`"
     )  # signs need a second moment
@@ -156,7 +156,7 @@ def one_bit_adam(
         )
         return directions, state
 
-    return exchange_once("one_bit_adam", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
+    return exchange_once("one_bit_adam", axes, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 Moments = tuple[jax.Array, PyTree, PyTree, PyTree, jax.Array]

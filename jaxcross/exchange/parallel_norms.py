@@ -20,7 +20,7 @@ Mask = PyTree | Callable[[optax.Params], PyTree]
 
 
 def scale_by_trust_ratio(
-    axis_name: collectives.AxisName,
+    axes: collectives.Axes,
     min_norm: float = 0.0,
     trust_coefficient: float = 1.0,
     eps: float = 0.0,
@@ -42,13 +42,13 @@ def scale_by_trust_ratio(
     ```
 
     Args:
-        axis_name: One axis.
+        axes: One axis name; several are refused.
         min_norm: Smallest norm of a layer's parameters and updates.
         trust_coefficient: Factor of every ratio.
         eps: Added to the updates' norm.
 
     Raises:
-        ValueError: `axis_name` names several axes; `update` got no `params`.
+        ValueError: `axes` names several axes; `update` got no `params`.
 
     Bytes that a rank receives: `(P-1) ceil(L/P)` numbers for L layers, 4 bytes each (8 where a
     layer is float64).
@@ -59,7 +59,7 @@ def scale_by_trust_ratio(
     Source: Shi et al., arXiv 2010.10458, section 3.2 (parallel tensor operator); You et al., arXiv
     1708.03888, equation 6.
     """
-    axis = collectives.one_axis(axis_name, "`scale_by_trust_ratio`")
+    axis = collectives.one_axis(axes, "`scale_by_trust_ratio`")
 
     def scale(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         if params is None:
@@ -97,7 +97,7 @@ def scale_by_trust_ratio(
 
 
 def lars(
-    axis_name: collectives.AxisName,
+    axes: collectives.Axes,
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: float = 0.0,
     weight_decay_mask: Mask = True,
@@ -118,7 +118,8 @@ def lars(
     when it pays see `scale_by_trust_ratio`.
 
     Args:
-        axis_name: One axis, on which gradients and parameters are equal.
+        axes: One axis name; several are refused. Gradients and parameters are equal on its
+            ranks.
         learning_rate: A number or a schedule.
         weight_decay: Of the parameters, added to the gradient before the norms.
         weight_decay_mask: A tree of booleans, or a function that makes one: which leaves decay.
@@ -129,7 +130,7 @@ def lars(
         nesterov: Whether the momentum is Nesterov's.
 
     Raises:
-        ValueError: `axis_name` names several axes; `update` got no `params`.
+        ValueError: `axes` names several axes; `update` got no `params`.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
     in the same step.
@@ -139,7 +140,7 @@ def lars(
     return optax.chain(
         optax.add_decayed_weights(weight_decay, mask=weight_decay_mask),
         optax.masked(
-            scale_by_trust_ratio(axis_name, trust_coefficient=trust_coefficient, eps=eps),
+            scale_by_trust_ratio(axes, trust_coefficient=trust_coefficient, eps=eps),
             mask=trust_ratio_mask,
         ),
         optax.scale_by_learning_rate(learning_rate),
@@ -148,7 +149,7 @@ def lars(
 
 
 def lamb(
-    axis_name: collectives.AxisName,
+    axes: collectives.Axes,
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -167,7 +168,8 @@ def lamb(
     their layers scaled by ratios of other ranks' gradients, and nothing tells.
 
     Args:
-        axis_name: One axis, on which gradients and parameters are equal.
+        axes: One axis name; several are refused. Gradients and parameters are equal on its
+            ranks.
         learning_rate: A number or a schedule.
         b1: Decay of the first moment.
         b2: Decay of the second moment.
@@ -177,7 +179,7 @@ def lamb(
         mask: A tree of booleans, or a function that makes one: which leaves decay; None: all.
 
     Raises:
-        ValueError: `axis_name` names several axes; `update` got no `params`.
+        ValueError: `axes` names several axes; `update` got no `params`.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
     in the same step.
@@ -187,7 +189,7 @@ def lamb(
     return optax.chain(
         optax.scale_by_adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root),
         optax.add_decayed_weights(weight_decay=weight_decay, mask=mask),
-        scale_by_trust_ratio(axis_name),
+        scale_by_trust_ratio(axes),
         optax.scale_by_learning_rate(learning_rate),
     )
 

@@ -38,7 +38,7 @@ class PowerSGDState(NamedTuple):
 
 
 def power_sgd(
-    rank: int, axis_name: collectives.AxisName, *, min_ratio: float = 1.0, seed: int = 0
+    rank: int, axes: collectives.Axes, *, min_ratio: float = 1.0, seed: int = 0
 ) -> optax.GradientTransformation:
     """Averages each leaf over ranks as a matrix of rank `rank`; what that leaves out is added to
     the next step.
@@ -60,7 +60,7 @@ def power_sgd(
 
     Args:
         rank: Columns of the thin matrices; capped at the smaller side.
-        axis_name: One axis or several.
+        axes: One axis name, or a tuple of several that count as one.
         min_ratio: A matrix is compressed if `rank (n + m) min_ratio < n m`.
         seed: Seed of the first right factors, and of columns that replace those that have become
             zero.
@@ -83,7 +83,7 @@ def power_sgd(
             f"`min_ratio` of `power_sgd` is `{min_ratio!r}`: it is the least factor by which a "
             "compressed matrix shrinks, a number from 0 on."
         )
-    names = collectives.axis_names(axis_name)
+    names = collectives.axis_names(axes)
 
     def init(params: optax.Params) -> PowerSGDState:
         leaves, treedef = jax.tree.flatten(params)

@@ -21,9 +21,7 @@ class QSGDState(NamedTuple):
     step: jax.Array
 
 
-def qsgd(
-    levels: int, axis_name: collectives.AxisName, *, seed: int = 0
-) -> optax.GradientTransformation:
+def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.GradientTransformation:
     """Averages over ranks leaves that are rounded to `norm * i / levels`, i a whole number, at
     random and without bias.
 
@@ -40,7 +38,7 @@ def qsgd(
 
     Args:
         levels: 1 (ternary) to 127.
-        axis_name: One axis or several.
+        axes: One axis name, or a tuple of several that count as one.
         seed: Of the rounding.
 
     Raises:
@@ -58,7 +56,7 @@ def qsgd(
             f"`levels` is {levels}: a level and its sign travel as one byte, so use 1 to 127."
         )
 
-    names = collectives.axis_names(axis_name)
+    names = collectives.axis_names(axes)
 
     def init(params: optax.Params) -> QSGDState:
         del params

@@ -27,7 +27,7 @@ from jaxcross.exchange.validation import (
 
 def sharded_optimizer(
     optimizer: optax.GradientTransformation,
-    axis_name: collectives.AxisName,
+    axes: collectives.Axes,
     *,
     ranks: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -51,7 +51,7 @@ def sharded_optimizer(
 
     Args:
         optimizer: Steps on this rank's part.
-        axis_name: One axis.
+        axes: One axis name; several are refused.
         ranks: Size of the axis. Needed only where `init` runs outside of the step, where the axis
             is not bound.
 
@@ -71,7 +71,7 @@ def sharded_optimizer(
     Source: the distributed parameter server with as many servers as workers, Langer et al., arXiv
     2007.03970, section 3.4; sharded state: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 1).
     """
-    axis = collectives.one_axis(axis_name, "`sharded_optimizer`")
+    axis = collectives.one_axis(axes, "`sharded_optimizer`")
     ranks = None if ranks is None else whole_number(ranks, "ranks", "`sharded_optimizer`")
     inner = optimizer_in(optimizer, "`sharded_optimizer`")
 
@@ -116,7 +116,7 @@ def sharded_optimizer(
         return out, PerRankState(own)
 
     return exchange_once(
-        "sharded_optimizer", axis_name, optax.GradientTransformationExtraArgs(init, update)
+        "sharded_optimizer", axes, optax.GradientTransformationExtraArgs(init, update)
     )  # pyright: ignore[reportArgumentType]
 
 

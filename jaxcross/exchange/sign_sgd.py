@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -14,7 +12,7 @@ from jaxcross.exchange.flat import layout
 from jaxcross.exchange.validation import check_real
 
 
-def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
+def sign_sgd(axes: collectives.Axes) -> optax.GradientTransformation:
     """Returns +1 or -1 for each element, as on most ranks; the same on every rank. Stateless,
     deterministic.
 
@@ -31,7 +29,7 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
     ```
 
     Args:
-        axis_name: One axis.
+        axes: One axis name; several are refused.
 
     Raises:
         ValueError: Several axes; (when traced) a leaf is not real floating-point.
@@ -41,7 +39,7 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
 
     Source: Bernstein et al., arXiv 1802.04434 and 1810.05291, algorithm 1.
     """
-    axis = collectives.one_axis(axis_name, "`sign_sgd`")
+    axis = collectives.one_axis(axes, "`sign_sgd`")
 
     def elect(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
@@ -68,4 +66,4 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
         ]
         return jax.tree.unflatten(treedef, out)
 
-    return exchange_once("sign_sgd", axis_name, optax.stateless(elect))
+    return exchange_once("sign_sgd", axes, optax.stateless(elect))

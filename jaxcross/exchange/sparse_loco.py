@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+from jaxcross._arguments import is_whole
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import chunks, collectives, sparse
 from jaxcross.exchange.chunks import Chunks
@@ -70,13 +70,13 @@ class SparseLoCoState(NamedTuple):
 def sparse_loco(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation,
-    axis_name: collectives.AxisName,
+    axes: collectives.Axes,
     *,
     every: int,
     density: float = 1 / 64,
     decay: float = 0.95,
     chunk: int = 4096,
-    two_bits: bool = True,
+    bits: int = 2,
     skip: sparse.Skip = sparse.bias_or_norm,
 ) -> optax.GradientTransformationExtraArgs:
     """Takes `every` local steps on each rank, then one step of `outer` on the mean of what ranks
@@ -108,13 +108,13 @@ def sparse_loco(
     Args:
         inner: Steps on this rank's gradients.
         outer: Steps on the mean of what was sent, once a round; a schedule in it counts rounds.
-        axis_name: One axis, or several as one.
+        axes: One axis name, or a tuple of several that count as one.
         every: Steps of a round; the first exchange is in step `every`.
         density: Share of a chunk's elements that is sent, rounded, one at least.
         decay: Factor of the residual in each round, in [0, 1].
         chunk: Longest chunk. A leaf is cut into equal chunks, so that padding is less than one
             element a chunk.
-        two_bits: Send two bits a value, else float32.
+        bits: Of a value on the wire: 2, or 32 for float32.
         skip: (path, leaf) -> whether the progress of a leaf is averaged as it is. By default
             scalars, vectors, and leaves of any shape whose name is `bias` or `scale`.
 
@@ -135,14 +135,14 @@ def sparse_loco(
     ours.
     """
     every = whole_number(every, "every", "`sparse_loco`")
-    if not isinstance(two_bits, bool | np.bool_):
-        raise ValueError(f"`two_bits` of `sparse_loco` is `{two_bits!r}`: it is True or False.")
+    if not is_whole(bits) or bits not in (_CODE_BITS, 32):
+        raise ValueError(f"`bits` of `sparse_loco` is `{bits!r}`: a value travels in 2 or 32 bits.")
     settings = _Settings(
-        names=collectives.axis_names(axis_name),
+        names=collectives.axis_names(axes),
         density=sparse.check_density(density),
         decay=part_kept(decay, "`sparse_loco`", "residual"),
         chunk=min(whole_number(chunk, "chunk", "`sparse_loco`"), _LONGEST_CHUNK),
-        two_bits=bool(two_bits),
+        bits=bits,
         skip=skip,
     )
     local, beyond = optimizer_in(inner, "`sparse_loco`"), optimizer_in(outer, "`sparse_loco`")
@@ -193,7 +193,7 @@ class _Settings:
     density: float
     decay: float
     chunk: int
-    two_bits: bool
+    bits: int
     skip: sparse.Skip
 
     def residual(self, params: optax.Params) -> PyTree:
@@ -249,7 +249,7 @@ class _Settings:
         self, grown: list[jax.Array], layouts: list[Chunks]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         pairs = [chunks.largest(x, lay) for x, lay in zip(grown, layouts, strict=True)]
-        if not self.two_bits:
+        if self.bits == 32:
             means = chunks.mean_over_ranks(pairs, layouts, self.names)
             sent = [values for values, _ in pairs]
         else:

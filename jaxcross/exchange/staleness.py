@@ -44,7 +44,7 @@ class BoundedStaleState(NamedTuple):
     """State of the other ranks' late gradients.
 
     Attributes:
-        step: Step modulo the bound, int32.
+        step: Step modulo the staleness, int32.
         late: The other ranks' gradients that are still to come, stored as `StaleState` stores its
             queue.
         inner: State of this rank's own optimizer.
@@ -58,28 +58,28 @@ class BoundedStaleState(NamedTuple):
 
 
 def bounded_stale(
-    optimizer: optax.GradientTransformation, axis_name: collectives.AxisName, *, bound: int
+    optimizer: optax.GradientTransformation, axes: collectives.Axes, *, staleness: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps each rank on its own gradient at once and on the others' `bound` steps late: the worst
-    that SSP allows.
+    """Steps each rank on its own gradient at once and on the others' `staleness` steps late: the
+    worst that SSP allows.
 
     A stale-synchronous rank reads its own writes, and all writes of others that are more than
-    `bound` clocks old; here it never sees newer ones. Every gradient counts exactly once on each
-    rank, divided by the ranks. Parameters and state differ between ranks: save them per rank.
-    Deterministic. `bound=0` is `mean` in front of `optimizer`, the same bits.
+    `staleness` clocks old; here it never sees newer ones. Every gradient counts exactly once on
+    each rank, divided by the ranks. Parameters and state differ between ranks: save them per rank.
+    Deterministic. `staleness=0` is `mean` in front of `optimizer`, the same bits.
 
     ```python
-    tx = jaxcross.exchange.bounded_stale(optax.sgd(0.1), "batch", bound=3)
+    tx = jaxcross.exchange.bounded_stale(optax.sgd(0.1), "batch", staleness=3)
     ```
 
     Args:
         optimizer: Steps on the sum of what arrives.
-        axis_name: One axis or several.
-        bound: Steps by which the others' gradients are late; each costs memory for one set of
+        axes: One axis name, or a tuple of several that count as one.
+        staleness: Steps by which the others' gradients are late; each costs memory for one set of
             gradients.
 
     Raises:
-        ValueError: `bound` is not a whole number from 0 on.
+        ValueError: `staleness` is not a whole number from 0 on.
 
     Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'; the simulator
     sends at once and waits at the receiver.
@@ -90,13 +90,13 @@ def bounded_stale(
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter
     server, NIPS 2013, section 2; Langer et al., arXiv 2007.03970, section 3.3.4.
     """
-    bound = whole_number(bound, "bound", "`bounded_stale`", least=0)
-    names = collectives.axis_names(axis_name)
+    staleness = whole_number(staleness, "staleness", "`bounded_stale`", least=0)
+    names = collectives.axis_names(axes)
     inner = optimizer_in(optimizer, "`bounded_stale`")
 
     def init(params: optax.Params) -> BoundedStaleState:
         return BoundedStaleState(
-            jnp.zeros((), jnp.int32), _empty(params, bound), inner.init(params)
+            jnp.zeros((), jnp.int32), _empty(params, staleness), inner.init(params)
         )
 
     def update(
@@ -107,8 +107,8 @@ def bounded_stale(
     ) -> tuple[optax.Updates, BoundedStaleState]:
         everybody = jax.tree.map(lambda g: jax.lax.pmean(g, names), updates)
         queue, step = state.late, state.step
-        _check_queue(queue, bound, "`bounded_stale`", f"`bound` is {bound}")
-        if bound:
+        _check_queue(queue, staleness, "`bounded_stale`", f"`staleness` is {staleness}")
+        if staleness:
             ranks = jax.lax.psum(1, names)
             late = jax.tree.map(lambda q: q[step], queue)
             own = jax.tree.map(lambda g, q: g.astype(q.dtype) / ranks, updates, late)
@@ -117,7 +117,7 @@ def bounded_stale(
             everybody = jax.tree.map(
                 lambda g, mine, old: (mine + old).astype(g.dtype), updates, own, late
             )
-            step = (step + 1) % bound
+            step = (step + 1) % staleness
         updates, inner_state = inner.update(everybody, state.inner, params, **extra)
         return updates, BoundedStaleState(step, queue, inner_state)
 
@@ -128,7 +128,7 @@ def bounded_stale(
 
 def asynchronous(
     optimizer: optax.GradientTransformation,
-    axis_name: collectives.AxisName,
+    axes: collectives.Axes,
     *,
     delays: int | Sequence[int] | Sequence[Sequence[int]],
 ) -> optax.GradientTransformationExtraArgs:
@@ -147,7 +147,7 @@ def asynchronous(
 
     Args:
         optimizer: Steps on the mean of what arrives, on every rank alike.
-        axis_name: One axis.
+        axes: One axis name; several are refused.
         delays: In steps: one for all, one a rank, or `[step][rank]`, repeated when it is over. The
             largest costs memory for as many sets of gradients.
 
@@ -163,7 +163,7 @@ def asynchronous(
     Source: Langer et al., arXiv 2007.03970, section 3.3.3; delayed SGD: Agarwal and Duchi, arXiv
     1104.5525.
     """
-    axis = collectives.one_axis(axis_name, "`asynchronous`")
+    axis = collectives.one_axis(axes, "`asynchronous`")
     table = _table(delays)
     # One slot for each step from now to the latest arrival.
     slots = int(table.max()) + 1
@@ -199,9 +199,7 @@ def asynchronous(
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         return updates, StaleState(step, queue, inner_state)
 
-    return exchange_once(
-        "asynchronous", axis_name, optax.GradientTransformationExtraArgs(init, update)
-    )  # pyright: ignore[reportArgumentType]
+    return exchange_once("asynchronous", axes, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def _empty(params: optax.Params, slots: int) -> PyTree:

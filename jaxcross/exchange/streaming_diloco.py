@@ -14,7 +14,7 @@ from jaxcross._arguments import is_whole
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import fragments as cuts
 from jaxcross.exchange import integers
-from jaxcross.exchange.collectives import AxisName, axis_names
+from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
@@ -70,7 +70,7 @@ class StreamingDiLoCoState(NamedTuple):
 def streaming_diloco(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation,
-    axis_name: AxisName,
+    axes: Axes,
     *,
     every: int,
     fragments: int,
@@ -106,7 +106,7 @@ def streaming_diloco(
         inner: Steps on this rank's gradients.
         outer: Steps on a fragment's pseudo-gradient, once a round. It must work element by element,
             since it sees flat vectors: SGD with or without momentum, Adam.
-        axis_name: One axis or several.
+        axes: One axis name, or a tuple of several that count as one.
         every: Steps of a round, in which each fragment is exchanged once. May be another one after
             a restart.
         fragments: A divisor of `every`. Parts of the tree's leaves in order, equal in elements.
@@ -148,7 +148,7 @@ def streaming_diloco(
     own_part = _part(mix, turns.delay)
     if not is_whole(bits) or bits not in (32, 8, 4):
         raise ValueError(f"`bits` of {_WHAT} is `{bits!r}`: an element travels in 32, 8 or 4 bits.")
-    names = axis_names(axis_name)
+    names = axis_names(axes)
     local, beyond = optimizer_in(inner, _WHAT), optimizer_in(outer, _WHAT)
     work = _Work(turns=turns, names=names, outer=beyond, own_part=own_part, bits=bits)
 

@@ -43,16 +43,16 @@ class TopKState(NamedTuple):
 
 def top_k(
     density: float,
-    axis_name: collectives.AxisName,
+    axes: collectives.Axes,
     *,
     selection: Selection = "auto",
     error_feedback: bool = True,
     skip: sparse.Skip = sparse.bias_or_norm,
     warm_up: Sequence[tuple[int, float]] = (),
-    values_dtype: DTypeLike | None = None,
+    wire_dtype: DTypeLike | None = None,
     bucket: bool = False,
     pattern: Pattern = "flat",
-    local_size: int | None = None,
+    inner_ranks: int | None = None,
 ) -> optax.GradientTransformation:
     """Averages over ranks each rank's `k = density * D` largest elements of a leaf of D.
 
@@ -61,9 +61,9 @@ def top_k(
     all leaves' values and one of their indices. A rank of P receives `(P-1) k (v + 4)` bytes, v
     bytes a value, and `2(P-1)/P n` for skipped leaves.
 
-    `pattern="hierarchical"` is HiTopKComm over `axis_name=(outer, inner)` of N and L ranks: the
-    dense sum of 1/L of each leaf in the node, its k/L largest elements between nodes, dense again
-    in the node; residuals lie on the shard: `8 (L-1)/L D' + (N-1) k/L (v + 4)` bytes, D' being D
+    `pattern="hierarchical"` is HiTopKComm over `axes=(outer, inner)` of N and L ranks: the dense
+    sum of 1/L of each leaf in the node, its k/L largest elements between nodes, dense again in the
+    node; residuals lie on the shard: `8 (L-1)/L D' + (N-1) k/L (v + 4)` bytes, D' being D
     padded to a multiple of L. All is dense inside a node, where bytes are cheap: it must be on the
     way in, since the largest elements are those of the node's sum; on the way out pairs would be
     fewer bytes while `2 N density < 1`.
@@ -76,23 +76,24 @@ def top_k(
 
     Args:
         density: Share of the elements that is sent.
-        axis_name: One axis, or several as one; for `"hierarchical"` the outer and the inner one.
+        axes: One axis name, or a tuple of several that count as one; for `"hierarchical"` a tuple
+            of the outer and the inner one.
         selection: How the largest are found: see `jaxcross.exchange.select`.
-        error_feedback: Keep what was not sent, the rounding of `values_dtype` included. Without it
+        error_feedback: Keep what was not sent, the rounding of `wire_dtype` included. Without it
             top-k may stall.
         skip: (path, leaf) -> whether a leaf is averaged as it is. By default scalars, vectors, and
             leaves of any shape whose name is `bias` or `scale`.
         warm_up: `(until_step, density)` pairs, steps ascending: the density before `until_step`.
-        values_dtype: Element type of the values on the wire, for example `jnp.bfloat16`. Values
+        wire_dtype: Element type of the values on the wire, for example `jnp.bfloat16`. Values
             beyond its range travel as its largest number.
         bucket: Take the largest of all leaves together: cheaper, but layers with small gradients
             starve.
         pattern: `"flat"` or `"hierarchical"`.
-        local_size: Ranks of the inner axis of `"hierarchical"`, which residuals are as long as 1/L
-            of.
+        inner_ranks: Of the inner axis of `"hierarchical"`: residuals, of 1/L of each leaf, are made
+            before it is bound.
 
     Raises:
-        ValueError: An argument is out of range; (when traced) the inner axis is not `local_size`
+        ValueError: An argument is out of range; (when traced) the inner axis is not `inner_ranks`
             long, the state has other shapes than `init` makes, or a leaf or bucket that is
             compressed has 2^31 elements or more, or is float64.
 
@@ -107,21 +108,21 @@ def top_k(
     density = sparse.check_density(density)
     check_selection(selection)
     stages = _stages(density, warm_up)
-    if values_dtype is not None and not jnp.issubdtype(values_dtype, jnp.floating):
+    if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
         raise ValueError(
-            f"`values_dtype` is {jnp.dtype(values_dtype).name}: values need a floating-point type."
+            f"`wire_dtype` is {jnp.dtype(wire_dtype).name}: values need a floating-point type."
         )
-    names = collectives.axis_names(axis_name)
-    _check_pattern(pattern, axis_name, local_size)
+    names = collectives.axis_names(axes)
+    _check_pattern(pattern, axes, inner_ranks)
     hierarchical = pattern == "hierarchical"
-    inner = whole_number(local_size, "local_size", "`top_k`") if hierarchical else 1
+    inner = whole_number(inner_ranks, "inner_ranks", "`top_k`") if hierarchical else 1
     settings = _Settings(
         names=names,
         across=names[:1] if hierarchical else names,
         inner=inner,
         selection=selection,
         error_feedback=error_feedback,
-        values_dtype=values_dtype,
+        wire_dtype=wire_dtype,
         bucket=bucket,
     )
 
@@ -138,7 +139,7 @@ def top_k(
         updates: optax.Updates, state: TopKState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, TopKState]:
         del params
-        _check_local_size(names, inner if hierarchical else None)
+        _check_inner_ranks(names, inner if hierarchical else None)
         check_state(state, init, updates, "`top_k`")
         found, treedef = jax.tree.flatten_with_path(updates)
         leaves, chosen = [leaf for _, leaf in found], sparse.compressed_leaves(found, skip)
@@ -185,7 +186,7 @@ class _Settings:
         inner: Ranks of a node, which share the leaves of their node's sum; 1 without nodes.
         selection: As in `top_k`.
         error_feedback: As in `top_k`.
-        values_dtype: As in `top_k`.
+        wire_dtype: As in `top_k`.
         bucket: As in `top_k`.
     """
 
@@ -194,7 +195,7 @@ class _Settings:
     inner: int
     selection: Selection
     error_feedback: bool
-    values_dtype: DTypeLike | None
+    wire_dtype: DTypeLike | None
     bucket: bool
 
 
@@ -246,7 +247,7 @@ def _exchange(
         sums = blocks.from_blocks(
             collectives.gather(jnp.concatenate(sums), settings.names[1]), shapes
         )
-    # What `values_dtype` has rounded up may be beyond the update's type.
+    # What `wire_dtype` has rounded up may be beyond the update's type.
     sums = [collectives.saturate(s, x.dtype) for s, x in zip(sums, leaves, strict=True)]
     out = [s.reshape(x.shape).astype(x.dtype) for s, x in zip(sums, leaves, strict=True)]
     return out, list(rests) if settings.error_feedback else []
@@ -279,8 +280,7 @@ def _sent_values(
             for v, dtype in zip(values, types[: len(values)], strict=True)
         ]
     return [
-        v if settings.values_dtype is None else sparse.rounded(v, settings.values_dtype)
-        for v in sent
+        v if settings.wire_dtype is None else sparse.rounded(v, settings.wire_dtype) for v in sent
     ]
 
 
@@ -300,23 +300,21 @@ def _saturate_each(
     return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values)
 
 
-def _check_pattern(
-    pattern: Pattern, axis_name: collectives.AxisName, local_size: int | None
-) -> None:
+def _check_pattern(pattern: Pattern, axes: collectives.Axes, inner_ranks: int | None) -> None:
     if pattern not in get_args(Pattern):
         raise ValueError(f'`pattern` is {pattern!r}: choose "flat" or "hierarchical".')
     hierarchical = pattern == "hierarchical"
-    if hierarchical and (len(collectives.axis_names(axis_name)) != 2 or local_size is None):
+    if hierarchical and (len(collectives.axis_names(axes)) != 2 or inner_ranks is None):
         raise ValueError(
-            f'`pattern="hierarchical"` with `axis_name={axis_name!r}` and '
-            f"`local_size={local_size}`: residuals are made before any axis is bound, so name two "
-            'axes and the inner one\'s ranks: `axis_name=("node", "local"), local_size=8`.'
+            f'`pattern="hierarchical"` with `axes={axes!r}` and `inner_ranks={inner_ranks}`: '
+            "residuals are made before any axis is bound, so name two axes and the inner one's "
+            'ranks: `axes=("node", "local"), inner_ranks=8`.'
         )
-    if not hierarchical and local_size is not None:
+    if not hierarchical and inner_ranks is not None:
         raise ValueError(
-            f'`local_size` of `top_k` is {local_size!r}, but `pattern="flat"` knows no nodes: '
+            f'`inner_ranks` of `top_k` is {inner_ranks!r}, but `pattern="flat"` knows no nodes: '
             'every rank would send to every other one. Write `pattern="hierarchical"`, or leave '
-            "`local_size` out."
+            "`inner_ranks` out."
         )
 
 
@@ -340,13 +338,13 @@ def _stages(density: float, warm_up: Sequence[tuple[int, float]]) -> list[tuple[
     return [*zip(steps, shares, strict=True), (-1, density)]
 
 
-def _check_local_size(names: tuple[Hashable, ...], inner: int | None) -> None:
+def _check_inner_ranks(names: tuple[Hashable, ...], inner: int | None) -> None:
     if inner is None:
         return
     size = jax.lax.axis_size(names[1])
     if size != inner:
         raise ValueError(
-            f"`local_size` of `top_k` is {inner}, but axis `{names[1]}` has {size} ranks: "
-            f"residuals were cut for {inner}. Make the exchange with `local_size={size}` and its "
+            f"`inner_ranks` of `top_k` is {inner}, but axis `{names[1]}` has {size} ranks: "
+            f"residuals were cut for {inner}. Make the exchange with `inner_ranks={size}` and its "
             "state again; what was not sent yet is lost."
         )

@@ -16,7 +16,7 @@ from jaxcross._arguments import is_whole
 from jaxcross._jax_compat import Tracer
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import flat
-from jaxcross.exchange.collectives import AxisName
+from jaxcross.exchange.collectives import Axes
 
 
 def require_params(params: optax.Params | None, what: str) -> optax.Params:
@@ -220,14 +220,14 @@ def group_by_dtype(leaves: Sequence[Any]) -> dict[Any, list[int]]:
     return found
 
 
-def mean_of(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Averages each floating-point leaf over `axis_name`; others stay as they are."""
-    return jax.tree.map(lambda x: jax.lax.pmean(x, axis_name) if is_float(x) else x, tree)
+def mean_of(tree: PyTree, axes: Axes) -> PyTree:
+    """Averages each floating-point leaf over `axes`; others stay as they are."""
+    return jax.tree.map(lambda x: jax.lax.pmean(x, axes) if is_float(x) else x, tree)
 
 
-def sum_of(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Sums each floating-point leaf over `axis_name`; others stay as they are."""
-    return jax.tree.map(lambda x: jax.lax.psum(x, axis_name) if is_float(x) else x, tree)
+def sum_of(tree: PyTree, axes: Axes) -> PyTree:
+    """Sums each floating-point leaf over `axes`; others stay as they are."""
+    return jax.tree.map(lambda x: jax.lax.psum(x, axes) if is_float(x) else x, tree)
 
 
 def is_float(x: jax.typing.ArrayLike) -> bool:

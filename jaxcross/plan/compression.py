@@ -115,7 +115,7 @@ CANDIDATES = (
 def choose_compression(
     target: float,
     jobs: Sequence[JobCost],
-    axis_name: Hashable,
+    axes: collectives.Axes,
     *,
     ranks: int,
     candidates: Sequence[Candidate] = CANDIDATES,
@@ -141,7 +141,7 @@ def choose_compression(
     Args:
         target: Wanted ratio of sum m to sum c; at 1 the exchanges just hide.
         jobs: Cost of each job's step.
-        axis_name: One axis, over which the gradients are exchanged.
+        axes: Name of the one axis over which the gradients are exchanged; several are refused.
         ranks: Number of ranks along that axis.
         candidates: Exchanges to choose from, from the one that loses least to the one that loses
             most.
@@ -152,7 +152,7 @@ def choose_compression(
 
     Raises:
         ValueError: If there are no jobs or no candidates, if the target or a time is not positive,
-            if `axis_name` names several axes, if `ranks` is not a whole number, if the first
+            if `axes` names several axes, if `ranks` is not a whole number, if the first
             candidate rejects a job's leaves, or if a profile is of another step or of another
             number of ranks.
 
@@ -172,7 +172,7 @@ def choose_compression(
     if not target > 0 or any(not (j.compute_s > 0 and j.exchange_s >= 0) for j in jobs):
         times = ", ".join(f"{j.name} {j.compute_s} s + {j.exchange_s} s" for j in jobs)
         raise ValueError(f"`target` ({target}) and all times must be positive: {times}.")
-    axis = collectives.one_axis(axis_name, "`choose_compression`")
+    axis = collectives.one_axis(axes, "`choose_compression`")
     ranks = whole_number(ranks, "ranks", "`choose_compression`")
     for job in jobs:
         job.check(ranks)

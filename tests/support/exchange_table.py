@@ -17,8 +17,8 @@ from jaxcross.exchange import parallel_norms
 from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.adasum import adasum, chunk
 from jaxcross.exchange.blocks import width
+from jaxcross.exchange.decoupled_momentum import decoupled_momentum
 from jaxcross.exchange.delayed_mean import delayed_mean
-from jaxcross.exchange.demo import demo
 from jaxcross.exchange.diloco import diloco
 from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
@@ -422,7 +422,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         name="top_k, bfloat16",
-        make=lambda a: top_k(0.25, a, values_dtype=jnp.bfloat16),
+        make=lambda a: top_k(0.25, a, wire_dtype=jnp.bfloat16),
         bytes=_pairs(0.25, 2),
     ),
     Row(
@@ -455,10 +455,10 @@ TABLE: tuple[Row, ...] = (
         bytes=_hitopk,
         sized=True,
         make=lambda *axes, sizes: top_k(
-            0.25, axes, pattern="hierarchical", local_size=sizes["local"]
+            0.25, axes, pattern="hierarchical", inner_ranks=sizes["local"]
         ),
         lossless=lambda *axes, sizes: top_k(
-            EVERYTHING, axes, pattern="hierarchical", local_size=sizes["local"]
+            EVERYTHING, axes, pattern="hierarchical", inner_ranks=sizes["local"]
         ),
     ),
     Row(
@@ -470,9 +470,9 @@ TABLE: tuple[Row, ...] = (
             0.25,
             axes,
             pattern="hierarchical",
-            local_size=sizes["local"],
+            inner_ranks=sizes["local"],
             bucket=True,
-            values_dtype=jnp.bfloat16,
+            wire_dtype=jnp.bfloat16,
         ),
     ),
     Row(
@@ -532,7 +532,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         name="adasum, hierarchical",
-        make=lambda a, b: adasum(a, inner_axis=b),
+        make=lambda a, b: adasum((a, b)),
         axes=node_and_local,
         bytes=_adasum_nodes,
     ),
@@ -635,10 +635,10 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         name="bounded_stale",
-        make=lambda a: bounded_stale(SGD, a, bound=2),
+        make=lambda a: bounded_stale(SGD, a, staleness=2),
         reference=_synchronous,
         identical=False,
-        lossless=lambda a: bounded_stale(SGD, a, bound=0),
+        lossless=lambda a: bounded_stale(SGD, a, staleness=0),
         bytes=_dense,
         spreads=lambda ranks: 3,
         steps=5,
@@ -708,19 +708,19 @@ TABLE: tuple[Row, ...] = (
     ),
     # Training with little communication.
     Row(
-        name="demo",
-        make=lambda a: demo(0.25, a, decay=0.9, chunk=4),
-        lossless=lambda a: demo(1.0, a, chunk=4),
+        name="decoupled_momentum",
+        make=lambda a: decoupled_momentum(0.25, a, decay=0.9, chunk=4),
+        lossless=lambda a: decoupled_momentum(1.0, a, chunk=4),
         bytes=_frequencies(0.25, 4),
     ),
     Row(
-        name="demo, bfloat16",
-        make=lambda a: demo(0.25, a, chunk=64, values_dtype=jnp.bfloat16),
+        name="decoupled_momentum, bfloat16",
+        make=lambda a: decoupled_momentum(0.25, a, chunk=64, wire_dtype=jnp.bfloat16),
         bytes=_frequencies(0.25, 64, 2),
     ),
     Row(
-        name="demo, sign",
-        make=lambda a: demo(0.25, a, chunk=4, sign=True),
+        name="decoupled_momentum, sign",
+        make=lambda a: decoupled_momentum(0.25, a, chunk=4, sign=True),
         bytes=_frequencies(0.25, 4),
     ),
     Row(
@@ -734,7 +734,7 @@ TABLE: tuple[Row, ...] = (
         ),
         steps=5,
         lossless=lambda a: sparse_loco(
-            SGD, optax.sgd(1.0), a, every=1, density=1, chunk=20, two_bits=False
+            SGD, optax.sgd(1.0), a, every=1, density=1, chunk=20, bits=32
         ),
         reference=_synchronous,
         spreads=lambda ranks: 2,

@@ -40,7 +40,7 @@ def test_seconds_to_a_loss_are_the_median_of_the_seeds():
 def test_a_row_is_a_line_and_the_picture_is_drawn(tmp_path):
     diverged = {
         **ROW,
-        "strategy": "demo 1%",
+        "strategy": "decoupled_momentum 1%",
         "final_test_loss": None,
         "test_loss": [[3.0, None]] * 3,
     }

@@ -19,7 +19,7 @@ from jaxcross import _pytree, exchange
 from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.layout import Folders, checkpoint_name
 from jaxcross.checkpoint.rank_local import rank_local_leaves
-from jaxcross.exchange.demo import DemoState
+from jaxcross.exchange.decoupled_momentum import DecoupledMomentumState
 
 
 def train_state():
@@ -105,9 +105,9 @@ def test_a_state_comes_back_as_it_was(make, tmp_path):
 
 
 EXCHANGES = {
-    "top_k": lambda: exchange.top_k(0.1, axis_name="b"),
-    "gtop_k": lambda: exchange.gtop_k(0.1, axis_name="b"),
-    "power_sgd": lambda: exchange.power_sgd(1, axis_name="b"),
+    "top_k": lambda: exchange.top_k(0.1, axes="b"),
+    "gtop_k": lambda: exchange.gtop_k(0.1, axes="b"),
+    "power_sgd": lambda: exchange.power_sgd(1, axes="b"),
     "one_bit_adam": lambda: exchange.one_bit_adam(3, "b", ranks=2),
     "asynchronous": lambda: exchange.asynchronous(optax.sgd(0.1), "b", delays=2),
 }
@@ -168,7 +168,7 @@ def test_every_exchange_that_keeps_residuals_is_known():
             for name in kind._fields
             if "residual" in name or name in ("queue", "late", "pending")
         }
-        assert found == (own or {"momentum"} if kind is DemoState else own), kind
+        assert found == (own or {"momentum"} if kind is DecoupledMomentumState else own), kind
 
 
 TYPES = [

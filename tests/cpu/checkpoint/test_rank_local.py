@@ -27,7 +27,7 @@ MOMENTUM = optax.sgd(0.7, momentum=0.9)
 STRATEGIES = {
     "top_k": (lambda: exchange.top_k(0.1, "b"), ALL, {"step"}),
     "gtop_k": (lambda: exchange.gtop_k(0.1, "b"), ALL, {"step"}),
-    "demo": (lambda: exchange.demo(0.1, "b"), ALL, set()),
+    "decoupled_momentum": (lambda: exchange.decoupled_momentum(0.1, "b"), ALL, set()),
     "power_sgd": (lambda: exchange.power_sgd(1, "b"), ALL, {"factor"}),
     "one_bit_adam": (
         lambda: exchange.one_bit_adam(3, "b", ranks=2),
@@ -39,9 +39,13 @@ STRATEGIES = {
         ALL,
         {"step", "inner"},
     ),
-    "bounded_stale": (lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=2), [], {"step"}),
+    "bounded_stale": (
+        lambda: exchange.bounded_stale(optax.adam(0.1), "b", staleness=2),
+        [],
+        {"step"},
+    ),
     "bounded_stale of 0": (
-        lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=0),
+        lambda: exchange.bounded_stale(optax.adam(0.1), "b", staleness=0),
         ALL,
         {"step", "inner"},
     ),
@@ -122,7 +126,10 @@ ON_VECTORS = {
         {"since", "anchor", "outer"},
     ),
     "top_k": (lambda: exchange.top_k(0.1, "b", skip=lambda path, leaf: True), {"step", "params"}),
-    "demo": (lambda: exchange.demo(0.1, "b", skip=lambda path, leaf: True), {"params"}),
+    "decoupled_momentum": (
+        lambda: exchange.decoupled_momentum(0.1, "b", skip=lambda path, leaf: True),
+        {"params"},
+    ),
     "power_sgd": (lambda: exchange.power_sgd(1, "b"), {"params"}),
 }
 

@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_quickly
 
 
 @functools.cache
-def compiled(axes, inner=None):
+def compiled(axes):
     names = tuple(name for name, _ in axes)
-    tx = adasum(names[0], inner_axis=inner)
+    tx = adasum(names)
     return jax.jit(vmapped(lambda g: tx.update(g, optax.EmptyState())[0], dict(axes)))
 
 
@@ -50,7 +50,7 @@ def test_adasum_matches_the_tree_with_equal_bits(ranks):
 def test_hierarchical_is_the_tree_over_means_of_nodes(nodes, local):
     flat = grads(nodes * local)
     given = jax.tree.map(lambda x: x.reshape(nodes, local, *x.shape[1:]), flat)
-    got = jax.tree.map(np.asarray, compiled((("node", nodes), ("local", local)), "local")(given))
+    got = jax.tree.map(np.asarray, compiled((("node", nodes), ("local", local)))(given))
     for name, layer in given.items():
         want = tree(layer.astype(np.float64).mean(1))
         assert (got[name] == got[name][:1, :1]).all()
@@ -65,7 +65,7 @@ def test_layers_that_are_cut_in_chunks(nodes, local):
     given = jax.tree.map(
         lambda x: x.reshape(nodes, local, *x.shape[1:]), grads(nodes * local, 8, shapes)
     )
-    got = jax.tree.map(np.asarray, compiled((("node", nodes), ("local", local)), "local")(given))
+    got = jax.tree.map(np.asarray, compiled((("node", nodes), ("local", local)))(given))
     for name, layer in given.items():
         want = tree(layer.astype(np.float64).mean(1))
         assert (got[name] == got[name][:1, :1]).all()
@@ -230,5 +230,3 @@ def test_messages():
         match=r"^the update `\['i'\]` is int32: Adasum's dot products need real floating",
     ):
         combine({"i": np.ones((2, 3), np.int32)}, 2)
-    with pytest.raises(ValueError, match=r"^`axis_name` of `adasum` is `\('a', 'b'\)`"):
-        adasum(("a", "b"))

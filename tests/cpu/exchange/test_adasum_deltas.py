@@ -44,7 +44,7 @@ def test_deltas_come_from_each_rank_s_own_optimizer(optimizer):
 def test_deltas_are_averaged_in_nodes_before_combining():
     """Deltas are averaged within nodes before they are combined."""
     optimizer, axes = optax.adam(0.1), {"node": 2, "local": 2}
-    tx = adasum("node", optimizer=optimizer, inner_axis="local")
+    tx = adasum(("node", "local"), optimizer=optimizer)
     params = jax.tree.map(lambda x: x[0], grads(1))
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (2, 2, *jnp.shape(x))), tx.init(params))
     alone = jax.tree.map(

@@ -27,16 +27,16 @@ OVER_SEVERAL: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "mean, hierarchical": lambda axes: exchange.mean(axes, pattern="hierarchical"),
     "top_k": lambda axes: exchange.top_k(0.1, axes),
     "top_k, hierarchical": lambda axes: exchange.top_k(
-        0.1, axes, pattern="hierarchical", local_size=2
+        0.1, axes, pattern="hierarchical", inner_ranks=2
     ),
-    "demo": lambda axes: exchange.demo(0.1, axes),
+    "decoupled_momentum": lambda axes: exchange.decoupled_momentum(0.1, axes),
     "sparse_loco": lambda axes: exchange.sparse_loco(SGD, SGD, axes, every=1),
     "qsgd": lambda axes: exchange.qsgd(7, axes),
     "power_sgd": lambda axes: exchange.power_sgd(1, axes),
     "local_sgd": lambda axes: exchange.local_sgd(SGD, axes, every=1),
     "elastic_average": lambda axes: exchange.elastic_average(SGD, axes, every=1, alpha=0.1),
-    "bounded_stale": lambda axes: exchange.bounded_stale(SGD, axes, bound=1),
-    "adasum": lambda axes: exchange.adasum(axes[:1], inner_axis=axes[1:]),
+    "bounded_stale": lambda axes: exchange.bounded_stale(SGD, axes, staleness=1),
+    "adasum": exchange.adasum,
 }
 
 
@@ -63,18 +63,19 @@ def test_a_list_is_held_to_the_same_rules() -> None:
     ):
         exchange.mean(["a", "a"])
     with pytest.raises(
-        ValueError, match=r"^`axis_name` of `sign_sgd` is `\['a', 'b'\]`: its hops need one axis"
+        ValueError,
+        match=r"^`axes` of `sign_sgd` are `\['a', 'b'\]`: it works over one axis only\. Name one",
     ):
         exchange.sign_sgd(["a", "b"])
 
 
 @pytest.mark.parametrize("axes", ["batch", ("node", "local")])
-def test_flat_top_k_rejects_local_size(axes: Any) -> None:
+def test_flat_top_k_rejects_inner_ranks(axes: Any) -> None:
     """Nodes that a flat `top_k` would not see are refused."""
     with pytest.raises(
-        ValueError, match=r'^`local_size` of `top_k` is 8, but `pattern="flat"` knows no nodes'
+        ValueError, match=r'^`inner_ranks` of `top_k` is 8, but `pattern="flat"` knows no nodes'
     ):
-        exchange.top_k(0.01, axes, local_size=8)
+        exchange.top_k(0.01, axes, inner_ranks=8)
 
 
 @pytest.mark.parametrize("delays", [True, [True, False], [[0, 1], [True, 2]]])
@@ -197,20 +198,20 @@ def no_loco(**changed: Any) -> Any:
             r"^`weights` of `federated_average` are `\[1, '2'\]`: give one number for",
         ),
         (
-            lambda: exchange.demo(0, "batch"),
+            lambda: exchange.decoupled_momentum(0, "batch"),
             r"^`density` is 0: it is the share of elements that are sent",
         ),
         (
-            lambda: exchange.demo(0.1, "batch", decay=1.1),
-            r"^`decay` of `demo` is `1\.1`: it is the part of the momentum",
+            lambda: exchange.decoupled_momentum(0.1, "batch", decay=1.1),
+            r"^`decay` of `decoupled_momentum` is `1\.1`: it is the part of the momentum",
         ),
         (
-            lambda: exchange.demo(0.1, "batch", chunk=0),
-            r"^`chunk` of `demo` is `0`: it counts and must be a whole",
+            lambda: exchange.decoupled_momentum(0.1, "batch", chunk=0),
+            r"^`chunk` of `decoupled_momentum` is `0`: it counts and must be a whole",
         ),
         (
-            lambda: exchange.demo(0.1, "batch", values_dtype=jnp.int8),
-            r"^`values_dtype` is int8: values need a floating",
+            lambda: exchange.decoupled_momentum(0.1, "batch", wire_dtype=jnp.int8),
+            r"^`wire_dtype` is int8: values need a floating",
         ),
         (
             lambda: sparse_loco(every=0),
@@ -225,8 +226,16 @@ def no_loco(**changed: Any) -> Any:
             r"^`decay` of `sparse_loco` is `-1`: it is the part of the residual that stays",
         ),
         (
-            lambda: sparse_loco(two_bits="no"),
-            r"^`two_bits` of `sparse_loco` is `'no'`: it is True or False\.$",
+            lambda: sparse_loco(bits=8),
+            r"^`bits` of `sparse_loco` is `8`: a value travels in 2 or 32 bits\.$",
+        ),
+        (
+            lambda: sparse_loco(bits="no"),
+            r"^`bits` of `sparse_loco` is `'no'`: a value travels in 2 or 32 bits\.$",
+        ),
+        (
+            lambda: sparse_loco(bits=True),
+            r"^`bits` of `sparse_loco` is `True`: a value travels in 2 or 32 bits\.$",
         ),
         (
             lambda: sparse_loco(chunk=1.5),
@@ -278,7 +287,7 @@ def test_numbers_may_be_numpys_and_jaxs() -> None:
             exchange.one_bit_adam(1, "batch", ranks=2, b1=number),
             exchange.top_k(number, "batch", warm_up=[(3, number)]),
             exchange.gtop_k(number, "batch"),
-            exchange.demo(number, "batch", decay=number),
+            exchange.decoupled_momentum(number, "batch", decay=number),
             sparse_loco(density=number, decay=number),
             no_loco(rate=number, momentum=number, pull=number),
         ):
@@ -297,7 +306,7 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "sparse_loco": lambda inner: exchange.sparse_loco(inner, SGD, "batch", every=2),
     "no_loco": lambda inner: exchange.no_loco(inner, "batch", every=2),
     "sharded_optimizer": lambda inner: exchange.sharded_optimizer(inner, "batch"),
-    "bounded_stale": lambda inner: exchange.bounded_stale(inner, "batch", bound=1),
+    "bounded_stale": lambda inner: exchange.bounded_stale(inner, "batch", staleness=1),
     "asynchronous": lambda inner: exchange.asynchronous(inner, "batch", delays=1),
     "adasum": lambda inner: exchange.adasum("batch", inner),
 }
@@ -314,13 +323,13 @@ def test_what_is_no_optimizer_is_refused(name: str, inner: Any) -> None:
 
 NODES = partial(exchange.top_k, 0.1, list(AXES), pattern="hierarchical")
 BITS = partial(exchange.one_bit_adam, 1, "node", block=8)
-LOW = partial(exchange.power_sgd, axis_name="node", min_ratio=0)
+LOW = partial(exchange.power_sgd, axes="node", min_ratio=0)
 WIDE, NARROW = jnp.ones((6, 10)), jnp.ones((6, 9))
 # The exchange, the one whose state it is given, the parameters of that, and where shapes differ.
 OTHERS: dict[str, tuple[Any, Any, jax.Array, str]] = {
     "top_k": (
-        NODES(local_size=2),
-        NODES(local_size=4),
+        NODES(inner_ranks=2),
+        NODES(inner_ranks=4),
         WIDE,
         r"\[15\] at `\.residual`, but must be \[30\] here",
     ),
@@ -330,9 +339,9 @@ OTHERS: dict[str, tuple[Any, Any, jax.Array, str]] = {
         WIDE,
         r"\[16\] at `\.server_residual`, but must be \[32\] here",
     ),
-    "demo": (
-        exchange.demo(0.1, "node"),
-        exchange.demo(0.1, "node", chunk=4),
+    "decoupled_momentum": (
+        exchange.decoupled_momentum(0.1, "node"),
+        exchange.decoupled_momentum(0.1, "node", chunk=4),
         WIDE,
         r"\[6, 12\] at `\.momentum`, but must be \[1, 60\] here",
     ),
@@ -363,11 +372,12 @@ def test_a_state_of_other_shapes_is_refused(name: str) -> None:
         jax.eval_shape(step, jnp.ones((2, 2, *WIDE.shape)))
 
 
-@pytest.mark.parametrize("make", [exchange.top_k, exchange.gtop_k, exchange.demo])
+@pytest.mark.parametrize("make", [exchange.top_k, exchange.gtop_k, exchange.decoupled_momentum])
 def test_who_compresses_nothing_is_told_once(make: Any) -> None:
     tx, grads = optax.flatten(make(0.1, "batch")), {"w": jnp.ones((4, 6)), "b": jnp.ones(4)}
     with pytest.warns(
-        UserWarning, match="^`(g?top_k|demo)` compresses none of these parameters: vectors"
+        UserWarning,
+        match="^`(g?top_k|decoupled_momentum)` compresses none of these parameters: vectors",
     ):
         state = tx.init(grads)
     jax.make_jaxpr(tx.update, axis_env=[("batch", 2)])(
@@ -390,7 +400,10 @@ def test_no_warning_if_compression_is_partial_or_off() -> None:
 FLOAT32: dict[str, tuple[str, optax.GradientTransformation]] = {
     "top_k": ("the values of `top_k`", exchange.top_k(0.5, "batch")),
     "gtop_k": ("the values of `gtop_k`", exchange.gtop_k(0.5, "batch")),
-    "demo": ("the momenta of `demo`", exchange.demo(0.5, "batch")),
+    "decoupled_momentum": (
+        "the momenta of `decoupled_momentum`",
+        exchange.decoupled_momentum(0.5, "batch"),
+    ),
     "power_sgd": ("the factors of `power_sgd`", exchange.power_sgd(1, "batch")),
     "qsgd": ("the levels of `qsgd`", exchange.qsgd(7, "batch")),
     "one_bit_adam": ("the moments of `one_bit_adam`", exchange.one_bit_adam(5, "batch", ranks=2)),

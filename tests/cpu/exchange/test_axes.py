@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -18,10 +19,12 @@ from tests.support.quick_compiler import OPTIONS
 
 NODES = {"node": 2, "local": 2}
 NAMES = tuple(NODES)
-ROWS = [row for row in TABLE if list(row.axes(4)) == ["batch"]]
+# Adasum gives two axes each its role, of which `test_adasum.py` has the tests.
+ROWS = [
+    row for row in TABLE if list(row.axes(4)) == ["batch"] and not row.name.startswith("adasum")
+]
 # Whose ranks are hops apart, or own a part each: they need one order of ranks.
 ORDERED = (
-    "adasum",
     "asynchronous",
     "federated_average",
     "gossip",
@@ -71,10 +74,10 @@ def test_two_axes_as_one(row: Row) -> None:
         lambda: exchange.mean(("a", "a")),
         lambda: exchange.mean(["a", "b", "a"]),
         lambda: exchange.mean(("a", "a"), pattern="hierarchical"),
-        lambda: exchange.top_k(0.1, ("a", "a"), pattern="hierarchical", local_size=2),
+        lambda: exchange.top_k(0.1, ("a", "a"), pattern="hierarchical", inner_ranks=2),
         lambda: exchange.local_sgd(optax.sgd(0.1), ("a", "b", "a"), every=2),
-        lambda: exchange.adasum("a", inner_axis="a"),
-        lambda: exchange.adasum("a", inner_axis=("b", "a")),
+        lambda: exchange.adasum(("a", "a")),
+        lambda: exchange.adasum(("a", "b", "a")),
     ],
 )
 def test_duplicate_axis_is_rejected_on_construction(make: Any) -> None:
@@ -83,3 +86,27 @@ def test_duplicate_axis_is_rejected_on_construction(make: Any) -> None:
         ValueError, match=r"^the axes of an exchange are `\('a', .*'a'\)`, one of them twice"
     ):
         make()
+
+
+def test_every_exchange_calls_its_axes_so() -> None:
+    named = {
+        name: set(inspect.signature(getattr(exchange, name)).parameters)
+        for name in exchange.__all__
+    }
+    assert {name for name, found in named.items() if "axes" not in found} == {
+        "accumulate",
+        "finish",
+    }
+    others = {p for found in named.values() for p in found if "axis" in p}
+    assert others == set(), "one spelling for one thing"
+
+
+def test_sizes_are_left_to_the_step() -> None:
+    """`crossover` takes axes with sizes under the same name; an exchange takes their names."""
+    sized: Any = NODES
+    with pytest.raises(
+        ValueError,
+        match=r"^the axes of an exchange are `\{'node': 2, 'local': 2\}`: sizes belong to the "
+        r"`axes` of `crossover`.* Write `\('node', 'local'\)`\.$",
+    ):
+        exchange.mean(sized)

@@ -72,7 +72,7 @@ EXACT: dict[str, tuple[Callable[[int], Any], Callable[[int], int]]] = {
     ),
     "top_k": (lambda ranks: exchange.top_k(0.01, "batch"), lambda ranks: (ranks - 1) * 8 * 3_333),
     "top_k, bfloat16": (
-        lambda ranks: exchange.top_k(0.01, "batch", values_dtype=jnp.bfloat16),
+        lambda ranks: exchange.top_k(0.01, "batch", wire_dtype=jnp.bfloat16),
         lambda ranks: (ranks - 1) * 6 * 3_333,
     ),
     "gtop_k": (

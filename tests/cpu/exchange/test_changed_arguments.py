@@ -111,7 +111,7 @@ SENT_LATER: dict[str, Callable[[float], Any]] = {
     "top_k": lambda density: exchange.top_k(density, "batch"),
     "top_k, bucket then": lambda density: exchange.top_k(density, "batch", bucket=density == 1.0),
     "gtop_k": lambda density: exchange.gtop_k(density, "batch"),
-    "demo": lambda density: exchange.demo(density, "batch", decay=1.0),
+    "decoupled_momentum": lambda density: exchange.decoupled_momentum(density, "batch", decay=1.0),
 }
 
 
@@ -169,10 +169,10 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         exchange.top_k(0.5, "batch"),
         r"the state of `top_k` is \[4\] at .* but must be nothing here",
     ),
-    "demo, chunk": (
-        exchange.demo(0.5, "batch"),
-        exchange.demo(0.5, "batch", chunk=2),
-        r"the state of `demo` is \[1, 24\]",
+    "decoupled_momentum, chunk": (
+        exchange.decoupled_momentum(0.5, "batch"),
+        exchange.decoupled_momentum(0.5, "batch", chunk=2),
+        r"the state of `decoupled_momentum` is \[1, 24\]",
     ),
     "sparse_loco, chunk": (
         exchange.sparse_loco(SGD, OUTER, "batch", every=2),
@@ -200,8 +200,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         r"the state of `sharded_optimizer` is \[",
     ),
     "bounded_stale, bound": (
-        exchange.bounded_stale(SGD, "batch", bound=2),
-        exchange.bounded_stale(SGD, "batch", bound=1),
+        exchange.bounded_stale(SGD, "batch", staleness=2),
+        exchange.bounded_stale(SGD, "batch", staleness=1),
         "`bounded_stale` got a state in which gradients wait in 2 slots",
     ),
     "asynchronous, delays": (

@@ -334,7 +334,7 @@ def test_one_bit_adam_refuses() -> None:
         with pytest.raises(
             ValueError, match=f"^`{name}` of `one_bit_adam` is `{value}`: it counts and must be"
         ):
-            one_bit_adam(**{"freeze_step": 5, "axis_name": "batch", "ranks": 4, name: value})  # type: ignore[arg-type]
+            one_bit_adam(**{"freeze_step": 5, "axes": "batch", "ranks": 4, name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="^`block` is 12: signs travel eight to a byte"):
         one_bit_adam(5, "batch", ranks=4, block=12)
     tx, grads = one_bit_adam(5, "batch", ranks=8), normal(RANKS, 4)
@@ -356,7 +356,7 @@ def test_patterns_refuse_axes_that_they_cannot_serve() -> None:
     ):
         mean("batch", pattern="hierarchical")
     for pattern in ("ring", "tree"):
-        with pytest.raises(ValueError, match=f'^`axis_name` of `mean\\(pattern="{pattern}"\\)` is'):
+        with pytest.raises(ValueError, match=f'^`axes` of `mean\\(pattern="{pattern}"\\)` are'):
             mean(("node", "local"), pattern=pattern)  # type: ignore[arg-type]
     for make in (
         sign_sgd,

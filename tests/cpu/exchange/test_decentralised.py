@@ -234,7 +234,7 @@ def test_integer_parameters_stay_local_to_each_rank():
         ),
         (
             lambda: federated_average(SGD, ("a", "b"), every=1),
-            r"^`axis_name` of `federated_average` is",
+            r"^`axes` of `federated_average` are",
         ),
         (
             lambda: elastic_average(SGD, "batch", every=1, alpha=1.5),

@@ -127,7 +127,7 @@ def test_nothing_is_kept():
     [
         ("mean", lambda tx: local_sgd(tx, "batch", every=1)),
         ("top_k", lambda tx: adasum("batch", optimizer=tx)),
-        ("mean", lambda tx: bounded_stale(tx, "batch", bound=1)),
+        ("mean", lambda tx: bounded_stale(tx, "batch", staleness=1)),
         ("mean", lambda tx: sharded_optimizer(tx, "batch")),
     ],
 )

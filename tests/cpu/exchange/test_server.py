@@ -116,7 +116,7 @@ def test_messages_of_the_sharded_optimizer():
         match=r"^`ranks` of `sharded_optimizer` is 2, but the axis has 3: parameters and",
     ):
         train(tx, parameters(), 1, state=optax.EmptyState())
-    with pytest.raises(ValueError, match=r"^`axis_name` of `sharded_optimizer`"):
+    with pytest.raises(ValueError, match=r"^`axes` of `sharded_optimizer`"):
         sharded_optimizer(optax.sgd(0.1), ("a", "b"))
 
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_quickly
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"values_dtype": jnp.bfloat16}, {"bucket": True}, {"selection": "threshold"}]
+    "options", [{}, {"wire_dtype": jnp.bfloat16}, {"bucket": True}, {"selection": "threshold"}]
 )
 def test_what_top_k_does_not_send_it_keeps(options: Any) -> None:
     tx = top_k(0.1, "batch", **options)
@@ -49,7 +49,7 @@ def test_what_top_k_does_not_send_it_keeps(options: Any) -> None:
 
 def test_top_k_residual_of_16_bits_is_float32() -> None:
     """Top-k stores in float32 what it does not send of 16-bit gradients."""
-    tx = top_k(0.1, "batch", values_dtype=jnp.bfloat16)
+    tx = top_k(0.1, "batch", wire_dtype=jnp.bfloat16)
     grads = normal(RANKS, 12, 10).astype(jnp.bfloat16)
     step, state = on_ranks(tx), states(tx, grads)
     for _ in range(4):
@@ -67,7 +67,7 @@ def test_top_k_residual_of_16_bits_is_float32() -> None:
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_values_too_large_for_the_wire_go_in_parts(dtype: Any) -> None:
     """Values that are too large for the wire type are sent piece by piece."""
-    tx = top_k(0.1, "batch", values_dtype=dtype)
+    tx = top_k(0.1, "batch", wire_dtype=dtype)
     most = float(jnp.finfo(dtype).max)
     step, zero = on_ranks(tx), jnp.zeros((RANKS, 12, 10))
     large = zero.at[1, 3, 4].set(min(1.4 * most, float(jnp.finfo(jnp.float32).max)))
@@ -88,7 +88,7 @@ def test_values_too_large_for_the_wire_go_in_parts(dtype: Any) -> None:
         lambda: top_k(0.01, "batch", bucket=True),
         lambda: gtop_k(0.01, "batch"),
         lambda: top_k(0.01, "batch", selection="threshold"),
-        lambda: top_k(0.01, "batch", values_dtype=jnp.bfloat16),
+        lambda: top_k(0.01, "batch", wire_dtype=jnp.bfloat16),
     ],
     ids=["top_k", "bucket", "gtop_k", "threshold", "bfloat16"],
 )
@@ -109,7 +109,7 @@ def test_residual_too_large_for_update_goes_in_parts(make: Any) -> None:
 
 def test_a_sum_of_a_node_may_be_larger_than_the_update() -> None:
     axes = {"node": 2, "local": 3}
-    tx = top_k(1.0, ("node", "local"), pattern="hierarchical", local_size=3)
+    tx = top_k(1.0, ("node", "local"), pattern="hierarchical", inner_ranks=3)
     grads = jnp.full((2, 3, 7, 4), 60000, jnp.float16)
     updates, state = on_ranks(tx, axes)(grads, states(tx, grads, axes=2))
     assert (updates == grads).all() and not state.residual.any()
@@ -142,7 +142,7 @@ def test_skipped_step_preserves_the_residual() -> None:
 def test_hierarchical_top_k_residual_is_per_shard() -> None:
     """Hierarchical `top_k` stores on the shard what the node does not send."""
     axes = {"node": 2, "local": 3}
-    tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=3)
+    tx = top_k(0.2, ("node", "local"), pattern="hierarchical", inner_ranks=3)
     grads = normal(2, 3, 7, 4)  # 28 elements in shards of 10
     step, state = on_ranks(tx, axes), states(tx, grads, axes=2)
     assert state.residual.shape == (2, 3, 10)
@@ -178,8 +178,8 @@ def test_each_leaf_of_a_bucket_keeps_its_own_range() -> None:
 def test_hierarchical_16_bit_bucket_top_k_is_lossless() -> None:
     """Hierarchical `top_k` of a bucket in 16 bits loses nothing either."""
     axes = {"node": 2, "local": 2}
-    options = {"bucket": True, "values_dtype": jnp.bfloat16}
-    tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=2, **options)
+    options = {"bucket": True, "wire_dtype": jnp.bfloat16}
+    tx = top_k(0.2, ("node", "local"), pattern="hierarchical", inner_ranks=2, **options)
     grads = {
         "a": normal(2, 2, 7, 5),
         "b": normal(2, 2, 4, 4, seed=1),
@@ -297,21 +297,21 @@ def test_density_warms_up_by_steps() -> None:
             {"warm_up": [(5, 0.5), (5, 0.2)]},
             r"`warm_up` ends its stages at steps \[5, 5\]: they must be positive",
         ),
-        ({"values_dtype": jnp.int8}, r"`values_dtype` is int8: values need a floating-point type"),
+        ({"wire_dtype": jnp.int8}, r"`wire_dtype` is int8: values need a floating-point type"),
         ({"pattern": "star"}, r"`pattern` is 'star': choose \"flat\" or \"hierarchical\""),
         (
             {"pattern": "hierarchical"},
-            r"`pattern=\"hierarchical\"` with `axis_name='batch'` and `local_size=None`",
+            r"`pattern=\"hierarchical\"` with `axes='batch'` and `inner_ranks=None`",
         ),
         (
-            {"axis_name": ("a", "b"), "pattern": "hierarchical", "local_size": 0},
-            r"`local_size` of `top_k` is `0`: it counts and must be a whole number from 1 on",
+            {"axes": ("a", "b"), "pattern": "hierarchical", "inner_ranks": 0},
+            r"`inner_ranks` of `top_k` is `0`: it counts and must be a whole number from 1 on",
         ),
     ],
 )
 def test_top_k_refuses(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        top_k(**{"density": 0.1, "axis_name": "batch", **options})
+        top_k(**{"density": 0.1, "axes": "batch", **options})
 
 
 @pytest.mark.parametrize("density", [0, 1.5, float("nan")])
@@ -336,10 +336,10 @@ def test_more_elements_than_int32_are_rejected_early(bucket: bool, shape: Any) -
 
 
 def test_residuals_do_not_follow_another_node_size() -> None:
-    tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=4)
+    tx = top_k(0.2, ("node", "local"), pattern="hierarchical", inner_ranks=4)
     grads = normal(2, 3, 7, 4)
     with pytest.raises(
-        ValueError, match="^`local_size` of `top_k` is 4, but axis `local` has 3 ranks"
+        ValueError, match="^`inner_ranks` of `top_k` is 4, but axis `local` has 3 ranks"
     ):
         on_ranks(tx, {"node": 2, "local": 3})(grads, states(tx, grads, axes=2))
 

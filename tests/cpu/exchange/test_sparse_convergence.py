@@ -76,7 +76,7 @@ def test_top_k_converges_only_with_error_feedback() -> None:
 def test_so_do_hierarchical_and_global_top_k() -> None:
     axes = {"node": 2, "local": 2}
     hierarchical = functools.partial(
-        top_k, 0.125, tuple(axes), pattern="hierarchical", local_size=2
+        top_k, 0.125, tuple(axes), pattern="hierarchical", inner_ranks=2
     )
     assert converges(hierarchical(), axes)
     assert opposing(hierarchical(error_feedback=False), axes) > 0.45

@@ -22,7 +22,7 @@ NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 @pytest.mark.integration
 def test_all_elements_in_float32_are_diloco() -> None:
     everything = sparse_loco(
-        optax.sgd(0.05), NESTEROV, "batch", every=2, density=1, two_bits=False, chunk=4
+        optax.sgd(0.05), NESTEROV, "batch", every=2, density=1, bits=32, chunk=4
     )
     (*_, got), state = train(everything, starts(RANKS), 6)
     (*_, want), other = train(diloco(optax.sgd(0.05), NESTEROV, "batch", every=2), starts(RANKS), 6)

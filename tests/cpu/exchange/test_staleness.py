@@ -31,7 +31,7 @@ pytestmark = pytest.mark.integration
     "tx",
     [
         asynchronous(optax.identity(), "batch", delays=1),
-        bounded_stale(optax.identity(), "batch", bound=1),
+        bounded_stale(optax.identity(), "batch", staleness=1),
     ],
     ids=["asynchronous", "bounded_stale"],
 )
@@ -50,7 +50,7 @@ def test_waiting_gradients_are_not_rounded(tx):
 @pytest.mark.parametrize(
     "stale",
     [
-        lambda optimizer: bounded_stale(optimizer, "batch", bound=0),
+        lambda optimizer: bounded_stale(optimizer, "batch", staleness=0),
         lambda optimizer: asynchronous(optimizer, "batch", delays=0),
         lambda optimizer: asynchronous(optimizer, "batch", delays=[[0] * RANKS, [0] * RANKS]),
     ],
@@ -66,7 +66,9 @@ def test_without_delay_it_is_synchronous_to_the_bit(name, stale):
 def test_bounded_stale_delays_only_other_ranks(bound):
     """In `bounded_stale`, a rank sees its own gradients at once and those of others late."""
     rate, steps = 0.05, 7
-    history, _ = train(bounded_stale(optax.sgd(rate), "batch", bound=bound), parameters(), steps)
+    history, _ = train(
+        bounded_stale(optax.sgd(rate), "batch", staleness=bound), parameters(), steps
+    )
     x = {k: np.stack([np.asarray(v, np.float64)] * RANKS) for k, v in parameters().items()}
     past = []
     for number, got in enumerate(history):
@@ -80,7 +82,7 @@ def test_bounded_stale_delays_only_other_ranks(bound):
 @pytest.mark.parametrize(
     "stale",
     [
-        bounded_stale(optax.sgd(0.1), "batch", bound=2),
+        bounded_stale(optax.sgd(0.1), "batch", staleness=2),
         asynchronous(optax.sgd(0.1), "batch", delays=[[0, 1, 3], [2, 2, 0]]),
     ],
 )
@@ -142,8 +144,8 @@ def test_staleness_needs_a_smaller_rate():
     ("build", "message"),
     [
         (
-            lambda: bounded_stale(optax.sgd(0.1), "batch", bound=-1),
-            r"^`bound` of `bounded_stale` is `-1`: it counts and",
+            lambda: bounded_stale(optax.sgd(0.1), "batch", staleness=-1),
+            r"^`staleness` of `bounded_stale` is `-1`: it counts and",
         ),
         (
             lambda: asynchronous(optax.sgd(0.1), "batch", delays=-1),
@@ -172,12 +174,12 @@ def test_schedules_are_refused_when_they_are_made(build, message):
     ("of", "to"),
     [
         (
-            bounded_stale(optax.sgd(1.0), "batch", bound=1),
-            bounded_stale(optax.sgd(1.0), "batch", bound=3),
+            bounded_stale(optax.sgd(1.0), "batch", staleness=1),
+            bounded_stale(optax.sgd(1.0), "batch", staleness=3),
         ),
         (
-            bounded_stale(optax.sgd(1.0), "batch", bound=0),
-            bounded_stale(optax.sgd(1.0), "batch", bound=3),
+            bounded_stale(optax.sgd(1.0), "batch", staleness=0),
+            bounded_stale(optax.sgd(1.0), "batch", staleness=3),
         ),
         (
             asynchronous(optax.sgd(1.0), "batch", delays=1),

@@ -21,8 +21,8 @@ import jaxcross
 world = jaxcross.initialize(heartbeat_timeout_s=8)
 FOLDER, STRATEGY = Path(sys.argv[1]), sys.argv[2]
 STEPS = 40
-top_k = jaxcross.exchange.top_k(0.25, axis_name="batch")
-exchange = top_k if STRATEGY == "top_k" else jaxcross.exchange.mean(axis_name="batch")
+top_k = jaxcross.exchange.top_k(0.25, axes="batch")
+exchange = top_k if STRATEGY == "top_k" else jaxcross.exchange.mean(axes="batch")
 tx = optax.chain(exchange, optax.sgd(0.05, momentum=0.9))
 
 

@@ -171,7 +171,7 @@ def no_false_alarms(*names):
     table = powers | {
         "mean": lambda: optax.chain(exchange.mean("batch"), sgd()),
         "top_k": lambda: optax.chain(exchange.top_k(0.2, "batch"), sgd()),
-        "demo": lambda: optax.chain(exchange.demo(0.2, "batch"), sgd()),
+        "decoupled_momentum": lambda: optax.chain(exchange.decoupled_momentum(0.2, "batch"), sgd()),
         "power_sgd": lambda: optax.chain(exchange.power_sgd(1, "batch"), sgd()),
         "qsgd": lambda: optax.chain(exchange.qsgd(16, "batch"), sgd()),
         "sign_sgd": lambda: optax.chain(exchange.sign_sgd("batch"), sgd()),
@@ -180,7 +180,7 @@ def no_false_alarms(*names):
         ),
         "adasum": lambda: exchange.adasum("batch", sgd()),
         "asynchronous": lambda: exchange.asynchronous(sgd(), "batch", delays=list(range(SIZE))),
-        "bounded_stale": lambda: exchange.bounded_stale(sgd(), "batch", bound=2),
+        "bounded_stale": lambda: exchange.bounded_stale(sgd(), "batch", staleness=2),
         "local_sgd": lambda: exchange.local_sgd(sgd(), "batch", every=3),
         "federated_average": lambda: exchange.federated_average(sgd(), "batch", every=3),
         "elastic_average": lambda: exchange.elastic_average(sgd(), "batch", every=3, alpha=alpha),

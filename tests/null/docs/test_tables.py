@@ -119,7 +119,7 @@ def test_exchange_choice_follows_the_measurements() -> None:
         "`diloco(every=H)`",
         "`streaming_diloco(every=H, bits=b)`",
         "`delayed_mean`",
-        "`demo(density)`",
+        "`decoupled_momentum(density)`",
         "`sparse_loco(every=H, density=d)`",
         "`no_loco(every=H)`",
     }

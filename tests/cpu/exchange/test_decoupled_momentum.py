@@ -11,7 +11,7 @@ import pytest
 import scipy.fft
 
 from jaxcross import exchange
-from jaxcross.exchange.demo import dct_matrix
+from jaxcross.exchange.decoupled_momentum import dct_matrix
 from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
 
@@ -45,7 +45,7 @@ def authors_step(
 @pytest.mark.integration
 def test_steps_equal_the_papers_order_of_operations() -> None:
     """Momentum, transform, largest, inverse, subtraction: over padded tiles, for three steps."""
-    tx = exchange.demo(0.25, "batch", decay=0.9, chunk=4)
+    tx = exchange.decoupled_momentum(0.25, "batch", decay=0.9, chunk=4)
     every = [
         normal(RANKS, 10, 7, seed=n) for n in range(3)
     ]  # ten rows are parts of 4, 4, 2; seven columns of 4, 3
@@ -61,26 +61,26 @@ def test_steps_equal_the_papers_order_of_operations() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("values_dtype", [None, jnp.bfloat16])
-def test_what_is_kept_comes_later(values_dtype: Any) -> None:
+@pytest.mark.parametrize("wire_dtype", [None, jnp.bfloat16])
+def test_what_is_kept_comes_later(wire_dtype: Any) -> None:
     """Without decay, steps without a gradient bring the rest of the first one."""
-    tx = exchange.demo(0.25, "batch", decay=1, chunk=4, values_dtype=values_dtype)
+    tx = exchange.decoupled_momentum(0.25, "batch", decay=1, chunk=4, wire_dtype=wire_dtype)
     grads = {"w": normal(RANKS, 9, 6), "bias": normal(RANKS, 6, seed=1)}
     step, state = on_ranks(tx), states(tx, grads)
     total, nothing = np.zeros((RANKS, 9, 6)), jax.tree.map(jnp.zeros_like, grads)
-    for n in range(20 if values_dtype else 5):
+    for n in range(20 if wire_dtype else 5):
         updates, state = step(nothing if n else grads, state)
         total += updates["w"]
         assert (np.asarray(updates["bias"]) == 0).all() or n == 0
     np.testing.assert_allclose(total[0], np.asarray(grads["w"]).mean(0), atol=1e-5)
     left = np.abs(np.asarray(state.momentum["w"])).max()
-    assert left == 0 if values_dtype is None else left < 1e-5
+    assert left == 0 if wire_dtype is None else left < 1e-5
 
 
 @pytest.mark.integration
 def test_momenta_that_other_ranks_cancel_leave_too() -> None:
     """A rank subtracts what it has sent, not the mean of what all have sent."""
-    tx = exchange.demo(1.0, "batch", decay=1)
+    tx = exchange.decoupled_momentum(1.0, "batch", decay=1)
     grads = normal(1, 8, 8) * jnp.asarray([1.0, -1.0, 1.0, -1.0])[:, None, None]
     updates, state = on_ranks(tx)(grads, states(tx, grads))
     assert (np.asarray(updates) == 0).all() and (np.asarray(state.momentum) == 0).all()
@@ -88,7 +88,7 @@ def test_momenta_that_other_ranks_cancel_leave_too() -> None:
 
 @pytest.mark.integration
 def test_sign_returns_signs_and_shows_infinity() -> None:
-    tx = exchange.demo(0.5, "batch", sign=True)
+    tx = exchange.decoupled_momentum(0.5, "batch", sign=True)
     grads = {"w": normal(RANKS, 8, 4), "b": normal(RANKS, 4, seed=1), "n": jnp.ones((RANKS, 2))}
     updates, _ = on_ranks(tx)(grads, states(tx, grads))
     assert set(np.unique(np.concatenate([np.asarray(x).ravel() for x in updates.values()]))) == {
@@ -104,13 +104,13 @@ def test_sign_returns_signs_and_shows_infinity() -> None:
     ("shape", "tiles", "width"), [((9, 6), 1, 54), ((100, 65), 4, 50 * 33), ((3, 3, 4, 5), 1, 180)]
 )
 def test_tiles_are_equal_and_as_few_as_fit(shape: tuple[int, ...], tiles: int, width: int) -> None:
-    state: Any = exchange.demo(0.1, "batch").init(jnp.zeros(shape))
+    state: Any = exchange.decoupled_momentum(0.1, "batch").init(jnp.zeros(shape))
     assert state.momentum.shape == (tiles, width)
 
 
 @pytest.mark.integration
 def test_leaves_that_are_not_floats_keep_their_updates() -> None:
-    tx = exchange.demo(0.5, "batch")
+    tx = exchange.decoupled_momentum(0.5, "batch")
     grads = {"n": jnp.int32(3), "w": jnp.ones((4, 4))}
     step = jax.vmap(
         lambda g: tx.update(g, tx.init(g))[0], axis_name="batch", axis_size=2, in_axes=None

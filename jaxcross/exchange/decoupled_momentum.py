@@ -29,7 +29,7 @@ from jaxcross.exchange.validation import (
 )
 
 
-class DemoState(NamedTuple):
+class DecoupledMomentumState(NamedTuple):
     """Attributes: `momentum`, of each compressed leaf what this rank has not sent, by tile and
     frequency, float32.
     """
@@ -39,18 +39,18 @@ class DemoState(NamedTuple):
     rank_local = RankLocal(unsent=("momentum",))
 
 
-def demo(
+def decoupled_momentum(
     density: float,
-    axis_name: collectives.AxisName,
+    axes: collectives.Axes,
     *,
     decay: float = 0.999,
     chunk: int = 64,
     sign: bool = False,
     skip: sparse.Skip = sparse.bias_or_norm,
-    values_dtype: DTypeLike | None = None,
+    wire_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
-    """Averages over ranks the `density` largest frequencies of each rank's momentum, and takes them
-    out of it.
+    """DeMo: averages over ranks the `density` largest frequencies of each rank's momentum, and
+    takes them out of it.
 
     A rank adds its gradient to `decay` times its momentum. Leaves are cut into tiles of at most
     `chunk` by `chunk` elements of the matrix `[all other dimensions, last dimension]`, and each
@@ -64,7 +64,8 @@ def demo(
     Deterministic.
 
     ```python
-    tx = optax.chain(jaxcross.exchange.demo(0.01, "batch", sign=True), optax.sgd(1e-3))
+    exchange = jaxcross.exchange.decoupled_momentum(0.01, "batch", sign=True)
+    tx = optax.chain(exchange, optax.sgd(1e-3))
     updates, opt_state = tx.update(grads, opt_state, params)  # grads are this rank's own
     ```
 
@@ -75,7 +76,7 @@ def demo(
     Args:
         density: Share of a tile's coefficients that is sent, rounded, one at least. The authors
             send 32 of 4,096.
-        axis_name: One axis, or several as one.
+        axes: One axis name, or a tuple of several that count as one.
         decay: Factor of the momentum in each step, in [0, 1]. With `density=1` it has no effect:
             nothing is left.
         chunk: Longest side of a tile. A side is cut into equal parts, so that padding is less than
@@ -83,7 +84,7 @@ def demo(
         sign: Return the signs of the updates, as in the paper: take a small learning rate.
         skip: (path, leaf) -> whether a leaf is averaged as it is, without a momentum. By default
             scalars, vectors, and leaves of any shape whose name is `bias` or `scale`.
-        values_dtype: Element type of the coefficients on the wire, for example `jnp.bfloat16`. The
+        wire_dtype: Element type of the coefficients on the wire, for example `jnp.bfloat16`. The
             rest of the rounding stays in the momentum.
 
     Raises:
@@ -95,33 +96,33 @@ def demo(
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
     in the same step.
 
-    Source: after Peng et al., arXiv 2411.19870, and the authors' code. There the learning rate is
-    part of the momentum, vectors are compressed as well, and a coefficient is averaged over those
-    ranks that have sent it.
+    Source: after Peng et al., DeMo: Decoupled momentum optimization, arXiv 2411.19870, and the
+    authors' code. There the learning rate is part of the momentum, vectors are compressed as well,
+    and a coefficient is averaged over those ranks that have sent it.
     """
     density = sparse.check_density(density)
-    kept = part_kept(decay, "`demo`", "momentum")
-    chunk = whole_number(chunk, "chunk", "`demo`")
-    if values_dtype is not None and not jnp.issubdtype(values_dtype, jnp.floating):
+    kept = part_kept(decay, "`decoupled_momentum`", "momentum")
+    chunk = whole_number(chunk, "chunk", "`decoupled_momentum`")
+    if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
         raise ValueError(
-            f"`values_dtype` is {jnp.dtype(values_dtype).name}: values need a floating-point type."
+            f"`wire_dtype` is {jnp.dtype(wire_dtype).name}: values need a floating-point type."
         )
-    names = collectives.axis_names(axis_name)
+    names = collectives.axis_names(axes)
 
-    def init(params: optax.Params) -> DemoState:
-        sparse.warn_if_none(params, skip, "`demo`")
+    def init(params: optax.Params) -> DecoupledMomentumState:
+        sparse.warn_if_none(params, skip, "`decoupled_momentum`")
         found, treedef = jax.tree.flatten_with_path(params)
         momenta = [
             _tiles(leaf, chunk, density).zeros() if chosen else optax.MaskedNode()
             for (_, leaf), chosen in zip(found, sparse.compressed_leaves(found, skip), strict=True)
         ]
-        return DemoState(jax.tree.unflatten(treedef, momenta))
+        return DecoupledMomentumState(jax.tree.unflatten(treedef, momenta))
 
     def update(
-        updates: optax.Updates, state: DemoState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, DemoState]:
+        updates: optax.Updates, state: DecoupledMomentumState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, DecoupledMomentumState]:
         del params
-        check_state(state, init, updates, "`demo`")
+        check_state(state, init, updates, "`decoupled_momentum`")
         found, treedef = jax.tree.flatten_with_path(updates)
         chosen, out, momenta = (
             sparse.compressed_leaves(found, skip),
@@ -130,7 +131,7 @@ def demo(
         )
         for (path, leaf), compressed in zip(found, chosen, strict=True):
             if compressed:
-                check_float32(path, leaf, "the momenta of `demo`")
+                check_float32(path, leaf, "the momenta of `decoupled_momentum`")
         where = [i for i, compressed in enumerate(chosen) if compressed]
         big = [found[i][1] for i in where]
         averaged = iter(())
@@ -140,7 +141,7 @@ def demo(
                 kept * momenta[i] + lay.frequencies(x)
                 for i, x, lay in zip(where, big, layouts, strict=True)
             ]
-            means, rests = _exchange(grown, [lay.chunks for lay in layouts], names, values_dtype)
+            means, rests = _exchange(grown, [lay.chunks for lay in layouts], names, wire_dtype)
             averaged = iter(
                 [lay.leaf(mean, x) for mean, x, lay in zip(means, big, layouts, strict=True)]
             )
@@ -152,9 +153,10 @@ def demo(
         ]
         if sign:
             out = [_sign(x) for x in out]
-        return jax.tree.unflatten(treedef, out), DemoState(jax.tree.unflatten(treedef, momenta))
+        rest = DecoupledMomentumState(jax.tree.unflatten(treedef, momenta))
+        return jax.tree.unflatten(treedef, out), rest
 
-    return exchange_once("demo", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
+    return exchange_once("decoupled_momentum", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +196,7 @@ class _Tiles:
 
 
 def _tiles(leaf: jax.typing.ArrayLike, chunk: int, density: float) -> _Tiles:
-    chunks.check_size(jnp.size(leaf), "`demo`")
+    chunks.check_size(jnp.size(leaf), "`decoupled_momentum`")
     shape = (math.prod(jnp.shape(leaf)[:-1]), jnp.shape(leaf)[-1]) if jnp.ndim(leaf) else (1, 1)
     high, wide = (chunks.length(side, chunk) for side in shape)
     number = -(-shape[0] // high) * -(-shape[1] // wide)
@@ -216,14 +218,14 @@ def _exchange(
     momenta: list[jax.Array],
     layouts: list[Chunks],
     names: tuple[Hashable, ...],
-    values_dtype: DTypeLike | None,
+    wire_dtype: DTypeLike | None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Returns the mean over ranks of what each rank sends, and what is left of this rank's
     momenta.
     """
     pairs = [chunks.largest(x, lay) for x, lay in zip(momenta, layouts, strict=True)]
     sent = [
-        (v if values_dtype is None else sparse.rounded(v, values_dtype), columns)
+        (v if wire_dtype is None else sparse.rounded(v, wire_dtype), columns)
         for v, columns in pairs
     ]
     rests = [chunks.without(x, *pair) for x, pair in zip(momenta, sent, strict=True)]
