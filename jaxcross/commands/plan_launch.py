@@ -114,7 +114,8 @@ def _array(ranks: int, numbers: list[int], script: str, file: Path, name: str) -
             ),
             "#SBATCH --output=jaxcross-%j.log": "#SBATCH --output=jaxcross-%A-%a.log",
             "# The environment with jaxcross": (
-                f"groups=({' '.join(map(str, numbers))})\ngroup=${{groups[$SLURM_ARRAY_TASK_ID]}}\n\n"
+                f"groups=({' '.join(map(str, numbers))})\n"
+                "group=${groups[$SLURM_ARRAY_TASK_ID]}\n\n"
                 "# The environment with jaxcross"
             ),
             'python -m mpi4py "$@"': command,

@@ -44,10 +44,8 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
                 print(f"lab: one host has no link to measure: {lab.description}", file=sys.stderr)
             elif measure:
                 there, back = lab.measure_rate()
-                print(
-                    f"lab: {there / 1e6:.1f} and {back / 1e6:.1f} Mbit/s over the {lab.description}",
-                    file=sys.stderr,
-                )
+                rates = f"{there / 1e6:.1f} and {back / 1e6:.1f} Mbit/s"
+                print(f"lab: {rates} over the {lab.description}", file=sys.stderr)
             before = lab.bytes_crossed()
             status = _run(lab, command)
             where = "link" if measure else lab.description  # which was described above

@@ -159,7 +159,12 @@ def choose_compression(
     Example:
         >>> report = jaxcross.run(jobs)
         >>> costs = [
-        ...     JobCost(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=params)
+        ...     JobCost(
+        ...         name=j.facts.name,
+        ...         compute_s=j.compute_s,
+        ...         exchange_s=j.exchange_s,
+        ...         params=params,
+        ...     )
         ...     for j in report.rounds.jobs  # or `JobCost.of(profile, params)`
         ... ]
         >>> exchanges = jaxcross.plan.choose_compression(1.0, costs, "batch", ranks=world.size)

@@ -66,7 +66,9 @@ def of(
             not name each job, or a number is out of range.
 
     Example:
-        >>> profiles = [Profile.whole(name, compute_s=0.1, exchange_s=0.1, nbytes=10**7) for name in "ab"]
+        >>> profiles = [
+        ...     Profile.whole(name, compute_s=0.1, exchange_s=0.1, nbytes=10**7) for name in "ab"
+        ... ]
         >>> plan = jaxcross.plan.of(profiles, memory="80GB")
         >>> print(len(plan.groups), plan.groups[0].policy.name, round(plan.progress, 1))
         1 round-robin 1.7

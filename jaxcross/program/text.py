@@ -109,7 +109,8 @@ _AVAL = re.compile(r"(?P<dtype>[^\[*]+)(?P<weak>\*?)\[(?P<shape>[\d,]*)\]$")
 _NAME = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,='"][^\s,=]*"""
 _AXIS = re.compile(f"({_NAME})=(\\d+)(?: |$)")
 _EXCHANGE = re.compile(
-    rf"(?P<op>\S+) (?P<axes>(?:(?:{_NAME})(?:,|(?= )))*) (?P<dtype>[^\[]+)\[(?P<shape>[\d, ]*)\](?P<params>.*)$"
+    rf"(?P<op>\S+) (?P<axes>(?:(?:{_NAME})(?:,|(?= )))*) "
+    r"(?P<dtype>[^\[]+)\[(?P<shape>[\d, ]*)\](?P<params>.*)$"
 )
 _PARAM = re.compile(r" (\w+)=(.*?)(?= \w+=|$)")
 

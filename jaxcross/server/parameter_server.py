@@ -56,7 +56,8 @@ class ParameterServer:
         >>> with jaxcross.ParameterServer(params, optax.sgd(0.1), staleness=2) as server:
         ...     params = server.params
         ...     for batch in data:
-        ...         params = server.push_pull(gradient(params, batch))  # this rank's own gradient: no mean
+        ...         gradients = gradient(params, batch)  # this rank's own, without a mean
+        ...         params = server.push_pull(gradients)
         >>> params = server.params  # the same on every rank
 
     Args:

@@ -67,7 +67,9 @@ class Cache:
             another machine, or is in use with other budgets.
 
     Example:
-        >>> cache = Cache("/local/cache", disk_bytes=200 * 10**9, memory_bytes=8 * 10**9)  # doctest: +SKIP
+        >>> cache = Cache(  # doctest: +SKIP
+        ...     "/local/cache", disk_bytes=200 * 10**9, memory_bytes=8 * 10**9
+        ... )
         >>> url = "s3://bucket/imagenet2012/5.1.0"
         >>> batches = train_batches(url, batch_size=64, cache=cache)  # doctest: +SKIP
     """
