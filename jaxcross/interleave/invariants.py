@@ -15,7 +15,8 @@ def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: Sha
     ready.
     """
     # Called after every event: no text is made unless it is needed.
-    on_device, depth = compute.on_device, compute.depth
+    on_device = compute.on_device
+    depth = compute.depth
     if len(on_device) > depth:
         raise _broken(f"{len(on_device)} segments on a lane of depth {depth}")
     if jobs.keys() != shared.jobs.keys():

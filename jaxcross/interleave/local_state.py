@@ -71,7 +71,8 @@ class LocalCall:
 
     def __post_init__(self) -> None:
         self._unmet = [len(set(needs)) for needs in self.graph.needs]
-        self._ready_before, self._ready_after = [], []
+        self._ready_before = []
+        self._ready_after = []
         for segment, kind in enumerate(self.graph.kinds):
             if kind == "compute" and not self._unmet[segment]:
                 self._ready_list(segment).append(segment)
@@ -201,7 +202,8 @@ class LocalJob:
     def fail(self, text: str, *, ejects: bool = False) -> None:
         """The job fails on this rank; its first failure counts."""
         if self.failed is None:
-            self.failed, self.ejects = text, ejects
+            self.failed = text
+            self.ejects = ejects
 
     def segment_failed(self, event: m.SegmentFailed) -> None:
         """The job fails on this rank by a segment."""
@@ -234,7 +236,8 @@ class LocalJob:
 
     def wait_at(self, point: Point | None) -> None:
         """The thread waits: for all ranks at `point`, or for its own segments alone."""
-        self.is_waiting, self.point = True, point
+        self.is_waiting = True
+        self.point = point
 
     def note(self, event: m.Event) -> None:
         """Notes an event that changes nothing but this job's local state."""
@@ -304,7 +307,8 @@ class LocalJob:
             return self.received_commit()
         if self.point is None or self.point.kind != "batch":
             return self.point is not None
-        prepared, limit = self.prepared.get(self.stream, 0), self.limits.get(self.stream)
+        prepared = self.prepared.get(self.stream, 0)
+        limit = self.limits.get(self.stream)
         return prepared > self.point.index or (limit is not None and limit <= self.point.index)
 
     def pending_wait(self, committed: int, progress: int) -> Wait | None:
@@ -354,7 +358,9 @@ class LocalJob:
         waits.
         """
         if self.failed is not None:
-            text, of, call = self.failed, self.failed_segment, self.call
+            text = self.failed
+            of = self.failed_segment
+            call = self.call
             # Not known when it failed: the vote may have been under way, and a call may end before
             # its last segment.
             if (
