@@ -151,7 +151,8 @@ class Equality:
         """Returns what is known about a `while` loop's carry in every iteration, and about its
         predicate.
         """
-        n, m = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        n = eqn.params["cond_nconsts"]
+        m = n + eqn.params["body_nconsts"]
         carry = list(known[m:])
         inner, _ = compat.open_jaxpr(eqn.params["body_jaxpr"])
         constant = [a is b for a, b in zip(inner.invars[m - n :], inner.outvars, strict=True)]
@@ -181,11 +182,9 @@ class Equality:
         stacks.
         """
         n_consts, n_carry = compat.scan_counts(eqn)
-        consts, carry, xs = (
-            known[:n_consts],
-            list(known[n_consts:][:n_carry]),
-            known[n_consts + n_carry :],
-        )
+        consts = known[:n_consts]
+        carry = list(known[n_consts:][:n_carry])
+        xs = known[n_consts + n_carry :]
         trial = Equality(self.sizes, self.wire)
         while True:
             outs = trial.walk(eqn.params["jaxpr"], [*consts, *carry, *xs])
@@ -197,7 +196,8 @@ class Equality:
     def _while(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
         carry, more = self.while_carry(eqn, known)
         self._record_decision(eqn, more)
-        n, m = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        n = eqn.params["cond_nconsts"]
+        m = n + eqn.params["body_nconsts"]
         # Once more, for the records of loops and conditionals inside.
         self.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
         self.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])

@@ -79,7 +79,8 @@ def live_bytes(
     kept = 2 * sum(runnable.lent_nbytes for runnable in runnables)
     peak = boundary = sum(alive.values())
     for runnable in runnables:
-        segment, stats = runnable.segment, runnable.memory()
+        segment = runnable.segment
+        stats = runnable.memory()
         outputs = {v: program.values[v].nbytes for v in segment.outputs}
         made = sum(outputs.values()) + segment.extra_nbytes - runnable.lent_nbytes
         # A segment's inputs are still alive while it runs; results that reuse a donated input add
@@ -174,7 +175,8 @@ class Compiled:
         Args:
             inputs: As for `execution`.
         """
-        program, values = self.program, self.program.values
+        program = self.program
+        values = self.program.values
         form = {v: (values[v].shape, values[v].dtype) for v in (*program.inputs, *program.outputs)}
         results = Counter(form[v] for v in program.outputs)
         replaced = results - Counter(form[v] for v in program.donated)
@@ -223,7 +225,8 @@ class Execution:
         """Dispatches a segment from this thread. A compute segment returns at once, a collective
         one may wait.
         """
-        compiled, env = self._compiled, self._env
+        compiled = self._compiled
+        env = self._env
         runnable = compiled.runnables[index]
         segment = runnable.segment
         zeros = self._zeros.pop(index, None)
@@ -307,7 +310,8 @@ class Execution:
         Raises:
             ExchangeError: The number of its exchanges may depend on the values that it reads.
         """
-        program, device = self._compiled.program, self._compiled.runnables[index].device
+        program = self._compiled.program
+        device = self._compiled.runnables[index].device
         segment = program.segments[index]
         present = () if program.is_unit else program.traced.present
         what = _decided_by_data(segment.jaxpr, program.traced, present)

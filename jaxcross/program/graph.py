@@ -94,7 +94,8 @@ class Graph:
         for i, eqn in enumerate(self.eqns):
             for v in variables(eqn.invars):
                 self.readers.setdefault(v, []).append(i)
-        self.wires, opaque = {}, set()
+        self.wires = {}
+        opaque = set()
         for i, eqn in enumerate(self.eqns):
             found = exchanges_of(eqn, self.traced)
             if found:

@@ -15,7 +15,8 @@ def verify(program: Program) -> Program:
     Raises:
         InternalError: With the offending segment marked among its neighbours.
     """
-    defined, returned = set(program.inputs), frozenset(program.outputs)
+    defined = set(program.inputs)
+    returned = frozenset(program.outputs)
     dead: set[int] = set()
     for place, segment in enumerate(program.segments):
 
