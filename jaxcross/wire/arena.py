@@ -72,7 +72,8 @@ class Arena:
             if slot is None:
                 slots.append(slot := _Slot(_memory(size)))
             lease = np.frombuffer(slot.memory, np.uint8)
-            slot.lease, slot.used_s = ref(lease), now
+            slot.lease = ref(lease)
+            slot.used_s = now
         return lease[:nbytes].view(dtype).reshape(shape)
 
     @property

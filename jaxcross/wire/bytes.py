@@ -41,7 +41,8 @@ def group_size(exchange: Exchange, sizes: Mapping[str, int]) -> int:
     axes.
     """
     params = dict(exchange.params)
-    groups, ranks = params.get("groups"), params.get("ranks")
+    groups = params.get("groups")
+    ranks = params.get("ranks")
     return (
         max(map(len, groups))
         if groups
@@ -52,8 +53,10 @@ def group_size(exchange: Exchange, sizes: Mapping[str, int]) -> int:
 
 
 def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
-    params, size = dict(exchange.params), group_size(exchange, sizes)
-    count, item = exchange.count, _itemsize(exchange.dtype)
+    params = dict(exchange.params)
+    size = group_size(exchange, sizes)
+    count = exchange.count
+    item = _itemsize(exchange.dtype)
     if exchange.op == "psum" and messages.is_narrow_float(jnp.dtype(exchange.dtype)) and size > 1:
         if collectives.gathers(count, item, size):
             return (size - 1) * count * item

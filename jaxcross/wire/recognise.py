@@ -196,7 +196,8 @@ def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
     params = eqn.params
     if params.get("transpose"):
         return None  # The transpose of an all-reduce is the identity: nothing is sent.
-    comm, op = unwrap(params["comm"]), eqn.primitive.name.removesuffix("_mpi")
+    comm = unwrap(params["comm"])
+    op = eqn.primitive.name.removesuffix("_mpi")
     source = compat.source_of(eqn, outside="mpi4jax/_src")
     if not comm:  # as `MPI.COMM_NULL` counts
         raise ExchangeError(
@@ -281,7 +282,8 @@ def world_ranks(comm: Any) -> tuple[int, ...]:
     """The ranks of `COMM_WORLD` that a communicator joins, in its own order."""
     from mpi4py import MPI
 
-    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    group = comm.Get_group()
+    world = MPI.COMM_WORLD.Get_group()
     try:
         return tuple(MPI.Group.Translate_ranks(group, None, world))
     finally:
