@@ -230,7 +230,8 @@ def _read_file(
     """Reads the end of one file; `before` is the record of the file that this one continues."""
     # Neither a link to elsewhere nor a pipe that would wait for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
-        facts, most_bytes = os.fstat(stream.fileno()), tail_bytes or MOST_BYTES
+        facts = os.fstat(stream.fileno())
+        most_bytes = tail_bytes or MOST_BYTES
         if not stat.S_ISREG(facts.st_mode):
             raise ValueError(f"`{path}` is not a file.")
         if not facts.st_size:
@@ -242,7 +243,9 @@ def _read_file(
             stream.seek(-most_bytes, os.SEEK_END)
             stream.readline(MOST_LINE_BYTES)
         lines = stream.read(most_bytes).split(b"\n")
-    version, start_s, start_ns = header.get("jaxcross"), header.get("time"), header.get("at")
+    version = header.get("jaxcross")
+    start_s = header.get("time")
+    start_ns = header.get("at")
     if (
         version != VERSION
         or not isinstance(start_s, int | float)
@@ -297,7 +300,8 @@ def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
                 name=name, any_ranks=event.get("any_ranks") is True
             )
     elif "words" in event:
-        record.words, record.text = _text(event, "words"), _text(event, "text")
+        record.words = _text(event, "words")
+        record.text = _text(event, "text")
         record.standing = _text(event, "standing")
         lost = event.get("lost")
         record.lost = tuple(r for r in lost if _is_int(r)) if isinstance(lost, list) else ()

@@ -20,7 +20,8 @@ from jaxcross.report.units import seconds, share
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito's palette: told apart by colour-blind readers too."""
 QUIET = {"compile": "#B8B8B8", "input": "#DDDDDD", "vote": "#555555"}
-INK, FAINT = "#222222", "#777777"
+INK = "#222222"
+FAINT = "#777777"
 MOST_RANKS = 8
 MOST_NAMES = 5
 LINE_CHARACTERS = 160

@@ -20,7 +20,8 @@ from jaxcross.report.units import number, seconds, share
 WIDTH = 110
 """Most characters of a line, also where there is no terminal."""
 
-_NAME, _TEXT = 24, 8
+_NAME = 24
+_TEXT = 8
 """Characters of a text on a narrow terminal, of the name of a row and of others: longer ones are
 broken.
 """
@@ -203,7 +204,8 @@ def too_small(rounds: TimeBreakdown) -> str:
     jobs = len(rounds.crossed)
     if rounds.bound_s is None or rounds.in_turn or jobs < 2:
         return ""
-    votes, work = rounds.lost_s["votes"], rounds.compute_s + rounds.exchange_s
+    votes = rounds.lost_s["votes"]
+    work = rounds.compute_s + rounds.exchange_s
     if votes < max(
         work - rounds.bound_s, 0.1 * work
     ):  # what crossover can save; a tenth, for jobs that exchange nothing
@@ -302,7 +304,8 @@ def _without_round(rounds: TimeBreakdown) -> list[str]:
 
 
 def _with_round(rounds: TimeBreakdown) -> list[str]:
-    period, bound = rounds.period_s or 0.0, rounds.bound_s
+    period = rounds.period_s or 0.0
+    bound = rounds.bound_s
     names = {"compute": "all computation", "exchange": "all exchange", "chain": "the longest job"}
     lines = [
         (
