@@ -39,7 +39,8 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             alike: dict[str, list[str]] = {}
             for rank, body in guilty:
                 alike.setdefault(clause(body), []).append(str(rank))
-            together, body = f"after step {step}: {ExchangeError.__name__}: ", guilty[0][1]
+            together = f"after step {step}: {ExchangeError.__name__}: "
+            body = guilty[0][1]
             others = {kind for kind, _ in parts} - {how}
             if others <= {""} and len(alike) == 1 and body.startswith(together):
                 # All ranks found, between two steps, that they differ: in exchanges, or in replicas

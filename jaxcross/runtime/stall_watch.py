@@ -39,7 +39,8 @@ class JobWaits:
         """Takes the jobs that wait now, by name. Called a few times a second; neither waits nor
         communicates.
         """
-        before, self._seen = self._seen, dict(waits)
+        before = self._seen
+        self._seen = dict(waits)
         same = {
             job for job, wait in waits.items() if job in before and before[job].point == wait.point
         }
