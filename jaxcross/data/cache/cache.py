@@ -118,7 +118,8 @@ class Cache:
 
     def _check_machine(self) -> None:
         """Locks and mapped files hold on one machine only."""
-        this, path = _machine(), self.folder / "machine.json"
+        this = _machine()
+        path = self.folder / "machine.json"
         if self._users.is_first:
             write_json(path, {"machine": this})
         elif read_json(path).get("machine") != this:
@@ -171,7 +172,8 @@ class Cache:
         """Reads the records of `origin` through the levels. `parse` makes an example of a record's
         bytes.
         """
-        levels, base = self._levels, 0
+        levels = self._levels
+        base = 0
         try:
             base = self._base(origin, name)
         except OSError as error:

@@ -223,7 +223,8 @@ class RemoteOrigin(Origin):
     def _ranges(self, wanted: Sequence[tuple[int, int, int]]) -> list[bytes]:
         """Reads byte ranges (shard, start, end), all at once."""
         paths = [self._shards[shard].path for shard, _, _ in wanted]
-        starts, ends = [start for _, start, _ in wanted], [end for _, _, end in wanted]
+        starts = [start for _, start, _ in wanted]
+        ends = [end for _, _, end in wanted]
         if not wanted:
             return []
         several = isinstance(
