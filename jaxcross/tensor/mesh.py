@@ -193,7 +193,8 @@ class Mesh:
         """The part of `value` that `rank` holds: a static slice, on the host or in a `jit`. Sends
         nothing.
         """
-        where, sizes = self.coords(rank), self._sizes()
+        where = self.coords(rank)
+        sizes = self._sizes()
         index = []
         for axes, length in zip(spec, self.block(value.shape, spec, "A tensor"), strict=False):
             position = 0
