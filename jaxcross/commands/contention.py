@@ -164,7 +164,9 @@ def _table(
     """Returns the lines that say what was measured."""
     from jaxcross.report.units import seconds
 
-    ranks, local, rounds = found["ranks"], found["local_ranks"], found["rounds"]
+    ranks = found["ranks"]
+    local = found["local_ranks"]
+    rounds = found["rounds"]
     where = "on this machine" if ranks == local else f"on {-(-ranks // local)} hosts"
     how_many = (
         f"{len(rounds)} rounds, {found['exchanges']} exchanges of "

@@ -136,7 +136,8 @@ def _cache_info(folder: Path) -> None:
     levels = cache_info(folder)
     every = max(1, sum(level.given.records for level in levels))
     for level in levels:
-        given, budget = level.given, level.budget_bytes
+        given = level.given
+        budget = level.budget_bytes
         sizes = (
             ("-", "-", "-")
             if budget is None

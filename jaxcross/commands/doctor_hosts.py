@@ -190,13 +190,13 @@ def _ask_host(on: Callable[[Sequence[str]], Sequence[str]]) -> HostFacts:
             check=False,
             start_new_session=True,  # a terminal's Ctrl-C is for this process
         )
-        output, errors, end = done.stdout, done.stderr, f"exit code {done.returncode}"
+        output = done.stdout
+        errors = done.stderr
+        end = f"exit code {done.returncode}"
     except subprocess.TimeoutExpired as late:
-        output, errors, end = (
-            late.stdout or b"",
-            late.stderr or b"",
-            f"no answer within {_FACTS_S:.0f} s",
-        )
+        output = late.stdout or b""
+        errors = late.stderr or b""
+        end = f"no answer within {_FACTS_S:.0f} s"
     said = output.decode(errors="replace").splitlines()
     answer = next((line for line in reversed(said) if line.startswith("{")), None)
     complaint = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]

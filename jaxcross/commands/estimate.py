@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         code = start({"JAXCROSS_ESTIMATE": request_of(args, written)})
         if args.dry_run or written.exists() or code in _STOPPED:
             return code
-    which, hint = "`crossover` step", "Is its train step decorated with `jaxcross.crossover`?"
+    which = "`crossover` step"
+    hint = "Is its train step decorated with `jaxcross.crossover`?"
     if args.step is not None:
         which = f"`crossover` step `{args.step}`"
         hint = "A step has its function's name; without `--step` the first is timed."
