@@ -64,7 +64,9 @@ def load(
                 folders, name, folders.read(name), all_leaves=each == 0
             )
         except UnusableError as unusable:
-            held, damage, error = {}, str(unusable), None
+            held = {}
+            damage = str(unusable)
+            error = None
         if damage or error is not None:
             raise log.error(f"cannot be loaded from `{path / name}`: {damage or error}") from error
         arrays |= held
