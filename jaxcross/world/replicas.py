@@ -80,13 +80,16 @@ def _gathered(
     def described(path: str, leaf: Any) -> str:
         return "rank-local" if path in rank_local and _is_numeric(leaf) else what(leaf)
 
-    mine, trouble, failure = [], "", None
+    mine = []
+    trouble = ""
+    failure = None
     try:
         mine = [(path, described(path, leaf)) for path, leaf in _leaves(state)]
     except (
         Exception
     ) as error:  # of memory perhaps, or the leaf was donated: the others wait all the same
-        trouble, failure = f"{type(error).__name__}: {error}", error
+        trouble = f"{type(error).__name__}: {error}"
+        failure = error
     every = comm.allgather((mine, trouble))
     if failure is not None:
         raise failure

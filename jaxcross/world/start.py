@@ -156,7 +156,8 @@ def _start(
         )
     world = mpi.COMM_WORLD
     vendor = vendor_of(mpi.Get_library_version())
-    rank, size = world.Get_rank(), world.Get_size()
+    rank = world.Get_rank()
+    size = world.Get_size()
     check_launch(launch, world_size=size, vendor=vendor)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise ExchangeError(
@@ -233,9 +234,11 @@ def _join(
 ) -> World:
     """Returns this rank's view of the world. Waits for every rank."""
     world = mpi.COMM_WORLD
-    rank, size = world.Get_rank(), world.Get_size()
+    rank = world.Get_rank()
+    size = world.Get_size()
     node = world.Split_type(mpi.COMM_TYPE_SHARED)
-    local_rank, local_size = node.Get_rank(), node.Get_size()
+    local_rank = node.Get_rank()
+    local_size = node.Get_size()
     settings_of_node = node.allgather(
         {name: os.environ[name] for name in _VISIBLE if os.environ.get(name)}
     )
@@ -266,11 +269,9 @@ def _join(
         sigterm=sigterm,
     )
     watchdog.start()
-    hooks.notify, hooks.failed_alike, hooks.report = (
-        watchdog.notify,
-        watchdog.failed_alike,
-        watchdog.report,
-    )
+    hooks.notify = watchdog.notify
+    hooks.failed_alike = watchdog.failed_alike
+    hooks.report = watchdog.report
     atexit.register(watchdog.stop)
     return _make_world(
         rank=rank,
