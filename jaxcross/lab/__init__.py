@@ -135,7 +135,8 @@ class Lab:
 
     def close(self) -> None:
         """Takes the hosts down, and kills whatever still runs on them."""
-        holder, self._holder = self._holder, None
+        holder = self._holder
+        self._holder = None
         if holder is None:
             return
         for stream in (holder.stdin, holder.stdout, holder.stderr):

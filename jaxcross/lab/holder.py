@@ -19,7 +19,11 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-NEWNS, NEWUTS, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000
+NEWNS = 0x20000
+NEWUTS = 0x4000000
+NEWUSER = 0x10000000
+NEWPID = 0x20000000
+NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 SUBNET = "10.77.0"
 HEAD = f"{SUBNET}.254"
@@ -82,7 +86,8 @@ def _leave() -> bool:
     forbidden.
     """
     flags = NEWNS | NEWUTS | NEWPID | NEWNET
-    uid, gid = os.getuid(), os.getgid()
+    uid = os.getuid()
+    gid = os.getgid()
     try:
         _unshare(flags | NEWUSER)
     except OSError:
