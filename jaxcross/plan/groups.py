@@ -139,7 +139,8 @@ class _Table:
 
     def seconds(self, rows: npt.NDArray[np.intp]) -> Numbers:
         """Returns the bound of each group, which is a row of the last axis."""
-        compute, exchange = self.compute[rows], self.exchange[rows]
+        compute = self.compute[rows]
+        exchange = self.exchange[rows]
         return np.maximum(
             (compute + exchange).max(-1), np.maximum(compute.sum(-1), exchange.sum(-1))
         )
@@ -219,7 +220,8 @@ def _improve(table: _Table, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         # Compute-bound groups meet exchange-bound ones; every other time groups meet at random.
         lean = (table.compute[rows] - table.exchange[rows]).sum(-1)
         order = np.argsort(lean, kind="stable") if turn % 2 == 0 else random.permutation(count)
-        first, second = order[: count // 2], order[::-1][: count // 2]
+        first = order[: count // 2]
+        second = order[::-1][: count // 2]
         pool = np.concatenate([rows[first], rows[second]], axis=1)
         options = pool[:, splits].reshape(len(first), len(splits), 2, most)
         costs = table.costs(options).sum(-1)

@@ -99,7 +99,8 @@ def by_job(profiles: Iterable[Profile]) -> dict[str, Cuts]:
     """
     several: dict[str, dict[int, Profile]] = defaultdict(dict)
     for profile in profiles:
-        cuts, pieces = several[profile.name], max(len(profile.graph.collectives), 1)
+        cuts = several[profile.name]
+        pieces = max(len(profile.graph.collectives), 1)
         if pieces in cuts:
             raise ValueError(
                 f"two profiles of `{profile.name}` are of a step in {pieces} "

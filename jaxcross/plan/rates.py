@@ -22,7 +22,8 @@ from jaxcross.plan.twin import VOTE_S, step_rates
 
 PIECES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 """Numbers of pieces that are tried where no cut was measured."""
-COARSE, LONG = 5, 15
+COARSE = 5
+LONG = 15
 """Steps that a job at the floor makes in a twin of the search, and in the one that decides."""
 MOST_STEPS = 20_000
 """Steps of all jobs in the twin that decides; jobs that are too unlike for that do not share
@@ -201,7 +202,8 @@ class _Group:
 
     def unlike(self) -> str:
         """Returns why a twin of these jobs would take too long; empty if it would not."""
-        long_s, short_s = max(self.alone_s), min(self.alone_s)
+        long_s = max(self.alone_s)
+        short_s = min(self.alone_s)
         until_s = LONG * long_s / self.floor
         if math.fsum(until_s / own for own in self.alone_s) <= MOST_STEPS:
             return ""

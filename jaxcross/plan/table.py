@@ -51,7 +51,8 @@ def _rows(number: int, group: Any) -> list[list[Text]]:
         times = [seconds(job.alone_s), seconds(job.step_s)]
         row = [str(number), job.name, *facts, turns, pieces, f"{job.speed:.2f}", gain, *times]
         rows.append([Text(cell) for cell in row])
-        facts, gain = [""] * len(facts), ""
+        facts = [""] * len(facts)
+        gain = ""
     return rows
 
 
