@@ -114,7 +114,8 @@ class Interleaver:
             shared = self.shared.jobs[number]
             if shared.held or shared.remaining or self.shared.start.is_here(number):
                 continue
-            if (wait := mine.pending_wait(self.step(number), self._moves)) is not None:
+            wait = mine.pending_wait(self.step(number), self._moves)
+            if wait is not None:
                 found[number] = wait
         return found
 

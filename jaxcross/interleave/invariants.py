@@ -47,8 +47,10 @@ def _check_call(job: int, mine: LocalJob, call: LocalCall, shared: SharedState) 
         raise _broken(f"job {job}: a segment both issued and ready")
     if call.issued and call.graph.is_step and shared.start.holds(job):
         raise _broken(f"job {job}: segments {call.issued} ran before the joint start")
-    if not call.committed and (after := call.issued & call.graph.after_commit):
-        raise _broken(f"job {job}: segments {after} ran before the commit")
+    if not call.committed:
+        after = call.issued & call.graph.after_commit
+        if after:
+            raise _broken(f"job {job}: segments {after} ran before the commit")
     if mine.failed is None:
         done = call.issued | call.exchanged
         for segment in done:

@@ -209,7 +209,8 @@ class LocalJob:
         """The job fails on this rank by a segment."""
         if self.failed_segment is None or not self.failed_segment.commits:
             self.failed_segment = event
-        if (call := self.current(event.call)) is not None:
+        call = self.current(event.call)
+        if call is not None:
             call.broken = True
         self.fail(_told(event), ejects=event.ejects)
 
@@ -243,7 +244,8 @@ class LocalJob:
         """Notes an event that changes nothing but this job's local state."""
         match event:
             case m.SegmentDispatched(_, call, segment):
-                if (current := self.current(call)) is not None:
+                current = self.current(call)
+                if current is not None:
                     current.dispatched.add(segment)
             case m.BatchDropped():
                 self.replayed += 1

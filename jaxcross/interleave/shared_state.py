@@ -214,12 +214,12 @@ class SharedState:
             # A job that is held back has nothing new for a vote: at its turn all ranks would vote
             # without a pause.
             return Slot("vote", next(iter(self.start.awaited(running)), job), deferrable=True)
-        if self.opening and (
-            late := [n for n in running if not (self.jobs[n].remaining or self.start.holds(n))]
-        ):
-            # Once the first exchange is under way, a job that comes just after it waits for its
-            # whole length.
-            return Slot("vote", late[0], deferrable=True)
+        if self.opening:
+            late = [n for n in running if not (self.jobs[n].remaining or self.start.holds(n))]
+            if late:
+                # Once the first exchange is under way, a job that comes just after it waits for its
+                # whole length.
+                return Slot("vote", late[0], deferrable=True)
         if idle and not self.voted:
             # An idle job has the turn: vote at once on whether it has called a step by now, but
             # never twice between two exchanges, since another job's exchange is ready to go.
