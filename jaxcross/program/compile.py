@@ -295,11 +295,10 @@ def _collective_maker(
     def make() -> object:
         # Over one rank most exchanges only return their operand. Even an empty executable costs a
         # dispatch and copies.
-        if (
-            program.is_single_rank(segment)
-            and (order := _forwarded(program, segment, lowered)) is not None
-        ):
-            return _Forward(order)
+        if program.is_single_rank(segment):
+            order = _forwarded(program, segment, lowered)
+            if order is not None:
+                return _Forward(order)
         # Committed to the host's CPU device, so that it never occupies the accelerator.
         anywhere = host.client.platform == jax.default_backend() and host == jax.local_devices()[0]
         place = None if anywhere else SingleDeviceSharding(host)

@@ -85,7 +85,8 @@ class Equality:
 
     def exchanges(self, eqn: compat.Equation) -> list[Exchange]:
         """Returns everything that an equation, or one inside it, exchanges."""
-        if (found := self.wire.recognise(eqn, self.sizes)) is not None:
+        found = self.wire.recognise(eqn, self.sizes)
+        if found is not None:
             return list(found)
         inner = (e for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns)
         return [x for e in inner for x in self.exchanges(e)]
@@ -118,7 +119,8 @@ class Equality:
     def results(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
         """Returns what is known about an equation's results."""
         name = eqn.primitive.name
-        if (found := self.wire.recognise(eqn, self.sizes)) is not None:
+        found = self.wire.recognise(eqn, self.sizes)
+        if found is not None:
             return self._exchanged(eqn, found, known)
         if name == "axis_index":
             axis = eqn.params["axis_name"]

@@ -230,7 +230,8 @@ class Execution:
         runnable = compiled.runnables[index]
         segment = runnable.segment
         zeros = self._zeros.pop(index, None)
-        if (alone := self._alone.pop(index, None)) is not None:
+        alone = self._alone.pop(index, None)
+        if alone is not None:
             outs = alone()
         else:
             args = [env[v] for v in segment.inputs] if zeros is None else zeros
@@ -247,8 +248,10 @@ class Execution:
             ) as error:  # internal to JAX, and says nothing of the step
                 raise FloatingPointError(_invalid_value(compiled.program, segment, error)) from None
             except jax.errors.JaxRuntimeError as error:
-                if "donate" in str(error) and (words := self._shared_words(segment)):
-                    raise ValueError(words) from None
+                if "donate" in str(error):
+                    words = self._shared_words(segment)
+                    if words:
+                        raise ValueError(words) from None
                 raise
         if runnable.device is None:
             # The scalar that is never donated: the other results may be given to the next segment
@@ -266,7 +269,8 @@ class Execution:
             outs = from_host(outs, runnable.shardings)
         left = self._left
         for v in runnable.releases:
-            if (tokens := left.get(v)) is None:
+            tokens = left.get(v)
+            if tokens is None:
                 env.pop(v, None)  # after a failure it may never have been made
             elif tokens:
                 tokens.pop()
@@ -360,7 +364,8 @@ class Execution:
 
         The result is the same on every rank that exchanged in it. Waits for the results.
         """
-        if (counts := self._counts.pop(index, None)) is None:
+        counts = self._counts.pop(index, None)
+        if counts is None:
             return None
         decisions = self._compiled.program.segments[index].decisions
         found = (d.mismatch(np.asarray(c).tolist()) for d, c in zip(decisions, counts, strict=True))
@@ -423,7 +428,8 @@ def _decided_by_data(jaxpr: compat.Jaxpr, traced: Traced, present: Collection[An
 
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         if any(holds_exchange(j, traced.axes, traced.wire) for j in compat.sub_jaxprs(eqn)):
-            if (name := conditional(eqn)) is not None:
+            name = conditional(eqn)
+            if name is not None:
                 return name
             if not ends_on_zeros(eqn, present):
                 return "while"

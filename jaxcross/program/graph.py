@@ -207,7 +207,8 @@ def exchanges_of(eqn: compat.Equation, traced: Traced) -> tuple[Exchange, ...]:
         return ()
     calls_once = eqn.primitive.name in INLINED
     loop = [] if calls_once else [("loop", f"{eqn.primitive.name} {eqn.params.get('length', '?')}")]
-    if eqn.outvars and (until := traced.until.get(eqn.outvars[0])):
+    until = traced.until.get(eqn.outvars[0]) if eqn.outvars else None
+    if until:
         loop.append(("until", until))
     inside: list[Exchange] = []
     for jaxpr in compat.sub_jaxprs(eqn):

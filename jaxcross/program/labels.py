@@ -97,7 +97,8 @@ def _labelled(traced: Traced) -> dict[int, list[Labelled]]:
     scope = marked(traced)
     found = {}
     for i, eqn in enumerate(scope.eqns):
-        if exchanges := exchanges_of(eqn, traced):
+        exchanges = exchanges_of(eqn, traced)
+        if exchanges:
             ends = zip(exchanges, _ends(traced, scope, i), strict=True)
             found[i] = [
                 Labelled(exchange=x, origin=a, use=b, empty=empty, labels=_labels(x, a, b))

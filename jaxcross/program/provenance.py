@@ -264,7 +264,8 @@ def _made(
     around = mixed(name, *(m[:2] for m in operands), *(m[:2] for body in bodies for m in body))
     exact = mixed(name, *(m.exact for m in operands), *(m.exact for body in bodies for m in body))
     made = [_end(mixed(around, n), mixed(exact, n)) for n in count]
-    if picks(eqn) and (ways := ways_by_index(eqn, scope.makers)) is not None:
+    ways = ways_by_index(eqn, scope.makers) if picks(eqn) else None
+    if ways is not None:
         placed = _along((o.placed, way) for o, way in zip(operands, ways, strict=True))
         return [made[0]._replace(placed=placed)]
     return made
@@ -355,7 +356,8 @@ def _read(
     around = mixed(name, *(m[:2] for m in (*operands, *results)))
     exact = mixed(name, *(m.exact for m in (*operands, *results)))
     read = [_end(mixed(around, n), mixed(exact, n)) for n in range(len(operands))]
-    if picks(eqn) and (ways := ways_by_index(eqn, scope.makers)) is not None:
+    ways = ways_by_index(eqn, scope.makers) if picks(eqn) else None
+    if ways is not None:
         return [
             m if way is None else m._replace(placed=_along([(results[0].placed, way)]))
             for m, way in zip(read, ways, strict=True)

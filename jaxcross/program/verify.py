@@ -62,7 +62,8 @@ def verify(program: Program) -> Program:
             raise InternalError(
                 f"program `{program.name}` is not well formed: result {v} is never defined"
             )
-    if unfreed := defined - dead - set(program.outputs) - set(program.inputs):
+    unfreed = defined - dead - set(program.outputs) - set(program.inputs)
+    if unfreed:
         raise InternalError(
             f"program `{program.name}` is not well formed: values {sorted(unfreed)[:8]} are never "
             "freed"
