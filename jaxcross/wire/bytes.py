@@ -85,7 +85,8 @@ def _messages(jaxpr: compat.Jaxpr, size: int) -> list[Fraction]:
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         for sub in compat.sub_jaxprs(eqn):
             found += _messages(sub, size) * eqn.params.get("length", 1)  # of a `scan`
-        if (call := call_of(eqn)) is None:
+        call = call_of(eqn)
+        if call is None:
             continue
         aval = eqn.outvars[0].aval if call == "sendrecv" else eqn.invars[0].aval
         nbytes = aval.size * _itemsize(str(aval.dtype))

@@ -206,7 +206,8 @@ def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
             "freed. Make the call on members only."
         )
     found: list[tuple[str, Any]] = [("ranks", world_ranks(comm))]
-    if label := comm.Get_name():
+    label = comm.Get_name()
+    if label:
         found.append(("comm", re.sub(r"\W", "_", label)))
     if "op" in params:
         found.append(("reduction", _reduction_name(unwrap(params["op"]))))
