@@ -69,7 +69,8 @@ class AbortNotices:
         while unnotified and time.monotonic() < deadline:
             # Two ranks may notify each other at once: each answers, or both would wait for the
             # whole second.
-            if (other := self._receive()) is not None:
+            other = self._receive()
+            if other is not None:
                 self._answer(other[0])
             while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_RECEIPT, status=status):
                 self._comm.recv(source=status.Get_source(), tag=_RECEIPT)
@@ -93,7 +94,8 @@ class AbortNotices:
         deadline = time.monotonic() + min(_ALIKE_S * self._rank, _LONGEST_ALIKE_S)
         what = own.text.removeprefix(f"rank {self._rank} ")
         while self._obeyed is None:
-            if (notice := self._receive()) is not None:
+            notice = self._receive()
+            if notice is not None:
                 sender, reason, _ = notice
                 # A check that one rank fails raises "On rank N: ..." on the others.
                 alike = reason.removeprefix(f"rank {sender} ").startswith(

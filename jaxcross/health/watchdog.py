@@ -295,8 +295,10 @@ class Watchdog:
                     "MPI does not let it leave after all scripts: a rank, its host or a link is "
                     "gone"
                 )
-        elif self._heartbeat is not None and (lost := self._heartbeat.poll()) is not None:
-            self._report(str(lost), lost.rank)
+        elif self._heartbeat is not None:
+            lost = self._heartbeat.poll()
+            if lost is not None:
+                self._report(str(lost), lost.rank)
 
     def _answer_questions(self) -> None:
         """Answers the other ranks; prints this rank's stacks where they ask for them."""
