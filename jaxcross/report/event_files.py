@@ -276,7 +276,9 @@ def _read_file(
 
 def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
     record.last_s = max(record.last_s, at_s)
-    if _is_int(token := event.get("begin")):
+    begins = event.get("begin")
+    ends = event.get("end")
+    if _is_int(begins):
         begun = Begun(
             what=_text(event, "what"),
             job=_text(event, "job"),
@@ -285,10 +287,10 @@ def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
             number=_int(event, "number"),
             at_s=at_s,
         )
-        record.under_way[token] = begun
+        record.under_way[begins] = begun
         record.entered = max(record.entered, begun.number)
-    elif _is_int(token := event.get("end")):
-        ended = record.under_way.pop(token, None)
+    elif _is_int(ends):
+        ended = record.under_way.pop(ends, None)
         if ended is not None and ended.job:
             record.done = record.done_of[ended.job] = ended
     elif _text(event, "note").startswith(("done: ", "closed: ")):

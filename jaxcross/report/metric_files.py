@@ -136,7 +136,8 @@ class MetricFiles(Instrument):
                 return
             if job not in self._jobs:
                 self.begin(job, 0)
-            if (files := self._jobs[job]) is not None:
+            files = self._jobs[job]
+            if files is not None:
                 try:
                     files.add(line)
                 except OSError as error:
@@ -170,7 +171,8 @@ class MetricFiles(Instrument):
         if job in self._early:
             self.begin(job, 0)  # it has never restored a state
         try:
-            if (files := self._jobs.get(job)) is not None:
+            files = self._jobs.get(job)
+            if files is not None:
                 self._jobs[job] = None
                 files.close()
         except OSError as error:

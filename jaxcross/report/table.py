@@ -102,7 +102,8 @@ def screen_width(environ: Mapping[str, str]) -> int:
 
     `jaxcross launch` sets the variable for its ranks, which write to a pipe.
     """
-    if (text := environ.get("COLUMNS", "")).isdecimal():
+    text = environ.get("COLUMNS", "")
+    if text.isdecimal():
         return int(text)
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns
@@ -245,7 +246,8 @@ def _footnotes(report: RunData) -> list[str]:
             f"{', '.join(job.name for job in report.jobs if job.replicas == text)}: replicas "
             f"{text}."
         )
-    if carried := [job.name for job in report.jobs if job.is_carried]:
+    carried = [job.name for job in report.jobs if job.is_carried]
+    if carried:
         lines.append(
             f"{', '.join(carried)}: the exchange is carried, that of a step runs while the next "
             "one computes."
