@@ -35,7 +35,8 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     """
     parts = _parts(texts)
     for how, verb in (("failed", "failed"), ("ejected", "was ejected")):
-        if guilty := [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == how]:
+        guilty = [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == how]
+        if guilty:
             alike: dict[str, list[str]] = {}
             for rank, body in guilty:
                 alike.setdefault(clause(body), []).append(str(rank))
@@ -106,7 +107,8 @@ def printing_ranks(texts: Sequence[str]) -> list[int]:
         for rank, (kind, _) in enumerate(_parts(texts))
         if texts.index(texts[rank]) == rank
     ]
-    if failed := [rank for rank, kind in firsts if kind == "failed"]:
+    failed = [rank for rank, kind in firsts if kind == "failed"]
+    if failed:
         return failed
     # The error names all ranks that ejected the job.
     return [rank for rank, kind in firsts if kind == "ejected"][:1] or [0]
