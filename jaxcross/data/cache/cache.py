@@ -287,7 +287,8 @@ def _claim_folder(folder: Path, memory: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise type(error)(f"The cache folder `{folder}` cannot be made: {error}.") from error
-    if (found := read_json(folder / MARKER)) and found.get("format") != FORMAT:
+    found = read_json(folder / MARKER)
+    if found and found.get("format") != FORMAT:
         raise ValueError(
             f"`{folder}` is a cache of another version of jaxcross. Remove it, or choose another "
             "folder."

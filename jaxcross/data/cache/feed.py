@@ -231,7 +231,9 @@ class Feed:
             record = stream.take(position)
             if self._split.has_image(record):
                 self._deliver(position, Arrival(record, None, "images"))
-            elif found := self._split.find(record):
+                continue
+            found = self._split.find(record)
+            if found:
                 self._deliver(position, Arrival(record, *found))
             else:
                 missing[record] = position

@@ -173,16 +173,18 @@ class RemoteOrigin(Origin):
         the origin.
         """
         for shard in shards:
-            if shard not in self._known and (
-                footer := self._footers.load(self._shards[shard].path)
-            ):
+            if shard in self._known:
+                continue
+            footer = self._footers.load(self._shards[shard].path)
+            if footer:
                 self._known[shard] = footer
         new = [shard for shard in shards if shard not in self._known]
         if not new:
             return 0
         paths = [self._shards[shard].path for shard in new]
         sizes = self._retried(lambda: self._fs.sizes(paths), paths)
-        if missing := [path for path, size in zip(paths, sizes, strict=True) if not size]:
+        missing = [path for path, size in zip(paths, sizes, strict=True) if not size]
+        if missing:
             raise FileNotFoundError(
                 f"The shard `{missing[0]}` is missing or empty, or its server does not tell its "
                 "size."

@@ -188,7 +188,8 @@ class CachedSplit:
             for record in records:
                 if self._base + record not in mine:
                     continue
-                if found := self.find(record):  # came between the look and the claim
+                found = self.find(record)
+                if found:  # came between the look and the claim
                     yield record, *found
                 else:
                     absent.append(record)
