@@ -182,7 +182,8 @@ class Mesh:
     def here(self, value: jax.Array, spec: Spec) -> jax.Array:
         """This rank's part of `value`, inside a step that has the axes bound. Sends nothing."""
         for dim, entry in enumerate(spec):
-            if axes := self._live(*named((entry,))):
+            axes = self._live(*named((entry,)))
+            if axes:
                 length = value.shape[dim] // self.size(axes)
                 value = jax.lax.dynamic_slice_in_dim(
                     value, jax.lax.axis_index(axes) * length, length, dim
@@ -262,9 +263,12 @@ class Mesh:
             NameError: One is not bound (JAX's own error).
         """
         for axis, size in {} if self.whole else self.axes.items():
-            if size > 1 and (bound := jax.lax.axis_size(axis)) != size:
+            if size <= 1:
+                continue
+            found = jax.lax.axis_size(axis)
+            if found != size:
                 raise ValueError(
-                    f"The mesh has {size} ranks along `{axis}`, but the step runs with {bound}. "
+                    f"The mesh has {size} ranks along `{axis}`, but the step runs with {found}. "
                     "Give `crossover` (or `vmap`, `shard_map`) the mesh's own `axes`."
                 )
         trace = current_tracing()
@@ -294,7 +298,8 @@ class Mesh:
             if self.tensor > 1
             else set()
         )
-        if wrong := [a for a in named(spec) if a in foreign]:
+        wrong = [a for a in named(spec) if a in foreign]
+        if wrong:
             raise ValueError(
                 f"{what} is cut over {_listed(wrong)} by its spec, but the mesh has "
                 f"{_listed(self.axes)}: the spec is another mesh's. Take it from `partition` of a "

@@ -224,7 +224,8 @@ def check_replicas(spread: PyTree, *, batch: bool = False) -> None:
     """
     for path, apart in jax.tree.leaves_with_path(spread):
         apart = np.asarray(apart)
-        if not (ranks := np.flatnonzero(apart)).size:
+        ranks = np.flatnonzero(apart)
+        if not ranks.size:
             continue
         several = len(ranks) > 1
         how = (
