@@ -290,7 +290,8 @@ def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: Findings) -> Check:
 
 def _judge_jax(jax: Mapping[str, Any], versions: Mapping[str, str]) -> Check:
     version = versions.get("jax", "")
-    if version and (reason := unsupported_jax(version)):
+    reason = unsupported_jax(version) if version else ""
+    if reason:
         return Check(name="JAX", found=version, remedy=reason, fatal=True)
     if "error" in jax:
         remedy = (
