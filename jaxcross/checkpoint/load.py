@@ -49,7 +49,8 @@ def load(
     if best:
         name = _best(log, path, parts)
     first = parts[name]
-    if differs := unlike(forms_of(state), first.forms) or narrowed(first.forms):
+    differs = unlike(forms_of(state), first.forms) or narrowed(first.forms)
+    if differs:
         raise log.error(
             f"cannot be loaded from `{path / name}`, which is of another model. What differs: "
             f"{differs}"
