@@ -121,7 +121,8 @@ def initialize(
                 f"to {wire!r}. Give it to the first call."
             )
         return started
-    if (worker := world_of_worker(os.environ, _make_world)) is not None:
+    worker = world_of_worker(os.environ, _make_world)
+    if worker is not None:
         _CURRENT.append(worker)
         return worker
     launch = read_launch(os.environ)
@@ -273,6 +274,8 @@ def _join(
     hooks.failed_alike = watchdog.failed_alike
     hooks.report = watchdog.report
     atexit.register(watchdog.stop)
+    control = MpiControl(world.Dup(), mpi.MIN)
+    base = world.Dup()
     return _make_world(
         rank=rank,
         size=size,
@@ -283,9 +286,9 @@ def _join(
         over=wire,
         pool_size=size_of_pool,
         heartbeat_timeout_s=heartbeat_timeout_s,
-        control=MpiControl(world.Dup(), mpi.MIN),
+        control=control,
         flight=flight,
-        _base=(base := world.Dup()),
+        _base=base,
         _neighbours=Neighbours(base),
         estimate_request=os.environ.get("JAXCROSS_ESTIMATE", ""),
         # One number for all ranks, which may have different environments: they meet in each check.
@@ -301,13 +304,14 @@ def current_world() -> World:
     Raises:
         RuntimeError: `initialize` was not called.
     """
-    if not _CURRENT and (worker := world_of_worker(os.environ, _make_world)) is not None:
-        _CURRENT.append(worker)
     if not _CURRENT:
-        raise RuntimeError(
-            "jaxcross is not initialised: call `world = jaxcross.initialize()` at the start of the "
-            "script, before the first step and the first JAX array."
-        )
+        worker = world_of_worker(os.environ, _make_world)
+        if worker is None:
+            raise RuntimeError(
+                "jaxcross is not initialised: call `world = jaxcross.initialize()` at the start of "
+                "the script, before the first step and the first JAX array."
+            )
+        _CURRENT.append(worker)
     return _CURRENT[0]
 
 

@@ -205,7 +205,8 @@ def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
     """Whether a rank started this process, which is not a rank itself: MPICH gives each rank an
     open pipe.
     """
-    if (descriptor := environ.get("PMI_FD", "")).isdecimal():
+    descriptor = environ.get("PMI_FD", "")
+    if descriptor.isdecimal():
         try:
             os.fstat(int(descriptor))
         except OSError:
