@@ -102,12 +102,14 @@ def group(loads: Sequence[Load], *, most: int = 4, memory_bytes: int | None = No
         raise ValueError("jobs to group need a name each, and at least one job")
     if most < 1:
         raise ValueError(f"a group has at least 1 job, got `most={most}`")
-    for load in loads:
-        if memory_bytes is not None and (alone := needed_bytes([load.memory])) > memory_bytes:
-            raise ValueError(
-                f"job `{load.name}` needs {alone} bytes alone, and a rank has {memory_bytes}: give "
-                "it more ranks, a smaller batch or a device with more memory"
-            )
+    if memory_bytes is not None:
+        for load in loads:
+            alone = needed_bytes([load.memory])
+            if alone > memory_bytes:
+                raise ValueError(
+                    f"job `{load.name}` needs {alone} bytes alone, and a rank has {memory_bytes}: "
+                    "give it more ranks, a smaller batch or a device with more memory"
+                )
     of_ranks: dict[int, list[Load]] = defaultdict(list)
     for load in loads:
         of_ranks[load.ranks].append(load)

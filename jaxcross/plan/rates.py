@@ -126,7 +126,8 @@ def choose_rates(
             alone_s=group.alone_s,
             floor=group.floor,
         )
-    if unlike := group.unlike():
+    unlike = group.unlike()
+    if unlike:
         return group.not_tried(unlike)
     good = _GOOD * sum(group.targets([group.floor] * len(jobs)))
     fair: list[Rates] = []
@@ -231,12 +232,14 @@ class _Group:
         enough = _ENOUGH * sum(self.targets([self.floor] * len(pieces)))
         wanted = [self.floor * _LOSS] * len(pieces)
         if max(pieces) == 1:
-            yield (found := self.tried(pieces, RoundRobin(), COARSE))
+            found = self.tried(pieces, RoundRobin(), COARSE)
+            yield found
             if found.is_fair and found.progress >= enough:
                 return
         for _ in range(_TURNS if all(self.nbytes) else 0):
             targets = self.targets(wanted)
-            yield (found := self.tried(pieces, self.weighted(targets), COARSE))
+            found = self.tried(pieces, self.weighted(targets), COARSE)
+            yield found
             if found.is_fair and found.progress >= enough:
                 return
             kept = [speed / target for speed, target in zip(found.speeds, targets, strict=True)]
