@@ -330,11 +330,9 @@ class LocalJob:
             return None
         if self.point.kind == "batch":
             what = f"batch {self.point.index + 1} of data {self.stream + 1}"
-            return (
-                Wait(step, what)
-                if self.has_update()
-                else Wait(step, what, own=True, moved=self.replayed)
-            )
+            if self.has_update():
+                return Wait(step, what)
+            return Wait(step, what, own=True, moved=self.replayed)
         if self.point.kind == "sync":
             return Wait(step, self.point.text.partition("\n")[0], moved=self.syncs)
         if self.point.kind == "end":
