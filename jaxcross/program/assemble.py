@@ -64,11 +64,9 @@ def assemble(
     literal_ids: list[int] = []
     for at, body in enumerate(bodies):
         # No equation makes a result that is a literal: the tail returns it.
-        literals = (
-            [a for a in inner.outvars if isinstance(a, compat.Literal)]
-            if at == len(bodies) - 1
-            else []
-        )
+        literals = []
+        if at == len(bodies) - 1:
+            literals = [a for a in inner.outvars if isinstance(a, compat.Literal)]
         if not body and not literals:
             continue
         made = [v for e in body for v in e.outvars if not isinstance(v, compat.DropVar)]

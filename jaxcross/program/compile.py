@@ -162,12 +162,9 @@ def compile_segments(
             )
             # XLA chooses the shardings of a segment's results, and the next segment is compiled for
             # what it chose.
-            chosen = any(s is not None for s in sources)
-            results = (
-                list(call.output_shardings)[: len(segment.outputs)]
-                if chosen
-                else [None] * len(segment.outputs)
-            )
+            results = [None] * len(segment.outputs)
+            if any(s is not None for s in sources):
+                results = list(call.output_shardings)[: len(segment.outputs)]
             results = [
                 result if to is None else on_device(to)
                 for result, to in zip(results, pinned, strict=True)

@@ -238,9 +238,8 @@ class Equality:
             # Along its own axes a reduction is equal whatever its operand is: the basis matters
             # along the others alone.
             axes = others | set(x.axes) if equal else others
-            results.append(
-                Known(axes, before.basis if others else frozenset()) if axes else UNKNOWN
-            )
+            basis = before.basis if others else frozenset()
+            results.append(Known(axes, basis) if axes else UNKNOWN)
         return results
 
 

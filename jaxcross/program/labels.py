@@ -239,10 +239,14 @@ def label_text(order: Sequence[Member]) -> str:
             labels[2 * _KINDS :] = [0] * _KINDS
         known.append(labels)
     seen = Counter(label for labels in known for label in labels)
+
+    def text(x: Labelled, label: int) -> str:
+        if x.empty:
+            return _EMPTY
+        return f"{label if seen[label] == 1 else 0:0{_DIGITS}x}"
+
     return "".join(
-        _EMPTY if x.empty else f"{label if seen[label] == 1 else 0:0{_DIGITS}x}"
-        for x, labels in zip(members, known, strict=True)
-        for label in labels
+        text(x, label) for x, labels in zip(members, known, strict=True) for label in labels
     )
 
 

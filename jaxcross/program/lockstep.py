@@ -284,11 +284,9 @@ class _Rewriter:
         # An exchange in the predicate reads the carries of all ranks: a rank that has finished may
         # resume.
         may_resume = holds_exchange(params["cond_jaxpr"], equality.sizes, equality.wire)
-        limit = (
-            (FROZEN if votes else FROZEN_LOCAL)
-            if may_leave and (role.feeds_exchange or may_resume)
-            else None
-        )
+        limit = None
+        if may_leave and (role.feeds_exchange or may_resume):
+            limit = FROZEN if votes else FROZEN_LOCAL
         if votes:
             _check_no_refs(eqn)
 
@@ -303,11 +301,9 @@ class _Rewriter:
             _, count, _, going = state
             going = _any(going)
             if may_leave and role.active is not None:
-                kept = (
-                    role.active
-                    if limit is None
-                    else lax.bitwise_or(role.active, lax.lt(count, jnp.int32(limit)))
-                )
+                kept = role.active
+                if limit is not None:
+                    kept = lax.bitwise_or(kept, lax.lt(count, jnp.int32(limit)))
                 going = lax.bitwise_and(going, kept)
             return self._vote(eqn, going, role) if votes else going
 

@@ -60,9 +60,10 @@ def partners(calls: Iterable[Exchange], rank: int) -> set[int]:
         params = dict(x.params)
         ranks = params["ranks"]
         named = [params[end] for end in ("source", "dest") if end in params]
-        found.update(ranks[n] for n in named if isinstance(n, int)) if named else found.update(
-            ranks
-        )
+        if named:
+            found.update(ranks[n] for n in named if isinstance(n, int))
+        else:
+            found.update(ranks)
     return found - {rank}
 
 
