@@ -43,13 +43,11 @@ def group_size(exchange: Exchange, sizes: Mapping[str, int]) -> int:
     params = dict(exchange.params)
     groups = params.get("groups")
     ranks = params.get("ranks")
-    return (
-        max(map(len, groups))
-        if groups
-        else len(ranks)
-        if ranks
-        else math.prod(sizes[a] for a in exchange.axes)
-    )
+    if groups:
+        return max(map(len, groups))
+    if ranks:
+        return len(ranks)
+    return math.prod(sizes[a] for a in exchange.axes)
 
 
 def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:

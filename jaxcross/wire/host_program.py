@@ -512,11 +512,9 @@ def _vars(atoms: Iterable[Any]) -> set[Any]:
 
 
 def _value(atom: Any, values: Values) -> Any:
-    return (
-        np.asarray(atom.val, compat.array_type(atom).dtype)
-        if isinstance(atom, compat.Literal)
-        else values[atom]
-    )
+    if isinstance(atom, compat.Literal):
+        return np.asarray(atom.val, compat.array_type(atom).dtype)
+    return values[atom]
 
 
 def _order(inner: Any) -> Callable[[Any], int]:

@@ -108,11 +108,9 @@ def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
     """
     # Positions count in the order in which the user names the axes. XLA's permutation alone counts
     # in mesh order.
-    axes = (
-        tuple(a for a in mesh.names if a in exchange.axes)
-        if exchange.op == "ppermute"
-        else exchange.axes
-    )
+    axes = exchange.axes
+    if exchange.op == "ppermute":
+        axes = tuple(a for a in mesh.names if a in axes)
     return axes, dict(exchange.params).get("groups")
 
 
