@@ -177,11 +177,9 @@ class FlightRecorder:
         """
         now = list(self._open.copy().values())
         if not now:
-            return (
-                "outside of any step"
-                if self._last is None
-                else f"outside of any step, after {self._last}"
-            )
+            if self._last is None:
+                return "outside of any step"
+            return f"outside of any step, after {self._last}"
         first = next((activity for activity in reversed(now) if activity.number), now[-1])
         if first.job:
             return f"in {first}"

@@ -442,11 +442,9 @@ class Watchdog:
         waited_s = time.monotonic() - wait.since_s
         report = stall_report(self._rank, wait, waited_s, answers, ranks)
         late += [r for r, status in answers.items() if status is None]
-        names = (
-            f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
-            if set(late) - {self._rank}
-            else ""
-        )
+        names = ""
+        if set(late) - {self._rank}:
+            names = f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
         text = f"rank {self._rank} has waited {waited_s:.0f} s{names} in {wait}"
         message = f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}"
         self._abort(message, AbortReason(text=text, kind="reported", lost=tuple(late)))
