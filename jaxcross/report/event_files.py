@@ -122,11 +122,9 @@ class RankRecord:
             return self.standing  # the exception has ended what it was in
         where = self.where
         if where is None:
-            return (
-                "outside of any step"
-                if self.done is None
-                else f"outside of any step, after {self.done}"
-            )
+            if self.done is None:
+                return "outside of any step"
+            return f"outside of any step, after {self.done}"
         if where.job:
             return f"in {where}"
         other = max(

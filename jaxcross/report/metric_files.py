@@ -257,11 +257,9 @@ def is_of(line: Mapping[str, Value], evaluation: str) -> bool:
 
 def _file_name(job: str) -> str:
     name = quote(job, safe=" ")
-    return (
-        name
-        if len(name) <= _LONGEST
-        else f"{name[:_LONGEST]}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
-    )
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[:_LONGEST]}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
 
 
 def flat(values: object, path: str = "") -> Iterator[tuple[str, Value]]:

@@ -159,11 +159,9 @@ def cells(rounds: TimeBreakdown, job: JobTiming) -> list[str]:
     one.
     """
     facts = job.facts
-    steps = (
-        f"{facts.steps} ({facts.first_step + 1} to {facts.last_step})"
-        if facts.first_step and facts.steps
-        else str(facts.steps)
-    )
+    steps = str(facts.steps)
+    if facts.first_step and facts.steps:
+        steps = f"{facts.steps} ({facts.first_step + 1} to {facts.last_step})"
     if not job.period_s or (rounds.period_s is not None and not job.steps_per_round):
         return [steps, *["-"] * 5]
     pace = [number(job.steps_per_s), number(job.examples_per_s)]
@@ -188,11 +186,9 @@ def totals(rounds: TimeBreakdown) -> list[str]:
 def a_round(rounds: TimeBreakdown) -> str:
     """Describes the steps in a round."""
     if all(job.steps_per_round == 1 for job in rounds.crossed):
-        return (
-            "one step of every job"
-            if len(rounds.crossed) == len(rounds.jobs)
-            else "one step of each job in it"
-        )
+        if len(rounds.crossed) == len(rounds.jobs):
+            return "one step of every job"
+        return "one step of each job in it"
     return ", ".join(
         f"{job.steps_per_round:.2f} steps of {job.facts.name}" for job in rounds.crossed
     )
@@ -309,20 +305,19 @@ def _with_round(rounds: TimeBreakdown) -> list[str]:
     period = rounds.period_s or 0.0
     bound = rounds.bound_s
     names = {"compute": "all computation", "exchange": "all exchange", "chain": "the longest job"}
+    if bound is None:
+        limit = "no bound: a step with a parameter server is its own"
+    else:
+        limit = (
+            f"bound {seconds(bound)} ({names[rounds.bottleneck]}), "
+            f"efficiency {share(rounds.efficiency)}"
+        )
     lines = [
         (
             "Times are per step (last row: per round), in the steady state; hidden: share of "
             "exchange under computation."
         ),
-        (
-            f"Round {seconds(period)} ({a_round(rounds)}), no bound: a step with a parameter "
-            "server is its own."
-            if bound is None
-            else (
-                f"Round {seconds(period)} ({a_round(rounds)}), bound {seconds(bound)} "
-                f"({names[rounds.bottleneck]}), efficiency {share(rounds.efficiency)}."
-            )
-        ),
+        f"Round {seconds(period)} ({a_round(rounds)}), {limit}.",
     ]
     if rounds.in_turn and len(rounds.crossed) > 1:
         lines.append(

@@ -304,11 +304,12 @@ def _job_timing(
     exchanges = [s for s in spans if s.kind == "collective" and s.job == name]
     others = [s for s in exchanges if not s.in_step]
     calls = len({s.number for s in others})
+    period_s = 0.0
+    if stretch:
+        period_s = (stretch.window[1] - stretch.window[0]) / stretch.steps[name] / 1e9
     return JobTiming(
         facts=facts,
-        period_s=(stretch.window[1] - stretch.window[0]) / stretch.steps[name] / 1e9
-        if stretch
-        else 0.0,
+        period_s=period_s,
         compute_s=_mean(compute for compute, _ in costs) / 1e9,
         exchange_s=_mean(exchange for _, exchange in costs) / 1e9,
         hidden_share=_hidden(ranks.values(), [name]),
