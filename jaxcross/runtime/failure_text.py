@@ -53,11 +53,9 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
                         f"{clause(why)} (found on rank "
                         f"{', '.join(str(rank) for rank, _ in guilty)}; others were busy)"
                     )
-                return ExchangeError(
-                    why
-                    if why.startswith(f"Job `{job}`")
-                    else f"Job `{job}`, step {step + 1}: {why}"
-                )
+                if not why.startswith(f"Job `{job}`"):
+                    why = f"Job `{job}`, step {step + 1}: {why}"
+                return ExchangeError(why)
             what = "; on ".join(
                 f"rank{'s' * (len(them) > 1)} {', '.join(them)} {body}"
                 for body, them in alike.items()

@@ -90,10 +90,8 @@ def absent(job: str, what: str, answers: Mapping[int, RankStatus | None]) -> dic
     for other, status in answers.items():
         if status is not None and not status.may_be_late(job):
             waits = [wait for wait in status.waits if wait.job == job]
-            if not any(wait.what == what for wait in waits):
-                found[other] = (
-                    f"it waits for its {waits[-1].what}"
-                    if waits
-                    else f"its job {job!r} has not come so far"
-                )
+            if not waits:
+                found[other] = f"its job {job!r} has not come so far"
+            elif all(wait.what != what for wait in waits):
+                found[other] = f"it waits for its {waits[-1].what}"
     return found
