@@ -254,11 +254,9 @@ class RemoteOrigin(Origin):
                 again = attempt < TRIES and not isinstance(error, PermissionError)
                 if again and not self._stop.wait(WAIT_S * 2 ** (attempt - 1)):
                     continue
-                kind = (
-                    type(error)
-                    if isinstance(error, FileNotFoundError | PermissionError)
-                    else OSError
-                )
+                kind = OSError
+                if isinstance(error, FileNotFoundError | PermissionError):
+                    kind = type(error)
                 raise kind(
                     f"Reading {_named(paths)} failed{f' {attempt} times' if attempt > 1 else ''}: "
                     f"{type(error).__name__}: {error}. Training "
