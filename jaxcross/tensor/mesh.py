@@ -272,11 +272,9 @@ class Mesh:
                     "Give `crossover` (or `vmap`, `shard_map`) the mesh's own `axes`."
                 )
         trace = current_tracing()
-        bound = (
-            []
-            if self.whole or trace is None
-            else [axis for axis in trace.axes if axis in self.axes]
-        )
+        bound = []
+        if trace is not None and not self.whole:
+            bound = [axis for axis in trace.axes if axis in self.axes]
         if bound != [axis for axis in self.axes if axis in bound]:
             raise ValueError(
                 f"The mesh has its axes in the order {_listed(self.axes)}, the step in the order "
@@ -291,13 +289,11 @@ class Mesh:
         Raises:
             ValueError: An axis is that of the other layout.
         """
-        foreign = (
-            {"tensor"}
-            if self.side * self.depth > 1
-            else {"depth", "row", "col"}
-            if self.tensor > 1
-            else set()
-        )
+        foreign: set[str] = set()
+        if self.side * self.depth > 1:
+            foreign = {"tensor"}
+        elif self.tensor > 1:
+            foreign = {"depth", "row", "col"}
         wrong = [a for a in named(spec) if a in foreign]
         if wrong:
             raise ValueError(
