@@ -359,19 +359,17 @@ def _judge_link(source: str, target: str, link: Transfer | str, *, timed: bool) 
             remedy=_link_remedy(source, target, link),
             fatal=True,
         )
-    delay = (
-        f"{link.round_trip_us} us"
-        if link.round_trip_us < 1000
-        else f"{link.round_trip_us / 1000:.1f} ms"
-    )
+    delay = f"{link.round_trip_us} us"
+    if link.round_trip_us >= 1000:
+        delay = f"{link.round_trip_us / 1000:.1f} ms"
     found = (
         f"{link.interface or 'unknown interface'} ({link.source}) to {link.target}: round trip "
         f"{delay}"
     )
-    rate = link.bits_per_s / 1e6
-    return Check(
-        name=name, found=f"{found}, {rate:.{0 if rate >= 10 else 1}f} Mbit/s" if timed else found
-    )
+    if timed:
+        rate = link.bits_per_s / 1e6
+        found += f", {rate:.{0 if rate >= 10 else 1}f} Mbit/s"
+    return Check(name=name, found=found)
 
 
 def _link_remedy(source: str, target: str, error: str) -> str:

@@ -249,11 +249,8 @@ def _missing_module(name: str) -> str:
     spec = PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top)
     for n, part in enumerate(inner):
         places = None if spec is None else spec.submodule_search_locations
-        spec = (
-            None
-            if places is None
-            else PathFinder.find_spec(".".join([top, *inner[:n], part]), places)
-        )
+        inside = ".".join([top, *inner[:n], part])
+        spec = None if places is None else PathFinder.find_spec(inside, places)
     if spec is None:
         return (
             f"There is no module `{name}`, neither in `{Path.cwd()}` nor installed for "

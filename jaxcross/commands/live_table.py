@@ -221,11 +221,9 @@ class LaunchTable:
         ):  # not of an earlier run in this folder
             if not run.shown:
                 return Group()
-            state = (
-                " after the start of the run, which did not come to its end"
-                if self._gone and not run.over
-                else ""
-            )
+            state = ""
+            if self._gone and not run.over:
+                state = " after the start of the run, which did not come to its end"
             return table_of(run, self._console, state=state)
         if self._gone:
             return Group()
