@@ -232,11 +232,9 @@ class JobCheckpointer:
             try:
                 self._folders.mark(what, text)
             except OSError as error:
-                lost = (
-                    "which checkpoints were whole"
-                    if what == "whole"
-                    else f"that it is {text or 'going on'}"
-                )
+                lost = f"that it is {text or 'going on'}"
+                if what == "whole":
+                    lost = "which checkpoints were whole"
                 self._log.warn(f"a restart will not know {lost}: {error}")
 
         self._writer.submit(write)
@@ -455,8 +453,6 @@ class JobCheckpointer:
         """
         kept = self._complete[-self._keep :]
         best = [name for name in self._bests if name in self._complete][-1:]
-        return (
-            {name for name in self._known if name not in [*kept, *best] and name < kept[-1]}
-            if kept
-            else set()
-        )
+        if not kept:
+            return set()
+        return {name for name in self._known if name not in [*kept, *best] and name < kept[-1]}

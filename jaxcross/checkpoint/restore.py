@@ -289,11 +289,9 @@ def _survey(folders: Folders, ranks: RankGather) -> _Survey:
 
 
 def _error_text(error: Exception | None, path: Path) -> str:
-    return (
-        ""
-        if error is None
-        else f"in `{path}`, {type(error).__name__}: {clause(first_line(str(error)))}"
-    )
+    if error is None:
+        return ""
+    return f"in `{path}`, {type(error).__name__}: {clause(first_line(str(error)))}"
 
 
 def _part_here(first: Part, own: Part | None, world: World) -> Part:
