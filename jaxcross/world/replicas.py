@@ -153,11 +153,9 @@ def _host(leaf: Any) -> np.ndarray:
 
 def _form(leaf: Any) -> str:
     array = _host(leaf)
-    return (
-        f"{array.dtype}{list(array.shape)}"
-        if _is_numeric(leaf)
-        else f"of type {type(leaf).__name__}"
-    )
+    if not _is_numeric(leaf):
+        return f"of type {type(leaf).__name__}"
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def _digest(leaf: Any) -> str:
