@@ -50,11 +50,9 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
             status = _run(lab, command)
             where = "link" if measure else lab.description  # which was described above
             sent_mb = (lab.bytes_crossed() - before) / 1e6
-            hint = (
-                ": if the command has ranks, they did not communicate over it"
-                if sent_mb < 0.01
-                else ""
-            )
+            hint = ""
+            if sent_mb < 0.01:
+                hint = ": if the command has ranks, they did not communicate over it"
             print(f"lab: {sent_mb:.1f} MB crossed the {where}{hint}", file=sys.stderr)
             return status if status >= 0 else 128 - status
     except (OSError, ValueError) as error:

@@ -200,11 +200,9 @@ def _connect(name: str, pid: int, address: str, request: dict[str, Any]) -> None
     _do(*inside, "ip", "address", "add", f"{address}/24", "dev", "eth0")
     _do(*inside, "ip", "link", "set", "eth0", "up")
     burst = f"{request['burst_kb']}kb"
-    shape = (
-        ("tbf", "rate", request["rate"], "burst", burst, "latency", "100ms")
-        if request["rate"]
-        else ()
-    )
+    shape = ()
+    if request["rate"]:
+        shape = ("tbf", "rate", request["rate"], "burst", burst, "latency", "100ms")
     if shape:
         _do("tc", "qdisc", "add", "dev", port, "root", "handle", "1:", *shape)
         _do(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "handle", "1:", *shape)
