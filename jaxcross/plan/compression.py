@@ -275,9 +275,12 @@ def _variants(traced: Traced) -> Iterator[Traced]:
 
 
 def _predicted_seconds(job: JobCost, nbytes: Sequence[float]) -> list[float]:
-    return [
-        n if math.isinf(n) else job.exchange_s * n / nbytes[0] if nbytes[0] else 0.0 for n in nbytes
-    ]
+    def predicted(n: float) -> float:
+        if math.isinf(n):
+            return n
+        return job.exchange_s * n / nbytes[0] if nbytes[0] else 0.0
+
+    return [predicted(n) for n in nbytes]
 
 
 def _least_compression(seconds: Sequence[Sequence[float]], budget_s: float) -> list[int]:

@@ -236,11 +236,9 @@ class _Paces:
         alike = _factor([row for job in rows.values() for row in job], predicted)
         sums = [_Row(*map(sum, zip(*job, strict=True))) for job in rows.values()]
         next_to = sum(row.together_s**2 for row in sums)
-        pace = (
-            sum((row.solo_s - row.apart_s) * row.together_s for row in sums) / next_to
-            if next_to
-            else predicted
-        )
+        pace = predicted
+        if next_to:
+            pace = sum((row.solo_s - row.apart_s) * row.together_s for row in sums) / next_to
         one_factor = _misfit(sums, alike, predicted)
         one_pace = _misfit(sums, 1.0, pace)
         if one_pace < min(one_factor - _CLEARLY, _TOLERANCE) and 0 < pace <= 1:

@@ -121,30 +121,32 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
         full = ([c] * k, [m] * k)
         narrow = ([c] * k, [cost.narrow_exchange_s] * k)
         memory = memory_bytes(cost, k)
+        expected = None
+        expected_narrow = None
+        if contention is not None:
+            expected = _ratio(before_s, period_s(*full, contention))
+            expected_narrow = _ratio(before_s, period_s(*narrow, contention))
         gains.append(
             Gain(
                 jobs=k,
                 most=_ratio(before_s, period_s(*full)),
-                expected=None
-                if contention is None
-                else _ratio(before_s, period_s(*full, contention)),
+                expected=expected,
                 most_narrow=_ratio(before_s, period_s(*narrow)),
-                expected_narrow=None
-                if contention is None
-                else _ratio(before_s, period_s(*narrow, contention)),
+                expected_narrow=expected_narrow,
                 memory_bytes=memory,
                 fits=None if cost.limit_bytes is None else memory <= cost.limit_bytes,
             )
         )
+    cut_alone = None
+    if cost.cut is not None:
+        # Its seconds were measured apart from those of the uncut step, and neither cut beats the
+        # busier lane.
+        cut_alone = min(_ratio(c + m, _alone_s(cost.cut)), _ratio(c + m, max(c, m)))
     return Estimate(
         cost=cost,
         jobs=jobs,
         gains=tuple(gains),
-        # Its seconds were measured apart from those of the uncut step, and neither cut beats the
-        # busier lane.
-        cut_alone=None
-        if cost.cut is None
-        else min(_ratio(c + m, _alone_s(cost.cut)), _ratio(c + m, max(c, m))),
+        cut_alone=cut_alone,
         fitting_jobs=_fitting_jobs(cost),
     )
 
@@ -209,11 +211,9 @@ def _lines(estimate: Estimate) -> Iterator[str]:
     gains = estimate.gains
     where = f" of {cost.where}" if cost.where else ""
     ranks = f"{cost.whole.ranks} rank{'s' * (cost.whole.ranks > 1)}"
-    how = (
-        f"{cost.steps} steps timed on copies, nothing else next to them"
-        if cost.steps
-        else "as its profile says"
-    )
+    how = "as its profile says"
+    if cost.steps:
+        how = f"{cost.steps} steps timed on copies, nothing else next to them"
     yield f"`{cost.whole.name}`{where} on {ranks}: {how}"
     yield (
         f"  c = {seconds(cost.compute_s)} of computation, m = {seconds(cost.exchange_s)} of "

@@ -312,6 +312,9 @@ def _group_of(
         cut, policy=rates.policy, contention=contention, steps=steps, vote_s=vote_s
     ).rounds
     memory = [profile.memory for profile in cut]
+    needed = None
+    if None not in memory:
+        needed = needed_bytes([each for each in memory if each is not None])
     return PlannedGroup(
         jobs=planned,
         ranks=cut[0].ranks,
@@ -319,9 +322,7 @@ def _group_of(
         period_s=rounds.period_s,
         bound_s=rounds.bound_s,
         lost_s=dict(rounds.lost_s),
-        memory_bytes=None
-        if None in memory
-        else needed_bytes([each for each in memory if each is not None]),
+        memory_bytes=needed,
         why=why,
     )
 

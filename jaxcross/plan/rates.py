@@ -80,11 +80,9 @@ class Rates:
 def cuts_of(profile: Profile) -> Cuts:
     """Returns a job's profile and, where its step has one exchange, estimates of it in pieces."""
     exchanges = len(profile.graph.collectives)
-    return (
-        {n: profile.cut_evenly(n) for n in PIECES}
-        if exchanges == 1
-        else {max(exchanges, 1): profile}
-    )
+    if exchanges == 1:
+        return {n: profile.cut_evenly(n) for n in PIECES}
+    return {max(exchanges, 1): profile}
 
 
 def choose_rates(
