@@ -73,10 +73,9 @@ def show(result: dict[str, Any]) -> None:
     for cache in CACHES:
         for policy in POLICIES:
             runs = throughput[cache][policy]["runs"]
+            speeds = [list(run["images_per_s_by_job"].values()) for run in runs]
             by_job = [
-                (
-                    f"{statistics.median(list(run['images_per_s_by_job'].values())[n] for run in runs):.1f}"
-                )
+                f"{statistics.median(speed[n] for speed in speeds):.1f}"
                 for n in range(len(result["jobs"]))
             ]
             waits = statistics.median(max(run["input_wait_s"].values()) for run in runs)

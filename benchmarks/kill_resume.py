@@ -150,8 +150,8 @@ def main() -> None:
     result = counted(rows)
     print(
         (
-            "{survived} of {trials} trials, killed {kills} times and interrupted {interrupts} times in "
-            "all, ended in the same bits"
+            "{survived} of {trials} trials, killed {kills} times and interrupted {interrupts} "
+            "times in all, ended in the same bits"
         ).format(**result)
     )
     if result["survived"] < result["trials"]:

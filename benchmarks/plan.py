@@ -180,8 +180,8 @@ class Bench:
         each = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
         print(
             (
-                f"pair in {row['pieces']} pieces, shares {row['shares']}: {each} of the speed alone, "
-                f"progress {row['progress']:.2f}; predicted {chosen.progress:.2f}"
+                f"pair in {row['pieces']} pieces, shares {row['shares']}: {each} of the speed "
+                f"alone, progress {row['progress']:.2f}; predicted {chosen.progress:.2f}"
             ),
             flush=True,
         )
@@ -320,8 +320,8 @@ class Bench:
                 )
                 print(
                     (
-                        f"estimate of {row['case']} at {self.rate} Mbit/s: {gains[jobs]:.2f} times as "
-                        f"fast, achieved {achieved:.2f}"
+                        f"estimate of {row['case']} at {self.rate} Mbit/s: {gains[jobs]:.2f} "
+                        f"times as fast, achieved {achieved:.2f}"
                     ),
                     flush=True,
                 )

@@ -238,8 +238,9 @@ def alternate(
             turns.append((rival.framework, sample))
             print(
                 (
-                    f"{entrants.case} {rate} ({entrants.stage.lab.rate}) repeat {repeat}: {rival.name} "
-                    f"{sample['s_per_job_step']:.3f} s a job-step, {time.perf_counter() - begin:.0f} s"
+                    f"{entrants.case} {rate} ({entrants.stage.lab.rate}) repeat {repeat}: "
+                    f"{rival.name} {sample['s_per_job_step']:.3f} s a job-step, "
+                    f"{time.perf_counter() - begin:.0f} s"
                 ),
                 flush=True,
             )

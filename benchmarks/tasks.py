@@ -23,8 +23,8 @@ LENGTH, TEST_TEXTS = 32, 128
 
 
 class Task(NamedTuple):
-    """Attributes: `model`, whose logits are one row a label; `batch`, key and size -> (input, label), drawn from the
-    training data; `test`, the (input, label) that training does not see.
+    """Attributes: `model`, whose logits are one row a label; `batch`, key and size -> (input,
+    label), drawn from the training data; `test`, the (input, label) that training does not see.
     """
 
     model: nn.Module

@@ -40,7 +40,9 @@ def mpi4jax_remedy(jaxlib: str) -> str:
     """Returns the lines that build mpi4jax for the installed MPI and jaxlib, and how to do without
     it.
     """
-    return f"""Build it for the MPI of your `mpicc` and the installed jaxlib, without CUDA, as it's called on the host:
+    return f"""\
+Build it for the MPI of your `mpicc` and the installed jaxlib, without CUDA, as it's called on the \
+host:
     echo "jaxlib=={jaxlib}" > build.txt
     export PIP_CONSTRAINT=$PWD/build.txt PIP_BUILD_CONSTRAINT=$PWD/build.txt CUDA_PATH=/dev/null
     pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4jax mpi4jax

@@ -67,8 +67,12 @@ class JobCheckpointer:
         environment: Mapping[str, str],
         writer: Writer,
     ) -> None:
-        self._log, self._world, self._folders, self._keep = log, world, folders, keep
-        self._environment, self._writer = environment, writer
+        self._log = log
+        self._world = world
+        self._folders = folders
+        self._keep = keep
+        self._environment = environment
+        self._writer = writer
         self._forms: dict[str, Form] | None = None  # of the state that the job restored
         self._named: Collection[str] = ()  # paths of the leaves that the job names as rank-local
         self._complete: list[str] = []  # on all ranks, oldest first
@@ -188,9 +192,11 @@ class JobCheckpointer:
         done = paused = error_text = ""
         cause = None
         try:
-            done, paused = self._folders.marked("left"), self._folders.marked("paused")
+            done = self._folders.marked("left")
+            paused = self._folders.marked("paused")
         except OSError as error:
-            error_text, cause = f"{type(error).__name__}: {error}", error
+            error_text = f"{type(error).__name__}: {error}"
+            cause = error
         ranks = RankGather(self._log, run_on_all_ranks)
         gathered = ranks.gather("its job markers", [done, paused, error_text])
         ranks.check(UNREADABLE, [text for *_, text in gathered], cause)
@@ -226,11 +232,9 @@ class JobCheckpointer:
             try:
                 self._folders.mark(what, text)
             except OSError as error:
-                lost = (
-                    "which checkpoints were whole"
-                    if what == "whole"
-                    else f"that it is {text or 'going on'}"
-                )
+                lost = f"that it is {text or 'going on'}"
+                if what == "whole":
+                    lost = "which checkpoints were whole"
                 self._log.warn(f"a restart will not know {lost}: {error}")
 
         self._writer.submit(write)
@@ -266,13 +270,15 @@ class JobCheckpointer:
             JobError: On every rank: the job could not resume from the state, or a disk failed.
         """
         leaves: dict[str, Leaf] = {}
-        error_text, cause = "", None
+        error_text = ""
+        cause = None
         unsavable_reason = unsavable_reason or self._unsavable_reason(state)
         try:
             self._wait_for_writer()
             leaves = {} if unsavable_reason else snapshot(state)
         except Exception as error:
-            error_text, cause = f"{type(error).__name__}: {error}", error
+            error_text = f"{type(error).__name__}: {error}"
+            cause = error
         digests = {path: leaf.digest for path, leaf in leaves.items()}
         saved = (progress.step, dict(progress.notes), list(digests.values()))
         same = last and self._saved == saved
@@ -330,11 +336,13 @@ class JobCheckpointer:
         Raises:
             JobError: On every rank: a disk failed.
         """
-        error_text, cause = "", None
+        error_text = ""
+        cause = None
         try:
             self._wait_for_writer()
         except Exception as error:
-            error_text, cause = f"{type(error).__name__}: {error}", error
+            error_text = f"{type(error).__name__}: {error}"
+            cause = error
         ranks = RankGather(self._log, run_on_all_ranks)
         self._finish_previous(ranks, ranks.gather_text("written", error_text), cause)
         self._folders.delete(self._superfluous())
@@ -429,7 +437,8 @@ class JobCheckpointer:
         Raises:
             JobError: On every rank: one of them could not write.
         """
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         ranks.check("could not be saved", errors, cause)
         if writing is not None:
             if not self._complete:
@@ -444,8 +453,6 @@ class JobCheckpointer:
         """
         kept = self._complete[-self._keep :]
         best = [name for name in self._bests if name in self._complete][-1:]
-        return (
-            {name for name in self._known if name not in [*kept, *best] and name < kept[-1]}
-            if kept
-            else set()
-        )
+        if not kept:
+            return set()
+        return {name for name in self._known if name not in [*kept, *best] and name < kept[-1]}

@@ -61,8 +61,11 @@ def parse(content: bytes) -> JobList:
     """
     try:
         body = json.loads(content)
-        jobs, added, submitted = body["jobs"], body.get("added", []), body.get("submitted", {})
-        names, texts = [*jobs, *added, *submitted], submitted.values()
+        jobs = body["jobs"]
+        added = body.get("added", [])
+        submitted = body.get("submitted", {})
+        names = [*jobs, *added, *submitted]
+        texts = submitted.values()
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise UnusableError(f"is not a list of jobs ({type(error).__name__})") from None
     if not type(jobs) is type(added) is list or not all(

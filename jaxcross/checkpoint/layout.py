@@ -67,7 +67,9 @@ class Folders:
     """
 
     def __init__(self, path: Path, *, rank: int, ranks: int) -> None:
-        self.path, self._rank, self._ranks = path, rank, ranks
+        self.path = path
+        self._rank = rank
+        self._ranks = ranks
 
     def names(self) -> list[str]:
         """Checkpoints of which anything is there, oldest first.

@@ -49,7 +49,8 @@ def load(
     if best:
         name = _best(log, path, parts)
     first = parts[name]
-    if differs := unlike(forms_of(state), first.forms) or narrowed(first.forms):
+    differs = unlike(forms_of(state), first.forms) or narrowed(first.forms)
+    if differs:
         raise log.error(
             f"cannot be loaded from `{path / name}`, which is of another model. What differs: "
             f"{differs}"
@@ -64,7 +65,9 @@ def load(
                 folders, name, folders.read(name), all_leaves=each == 0
             )
         except UnusableError as unusable:
-            held, damage, error = {}, str(unusable), None
+            held = {}
+            damage = str(unusable)
+            error = None
         if damage or error is not None:
             raise log.error(f"cannot be loaded from `{path / name}`: {damage or error}") from error
         arrays |= held

@@ -50,7 +50,8 @@ def named_leaves(state: Any, names: Collection[str]) -> list[str]:
         }
         for name in beginnings & found.keys():
             found[name].append(keystr(path))
-    if unknown := [name for name, leaves in found.items() if not leaves]:
+    unknown = [name for name, leaves in found.items() if not leaves]
+    if unknown:
         listed = ", ".join(f"`{keystr(path)}`" for path in paths[:5]) + (
             ", ..." if len(paths) > 5 else ""
         )
@@ -133,7 +134,8 @@ def _strategies(state: Any, paths: Collection[KeyPath]) -> _Strategies:
             for depth in range(names.index("opt_state") + 1, len(path)):
                 below.setdefault(path[:depth], set()).add(names[depth])
     for path, fields in below.items():
-        if like := {local for kind, local in declared.items() if _is(kind, local, fields)}:
+        like = {local for kind, local in declared.items() if _is(kind, local, fields)}
+        if like:
             found.setdefault(path, like)
     return found
 
@@ -195,6 +197,7 @@ def _floating(leaf: Any) -> bool:
 
 def _nnx_statistics(state: Any) -> set[KeyPath]:
     """Paths of the variables of NNX that hold statistics."""
-    if (nnx := sys.modules.get("flax.nnx")) is None:
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
         return set()
     return {path for path, _ in _nodes(state, nnx.BatchStat)}

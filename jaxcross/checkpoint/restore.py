@@ -177,7 +177,8 @@ def _check_fit(
         _other_shapes(f"{path}", saved_on=first.ranks, ranks=world.size),
         ranks.gather_text("its shapes", differs),
     )
-    if first.ranks != world.size and (own := [leaf for leaf in first.leaves if leaf in named]):
+    own = [leaf for leaf in first.leaves if leaf in named]
+    if own and first.ranks != world.size:
         # They were not named when they were saved, and happened to be equal on all ranks.
         raise _refusal(ranks.log, f"{path}", _listed(own), saved_on=first.ranks, ranks=world.size)
     if first.ranks == 1 < world.size:
@@ -288,11 +289,9 @@ def _survey(folders: Folders, ranks: RankGather) -> _Survey:
 
 
 def _error_text(error: Exception | None, path: Path) -> str:
-    return (
-        ""
-        if error is None
-        else f"in `{path}`, {type(error).__name__}: {clause(first_line(str(error)))}"
-    )
+    if error is None:
+        return ""
+    return f"in `{path}`, {type(error).__name__}: {clause(first_line(str(error)))}"
 
 
 def _part_here(first: Part, own: Part | None, world: World) -> Part:

@@ -56,11 +56,14 @@ class Session:
     def __init__(
         self, settings: Checkpoints, world: World, *, jobs: Sequence[str], policy: str
     ) -> None:
-        self._settings, self._world = settings, world
+        self._settings = settings
+        self._world = world
         self._environment = _environment(world)
         self._about = {"format": FORMAT, "ranks": world.size, "policy": policy, **self._environment}
         self._lock = threading.Lock()  # guards the lists below, which rank 0 alone keeps up to date
-        self._jobs, self._added, self._submitted = list(jobs), [], {}
+        self._jobs = list(jobs)
+        self._added = []
+        self._submitted = {}
         mine: dict[str, Any] = {"error": ""}
         try:
             settings.path.mkdir(parents=True, exist_ok=True)
@@ -94,7 +97,8 @@ class Session:
                 "`%s` %s: jobs that joined during an earlier run are not known.", file, error
             )
             before = JobList(submitted={})
-        owner, me = before.process, this_process()
+        owner = before.process
+        me = this_process()
         # On another host it cannot be seen: a lost host's run must not keep the folder.
         if owner is not None and owner != me and process_state(owner, me) in ("running", "stopped"):
             raise ValueError(
@@ -155,7 +159,8 @@ class Session:
     @property
     def best(self) -> tuple[str, Literal["min", "max"]] | None:
         """The metric whose best state is kept, and its mode."""
-        best, mode = self._settings.best, self._settings.mode
+        best = self._settings.best
+        mode = self._settings.mode
         return None if best is None or mode is None else (best, mode)
 
     def checkpointer(self, job: str, note: Callable[[str], None]) -> JobCheckpointer:

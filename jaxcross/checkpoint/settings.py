@@ -70,11 +70,9 @@ class Checkpoints:
                 f"`best` of the checkpoints must be the name of a metric, got {self.best!r}."
             )
         if self.mode not in (("min", "max") if self.best is not None else (None,)):
-            needs = (
-                "'min' or 'max', as `best` names a metric"
-                if self.best is not None
-                else "None without `best`"
-            )
+            needs = "None without `best`"
+            if self.best is not None:
+                needs = "'min' or 'max', as `best` names a metric"
             raise ValueError(f"`mode` of the checkpoints must be {needs}, got {self.mode!r}.")
 
     @property

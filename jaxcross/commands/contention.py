@@ -129,11 +129,10 @@ def _finish(
     rate = args.link_mbps or float(f"{reached:.3g}")
     there = Contention(compute=_factor(ratios["compute"]), exchange=_factor(ratios["exchange"]))
     print("\n".join(_table(found, ratios, reached)), flush=True)
-    machine = (
-        MachineContention(measured=((rate, there),))
-        if known is None
-        else known.with_point(rate, there)
-    )
+    if known is None:
+        machine = MachineContention(measured=((rate, there),))
+    else:
+        machine = known.with_point(rate, there)
     try:
         write_whole(args.file, json.dumps(machine.to_json(), indent=1) + "\n")
     except OSError as error:
@@ -164,7 +163,9 @@ def _table(
     """Returns the lines that say what was measured."""
     from jaxcross.report.units import seconds
 
-    ranks, local, rounds = found["ranks"], found["local_ranks"], found["rounds"]
+    ranks = found["ranks"]
+    local = found["local_ranks"]
+    rounds = found["rounds"]
     where = "on this machine" if ranks == local else f"on {-(-ranks // local)} hosts"
     how_many = (
         f"{len(rounds)} rounds, {found['exchanges']} exchanges of "

@@ -63,7 +63,8 @@ class Measurement:
     """
 
     def __init__(self, world: World, window_s: float) -> None:
-        self._world, self._window_s = world, window_s
+        self._world = world
+        self._window_s = window_s
         self._compute_s = self._compute_of(_SIDES[0])
         self._compute_s = self._compute_of(image_side(window_s, self._compute_s))
         self._exchange_of(1)

@@ -136,12 +136,11 @@ def _cache_info(folder: Path) -> None:
     levels = cache_info(folder)
     every = max(1, sum(level.given.records for level in levels))
     for level in levels:
-        given, budget = level.given, level.budget_bytes
-        sizes = (
-            ("-", "-", "-")
-            if budget is None
-            else (_mb(budget), _mb(level.used_bytes), str(level.records))
-        )
+        given = level.given
+        budget = level.budget_bytes
+        sizes = ("-", "-", "-")
+        if budget is not None:
+            sizes = (_mb(budget), _mb(level.used_bytes), str(level.records))
         times = f"{given.seconds:.1f}", f"{given.waited_s:.1f}"
         hits = str(given.records), f"{given.records / every:.1%}"
         table.add_row(level.name, *sizes, *hits, _mb(given.nbytes), *times)

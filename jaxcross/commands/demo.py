@@ -136,7 +136,8 @@ def _demo(args: argparse.Namespace) -> int:
         )
     except MissingExtraError as error:
         raise DemoError(str(error)) from None
-    example, mpirun = find_example(), find_mpirun()
+    example = find_example()
+    mpirun = find_mpirun()
     if mpirun is None:
         raise DemoError(
             "no `mpirun` was found. Run `pip install mpich`, or load your cluster's MPI module."
@@ -354,7 +355,8 @@ def numbers(comparison: Comparison, *, link: str, trace: Path, gantt: Path) -> d
     `speedup` is null where the two ways cannot be compared, and `reason` says why; then `ratio` is
     what was measured.
     """
-    alone, rounds = comparison.first, comparison.second
+    alone = comparison.first
+    rounds = comparison.second
     k = max(len(rounds.crossed), 1)
     return {
         "link": link,

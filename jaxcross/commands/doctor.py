@@ -133,7 +133,9 @@ def show(title: str, checks: Sequence[Check]) -> None:
 def _mark(check: Check) -> str:
     if check.cause:
         return "[dim]-"
-    return "[green]ok" if not check.remedy else "[red]wrong" if check.fatal else "[yellow]note"
+    if not check.remedy:
+        return "[green]ok"
+    return "[red]wrong" if check.fatal else "[yellow]note"
 
 
 def exit_code(checks: Sequence[Check]) -> int:
@@ -290,7 +292,8 @@ def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: Findings) -> Check:
 
 def _judge_jax(jax: Mapping[str, Any], versions: Mapping[str, str]) -> Check:
     version = versions.get("jax", "")
-    if version and (reason := unsupported_jax(version)):
+    reason = unsupported_jax(version) if version else ""
+    if reason:
         return Check(name="JAX", found=version, remedy=reason, fatal=True)
     if "error" in jax:
         remedy = (
@@ -332,24 +335,22 @@ def _is_correct(exchange: Mapping[str, Any]) -> bool:
 
 def _judge_pool(found: Findings) -> Check:
     small = found.pool < 2
+    remedy = "Unset `NPROC` and `PJRT_NPROC`: a waiting exchange would hold the only thread."
     return Check(
         name="XLA CPU pool",
         found=f"{found.pool} threads for {found.cores} of {found.machine_cores} cores",
-        remedy="Unset `NPROC` and `PJRT_NPROC`: a waiting exchange would hold the only thread."
-        if small
-        else "",
+        remedy=remedy if small else "",
         fatal=small,
     )
 
 
 def _judge_binding(found: Findings) -> Check:
     bound = found.cores == 1 and found.machine_cores > 1
+    remedy = "This shell is bound to one core; compute and exchange will share it."
     return Check(
         name="binding",
         found=f"{found.cores} of {found.machine_cores} cores",
-        remedy="This shell is bound to one core; compute and exchange will share it."
-        if bound
-        else "",
+        remedy=remedy if bound else "",
     )
 
 

@@ -190,13 +190,13 @@ def _ask_host(on: Callable[[Sequence[str]], Sequence[str]]) -> HostFacts:
             check=False,
             start_new_session=True,  # a terminal's Ctrl-C is for this process
         )
-        output, errors, end = done.stdout, done.stderr, f"exit code {done.returncode}"
+        output = done.stdout
+        errors = done.stderr
+        end = f"exit code {done.returncode}"
     except subprocess.TimeoutExpired as late:
-        output, errors, end = (
-            late.stdout or b"",
-            late.stderr or b"",
-            f"no answer within {_FACTS_S:.0f} s",
-        )
+        output = late.stdout or b""
+        errors = late.stderr or b""
+        end = f"no answer within {_FACTS_S:.0f} s"
     said = output.decode(errors="replace").splitlines()
     answer = next((line for line in reversed(said) if line.startswith("{")), None)
     complaint = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
@@ -359,19 +359,17 @@ def _judge_link(source: str, target: str, link: Transfer | str, *, timed: bool) 
             remedy=_link_remedy(source, target, link),
             fatal=True,
         )
-    delay = (
-        f"{link.round_trip_us} us"
-        if link.round_trip_us < 1000
-        else f"{link.round_trip_us / 1000:.1f} ms"
-    )
+    delay = f"{link.round_trip_us} us"
+    if link.round_trip_us >= 1000:
+        delay = f"{link.round_trip_us / 1000:.1f} ms"
     found = (
         f"{link.interface or 'unknown interface'} ({link.source}) to {link.target}: round trip "
         f"{delay}"
     )
-    rate = link.bits_per_s / 1e6
-    return Check(
-        name=name, found=f"{found}, {rate:.{0 if rate >= 10 else 1}f} Mbit/s" if timed else found
-    )
+    if timed:
+        rate = link.bits_per_s / 1e6
+        found += f", {rate:.{0 if rate >= 10 else 1}f} Mbit/s"
+    return Check(name=name, found=found)
 
 
 def _link_remedy(source: str, target: str, error: str) -> str:

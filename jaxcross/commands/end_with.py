@@ -31,7 +31,8 @@ def tied(line: Sequence[str], parent: int) -> list[str]:
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Becomes the command."""
-    parent, command = int(arguments[0]), list(arguments[1:])
+    parent = int(arguments[0])
+    command = list(arguments[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback of this file
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -69,12 +69,14 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="jaxcross-estimate-", dir=where) as folder:
         written = Path(folder, "estimate.json") if args.json is None else args.json.absolute()
         written.unlink(missing_ok=True)
-        if note := unconverted_note(args.module, args.program):
+        note = unconverted_note(args.module, args.program)
+        if note:
             print(note, file=sys.stderr, flush=True)
         code = start({"JAXCROSS_ESTIMATE": request_of(args, written)})
         if args.dry_run or written.exists() or code in _STOPPED:
             return code
-    which, hint = "`crossover` step", "Is its train step decorated with `jaxcross.crossover`?"
+    which = "`crossover` step"
+    hint = "Is its train step decorated with `jaxcross.crossover`?"
     if args.step is not None:
         which = f"`crossover` step `{args.step}`"
         hint = "A step has its function's name; without `--step` the first is timed."

@@ -155,11 +155,9 @@ def prepared(args: argparse.Namespace) -> int | Callable[[Mapping[str, str]], in
             file=sys.stderr,
         )
         return 1
-    if (
-        not args.dry_run
-        and args.max_restarts == 0
-        and (missing := unreachable_hosts(hosts, os.environ))
-    ):
+    starts_once = not args.dry_run and args.max_restarts == 0
+    missing = unreachable_hosts(hosts, os.environ) if starts_once else []
+    if missing:
         names = ", ".join(f"`{host}`" for host in missing)
         remedy = (
             f"Check the name and the network: `{' '.join(agent_of(os.environ))} {missing[0]} true` "
@@ -226,10 +224,10 @@ def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...
             "ranks equally."
         )
     elsewhere = hosts or args.dry_run  # where other files may be
-    if not elsewhere and (
-        why := _missing_module(args.module[0]) if args.module else _missing_script(program[0])
-    ):
-        raise ValueError(why)
+    if not elsewhere:
+        why = _missing_module(args.module[0]) if args.module else _missing_script(program[0])
+        if why:
+            raise ValueError(why)
     return hosts
 
 
@@ -251,11 +249,8 @@ def _missing_module(name: str) -> str:
     spec = PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top)
     for n, part in enumerate(inner):
         places = None if spec is None else spec.submodule_search_locations
-        spec = (
-            None
-            if places is None
-            else PathFinder.find_spec(".".join([top, *inner[:n], part]), places)
-        )
+        inside = ".".join([top, *inner[:n], part])
+        spec = None if places is None else PathFinder.find_spec(inside, places)
     if spec is None:
         return (
             f"There is no module `{name}`, neither in `{Path.cwd()}` nor installed for "
@@ -303,13 +298,15 @@ def _run_once(
     )
     extra |= {name: value for name, value in notes.items() if named or name != "JAXCROSS_EVENTS"}
     print(printed(line, extra), flush=True)
-    if not hosts and (text := crowded(ranks, xla_pool.cores())):
+    text = "" if hosts else crowded(ranks, xla_pool.cores())
+    if text:
         print(f"jaxcross launch: {text}", file=sys.stderr, flush=True)
     if args.dry_run:
         return Ended(code=0)
     files = RunFiles(events=events, earlier=latest_run(events), hosts=hosts, ranks=ranks)
     environ = {**os.environ, **extra, **notes}
-    if (columns := screen_width(os.environ)) and "COLUMNS" not in environ:
+    columns = screen_width(os.environ)
+    if columns and "COLUMNS" not in environ:
         environ["COLUMNS"] = str(columns)  # the ranks write to a pipe, and their tables are to fit
     console = None if variables else live_table.terminal(os.environ)
     if console is None:

@@ -82,7 +82,8 @@ def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterato
     """
     from jaxcross.world.start_notice import FIRST_S, no_progress_wanted
 
-    over, started_s = threading.Event(), time.time()
+    over = threading.Event()
+    started_s = time.time()
 
     def watch() -> None:
         next_s = FIRST_S
@@ -133,7 +134,9 @@ class LaunchTable:
     def __init__(self, console: Console, events: Path, ranks: int) -> None:
         from rich.live import Live
 
-        self._console, self._events, self._ranks = console, events, ranks
+        self._console = console
+        self._events = events
+        self._ranks = ranks
         self._begun_s = time.monotonic()
         self._started_s = time.time()
         self._partial: dict[str, str] = {}
@@ -176,13 +179,16 @@ class LaunchTable:
         from rich.text import Text
 
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        text, over = "", False
+        text = ""
+        over = False
         while not over:
             chunk = os.read(stream.fileno(), _CHUNK)
             over = not chunk
             lines, end, text = (text + decoder.decode(chunk, final=over)).rpartition("\n")
             if over and text:
-                lines, end, text = lines + end + text, "\n", ""
+                lines = lines + end + text
+                end = "\n"
+                text = ""
             # A bar of a script, or a question, has no end of line yet: it stands at the head of the
             # table.
             self._partial[name] = text.rpartition("\r")[2]
@@ -215,11 +221,9 @@ class LaunchTable:
         ):  # not of an earlier run in this folder
             if not run.shown:
                 return Group()
-            state = (
-                " after the start of the run, which did not come to its end"
-                if self._gone and not run.over
-                else ""
-            )
+            state = ""
+            if self._gone and not run.over:
+                state = " after the start of the run, which did not come to its end"
             return table_of(run, self._console, state=state)
         if self._gone:
             return Group()

@@ -47,11 +47,10 @@ def write_launch_files(
     check_script(script)
     folder.mkdir(parents=True, exist_ok=True)
     written = [plan.to_json(folder / "plan.json")]
-    texts = (
-        _arrays(plan, script, written[0], accelerators)
-        if kind == "slurm"
-        else _manifests(plan, script, written[0], queue)
-    )
+    if kind == "slurm":
+        texts = _arrays(plan, script, written[0], accelerators)
+    else:
+        texts = _manifests(plan, script, written[0], queue)
     for name, text in texts:
         (folder / name).write_text(text)
         written.append(folder / name)
@@ -114,7 +113,8 @@ def _array(ranks: int, numbers: list[int], script: str, file: Path, name: str) -
             ),
             "#SBATCH --output=jaxcross-%j.log": "#SBATCH --output=jaxcross-%A-%a.log",
             "# The environment with jaxcross": (
-                f"groups=({' '.join(map(str, numbers))})\ngroup=${{groups[$SLURM_ARRAY_TASK_ID]}}\n\n"
+                f"groups=({' '.join(map(str, numbers))})\n"
+                "group=${groups[$SLURM_ARRAY_TASK_ID]}\n\n"
                 "# The environment with jaxcross"
             ),
             'python -m mpi4py "$@"': command,

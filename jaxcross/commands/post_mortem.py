@@ -57,11 +57,13 @@ def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, st
     console.print(table)
     for rank, reason in skipped.items():
         console.print(f"The events of rank {rank} are skipped. {escape(reason)}", soft_wrap=True)
-    if absent := [rank for rank in missing(records) if rank not in skipped]:
+    absent = [rank for rank in missing(records) if rank not in skipped]
+    if absent:
         console.print(
             f"No file of ranks {', '.join(map(str, absent))}: they never came so far, or wrote "
             "elsewhere."
         )
-    if unread := sum(record.unread for record in records):
+    unread = sum(record.unread for record in records)
+    if unread:
         console.print(f"{unread} lines could not be read.")
     console.print(escape(verdict(records)))

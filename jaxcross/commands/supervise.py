@@ -26,10 +26,12 @@ _POLL_S = 0.5
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Runs the command, and ends as it did."""
-    stay_s, command = float(arguments[0]), arguments[1:]
+    stay_s = float(arguments[0])
+    command = arguments[1:]
     # No signal may arrive between the fork and the handlers that forward signals to the child.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-    parent, child = os.getpid(), os.fork()
+    parent = os.getpid()
+    child = os.fork()
     if child == 0:
         _become(command, parent)
     for number in FORWARDED:

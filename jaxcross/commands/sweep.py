@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
         for name in ("metric", "mode", "concurrent", "trials", "seed", "prune")
     }
     task = json.dumps({"grid": grid, "folder": str(args.folder), **options})
-    args.module, args.program = ["jaxcross.sweeps.script", str(args.script), task], []
+    args.module = ["jaxcross.sweeps.script", str(args.script), task]
+    args.program = []
     return launch.run(args)
 
 
@@ -124,7 +125,9 @@ def parsed(texts: list[str]) -> dict[str, list[Any]]:
 
 def split(text: str) -> list[str]:
     """Splits a text at the commas outside of brackets and quotes. Pure."""
-    parts, open_, quote = [""], [], ""
+    parts = [""]
+    open_ = []
+    quote = ""
     for character in text:
         if character == "," and not open_ and not quote:
             parts.append("")

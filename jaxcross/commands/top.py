@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 def _follow(look: Callable[[], RunState], console: Console) -> RunState:
     from rich.live import Live
 
-    state, pause = look(), threading.Event()  # never set: a wait that is not a sleep
+    state = look()
+    pause = threading.Event()  # never set: a wait that is not a sleep
     with Live(shown(state, console), console=console, auto_refresh=False) as live:
         while not state.ended:
             pause.wait(_LOOK_S)

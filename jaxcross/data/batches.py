@@ -109,7 +109,8 @@ class Stream:
 
     def open(self, step: int, threads: int, feed: Feed | None = None) -> grain.DatasetIterator:
         """Starts Grain's threads at batch `step`."""
-        order, per_epoch = self.order, self.steps_per_epoch * self.batch_size
+        order = self.order
+        per_epoch = self.steps_per_epoch * self.batch_size
         positions = grain.MapDataset.range(step * self.batch_size, self._stop)
 
         def load(position: int) -> Batch:
@@ -202,8 +203,10 @@ class Batches(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends the reading threads; the iterator can go on from where it stands."""
-        iterator, self._iterator = self._iterator, None
-        feed, self._feed = self._feed, None
+        iterator = self._iterator
+        self._iterator = None
+        feed = self._feed
+        self._feed = None
         if feed is not None:
             feed.close()
         if iterator is not None:

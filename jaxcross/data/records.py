@@ -144,11 +144,10 @@ def open_records(
     if cache is None:
         source: Any = builder.as_data_source(split, decoders=decoders)
         return Records(**known, source=source)
-    origin = (
-        _remote_origin(remote, builder, split, cache)
-        if remote
-        else _local_origin(folder, builder, split, cache)
-    )
+    if remote:
+        origin = _remote_origin(remote, builder, split, cache)
+    else:
+        origin = _local_origin(folder, builder, split, cache)
     parse = partial(features.deserialize_example_np, decoders=decoders)
     cached = cache.split(origin, f"{where}: {split}", parse)
     return Records(**known, source=cached, cached=cached)

@@ -96,7 +96,8 @@ class SharedDecode:
                 self._batches.close()
                 self._batches = self._batches.at(first)
                 self._kept.clear()
-                self._first, self._untouched = first, True
+                self._first = first
+                self._untouched = True
 
     def _leave(self, reader: SharedReader) -> None:
         with self._lock:
@@ -218,7 +219,8 @@ class SharedReader(Iterator[Batch]):
     def set_state(self, state: dict[str, Any]) -> None:
         """As `Batches.set_state`."""
         self.own.set_state(state)
-        self.step, self.asked = self.own.step, True
+        self.step = self.own.step
+        self.asked = True
         self._shared._moved()
 
 

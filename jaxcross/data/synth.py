@@ -157,7 +157,8 @@ def _write(
         arguments[name] for name in ("images", "classes", "width", "height")
     )
     counts = {split: max(1, round(images * share)) for split, share in SPLITS.items()}
-    written, total = 0, sum(counts.values())
+    written = 0
+    total = sum(counts.values())
     for split, count in counts.items():
         pending: list[dict[str, Any]] = []
         for example in _examples(split, count, classes, width, height, arguments["seed"]):

@@ -20,7 +20,8 @@ ABORT_GRACE_S = 4.0
 # mpirun reads the output of ranks through pipes, and drops what it has not read when it has to end
 # them.
 _READ_S = 0.3
-INTERRUPTED, TERMINATED = 130, 143
+INTERRUPTED = 130
+TERMINATED = 143
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +136,11 @@ class ExceptionHooks:
         self.notify: Notify | None = None
         self.failed_alike: Callable[[AbortReason], bool] | None = None
         self.report: Callable[[], None] = _nothing
-        self._rank, self._size, self._pid = rank, size, os.getpid()
-        self._previous, self._previous_of_threads = sys.excepthook, threading.excepthook
+        self._rank = rank
+        self._size = size
+        self._pid = os.getpid()
+        self._previous = sys.excepthook
+        self._previous_of_threads = threading.excepthook
 
     def install(self) -> None:
         """Installs the hooks in this process."""
@@ -179,7 +183,8 @@ class ExceptionHooks:
     def _on_exception(
         self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        rank, size = self._rank, self._size
+        rank = self._rank
+        size = self._size
         if os.getpid() != self._pid or (is_interactive() and not issubclass(kind, Terminated)):
             self._show(kind, value, trace)
             return
@@ -215,7 +220,9 @@ class ExceptionHooks:
         abort_everywhere(message, failure, self.notify)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        rank, size, error = self._rank, self._size, args.exc_value
+        rank = self._rank
+        size = self._size
+        error = args.exc_value
         own = args.thread is not None and args.thread.name.startswith("jaxcross-")
         goes_on = not own and (
             size == 1 or is_interactive()

@@ -13,10 +13,12 @@ from jaxcross.health.abort import AbortReason, end_processes, print_error
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.timed_comm import TimedComm
 
-_NOTICE, _RECEIPT = 4, 5
+_NOTICE = 4
+_RECEIPT = 5
 _NOTIFY_S = 1.0
 _HOLD_S = 3.0
-_ALIKE_S, _LONGEST_ALIKE_S = 0.5, 1.5
+_ALIKE_S = 0.5
+_LONGEST_ALIKE_S = 1.5
 
 
 @final
@@ -29,10 +31,12 @@ class AbortNotices:
     """
 
     def __init__(self, comm: TimedComm, flight: FlightRecorder) -> None:
-        self._comm, self._flight = comm, flight
+        self._comm = comm
+        self._flight = flight
         self._rank: int = comm.Get_rank()
         self._size: int = comm.Get_size()
-        self._notifying, self._notified = threading.Lock(), threading.Event()
+        self._notifying = threading.Lock()
+        self._notified = threading.Event()
         self._obeyed: tuple[int, str] | None = (
             None  # the sender of a notice that this rank obeys, and its reason
         )
@@ -65,7 +69,8 @@ class AbortNotices:
         while unnotified and time.monotonic() < deadline:
             # Two ranks may notify each other at once: each answers, or both would wait for the
             # whole second.
-            if (other := self._receive()) is not None:
+            other = self._receive()
+            if other is not None:
                 self._answer(other[0])
             while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_RECEIPT, status=status):
                 self._comm.recv(source=status.Get_source(), tag=_RECEIPT)
@@ -89,7 +94,8 @@ class AbortNotices:
         deadline = time.monotonic() + min(_ALIKE_S * self._rank, _LONGEST_ALIKE_S)
         what = own.text.removeprefix(f"rank {self._rank} ")
         while self._obeyed is None:
-            if (notice := self._receive()) is not None:
+            notice = self._receive()
+            if notice is not None:
                 sender, reason, _ = notice
                 # A check that one rank fails raises "On rank N: ..." on the others.
                 alike = reason.removeprefix(f"rank {sender} ").startswith(

@@ -32,7 +32,10 @@ class DeferredHandler:
     """
 
     def __init__(self, handler: Handler, kept: deque[BaseException], times_s: deque[float]) -> None:
-        self.handler, self._kept, self._times_s, self._pid = handler, kept, times_s, os.getpid()
+        self.handler = handler
+        self._kept = kept
+        self._times_s = times_s
+        self._pid = os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         try:

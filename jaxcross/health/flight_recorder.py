@@ -48,7 +48,8 @@ class FlightRecorder:
     """
 
     def __init__(self, processes: Sequence[ProcessId], rank: int) -> None:
-        self._processes, self._rank = processes, rank
+        self._processes = processes
+        self._rank = rank
         self.work_begun = threading.Event()
         self._tokens = itertools.count(1)
         self._open: dict[int, Activity] = {}
@@ -176,11 +177,9 @@ class FlightRecorder:
         """
         now = list(self._open.copy().values())
         if not now:
-            return (
-                "outside of any step"
-                if self._last is None
-                else f"outside of any step, after {self._last}"
-            )
+            if self._last is None:
+                return "outside of any step"
+            return f"outside of any step, after {self._last}"
         first = next((activity for activity in reversed(now) if activity.number), now[-1])
         if first.job:
             return f"in {first}"
@@ -207,7 +206,8 @@ class FlightRecorder:
 
     def _start_file(self) -> None:
         """Starts a file with the activities under way; keeps the file before it, and no other."""
-        now_ns, own = time.monotonic_ns(), self._processes[self._rank]
+        now_ns = time.monotonic_ns()
+        own = self._processes[self._rank]
         header = {
             "jaxcross": VERSION,
             "run": self.run,
@@ -234,7 +234,9 @@ class FlightRecorder:
         os.replace(new, self._path)
         # Another thread may write to the file that was current a moment ago: it stays open until
         # the next change.
-        stale, self._previous, self._file = self._previous, self._file, file
+        stale = self._previous
+        self._previous = self._file
+        self._file = file
         self._written_bytes = len(text)
         # Activities that other threads began or ended since `under_way` was read are in the file
         # before. Recording them twice does no harm. Ends come last: an activity recorded here as

@@ -40,7 +40,8 @@ class Postponement:
         """Whether the handler should raise in this frame. If the exception would be lost, sends the
         signal again.
         """
-        sent_again, self._sent_again = self._sent_again, False
+        sent_again = self._sent_again
+        self._sent_again = False
         # Handlers run in the main thread, which counts as ended from the moment it starts to exit.
         # The timer's thread can't make this decision, because the exit could begin right after it.
         if sent_again and not threading.main_thread().is_alive():

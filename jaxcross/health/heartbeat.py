@@ -78,14 +78,16 @@ class BeatTimer:
     """
 
     def __init__(self, ranks: Sequence[int], *, heartbeat_timeout_s: float, tick_s: float) -> None:
-        self.heartbeat_timeout_s, self._tick_s = heartbeat_timeout_s, tick_s
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self._tick_s = tick_s
         self.seconds = dict.fromkeys(ranks, 0.0)
         self.activities = dict.fromkeys(ranks, "")
         self.exited: dict[int, int] = {}
 
     def on_beat(self, rank: int, activity: str) -> None:
         """Notes a beat."""
-        self.seconds[rank], self.activities[rank] = 0.0, activity
+        self.seconds[rank] = 0.0
+        self.activities[rank] = activity
 
     def on_exit(self, rank: int, entered: int) -> None:
         """Notes that a rank's script has ended, after so many shared waits. It beats on until all
@@ -128,7 +130,9 @@ class Heartbeat:
         flight: FlightRecorder,
         processes: Sequence[ProcessId],
     ) -> None:
-        self._comm, self._flight, self._processes = comm, flight, processes
+        self._comm = comm
+        self._flight = flight
+        self._processes = processes
         self._rank: int = comm.Get_rank()
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._neighbours = neighbours(self._rank, len(processes))

@@ -28,7 +28,9 @@ class TimedComm:
     def __init__(
         self, comm: Any, *, limit_s: float, on_stuck: Callable[[int | None], None]
     ) -> None:
-        self._comm, self._limit_s, self._on_stuck = comm, limit_s, on_stuck
+        self._comm = comm
+        self._limit_s = limit_s
+        self._on_stuck = on_stuck
         self._calls: dict[int, int | None] = {}
         self._numbers = itertools.count()
         self._stop = threading.Event()

@@ -42,7 +42,8 @@ class Monitor(AbstractContextManager[None], Protocol):
         """Starts the time again: what is waited for has made progress."""
 
 
-_QUERY, _ANSWER = 1, 2
+_QUERY = 1
+_ANSWER = 2
 _ANSWER_S = 3.0
 _ASKING_INTERVAL_S = 0.02
 _HOLD_S = 10.0
@@ -74,7 +75,8 @@ class Watchdog:
         heartbeat_timeout_s: float = 0.0,
         sigterm: SigtermHandler | None = None,
     ) -> None:
-        self._flight, self._sigterm = flight, sigterm
+        self._flight = flight
+        self._sigterm = sigterm
         self._limit_s = max(heartbeat_timeout_s or timeout_s, _LEAST_CALL_S)
         self._comm = timed = TimedComm(comm, limit_s=self._limit_s, on_stuck=self._on_stuck_call)
         self._notices = AbortNotices(timed, flight)
@@ -93,7 +95,8 @@ class Watchdog:
         self._looked_s = time.monotonic()
         self._local_ended_s: dict[str, float] = {}  # by job, the end of its latest local wait
         self._shutdown: ShutdownBarrier | None = None
-        self._asking, self._questions = False, 0
+        self._asking = False
+        self._questions = 0
         self._asked: set[int] = set()  # ranks that are about to report
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxcross-watchdog", daemon=True)
@@ -245,7 +248,8 @@ class Watchdog:
         now_s = time.monotonic()
         # This thread takes turns of less than a second. A longer gap between two turns is a stop,
         # as by SIGSTOP.
-        stopped_s, self._looked_s = now_s - self._looked_s - _LONGEST_TURN_S, now_s
+        stopped_s = now_s - self._looked_s - _LONGEST_TURN_S
+        self._looked_s = now_s
         if stopped_s <= 0:
             return
         with self._lock:
@@ -291,8 +295,10 @@ class Watchdog:
                     "MPI does not let it leave after all scripts: a rank, its host or a link is "
                     "gone"
                 )
-        elif self._heartbeat is not None and (lost := self._heartbeat.poll()) is not None:
-            self._report(str(lost), lost.rank)
+        elif self._heartbeat is not None:
+            lost = self._heartbeat.poll()
+            if lost is not None:
+                self._report(str(lost), lost.rank)
 
     def _answer_questions(self) -> None:
         """Answers the other ranks; prints this rank's stacks where they ask for them."""
@@ -436,11 +442,9 @@ class Watchdog:
         waited_s = time.monotonic() - wait.since_s
         report = stall_report(self._rank, wait, waited_s, answers, ranks)
         late += [r for r, status in answers.items() if status is None]
-        names = (
-            f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
-            if set(late) - {self._rank}
-            else ""
-        )
+        names = ""
+        if set(late) - {self._rank}:
+            names = f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
         text = f"rank {self._rank} has waited {waited_s:.0f} s{names} in {wait}"
         message = f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}"
         self._abort(message, AbortReason(text=text, kind="reported", lost=tuple(late)))
@@ -451,7 +455,8 @@ class _Monitored:
     __slots__ = ("_enter", "_token", "_watchdog")
 
     def __init__(self, watchdog: Watchdog, enter: Callable[[], int]) -> None:
-        self._watchdog, self._enter = watchdog, enter
+        self._watchdog = watchdog
+        self._enter = enter
 
     def renew(self) -> None:
         self._watchdog.renew(self._token)

@@ -48,8 +48,12 @@ class Work:
         at: Callable[[float, Callable[[], None]], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._left_s, self._at, self._on_end = seconds, at, on_end
-        self._since_s, self._factor, self._version = 0.0, 0.0, 0
+        self._left_s = seconds
+        self._at = at
+        self._on_end = on_end
+        self._since_s = 0.0
+        self._factor = 0.0
+        self._version = 0
         self.start_s = 0.0
 
     def start(self, now_s: float, factor: float) -> None:

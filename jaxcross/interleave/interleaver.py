@@ -114,7 +114,8 @@ class Interleaver:
             shared = self.shared.jobs[number]
             if shared.held or shared.remaining or self.shared.start.is_here(number):
                 continue
-            if (wait := mine.pending_wait(self.step(number), self._moves)) is not None:
+            wait = mine.pending_wait(self.step(number), self._moves)
+            if wait is not None:
                 found[number] = wait
         return found
 
@@ -157,7 +158,8 @@ class Interleaver:
                 self._note_ready(each)
         self._fill_compute_lane()
         self._begin_slot()
-        out, self._out = tuple(self._out), []
+        out = tuple(self._out)
+        self._out = []
         return out
 
     def _apply(self, event: m.Event) -> None:
@@ -225,7 +227,8 @@ class Interleaver:
                 self._jobs[job].want_batch(stream, index)
                 self._grant_batch(job)
             case m.StreamBegun(job, still_open):
-                mine, shared = self._jobs[job], self.shared.jobs[job]
+                mine = self._jobs[job]
+                shared = self.shared.jobs[job]
                 for known in (mine.prepared, mine.limits, shared.streams):
                     for stream in known.keys() - {
                         *still_open,
@@ -299,7 +302,8 @@ class Interleaver:
 
     def _answer(self, job: int, instruction: m.Instruction) -> None:
         mine = self._jobs[job]
-        mine.is_waiting, mine.point = False, None
+        mine.is_waiting = False
+        mine.point = None
         if isinstance(instruction, m.StepReturned | m.Raised):
             mine.call = None
         self._out.append(instruction)
@@ -312,7 +316,8 @@ class Interleaver:
             self._answer(job, m.BatchGranted(job, granted))
 
     def _finish_job(self, job: int, status: m.FinalStatus, texts: tuple[str, ...] = ()) -> None:
-        mine, shared = self._jobs[job], self.shared.leave(job)
+        mine = self._jobs[job]
+        shared = self.shared.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
         step = shared.step - (
             mine.other_calls - mine.other_local_calls
@@ -371,7 +376,8 @@ class Interleaver:
     # The exchange lane.
 
     def _expect(self, kind: str, job: int = -1) -> None:
-        slot, self._slot = self._slot, None
+        slot = self._slot
+        self._slot = None
         if slot is None or slot.kind != kind or (job >= 0 and slot.job != job):
             raise InternalError(
                 f"the exchange lane reports a {kind} of job {job}, but its slot is {slot}"
@@ -414,7 +420,8 @@ class Interleaver:
             instruction = m.RunSync(slot.job, self.step(slot.job))
         else:
             instruction = m.Finish(self._ballot_writer.pending.names)
-        self._slot, self._backing_off = slot, False
+        self._slot = slot
+        self._backing_off = False
         self._out.append(instruction)
 
     def _exchange_done(self, job: int, segment: int, finite: bool) -> None:
@@ -440,7 +447,8 @@ class Interleaver:
                 self._note_ready(job)
 
     def _apply_outcome(self, outcome: Outcome) -> None:
-        job, call = outcome.job, self._jobs[outcome.job].call
+        job = outcome.job
+        call = self._jobs[outcome.job].call
         if outcome.kind in ("committed", "skipped") and call is not None and not call.counts:
             self._jobs[job].other_calls += 1
         if outcome.kind in (
@@ -457,7 +465,8 @@ class Interleaver:
             self._jobs[job].point = None
         elif outcome.kind in ("committed", "skipped"):
             assert call is not None
-            call.committed, call.skipped = True, outcome.kind == "skipped"
+            call.committed = True
+            call.skipped = outcome.kind == "skipped"
             if call.skipped:
                 self._out.append(m.SkipStep(job, call.number))
         elif outcome.kind in ("here", "excused", "late"):

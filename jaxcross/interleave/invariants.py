@@ -15,7 +15,8 @@ def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: Sha
     ready.
     """
     # Called after every event: no text is made unless it is needed.
-    on_device, depth = compute.on_device, compute.depth
+    on_device = compute.on_device
+    depth = compute.depth
     if len(on_device) > depth:
         raise _broken(f"{len(on_device)} segments on a lane of depth {depth}")
     if jobs.keys() != shared.jobs.keys():
@@ -46,8 +47,10 @@ def _check_call(job: int, mine: LocalJob, call: LocalCall, shared: SharedState) 
         raise _broken(f"job {job}: a segment both issued and ready")
     if call.issued and call.graph.is_step and shared.start.holds(job):
         raise _broken(f"job {job}: segments {call.issued} ran before the joint start")
-    if not call.committed and (after := call.issued & call.graph.after_commit):
-        raise _broken(f"job {job}: segments {after} ran before the commit")
+    if not call.committed:
+        after = call.issued & call.graph.after_commit
+        if after:
+            raise _broken(f"job {job}: segments {after} ran before the commit")
     if mine.failed is None:
         done = call.issued | call.exchanged
         for segment in done:

@@ -71,7 +71,8 @@ class LocalCall:
 
     def __post_init__(self) -> None:
         self._unmet = [len(set(needs)) for needs in self.graph.needs]
-        self._ready_before, self._ready_after = [], []
+        self._ready_before = []
+        self._ready_after = []
         for segment, kind in enumerate(self.graph.kinds):
             if kind == "compute" and not self._unmet[segment]:
                 self._ready_list(segment).append(segment)
@@ -201,13 +202,15 @@ class LocalJob:
     def fail(self, text: str, *, ejects: bool = False) -> None:
         """The job fails on this rank; its first failure counts."""
         if self.failed is None:
-            self.failed, self.ejects = text, ejects
+            self.failed = text
+            self.ejects = ejects
 
     def segment_failed(self, event: m.SegmentFailed) -> None:
         """The job fails on this rank by a segment."""
         if self.failed_segment is None or not self.failed_segment.commits:
             self.failed_segment = event
-        if (call := self.current(event.call)) is not None:
+        call = self.current(event.call)
+        if call is not None:
             call.broken = True
         self.fail(_told(event), ejects=event.ejects)
 
@@ -234,13 +237,15 @@ class LocalJob:
 
     def wait_at(self, point: Point | None) -> None:
         """The thread waits: for all ranks at `point`, or for its own segments alone."""
-        self.is_waiting, self.point = True, point
+        self.is_waiting = True
+        self.point = point
 
     def note(self, event: m.Event) -> None:
         """Notes an event that changes nothing but this job's local state."""
         match event:
             case m.SegmentDispatched(_, call, segment):
-                if (current := self.current(call)) is not None:
+                current = self.current(call)
+                if current is not None:
                     current.dispatched.add(segment)
             case m.BatchDropped():
                 self.replayed += 1
@@ -304,7 +309,8 @@ class LocalJob:
             return self.received_commit()
         if self.point is None or self.point.kind != "batch":
             return self.point is not None
-        prepared, limit = self.prepared.get(self.stream, 0), self.limits.get(self.stream)
+        prepared = self.prepared.get(self.stream, 0)
+        limit = self.limits.get(self.stream)
         return prepared > self.point.index or (limit is not None and limit <= self.point.index)
 
     def pending_wait(self, committed: int, progress: int) -> Wait | None:
@@ -324,11 +330,9 @@ class LocalJob:
             return None
         if self.point.kind == "batch":
             what = f"batch {self.point.index + 1} of data {self.stream + 1}"
-            return (
-                Wait(step, what)
-                if self.has_update()
-                else Wait(step, what, own=True, moved=self.replayed)
-            )
+            if self.has_update():
+                return Wait(step, what)
+            return Wait(step, what, own=True, moved=self.replayed)
         if self.point.kind == "sync":
             return Wait(step, self.point.text.partition("\n")[0], moved=self.syncs)
         if self.point.kind == "end":
@@ -354,7 +358,9 @@ class LocalJob:
         waits.
         """
         if self.failed is not None:
-            text, of, call = self.failed, self.failed_segment, self.call
+            text = self.failed
+            of = self.failed_segment
+            call = self.call
             # Not known when it failed: the vote may have been under way, and a call may end before
             # its last segment.
             if (

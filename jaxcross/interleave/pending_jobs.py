@@ -53,7 +53,8 @@ class PendingJobs:
 
     def announcement(self) -> str:
         """Returns this rank's text for a gathering. Texts are sent once."""
-        texts, self._texts = self._texts, []
+        texts = self._texts
+        self._texts = []
         return json.dumps({"jobs": list(self._waiting), "texts": texts})
 
     def apply(self, texts: Sequence[str]) -> tuple[list[tuple[str, LocalJob]], list[str]]:

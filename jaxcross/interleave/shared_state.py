@@ -148,12 +148,15 @@ class SharedState:
         return number
 
     def _add(self) -> int:
-        number, self.count = self.count, self.count + 1
+        number = self.count
+        self.count += 1
         if self._free:
             row = heappop(self._free)
         else:
-            row, self.rows = self.rows, self.rows + 1
-        self.jobs[number], self._job_of_row[row] = SharedJob(row), number
+            row = self.rows
+            self.rows += 1
+        self.jobs[number] = SharedJob(row)
+        self._job_of_row[row] = number
         self.turns.add(number)
         self._unapplied.add(number)
         return number
@@ -171,7 +174,8 @@ class SharedState:
 
     def _choose_running(self) -> None:
         able = [n for n, job in self.jobs.items() if not (job.paused or job.finished)]
-        self.running, self._next = self.policy.running(able) if able else (), None
+        self.running = self.policy.running(able) if able else ()
+        self._next = None
         # A job can stop only where it waits on all ranks. If it is paused (or another job has its
         # turn) while a rank is still at a step that exchanges nothing, that rank never gets there:
         # so a job that is to stop runs until then.
@@ -210,12 +214,12 @@ class SharedState:
             # A job that is held back has nothing new for a vote: at its turn all ranks would vote
             # without a pause.
             return Slot("vote", next(iter(self.start.awaited(running)), job), deferrable=True)
-        if self.opening and (
-            late := [n for n in running if not (self.jobs[n].remaining or self.start.holds(n))]
-        ):
-            # Once the first exchange is under way, a job that comes just after it waits for its
-            # whole length.
-            return Slot("vote", late[0], deferrable=True)
+        if self.opening:
+            late = [n for n in running if not (self.jobs[n].remaining or self.start.holds(n))]
+            if late:
+                # Once the first exchange is under way, a job that comes just after it waits for its
+                # whole length.
+                return Slot("vote", late[0], deferrable=True)
         if idle and not self.voted:
             # An idle job has the turn: vote at once on whether it has called a step by now, but
             # never twice between two exchanges, since another job's exchange is ready to go.
@@ -234,7 +238,9 @@ class SharedState:
         remaining.popleft()
         self.turns.begin(job)
         self.turns.charge(job, nbytes)
-        self.voted, self.opening, self._next = False, 0, None
+        self.voted = False
+        self.opening = 0
+        self._next = None
         if not remaining:
             self.commit = job
 
@@ -254,7 +260,10 @@ class SharedState:
                 that it called, "end", "sync" or "batch". Called only for jobs that wait at the same
                 point on all ranks, so that the answer is the same on all.
         """
-        committing, self.commit, self.voted, self._next = self.commit, None, True, None
+        committing = self.commit
+        self.commit = None
+        self.voted = True
+        self._next = None
         if self.opening and any(job.remaining for job in self.jobs.values()):
             self.opening -= 1
         if verdict.stop and not self.stopping:
@@ -321,7 +330,8 @@ class SharedState:
         committing: bool,
         called: Callable[[int], Sequence[int] | str],
     ) -> list[Outcome]:
-        job, outcomes = self.jobs[number], []
+        job = self.jobs[number]
+        outcomes = []
         if self._apply_batches(job, verdict):
             outcomes.append(Outcome("batches", number))
         if job.remaining:
@@ -334,11 +344,13 @@ class SharedState:
             self._unapplied.add(number)
             return outcomes
         if not verdict.good or (verdict.waiting and not verdict.same_point):
-            job.remaining, job.finished = None, True
+            job.remaining = None
+            job.finished = True
             self.queue.append(Slot("compare", number))
             return [*outcomes, Outcome("compare", number)]
         if committing:
-            job.step, job.remaining = job.step + 1, None
+            job.step += 1
+            job.remaining = None
             outcomes.append(Outcome("committed" if verdict.finite else "skipped", number))
         what = called(number) if verdict.waiting else None
         if what == "end":

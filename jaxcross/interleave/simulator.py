@@ -117,10 +117,13 @@ class Simulation:
         check: bool = True,
     ) -> None:
         self._ranks = [_Rank(number, jobs, policy, depth) for number, jobs in enumerate(scripts)]
-        self._exchange_s, self._vote_s, self._backoff_s = exchange_s, vote_s, backoff_s
+        self._exchange_s = exchange_s
+        self._vote_s = vote_s
+        self._backoff_s = backoff_s
         self._contention = contention or Contention()
         self._transfer: Work | None = None  # the exchange that is on the link
-        self._check, self._excuse_s = check, excuse_s
+        self._check = check
+        self._excuse_s = excuse_s
         self._script_of = submitted
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -225,7 +228,8 @@ class Simulation:
             case m.RunSync(job):
                 self._meet(rank, ("sync", job), None)
             case m.JobJoined(job, name):
-                rank.scripts[job], rank.result.names[job] = rank.joining.pop(name), name
+                rank.scripts[job] = rank.joining.pop(name)
+                rank.result.names[job] = name
             case m.JobPaused(job, paused):
                 rank.result.paused.append((job, paused, len(rank.result.slots)))
             case m.JobAtStart():
@@ -233,12 +237,14 @@ class Simulation:
             case m.Backoff(level):
                 self._post(now + self._backoff_s(level), rank, m.BackoffElapsed())
             case m.JobFinished(job, how, step, texts):
-                rank.result.finished[job], rank.steps[job] = (how, texts), step
+                rank.result.finished[job] = (how, texts)
+                rank.steps[job] = step
                 for other, waiter in rank.awaiting:
                     if other == job:
                         self._at(now, lambda waiter=waiter: self._resume(rank, waiter, None))
             case m.Finish(left_out):
-                rank.result.end_s, rank.result.left_out = now, left_out
+                rank.result.end_s = now
+                rank.result.left_out = left_out
             case _:
                 raise InternalError(f"the simulator cannot follow {instruction!r}")
 
@@ -284,7 +290,8 @@ class Simulation:
                 self._handle(rank, m.JobRaised(job, text))
 
     def _dispatch(self, rank: _Rank, d: m.Dispatch) -> None:
-        key, action = (d.job, d.call, d.segment), rank.calls[d.job]
+        key = (d.job, d.call, d.segment)
+        action = rank.calls[d.job]
         rank.result.segments.append(key)
         fails = action.fails.get(d.segment)
         if fails == "dispatch":

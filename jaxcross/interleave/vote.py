@@ -142,11 +142,9 @@ class Ballot:
             has_added: One of them was added since the last vote.
             has_texts: There is a text here for all ranks.
         """
-        self._vector[_ALL_PENDING], self._vector[_NONE_ADDED], self._vector[_NO_TEXT] = (
-            has_pending,
-            not has_added,
-            not has_texts,
-        )
+        self._vector[_ALL_PENDING] = has_pending
+        self._vector[_NONE_ADDED] = not has_added
+        self._vector[_NO_TEXT] = not has_texts
 
     def cast(self) -> np.ndarray:
         """Returns a copy of the vector for the minimum over ranks. Its length is the same on every

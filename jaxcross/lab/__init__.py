@@ -83,9 +83,8 @@ class Lab:
         for tool, package in TOOLS.items():
             if shutil.which(tool) is not None:
                 continue
-            if (
-                elsewhere := shutil.which(tool, path=SBIN)
-            ) is not None:  # left out of the path of users who are not root
+            elsewhere = shutil.which(tool, path=SBIN)
+            if elsewhere is not None:  # left out of the path of users who are not root
                 folder = Path(elsewhere).parent
                 raise OSError(
                     f"no lab on this machine: `{tool}` is in `{folder}`, which is not on the path. "
@@ -135,7 +134,8 @@ class Lab:
 
     def close(self) -> None:
         """Takes the hosts down, and kills whatever still runs on them."""
-        holder, self._holder = self._holder, None
+        holder = self._holder
+        self._holder = None
         if holder is None:
             return
         for stream in (holder.stdin, holder.stdout, holder.stderr):

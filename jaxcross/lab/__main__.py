@@ -44,19 +44,15 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
                 print(f"lab: one host has no link to measure: {lab.description}", file=sys.stderr)
             elif measure:
                 there, back = lab.measure_rate()
-                print(
-                    f"lab: {there / 1e6:.1f} and {back / 1e6:.1f} Mbit/s over the {lab.description}",
-                    file=sys.stderr,
-                )
+                rates = f"{there / 1e6:.1f} and {back / 1e6:.1f} Mbit/s"
+                print(f"lab: {rates} over the {lab.description}", file=sys.stderr)
             before = lab.bytes_crossed()
             status = _run(lab, command)
             where = "link" if measure else lab.description  # which was described above
             sent_mb = (lab.bytes_crossed() - before) / 1e6
-            hint = (
-                ": if the command has ranks, they did not communicate over it"
-                if sent_mb < 0.01
-                else ""
-            )
+            hint = ""
+            if sent_mb < 0.01:
+                hint = ": if the command has ranks, they did not communicate over it"
             print(f"lab: {sent_mb:.1f} MB crossed the {where}{hint}", file=sys.stderr)
             return status if status >= 0 else 128 - status
     except (OSError, ValueError) as error:

@@ -19,7 +19,11 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-NEWNS, NEWUTS, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000
+NEWNS = 0x20000
+NEWUTS = 0x4000000
+NEWUSER = 0x10000000
+NEWPID = 0x20000000
+NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 SUBNET = "10.77.0"
 HEAD = f"{SUBNET}.254"
@@ -82,7 +86,8 @@ def _leave() -> bool:
     forbidden.
     """
     flags = NEWNS | NEWUTS | NEWPID | NEWNET
-    uid, gid = os.getuid(), os.getgid()
+    uid = os.getuid()
+    gid = os.getgid()
     try:
         _unshare(flags | NEWUSER)
     except OSError:
@@ -195,11 +200,9 @@ def _connect(name: str, pid: int, address: str, request: dict[str, Any]) -> None
     _do(*inside, "ip", "address", "add", f"{address}/24", "dev", "eth0")
     _do(*inside, "ip", "link", "set", "eth0", "up")
     burst = f"{request['burst_kb']}kb"
-    shape = (
-        ("tbf", "rate", request["rate"], "burst", burst, "latency", "100ms")
-        if request["rate"]
-        else ()
-    )
+    shape = ()
+    if request["rate"]:
+        shape = ("tbf", "rate", request["rate"], "burst", burst, "latency", "100ms")
     if shape:
         _do("tc", "qdisc", "add", "dev", port, "root", "handle", "1:", *shape)
         _do(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "handle", "1:", *shape)

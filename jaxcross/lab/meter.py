@@ -22,7 +22,8 @@ import time
 from typing import Any
 
 BLOCK = bytes(1 << 18)
-SKIP_BYTES, SKIP_S = 1 << 20, 0.1
+SKIP_BYTES = 1 << 20
+SKIP_S = 0.1
 """Not timed, whichever is over first, as TCP must get under way; nor is what the token bucket lets
 through at once.
 """
@@ -70,7 +71,8 @@ def receive(seconds: float, burst: int) -> None:
                 time.perf_counter()
             )  # the time is at least that of the bytes, wherever this process has to wait
             if skipped == 0 and total >= burst and (total >= SKIP_BYTES or end - begin >= SKIP_S):
-                skipped, start = arrived, before
+                skipped = arrived
+                start = before
     except TimeoutError:
         skipped = 0
     if skipped in (0, arrived):
@@ -129,7 +131,8 @@ def facts_of(connection: socket.socket) -> dict[str, Any]:
     """Returns the addresses of both ends, and the name of the interface that has this end's ("" if
     none has).
     """
-    source, target = connection.getsockname()[0], connection.getpeername()[0]
+    source = connection.getsockname()[0]
+    target = connection.getpeername()[0]
     names = [name for _, name in socket.if_nameindex() if _address(connection, name) == source]
     return {"source": source, "target": target, "interface": names[0] if names else ""}
 

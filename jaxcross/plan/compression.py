@@ -159,7 +159,12 @@ def choose_compression(
     Example:
         >>> report = jaxcross.run(jobs)
         >>> costs = [
-        ...     JobCost(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=params)
+        ...     JobCost(
+        ...         name=j.facts.name,
+        ...         compute_s=j.compute_s,
+        ...         exchange_s=j.exchange_s,
+        ...         params=params,
+        ...     )
         ...     for j in report.rounds.jobs  # or `JobCost.of(profile, params)`
         ... ]
         >>> exchanges = jaxcross.plan.choose_compression(1.0, costs, "batch", ranks=world.size)
@@ -270,9 +275,12 @@ def _variants(traced: Traced) -> Iterator[Traced]:
 
 
 def _predicted_seconds(job: JobCost, nbytes: Sequence[float]) -> list[float]:
-    return [
-        n if math.isinf(n) else job.exchange_s * n / nbytes[0] if nbytes[0] else 0.0 for n in nbytes
-    ]
+    def predicted(n: float) -> float:
+        if math.isinf(n):
+            return n
+        return job.exchange_s * n / nbytes[0] if nbytes[0] else 0.0
+
+    return [predicted(n) for n in nbytes]
 
 
 def _least_compression(seconds: Sequence[Sequence[float]], budget_s: float) -> list[int]:

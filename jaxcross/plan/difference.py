@@ -163,10 +163,8 @@ def difference(prediction: Repeatable, run: RunData) -> Difference:
 
 
 def _check(prediction: Repeatable, run: RunData) -> None:
-    predicted, there = (
-        [profile.name for profile in prediction.profiles],
-        [job.name for job in run.jobs],
-    )
+    predicted = [profile.name for profile in prediction.profiles]
+    there = [job.name for job in run.jobs]
     if sorted(predicted) != sorted(there):
         raise ValueError(
             f"the prediction is of the jobs {', '.join(predicted)}, the run of {', '.join(there)}"
@@ -238,12 +236,11 @@ class _Paces:
         alike = _factor([row for job in rows.values() for row in job], predicted)
         sums = [_Row(*map(sum, zip(*job, strict=True))) for job in rows.values()]
         next_to = sum(row.together_s**2 for row in sums)
-        pace = (
-            sum((row.solo_s - row.apart_s) * row.together_s for row in sums) / next_to
-            if next_to
-            else predicted
-        )
-        one_factor, one_pace = _misfit(sums, alike, predicted), _misfit(sums, 1.0, pace)
+        pace = predicted
+        if next_to:
+            pace = sum((row.solo_s - row.apart_s) * row.together_s for row in sums) / next_to
+        one_factor = _misfit(sums, alike, predicted)
+        one_pace = _misfit(sums, 1.0, pace)
         if one_pace < min(one_factor - _CLEARLY, _TOLERANCE) and 0 < pace <= 1:
             return cls(factors=dict.fromkeys(rows, 1.0), together=pace)
         if one_factor < _TOLERANCE:
@@ -259,12 +256,14 @@ def _fitted_pace(rows: Mapping[str, Sequence[_Row]]) -> float | None:
     open.
     """
     # A job's factor follows from the pace, so the pace is fitted to what no factor explains.
-    apart, together = [np.zeros(0)], [np.zeros(0)]
+    apart = [np.zeros(0)]
+    together = [np.zeros(0)]
     for job in rows.values():
         solo, *columns = np.array(job).T
         for column, free in zip(columns, (apart, together), strict=True):
             free.append(column - solo * (solo @ column) / (solo @ solo))
-    a, b = np.concatenate(apart), np.concatenate(together)
+    a = np.concatenate(apart)
+    b = np.concatenate(together)
     known = len(a) - len(rows) - 1
     if known < 1 or b @ b <= _DOUBT**2 * sum(
         row.together_s**2 for job in rows.values() for row in job

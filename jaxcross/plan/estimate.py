@@ -111,37 +111,42 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
     """
     if jobs < 1:
         raise ValueError(f"`k` must be at least 1, got {jobs}.")
-    c, m, rate = cost.compute_s, cost.exchange_s, cost.mbps
+    c = cost.compute_s
+    m = cost.exchange_s
+    rate = cost.mbps
     contention = contention_at(rate) if cost.shares_processor and rate is not None else None
     gains = []
     for k in sorted({1, 2, 3, 4, jobs}):
         before_s = k * (c + m)
-        full, narrow = ([c] * k, [m] * k), ([c] * k, [cost.narrow_exchange_s] * k)
+        full = ([c] * k, [m] * k)
+        narrow = ([c] * k, [cost.narrow_exchange_s] * k)
         memory = memory_bytes(cost, k)
+        expected = None
+        expected_narrow = None
+        if contention is not None:
+            expected = _ratio(before_s, period_s(*full, contention))
+            expected_narrow = _ratio(before_s, period_s(*narrow, contention))
         gains.append(
             Gain(
                 jobs=k,
                 most=_ratio(before_s, period_s(*full)),
-                expected=None
-                if contention is None
-                else _ratio(before_s, period_s(*full, contention)),
+                expected=expected,
                 most_narrow=_ratio(before_s, period_s(*narrow)),
-                expected_narrow=None
-                if contention is None
-                else _ratio(before_s, period_s(*narrow, contention)),
+                expected_narrow=expected_narrow,
                 memory_bytes=memory,
                 fits=None if cost.limit_bytes is None else memory <= cost.limit_bytes,
             )
         )
+    cut_alone = None
+    if cost.cut is not None:
+        # Its seconds were measured apart from those of the uncut step, and neither cut beats the
+        # busier lane.
+        cut_alone = min(_ratio(c + m, _alone_s(cost.cut)), _ratio(c + m, max(c, m)))
     return Estimate(
         cost=cost,
         jobs=jobs,
         gains=tuple(gains),
-        # Its seconds were measured apart from those of the uncut step, and neither cut beats the
-        # busier lane.
-        cut_alone=None
-        if cost.cut is None
-        else min(_ratio(c + m, _alone_s(cost.cut)), _ratio(c + m, max(c, m))),
+        cut_alone=cut_alone,
         fitting_jobs=_fitting_jobs(cost),
     )
 
@@ -161,7 +166,8 @@ def period_s(
         contention: How much the lanes slow each other down; not at all if None.
     """
     slower, longer = (1.0, 1.0) if contention is None else (contention.compute, contention.exchange)
-    c, m = sum(compute_s), sum(exchange_s)
+    c = sum(compute_s)
+    m = sum(exchange_s)
     # While an exchange of m * longer seconds runs, the other lane computes for 1 / slower of them.
     computing = c + m * longer * (1 - 1 / slower)
     exchanging = m + c * slower * (1 - 1 / longer)
@@ -201,14 +207,13 @@ def _ratio(before_s: float, after_s: float) -> float:
 
 
 def _lines(estimate: Estimate) -> Iterator[str]:
-    cost, gains = estimate.cost, estimate.gains
+    cost = estimate.cost
+    gains = estimate.gains
     where = f" of {cost.where}" if cost.where else ""
     ranks = f"{cost.whole.ranks} rank{'s' * (cost.whole.ranks > 1)}"
-    how = (
-        f"{cost.steps} steps timed on copies, nothing else next to them"
-        if cost.steps
-        else "as its profile says"
-    )
+    how = "as its profile says"
+    if cost.steps:
+        how = f"{cost.steps} steps timed on copies, nothing else next to them"
     yield f"`{cost.whole.name}`{where} on {ranks}: {how}"
     yield (
         f"  c = {seconds(cost.compute_s)} of computation, m = {seconds(cost.exchange_s)} of "
@@ -268,8 +273,10 @@ def _how_expected(cost: StepCost) -> str:
 
 
 def _recommendation(estimate: Estimate) -> str:
-    cost, k = estimate.cost, estimate.jobs
-    asked, step_s = estimate.of(k), cost.compute_s + cost.exchange_s
+    cost = estimate.cost
+    k = estimate.jobs
+    asked = estimate.of(k)
+    step_s = cost.compute_s + cost.exchange_s
     if not cost.exchange_s:
         return (
             "One rank exchanges nothing: m = 0. Launch the ranks that will train, or ask for a "
@@ -299,16 +306,15 @@ def _one(estimate: Estimate) -> str:
 
 
 def _advice_on_speed(estimate: Estimate, asked: Gain) -> str:
-    cost, k = estimate.cost, estimate.jobs
+    cost = estimate.cost
+    k = estimate.jobs
     gain, about = (asked.most, "at most") if asked.expected is None else (asked.expected, "about")
     faster = f"{about} {gain:.2f} times as fast as one after the other"
     if gain < _WORTH and cost.exchange_s < cost.compute_s:
         share = cost.exchange_s / (cost.compute_s + cost.exchange_s)
         return f"No: exchanges take only {share:.0%} of a step, {k} jobs run {faster}."
-    narrow, narrow_gain = (
-        "",
-        asked.most_narrow if asked.expected_narrow is None else asked.expected_narrow,
-    )
+    narrow = ""
+    narrow_gain = asked.most_narrow if asked.expected_narrow is None else asked.expected_narrow
     if narrow_gain > _WORTH * gain:
         narrow = f"; with exchange in 16 bits {about} {narrow_gain:.2f}"
     if gain < _WORTH:

@@ -102,12 +102,14 @@ def group(loads: Sequence[Load], *, most: int = 4, memory_bytes: int | None = No
         raise ValueError("jobs to group need a name each, and at least one job")
     if most < 1:
         raise ValueError(f"a group has at least 1 job, got `most={most}`")
-    for load in loads:
-        if memory_bytes is not None and (alone := needed_bytes([load.memory])) > memory_bytes:
-            raise ValueError(
-                f"job `{load.name}` needs {alone} bytes alone, and a rank has {memory_bytes}: give "
-                "it more ranks, a smaller batch or a device with more memory"
-            )
+    if memory_bytes is not None:
+        for load in loads:
+            alone = needed_bytes([load.memory])
+            if alone > memory_bytes:
+                raise ValueError(
+                    f"job `{load.name}` needs {alone} bytes alone, and a rank has {memory_bytes}: "
+                    "give it more ranks, a smaller batch or a device with more memory"
+                )
     of_ranks: dict[int, list[Load]] = defaultdict(list)
     for load in loads:
         of_ranks[load.ranks].append(load)
@@ -139,7 +141,8 @@ class _Table:
 
     def seconds(self, rows: npt.NDArray[np.intp]) -> Numbers:
         """Returns the bound of each group, which is a row of the last axis."""
-        compute, exchange = self.compute[rows], self.exchange[rows]
+        compute = self.compute[rows]
+        exchange = self.exchange[rows]
         return np.maximum(
             (compute + exchange).max(-1), np.maximum(compute.sum(-1), exchange.sum(-1))
         )
@@ -219,7 +222,8 @@ def _improve(table: _Table, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         # Compute-bound groups meet exchange-bound ones; every other time groups meet at random.
         lean = (table.compute[rows] - table.exchange[rows]).sum(-1)
         order = np.argsort(lean, kind="stable") if turn % 2 == 0 else random.permutation(count)
-        first, second = order[: count // 2], order[::-1][: count // 2]
+        first = order[: count // 2]
+        second = order[::-1][: count // 2]
         pool = np.concatenate([rows[first], rows[second]], axis=1)
         options = pool[:, splits].reshape(len(first), len(splits), 2, most)
         costs = table.costs(options).sum(-1)

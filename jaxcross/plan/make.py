@@ -66,7 +66,9 @@ def of(
             not name each job, or a number is out of range.
 
     Example:
-        >>> profiles = [Profile.whole(name, compute_s=0.1, exchange_s=0.1, nbytes=10**7) for name in "ab"]
+        >>> profiles = [
+        ...     Profile.whole(name, compute_s=0.1, exchange_s=0.1, nbytes=10**7) for name in "ab"
+        ... ]
         >>> plan = jaxcross.plan.of(profiles, memory="80GB")
         >>> print(len(plan.groups), plan.groups[0].policy.name, round(plan.progress, 1))
         1 round-robin 1.7
@@ -97,7 +99,8 @@ def by_job(profiles: Iterable[Profile]) -> dict[str, Cuts]:
     """
     several: dict[str, dict[int, Profile]] = defaultdict(dict)
     for profile in profiles:
-        cuts, pieces = several[profile.name], max(len(profile.graph.collectives), 1)
+        cuts = several[profile.name]
+        pieces = max(len(profile.graph.collectives), 1)
         if pieces in cuts:
             raise ValueError(
                 f"two profiles of `{profile.name}` are of a step in {pieces} "
@@ -309,6 +312,9 @@ def _group_of(
         cut, policy=rates.policy, contention=contention, steps=steps, vote_s=vote_s
     ).rounds
     memory = [profile.memory for profile in cut]
+    needed = None
+    if None not in memory:
+        needed = needed_bytes([each for each in memory if each is not None])
     return PlannedGroup(
         jobs=planned,
         ranks=cut[0].ranks,
@@ -316,9 +322,7 @@ def _group_of(
         period_s=rounds.period_s,
         bound_s=rounds.bound_s,
         lost_s=dict(rounds.lost_s),
-        memory_bytes=None
-        if None in memory
-        else needed_bytes([each for each in memory if each is not None]),
+        memory_bytes=needed,
         why=why,
     )
 

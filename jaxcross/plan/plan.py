@@ -126,11 +126,9 @@ class PlannedGroup:
     @property
     def policy(self) -> Policy:
         """The policy for a `Runner` that adds the jobs in this order."""
-        return (
-            RoundRobin()
-            if self.turns == "round-robin"
-            else Weighted(tuple(job.share for job in self.jobs))
-        )
+        if self.turns == "round-robin":
+            return RoundRobin()
+        return Weighted(tuple(job.share for job in self.jobs))
 
     @property
     def progress(self) -> float:
@@ -175,11 +173,9 @@ class Plan:
     @property
     def progress(self) -> float:
         """Steps made on these ranks, over those of one job at a time there; means over ranks."""
-        return (
-            math.fsum(group.ranks * group.progress for group in self.groups) / self.ranks
-            if self.groups
-            else 1.0
-        )
+        if not self.groups:
+            return 1.0
+        return math.fsum(group.ranks * group.progress for group in self.groups) / self.ranks
 
     def group_of(self, job: str) -> PlannedGroup:
         """Returns the group that a job is in.

@@ -162,7 +162,8 @@ class Profile:
                 "is cut evenly"
             )
         (exchange,) = self.graph.collectives
-        kinds, nbytes = self.graph.kinds, self.graph.nbytes or (0,) * len(self.graph.kinds)
+        kinds = self.graph.kinds
+        nbytes = self.graph.nbytes or (0,) * len(self.graph.kinds)
         before = math.fsum(
             s for s, kind in zip(self.seconds[:exchange], kinds, strict=False) if kind == "compute"
         )

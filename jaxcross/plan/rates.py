@@ -22,7 +22,8 @@ from jaxcross.plan.twin import VOTE_S, step_rates
 
 PIECES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 """Numbers of pieces that are tried where no cut was measured."""
-COARSE, LONG = 5, 15
+COARSE = 5
+LONG = 15
 """Steps that a job at the floor makes in a twin of the search, and in the one that decides."""
 MOST_STEPS = 20_000
 """Steps of all jobs in the twin that decides; jobs that are too unlike for that do not share
@@ -79,11 +80,9 @@ class Rates:
 def cuts_of(profile: Profile) -> Cuts:
     """Returns a job's profile and, where its step has one exchange, estimates of it in pieces."""
     exchanges = len(profile.graph.collectives)
-    return (
-        {n: profile.cut_evenly(n) for n in PIECES}
-        if exchanges == 1
-        else {max(exchanges, 1): profile}
-    )
+    if exchanges == 1:
+        return {n: profile.cut_evenly(n) for n in PIECES}
+    return {max(exchanges, 1): profile}
 
 
 def choose_rates(
@@ -125,7 +124,8 @@ def choose_rates(
             alone_s=group.alone_s,
             floor=group.floor,
         )
-    if unlike := group.unlike():
+    unlike = group.unlike()
+    if unlike:
         return group.not_tried(unlike)
     good = _GOOD * sum(group.targets([group.floor] * len(jobs)))
     fair: list[Rates] = []
@@ -201,7 +201,8 @@ class _Group:
 
     def unlike(self) -> str:
         """Returns why a twin of these jobs would take too long; empty if it would not."""
-        long_s, short_s = max(self.alone_s), min(self.alone_s)
+        long_s = max(self.alone_s)
+        short_s = min(self.alone_s)
         until_s = LONG * long_s / self.floor
         if math.fsum(until_s / own for own in self.alone_s) <= MOST_STEPS:
             return ""
@@ -229,12 +230,14 @@ class _Group:
         enough = _ENOUGH * sum(self.targets([self.floor] * len(pieces)))
         wanted = [self.floor * _LOSS] * len(pieces)
         if max(pieces) == 1:
-            yield (found := self.tried(pieces, RoundRobin(), COARSE))
+            found = self.tried(pieces, RoundRobin(), COARSE)
+            yield found
             if found.is_fair and found.progress >= enough:
                 return
         for _ in range(_TURNS if all(self.nbytes) else 0):
             targets = self.targets(wanted)
-            yield (found := self.tried(pieces, self.weighted(targets), COARSE))
+            found = self.tried(pieces, self.weighted(targets), COARSE)
+            yield found
             if found.is_fair and found.progress >= enough:
                 return
             kept = [speed / target for speed, target in zip(found.speeds, targets, strict=True)]

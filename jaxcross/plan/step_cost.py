@@ -48,11 +48,9 @@ class StepCost:
     @property
     def narrow_exchange_s(self) -> float:
         """Seconds that its exchanges take in 16 bits, if they shrink as their bytes do."""
-        return (
-            self.exchange_s * self.narrow_wire_bytes / self.wire_bytes
-            if self.wire_bytes
-            else self.exchange_s
-        )
+        if not self.wire_bytes:
+            return self.exchange_s
+        return self.exchange_s * self.narrow_wire_bytes / self.wire_bytes
 
     @property
     def mbps(self) -> float | None:

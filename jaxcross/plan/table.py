@@ -41,17 +41,14 @@ def _rows(number: int, group: Any) -> list[list[Text]]:
     rows = []
     for job in group.jobs:
         pieces = "whole" if job.pieces == 1 else f"{'~' * job.estimated}{job.pieces}"
-        turns = (
-            f"share {job.share:.2f}"
-            if group.turns == "weighted"
-            else "in turn"
-            if several
-            else "alone"
-        )
+        turns = "in turn" if several else "alone"
+        if group.turns == "weighted":
+            turns = f"share {job.share:.2f}"
         times = [seconds(job.alone_s), seconds(job.step_s)]
         row = [str(number), job.name, *facts, turns, pieces, f"{job.speed:.2f}", gain, *times]
         rows.append([Text(cell) for cell in row])
-        facts, gain = [""] * len(facts), ""
+        facts = [""] * len(facts)
+        gain = ""
     return rows
 
 

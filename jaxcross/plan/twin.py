@@ -75,7 +75,8 @@ class Prediction:
         return difference(self, run)
 
     def __repr__(self) -> str:
-        jobs, steps = plural(len(self.steps), "job"), plural(sum(self.steps), "step")
+        jobs = plural(len(self.steps), "job")
+        steps = plural(sum(self.steps), "step")
         return f"<Prediction of {jobs}, {self.policy.name}: {steps} in {seconds(self.wall_s)}>"
 
     @property
@@ -196,11 +197,13 @@ def step_rates(
     if not all(whole):
         return tuple(0.0 for _ in profiles)
     # Whole steps of the slowest job, past each job's first step and before each job's last one.
-    low, high = max(found[0] for found in whole), min(found[-1] for found in whole)
+    low = max(found[0] for found in whole)
+    high = min(found[-1] for found in whole)
     slowest = [end for end in min(whole, key=len) if low <= end <= high]
     if len(slowest) < 2:
         return tuple((len(found) - 1) / until_s for found in whole)
-    low, high = slowest[0], slowest[-1]
+    low = slowest[0]
+    high = slowest[-1]
     return tuple((_progress(found, high) - _progress(found, low)) / (high - low) for found in whole)
 
 
@@ -209,7 +212,8 @@ def _progress(ends: Sequence[float], at_s: float) -> float:
     way.
     """
     index = min(bisect_right(ends, at_s), len(ends) - 1) - 1
-    begin, end = ends[index], ends[index + 1]
+    begin = ends[index]
+    end = ends[index + 1]
     return index + (at_s - begin) / (end - begin)
 
 

@@ -47,9 +47,9 @@ def find_shared(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
     """Returns the names of the first two arrays that share a buffer; None if none do."""
     seen: dict[Hashable, str] = {}
     for name, array in arrays.items():
-        if (
-            isinstance(array, jax.Array)
-            and (first := seen.setdefault(buffer_of(array), name)) != name
-        ):
+        if not isinstance(array, jax.Array):
+            continue
+        first = seen.setdefault(buffer_of(array), name)
+        if first != name:
             return first, name
     return None

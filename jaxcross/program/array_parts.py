@@ -27,7 +27,8 @@ def ways_through(
         For each operand the part or the factor as text, empty if all of it does so unchanged, or
         None if it does not.
     """
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     ways: list[str | None] = [""] * len(eqn.invars)
     if name == "slice":
         ways[0] = _slice(

@@ -38,7 +38,8 @@ def assemble(
     traced = graph.traced
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     results = set(variables(inner.outvars))
-    place_of_input, place_of_result = _places(inner.invars), _places(variables(inner.outvars))
+    place_of_input = _places(inner.invars)
+    place_of_result = _places(variables(inner.outvars))
     owner = {v: placement.position[i] for v, i in graph.maker.items()}
     shared = _SharedBuffers()
     bodies = _bodies(graph, placement, bucket_bytes, shared)
@@ -63,11 +64,9 @@ def assemble(
     literal_ids: list[int] = []
     for at, body in enumerate(bodies):
         # No equation makes a result that is a literal: the tail returns it.
-        literals = (
-            [a for a in inner.outvars if isinstance(a, compat.Literal)]
-            if at == len(bodies) - 1
-            else []
-        )
+        literals = []
+        if at == len(bodies) - 1:
+            literals = [a for a in inner.outvars if isinstance(a, compat.Literal)]
         if not body and not literals:
             continue
         made = [v for e in body for v in e.outvars if not isinstance(v, compat.DropVar)]
@@ -80,12 +79,14 @@ def assemble(
         ]
         ids.update({v: new_value(v) for v in outs})
         literal_ids += [new_value(a) for a in literals]
-        collective, read = at % 2 == 1, reads[at]
+        collective = at % 2 == 1
+        read = reads[at]
         if not collective:
             # XLA writes the n-th result of a shape into the n-th donated input of it. In the step's
             # own order, as in `jax.jit`, a state's arrays stay where they are if the segment may
             # overwrite them all.
-            read, outs = sorted(read, key=place_of_input), sorted(outs, key=place_of_result)
+            read = sorted(read, key=place_of_input)
+            outs = sorted(outs, key=place_of_result)
         masked = masked_by(graph, placement.groups[at // 2], body, outs) if collective else []
         # Results for checks follow the segment's own; `Execution` splits them off again in this
         # order.
@@ -166,8 +167,10 @@ def _pack_on_device(
     stays: these exchanges wait for no computation.
     """
     for at in range(1, len(bodies), 2):
-        body, made = bodies[at], {v for eqn in bodies[at] for v in eqn.outvars}
-        first, rest = [], []
+        body = bodies[at]
+        made = {v for eqn in body for v in eqn.outvars}
+        first = []
+        rest = []
         for eqn in body:
             ready = made.isdisjoint(variables(eqn.invars))
             if (
@@ -181,7 +184,8 @@ def _pack_on_device(
             else:
                 rest.append(eqn)
         read: set[Any] = set()
-        kept, last = [], []
+        kept = []
+        last = []
         for eqn in reversed(rest):
             free = read.isdisjoint(eqn.outvars) and not any(v in checked for v in eqn.outvars)
             if bodies[at + 1] and free and shared.emptied.issuperset(eqn.outvars):
@@ -189,11 +193,9 @@ def _pack_on_device(
             else:
                 kept.append(eqn)
                 read.update(variables(eqn.invars))
-        bodies[at - 1], bodies[at], bodies[at + 1] = (
-            bodies[at - 1] + first,
-            kept[::-1],
-            last[::-1] + bodies[at + 1],
-        )
+        bodies[at - 1] = bodies[at - 1] + first
+        bodies[at] = kept[::-1]
+        bodies[at + 1] = last[::-1] + bodies[at + 1]
         for place, eqns in ((at - 1, first), (at, bodies[at]), (at + 1, last)):
             owner.update(
                 {v: place for eqn in eqns for v in eqn.outvars if place != at or v not in owner}
@@ -204,7 +206,8 @@ def _bodies(
     graph: Graph, placement: Placement, bucket_bytes: int, shared: _SharedBuffers
 ) -> list[list[Any]]:
     """Returns the equations of each position, the tail last. Notes the shared buffers."""
-    placed, bodies = by_place(placement.position), []
+    placed = by_place(placement.position)
+    bodies = []
     for at in range(2 * len(placement.groups) + 1):
         if at % 2:
             bodies.append(_collective_body(graph, placement.groups[at // 2], bucket_bytes, shared))
@@ -296,7 +299,8 @@ def _bucketed(
     filled: dict[tuple[Any, ...], int] = {}  # bytes of each kind's latest bucket
     out: list[tuple[int, list[Any]]] = []
     for i in level:
-        eqn, found = graph.eqns[i], graph.wires[i]
+        eqn = graph.eqns[i]
+        found = graph.wires[i]
         small = (
             len(found) == len(eqn.invars) == 1
             and eqn.primitive.name in _BUCKETED
@@ -334,7 +338,8 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph, buffer: _SharedBuffers) -> 
     """Returns equations that concatenate the operands, exchange the buffer once and split it
     again.
     """
-    primitive, params = eqns[0].primitive, eqns[0].params
+    primitive = eqns[0].primitive
+    params = eqns[0].params
 
     def shared(*arrays: Any) -> list[Any]:
         out = primitive.bind(buffers.packed(arrays), **params)

@@ -123,7 +123,8 @@ def compile_segments(
     `stages.compile`.
     """
     traced = program.traced
-    wire, coords = traced.wire, dict(traced.wire.coords(traced.axes))
+    wire = traced.wire
+    coords = dict(traced.wire.coords(traced.axes))
     given = [*map(_sharding, traced.consts), *map(_sharding, inputs)]
     shardings: dict[int, Sharding | None] = dict(zip(program.inputs, given, strict=True))
     # All communicators are created before anything is compiled: creating one waits for the other
@@ -161,12 +162,9 @@ def compile_segments(
             )
             # XLA chooses the shardings of a segment's results, and the next segment is compiled for
             # what it chose.
-            chosen = any(s is not None for s in sources)
-            results = (
-                list(call.output_shardings)[: len(segment.outputs)]
-                if chosen
-                else [None] * len(segment.outputs)
-            )
+            results = [None] * len(segment.outputs)
+            if any(s is not None for s in sources):
+                results = list(call.output_shardings)[: len(segment.outputs)]
             results = [
                 result if to is None else on_device(to)
                 for result, to in zip(results, pinned, strict=True)
@@ -210,7 +208,8 @@ def collectives_to_await(program: Program) -> tuple[tuple[tuple[int, ...], ...],
     """
     collectives = [s.index for s in program.collectives]
     waited_for = in_flight = 0  # sets of segments, as bits
-    awaited, overlaps = [], False
+    awaited = []
+    overlaps = False
     for segment, before in zip(program.segments, program.order.after, strict=True):
         awaited.append(tuple(n for n in collectives if (before & ~waited_for) >> n & 1))
         if segment.kind == "compute":
@@ -293,11 +292,10 @@ def _collective_maker(
     def make() -> object:
         # Over one rank most exchanges only return their operand. Even an empty executable costs a
         # dispatch and copies.
-        if (
-            program.is_single_rank(segment)
-            and (order := _forwarded(program, segment, lowered)) is not None
-        ):
-            return _Forward(order)
+        if program.is_single_rank(segment):
+            order = _forwarded(program, segment, lowered)
+            if order is not None:
+                return _Forward(order)
         # Committed to the host's CPU device, so that it never occupies the accelerator.
         anywhere = host.client.platform == jax.default_backend() and host == jax.local_devices()[0]
         place = None if anywhere else SingleDeviceSharding(host)
@@ -368,7 +366,8 @@ def _aliasable(
     kinds = [(program.values[v].shape, program.values[v].dtype) for v in segment.outputs]
     elsewhere = {kind for kind, to in zip(kinds, pinned, strict=True) if to is not None}
     free = Counter(kind for kind in kinds if kind not in elsewhere)
-    taken, own = [], frozenset(program.inputs)
+    taken = []
+    own = frozenset(program.inputs)
     # The user's own first: they were donated on purpose, and JAX reports a later use of one.
     for position, v in sorted(enumerate(segment.inputs), key=lambda item: item[1] not in own):
         kind = (program.values[v].shape, program.values[v].dtype)
@@ -391,7 +390,8 @@ def _only_exchanged(program: Program) -> frozenset[int]:
     """Returns the results of compute segments that only collective ones read, and that can go to
     pinned memory.
     """
-    collectives, readers = {s.index for s in program.collectives}, program.order.readers
+    collectives = {s.index for s in program.collectives}
+    readers = program.order.readers
     made = {v for s in program.segments if s.kind == "compute" for v in s.outputs} - {
         *program.outputs
     }

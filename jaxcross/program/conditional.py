@@ -42,7 +42,8 @@ def predicate_of(flat: Emitter, index: compat.Atom, branches: int) -> Predicate 
     """Returns the backward slice of `index`; None unless it reads only scalar integers and booleans
     of the input.
     """
-    makers, positions = flat.makers(), flat.positions
+    makers = flat.makers()
+    positions = flat.positions
     needed: set[int] = set()
     leaves: set[Any] = set()
     stack = [index]
@@ -177,10 +178,8 @@ def _partition(
     # Callbacks keep their order: once one is after the exchanges, all later ones are.
     acted = False
     for i, eqn in enumerate(eqns[first:], first):
-        exchange, lasting = (
-            flat.exchanges(eqn),
-            any(not compat.is_named_axis_effect(e) for e in eqn.effects),
-        )
+        exchange = flat.exchanges(eqn)
+        lasting = any(not compat.is_named_axis_effect(e) for e in eqn.effects)
         after = any(a in behind for a in eqn.invars if not isinstance(a, compat.Literal))
         after = after or (lasting and (acted or not exchange))
         if exchange and not after:
@@ -189,7 +188,8 @@ def _partition(
             behind.update(eqn.outvars)
         acted = acted or (lasting and after)
     needed = {a for e in exchanges.values() for a in e.invars if not isinstance(a, compat.Literal)}
-    pre, post = [], []
+    pre = []
+    post = []
     for i, eqn in reversed([*enumerate(eqns)]):
         if i in exchanges:
             continue

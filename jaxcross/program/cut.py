@@ -257,7 +257,8 @@ def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) ->
     everything = sum(x.nbytes for found in graph.wires.values() for x in found)
     share = sum(x.nbytes for i in group.exchanges for x in graph.wires[i]) / max(everything, 1)
     count = max(1, min(len(weight), round(n_segments * share)))
-    total, done = sum(weight.values()), 0
+    total = sum(weight.values())
+    done = 0
     piece: dict[int, int] = {}
     for i in _by_readiness(graph, first, depth):
         # An exchange belongs where its middle byte falls, so that no part is much larger than

@@ -169,7 +169,8 @@ def _emit(flat: Emitter, eqn: compat.Equation, function: Callable[..., Any], val
 
 def groups_of(flat: Emitter, eqn: compat.Equation) -> Iterator[Group]:
     """Yields the group of each exchange in an equation that goes over several ranks."""
-    if (found := flat.wire.recognise(eqn, flat.axes)) is not None:
+    found = flat.wire.recognise(eqn, flat.axes)
+    if found is not None:
         yield from (
             (x.axes, dict(x.params).get("groups"))
             for x in found

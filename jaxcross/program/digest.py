@@ -75,6 +75,7 @@ def _unprinted(value: object) -> Iterator[Any]:
     """
     if isinstance(value, _PRINTED):
         return
+    generator = compat.generator_name(value)
     if compat.is_jaxpr(value):
         inner, consts = compat.open_jaxpr(value)
         yield from map(_content, consts)
@@ -92,10 +93,8 @@ def _unprinted(value: object) -> Iterator[Any]:
             )
             for param in known:
                 yield from _unprinted(param)
-    elif (
-        name := compat.generator_name(value)
-    ) is not None:  # a tuple of functions, printed as a tag of a few letters
-        yield name.encode()
+    elif generator is not None:  # a tuple of functions, printed as a tag of a few letters
+        yield generator.encode()
     elif isinstance(value, tuple | list | set | frozenset):
         for item in value:
             yield from _unprinted(item)

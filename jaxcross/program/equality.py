@@ -85,7 +85,8 @@ class Equality:
 
     def exchanges(self, eqn: compat.Equation) -> list[Exchange]:
         """Returns everything that an equation, or one inside it, exchanges."""
-        if (found := self.wire.recognise(eqn, self.sizes)) is not None:
+        found = self.wire.recognise(eqn, self.sizes)
+        if found is not None:
             return list(found)
         inner = (e for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns)
         return [x for e in inner for x in self.exchanges(e)]
@@ -118,7 +119,8 @@ class Equality:
     def results(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
         """Returns what is known about an equation's results."""
         name = eqn.primitive.name
-        if (found := self.wire.recognise(eqn, self.sizes)) is not None:
+        found = self.wire.recognise(eqn, self.sizes)
+        if found is not None:
             return self._exchanged(eqn, found, known)
         if name == "axis_index":
             axis = eqn.params["axis_name"]
@@ -151,7 +153,8 @@ class Equality:
         """Returns what is known about a `while` loop's carry in every iteration, and about its
         predicate.
         """
-        n, m = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        n = eqn.params["cond_nconsts"]
+        m = n + eqn.params["body_nconsts"]
         carry = list(known[m:])
         inner, _ = compat.open_jaxpr(eqn.params["body_jaxpr"])
         constant = [a is b for a, b in zip(inner.invars[m - n :], inner.outvars, strict=True)]
@@ -181,11 +184,9 @@ class Equality:
         stacks.
         """
         n_consts, n_carry = compat.scan_counts(eqn)
-        consts, carry, xs = (
-            known[:n_consts],
-            list(known[n_consts:][:n_carry]),
-            known[n_consts + n_carry :],
-        )
+        consts = known[:n_consts]
+        carry = list(known[n_consts:][:n_carry])
+        xs = known[n_consts + n_carry :]
         trial = Equality(self.sizes, self.wire)
         while True:
             outs = trial.walk(eqn.params["jaxpr"], [*consts, *carry, *xs])
@@ -197,7 +198,8 @@ class Equality:
     def _while(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
         carry, more = self.while_carry(eqn, known)
         self._record_decision(eqn, more)
-        n, m = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        n = eqn.params["cond_nconsts"]
+        m = n + eqn.params["body_nconsts"]
         # Once more, for the records of loops and conditionals inside.
         self.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
         self.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
@@ -236,9 +238,8 @@ class Equality:
             # Along its own axes a reduction is equal whatever its operand is: the basis matters
             # along the others alone.
             axes = others | set(x.axes) if equal else others
-            results.append(
-                Known(axes, before.basis if others else frozenset()) if axes else UNKNOWN
-            )
+            basis = before.basis if others else frozenset()
+            results.append(Known(axes, basis) if axes else UNKNOWN)
         return results
 
 

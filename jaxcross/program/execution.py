@@ -79,7 +79,8 @@ def live_bytes(
     kept = 2 * sum(runnable.lent_nbytes for runnable in runnables)
     peak = boundary = sum(alive.values())
     for runnable in runnables:
-        segment, stats = runnable.segment, runnable.memory()
+        segment = runnable.segment
+        stats = runnable.memory()
         outputs = {v: program.values[v].nbytes for v in segment.outputs}
         made = sum(outputs.values()) + segment.extra_nbytes - runnable.lent_nbytes
         # A segment's inputs are still alive while it runs; results that reuse a donated input add
@@ -174,7 +175,8 @@ class Compiled:
         Args:
             inputs: As for `execution`.
         """
-        program, values = self.program, self.program.values
+        program = self.program
+        values = self.program.values
         form = {v: (values[v].shape, values[v].dtype) for v in (*program.inputs, *program.outputs)}
         results = Counter(form[v] for v in program.outputs)
         replaced = results - Counter(form[v] for v in program.donated)
@@ -223,11 +225,13 @@ class Execution:
         """Dispatches a segment from this thread. A compute segment returns at once, a collective
         one may wait.
         """
-        compiled, env = self._compiled, self._env
+        compiled = self._compiled
+        env = self._env
         runnable = compiled.runnables[index]
         segment = runnable.segment
         zeros = self._zeros.pop(index, None)
-        if (alone := self._alone.pop(index, None)) is not None:
+        alone = self._alone.pop(index, None)
+        if alone is not None:
             outs = alone()
         else:
             args = [env[v] for v in segment.inputs] if zeros is None else zeros
@@ -244,8 +248,10 @@ class Execution:
             ) as error:  # internal to JAX, and says nothing of the step
                 raise FloatingPointError(_invalid_value(compiled.program, segment, error)) from None
             except jax.errors.JaxRuntimeError as error:
-                if "donate" in str(error) and (words := self._shared_words(segment)):
-                    raise ValueError(words) from None
+                if "donate" in str(error):
+                    words = self._shared_words(segment)
+                    if words:
+                        raise ValueError(words) from None
                 raise
         if runnable.device is None:
             # The scalar that is never donated: the other results may be given to the next segment
@@ -263,7 +269,8 @@ class Execution:
             outs = from_host(outs, runnable.shardings)
         left = self._left
         for v in runnable.releases:
-            if (tokens := left.get(v)) is None:
+            tokens = left.get(v)
+            if tokens is None:
                 env.pop(v, None)  # after a failure it may never have been made
             elif tokens:
                 tokens.pop()
@@ -307,7 +314,8 @@ class Execution:
         Raises:
             ExchangeError: The number of its exchanges may depend on the values that it reads.
         """
-        program, device = self._compiled.program, self._compiled.runnables[index].device
+        program = self._compiled.program
+        device = self._compiled.runnables[index].device
         segment = program.segments[index]
         present = () if program.is_unit else program.traced.present
         what = _decided_by_data(segment.jaxpr, program.traced, present)
@@ -356,7 +364,8 @@ class Execution:
 
         The result is the same on every rank that exchanged in it. Waits for the results.
         """
-        if (counts := self._counts.pop(index, None)) is None:
+        counts = self._counts.pop(index, None)
+        if counts is None:
             return None
         decisions = self._compiled.program.segments[index].decisions
         found = (d.mismatch(np.asarray(c).tolist()) for d, c in zip(decisions, counts, strict=True))
@@ -419,7 +428,8 @@ def _decided_by_data(jaxpr: compat.Jaxpr, traced: Traced, present: Collection[An
 
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         if any(holds_exchange(j, traced.axes, traced.wire) for j in compat.sub_jaxprs(eqn)):
-            if (name := conditional(eqn)) is not None:
+            name = conditional(eqn)
+            if name is not None:
                 return name
             if not ends_on_zeros(eqn, present):
                 return "while"

@@ -128,19 +128,19 @@ class Flattener(Emitter):
         """Emits the iterations of a `scan` one after another. Each is cut, and equal segments share
         executables.
         """
-        (n_consts, n_carry), length = compat.scan_counts(eqn), eqn.params["length"]
-        consts, carry, xs = (
-            args[:n_consts],
-            args[n_consts : n_consts + n_carry],
-            args[n_consts + n_carry :],
-        )
+        n_consts, n_carry = compat.scan_counts(eqn)
+        length = eqn.params["length"]
+        consts = args[:n_consts]
+        carry = args[n_consts : n_consts + n_carry]
+        xs = args[n_consts + n_carry :]
         rows = [self._unstack(x, length) for x in xs]
         ys: list[list[Any]] = [[]] * length
         limit = self.unroll_limit
         self.unroll_limit = limit // length  # what is left for loops inside
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
             outs = self.inline(body, [*consts, *carry, *(row[i] for row in rows)])
-            carry, ys[i] = outs[:n_carry], outs[n_carry:]
+            carry = outs[:n_carry]
+            ys[i] = outs[n_carry:]
         self.unroll_limit = limit
         return [*carry, *map(self._stack, zip(*ys, strict=True))]
 

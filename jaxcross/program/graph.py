@@ -94,7 +94,8 @@ class Graph:
         for i, eqn in enumerate(self.eqns):
             for v in variables(eqn.invars):
                 self.readers.setdefault(v, []).append(i)
-        self.wires, opaque = {}, set()
+        self.wires = {}
+        opaque = set()
         for i, eqn in enumerate(self.eqns):
             found = exchanges_of(eqn, self.traced)
             if found:
@@ -206,7 +207,8 @@ def exchanges_of(eqn: compat.Equation, traced: Traced) -> tuple[Exchange, ...]:
         return ()
     calls_once = eqn.primitive.name in INLINED
     loop = [] if calls_once else [("loop", f"{eqn.primitive.name} {eqn.params.get('length', '?')}")]
-    if eqn.outvars and (until := traced.until.get(eqn.outvars[0])):
+    until = traced.until.get(eqn.outvars[0]) if eqn.outvars else None
+    if until:
         loop.append(("until", until))
     inside: list[Exchange] = []
     for jaxpr in compat.sub_jaxprs(eqn):

@@ -254,7 +254,8 @@ class Program:
         return lines
 
     def __repr__(self) -> str:
-        compute, collective = len(self.segments) - len(self.collectives), len(self.collectives)
+        collective = len(self.collectives)
+        compute = len(self.segments) - collective
         return (
             f"<Program `{self.name}`: segments {compute} compute, {collective} collective; print() "
             "lists them>"

@@ -94,9 +94,11 @@ def labelled(traced: Traced) -> dict[int, list[Labelled]]:
 
 
 def _labelled(traced: Traced) -> dict[int, list[Labelled]]:
-    scope, found = marked(traced), {}
+    scope = marked(traced)
+    found = {}
     for i, eqn in enumerate(scope.eqns):
-        if exchanges := exchanges_of(eqn, traced):
+        exchanges = exchanges_of(eqn, traced)
+        if exchanges:
             ends = zip(exchanges, _ends(traced, scope, i), strict=True)
             found[i] = [
                 Labelled(exchange=x, origin=a, use=b, empty=empty, labels=_labels(x, a, b))
@@ -193,7 +195,8 @@ def order_of(program: Program) -> list[Member]:
     """
     if program.traced is None:
         return []
-    travel, order = _travelling(program), []
+    travel = _travelling(program)
+    order = []
     for number, exchange in enumerate(program.exchanges, 1):
         parts = dict(exchange.params).get("parts")  # "4 0c5e..." if four arrays share the buffer
         if parts is None:
@@ -206,7 +209,8 @@ def order_of(program: Program) -> list[Member]:
 
 def _travelling(program: Program) -> Iterator[Labelled]:
     """Yields the exchanged arrays of a program, segment by segment."""
-    known, eqns = labelled(program.traced), compat.open_jaxpr(program.traced.jaxpr)[0].eqns
+    known = labelled(program.traced)
+    eqns = compat.open_jaxpr(program.traced.jaxpr)[0].eqns
     by_equation = {id(eqns[i]): i for i in known}
     by_result = {v: i for i in known for v in eqns[i].outvars}
     for segment in program.collectives:
@@ -235,10 +239,14 @@ def label_text(order: Sequence[Member]) -> str:
             labels[2 * _KINDS :] = [0] * _KINDS
         known.append(labels)
     seen = Counter(label for labels in known for label in labels)
+
+    def text(x: Labelled, label: int) -> str:
+        if x.empty:
+            return _EMPTY
+        return f"{label if seen[label] == 1 else 0:0{_DIGITS}x}"
+
     return "".join(
-        _EMPTY if x.empty else f"{label if seen[label] == 1 else 0:0{_DIGITS}x}"
-        for x, labels in zip(members, known, strict=True)
-        for label in labels
+        text(x, label) for x, labels in zip(members, known, strict=True) for label in labels
     )
 
 
@@ -263,7 +271,8 @@ def find_swapped(
     empty: set[tuple[int, int]] = set()
     for text, ranks in alike.items():
         for n, start in enumerate(range(0, len(text), _DIGITS)):
-            label, place = text[start : start + _DIGITS], n // _LABELS
+            label = text[start : start + _DIGITS]
+            place = n // _LABELS
             if label == _EMPTY:
                 empty.update((rank, place) for rank in ranks)
             elif label != _NO_LABEL:
@@ -281,7 +290,8 @@ def describe(traced: Traced, member: Member) -> str:
     """Describes an exchange by its number, the leaves that it comes from and goes to, and the
     user's line.
     """
-    x, (arguments, results) = member.labelled, traced.paths
+    x = member.labelled
+    arguments, results = traced.paths
     part = f"part {member.part} of " if member.part else ""
     origin = _listed(x.origin.leaves, traced.in_tree, arguments) or "a computed value"
     use = _listed(x.use.leaves, traced.out_tree, results) or "further computation"

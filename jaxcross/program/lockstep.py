@@ -82,7 +82,8 @@ def emit(flat: Emitter, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
     """Emits a loop that exchanges, rewritten where ranks may make different numbers of its
     iterations.
     """
-    equality, known = Equality(flat.axes, flat.wire), flat.known(args)
+    equality = Equality(flat.axes, flat.wire)
+    known = flat.known(args)
     equality.results(eqn, known)
     named = any(x.axes for x in equality.exchanges(eqn))
     if not (equality.diverges or (named and flat.always_vote and _holds_while(eqn))):
@@ -100,7 +101,8 @@ def emit(flat: Emitter, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
         outs = rewriter.equation(eqn, list(values), known, role)
         return [*outs, rewriter.take_exited()] if rewriter.early_exits else outs
 
-    atoms, before = [flat.presence(), *args], len(flat.eqns)
+    atoms = [flat.presence(), *args]
+    before = len(flat.eqns)
     types = [
         jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type)
         for t in map(compat.array_type, atoms)
@@ -163,7 +165,8 @@ class _Rewriter:
         """Returns 1 if this rank has left a loop early in what was traced since the last call, else
         0.
         """
-        exited, self._exited = self._exited, []
+        exited = self._exited
+        self._exited = []
         return functools.reduce(lax.max, exited, jnp.int32(0))
 
     def _inside(
@@ -173,9 +176,11 @@ class _Rewriter:
         flag.
         """
         # Flags of the enclosing jaxpr are other tracers: they must not mix with those of this one.
-        outer, self._exited = self._exited, []
+        outer = self._exited
+        self._exited = []
         outs = self.jaxpr(jaxpr, args, known, role)
-        exited, self._exited = self.take_exited(), outer
+        exited = self.take_exited()
+        self._exited = outer
         return [*outs, exited]
 
     def _outside(self, outs: Sequence[Array]) -> list[Array]:
@@ -227,7 +232,8 @@ class _Rewriter:
         """Traces one equation, rewritten if it exchanges, calls back or may not end on an inactive
         rank.
         """
-        name, inside = eqn.primitive.name, list(compat.sub_jaxprs(eqn))
+        name = eqn.primitive.name
+        inside = list(compat.sub_jaxprs(eqn))
         calls_back = role.active is not None and _calls_back(eqn)
         exchanges = any(holds_exchange(j, self.equality.sizes, self.equality.wire) for j in inside)
         if not (exchanges or calls_back or (role.active is not None and _holds_while(eqn))):
@@ -252,10 +258,13 @@ class _Rewriter:
         """Traces a `while`, with a vote if ranks may diverge and an early exit if this rank may be
         inactive.
         """
-        params, equality = eqn.params, self.equality
-        n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        params = eqn.params
+        equality = self.equality
+        n = params["cond_nconsts"]
+        m = n + params["body_nconsts"]
         carried, more = equality.while_carry(eqn, known)
-        made, needed = equality.exchanges(eqn), equality.exchange_axes(eqn)
+        made = equality.exchanges(eqn)
+        needed = equality.exchange_axes(eqn)
         votes = any(x.axes for x in made) and (role.always_vote or not needed <= more.axes)
         # The next iteration reads what this one computes, so it feeds an exchange if the loop makes
         # one.
@@ -275,32 +284,26 @@ class _Rewriter:
         # An exchange in the predicate reads the carries of all ranks: a rank that has finished may
         # resume.
         may_resume = holds_exchange(params["cond_jaxpr"], equality.sizes, equality.wire)
-        limit = (
-            (FROZEN if votes else FROZEN_LOCAL)
-            if may_leave and (role.feeds_exchange or may_resume)
-            else None
-        )
+        limit = None
+        if may_leave and (role.feeds_exchange or may_resume):
+            limit = FROZEN if votes else FROZEN_LOCAL
         if votes:
             _check_no_refs(eqn)
 
         def goes_on(carry: Sequence[Array], active: Array | None) -> list[Array]:
             # The predicate is evaluated with the body and carried along: the loop's own `cond`
             # holds the vote alone.
-            facts, decides = (
-                [*known[:n], *carried],
-                replace(inner, active=active, feeds_exchange=True),
-            )
+            facts = [*known[:n], *carried]
+            decides = replace(inner, active=active, feeds_exchange=True)
             return self._inside(params["cond_jaxpr"], [*values[:n], *carry], facts, decides)
 
         def cond(state: _State) -> Array:
             _, count, _, going = state
             going = _any(going)
             if may_leave and role.active is not None:
-                kept = (
-                    role.active
-                    if limit is None
-                    else lax.bitwise_or(role.active, lax.lt(count, jnp.int32(limit)))
-                )
+                kept = role.active
+                if limit is not None:
+                    kept = lax.bitwise_or(kept, lax.lt(count, jnp.int32(limit)))
                 going = lax.bitwise_and(going, kept)
             return self._vote(eqn, going, role) if votes else going
 
@@ -309,7 +312,8 @@ class _Rewriter:
         ) -> _State:
             carry, count, exited, going = state
             active = _both(role.active, _any(going)) if votes else role.active
-            facts, args = [*known[n:m], *carried], [*values[n:m], *carry]
+            facts = [*known[n:m], *carried]
+            args = [*values[n:m], *carry]
             *new, within = self._inside(
                 params["body_jaxpr"], args, facts, replace(inner, active=active)
             )
@@ -380,7 +384,8 @@ class _Rewriter:
         self, eqn: Equation, values: list[Array], known: Sequence[Known], role: Role
     ) -> Sequence[Array]:
         """Traces a `scan`, which all ranks end together, for the loops inside it."""
-        params, (n_consts, n_carry) = eqn.params, compat.scan_counts(eqn)
+        params = eqn.params
+        n_consts, n_carry = compat.scan_counts(eqn)
         carried, _ = self.equality.scan_carry(eqn, known)
         facts = [*known[:n_consts], *carried, *known[n_consts + n_carry :]]
         inner = replace(
@@ -396,7 +401,8 @@ class _Rewriter:
             )
             return (outs[:n_carry], lax.max(before, exited)), outs[n_carry:]
 
-        init, xs = (values[n_consts:][:n_carry], jnp.int32(0)), values[n_consts + n_carry :]
+        init = (values[n_consts:][:n_carry], jnp.int32(0))
+        xs = values[n_consts + n_carry :]
         (carry, exited), ys = lax.scan(
             body, init, xs, params["length"], reverse=params["reverse"], unroll=params["unroll"]
         )
@@ -426,7 +432,9 @@ class _Rewriter:
         Raises:
             CutError: The conditional also calls mpi4jax.
         """
-        branches, operands, index = eqn.params["branches"], values[1:], _index(eqn, values)
+        branches = eqn.params["branches"]
+        operands = values[1:]
+        index = _index(eqn, values)
         equality = self.equality
         takers = [
             n for n, b in enumerate(branches) if holds_exchange(b, equality.sizes, equality.wire)

@@ -60,7 +60,8 @@ class _Value(NamedTuple):
 
 
 _NONE: frozenset[str] = frozenset()
-_CONSTANT, _INPUT = _Value(plain=True, constant=True), _Value(plain=True)
+_CONSTANT = _Value(plain=True, constant=True)
+_INPUT = _Value(plain=True)
 
 
 def means_of_means(traced: Traced) -> Iterator[str]:

@@ -32,7 +32,8 @@ def repeated_exchanges(
             that called them.
     """
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
-        inside, path = list(compat.sub_jaxprs(eqn)), (*outer, eqn)
+        inside = list(compat.sub_jaxprs(eqn))
+        path = (*outer, eqn)
         if not (
             eqn.primitive.name == "cond" and any(map(_UPDATE.search, compat.stack_of(eqn)[:1]))
         ):

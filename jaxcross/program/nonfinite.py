@@ -143,7 +143,8 @@ def _exchange_behind(program: Program, segment: Segment, place: int) -> tuple[in
         if isinstance(var, compat.Literal) or var not in maker:
             continue
         at, eqn = maker[var]
-        if found := exchanges_of(eqn, program.traced):
+        found = exchanges_of(eqn, program.traced)
+        if found:
             return at, found[min(eqn.outvars.index(var), len(found) - 1)]
         queue += eqn.invars
     return 0, segment.exchanges[0]

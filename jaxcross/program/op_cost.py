@@ -156,7 +156,9 @@ def sized_by_exchanges(graph: Graph, between: Collection[int], known: set[Any]) 
     while len(known) != before:
         before = len(known)
         for eqn in eqns:
-            gets, makes, name = _arrays(eqn.invars), _arrays(eqn.outvars), eqn.primitive.name
+            gets = _arrays(eqn.invars)
+            makes = _arrays(eqn.outvars)
+            name = eqn.primitive.name
             if name in RESHAPED:
                 known.update(makes if gets <= known else ())
             elif name not in FREE and not known.isdisjoint(gets | makes):

@@ -88,7 +88,8 @@ def order_of(
         s.index == n and max(needs[n], default=-1) < n for n, s in enumerate(segments)
     )
     for n, segment in enumerate(segments if runs_in_order else ()):
-        late, before = n in after_commit, 0
+        late = n in after_commit
+        before = 0
         # Transitive: a segment's set includes the sets of those that it depends on, which come
         # earlier in the list.
         for m in needs[n] | collectives if late else needs[n]:

@@ -212,7 +212,8 @@ def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
     With each come the numbers of the operands that it gets, none if unknown, and whether its
     results are those of the equation.
     """
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     for n, sub in enumerate(compat.sub_jaxprs(eqn)):
         inner, consts = compat.open_jaxpr(sub)
         given: Sequence[int] = range(len(eqn.invars))
@@ -220,11 +221,13 @@ def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
         if name == "cond":
             given = given[1:]
         elif name == "while":
-            ahead, both = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+            ahead = params["cond_nconsts"]
+            both = ahead + params["body_nconsts"]
             returns = sub is not params["cond_jaxpr"]
             given = given[ahead:] if returns else [*given[:ahead], *given[both:]]
         if name in INLINED and n > 0:  # only the first one is what is called
-            given, returns = (), False
+            given = ()
+            returns = False
         known = len(given) == len(inner.constvars) - len(consts) + len(inner.invars)
         yield sub, given if known else (), returns
 
@@ -237,14 +240,16 @@ def _made(
     inside: Sequence[Any],
 ) -> list[Mark]:
     """Returns the marks of an equation's results towards the inputs."""
-    name, count = hash_of_text(eqn.primitive.name), range(len(eqn.outvars))
+    name = hash_of_text(eqn.primitive.name)
+    count = range(len(eqn.outvars))
     bodies = [[inner.origin(a) for a in inner.outputs] for inner, _, returns in inside if returns]
     if bodies and _is_call(eqn):
         return [_alternatives(name, marks) for marks in zip(*bodies, strict=True)]
     if eqn.primitive.name == "optimization_barrier":
         return list(operands)
     if eqn.primitive.name in _ELEMENTWISE:
-        union, exact = _union(operands), mixed(name, *[o.exact for o in operands])
+        union = _union(operands)
+        exact = mixed(name, *[o.exact for o in operands])
         ways = [ways_through(eqn, scope.makers, n) for n in count]
         return [
             Mark(
@@ -259,7 +264,8 @@ def _made(
     around = mixed(name, *(m[:2] for m in operands), *(m[:2] for body in bodies for m in body))
     exact = mixed(name, *(m.exact for m in operands), *(m.exact for body in bodies for m in body))
     made = [_end(mixed(around, n), mixed(exact, n)) for n in count]
-    if picks(eqn) and (ways := ways_by_index(eqn, scope.makers)) is not None:
+    ways = ways_by_index(eqn, scope.makers) if picks(eqn) else None
+    if ways is not None:
         placed = _along((o.placed, way) for o, way in zip(operands, ways, strict=True))
         return [made[0]._replace(placed=placed)]
     return made
@@ -323,7 +329,8 @@ def _read(
     inside: Sequence[Any],
 ) -> list[Mark]:
     """Returns the marks that an equation adds to its operands towards the results."""
-    name, operands = hash_of_text(eqn.primitive.name), [scope.origin(a) for a in eqn.invars]
+    name = hash_of_text(eqn.primitive.name)
+    operands = [scope.origin(a) for a in eqn.invars]
     if inside and _is_call(eqn):
         found: list[list[Mark]] = [[] for _ in operands]
         for inner, given, _ in inside:
@@ -333,7 +340,8 @@ def _read(
     if eqn.primitive.name == "optimization_barrier":
         return list(results)
     if eqn.primitive.name in _ELEMENTWISE:
-        union, exact = _union(results), mixed(name, *[m.exact for m in (*operands, *results)])
+        union = _union(results)
+        exact = mixed(name, *[m.exact for m in (*operands, *results)])
         ways = [ways_through(eqn, scope.makers, n) for n in range(len(results))]
         return [
             Mark(
@@ -348,7 +356,8 @@ def _read(
     around = mixed(name, *(m[:2] for m in (*operands, *results)))
     exact = mixed(name, *(m.exact for m in (*operands, *results)))
     read = [_end(mixed(around, n), mixed(exact, n)) for n in range(len(operands))]
-    if picks(eqn) and (ways := ways_by_index(eqn, scope.makers)) is not None:
+    ways = ways_by_index(eqn, scope.makers) if picks(eqn) else None
+    if ways is not None:
         return [
             m if way is None else m._replace(placed=_along([(results[0].placed, way)]))
             for m, way in zip(read, ways, strict=True)
@@ -383,7 +392,8 @@ def _union(marks: Sequence[Mark]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     leaves: tuple[int, ...] = ()
     others: tuple[int, ...] = ()
     for mark in marks:
-        leaves, others = _smallest(leaves, mark.leaves), _smallest(others, mark.others)
+        leaves = _smallest(leaves, mark.leaves)
+        others = _smallest(others, mark.others)
     return leaves, others
 
 

@@ -60,9 +60,10 @@ def partners(calls: Iterable[Exchange], rank: int) -> set[int]:
         params = dict(x.params)
         ranks = params["ranks"]
         named = [params[end] for end in ("source", "dest") if end in params]
-        found.update(ranks[n] for n in named if isinstance(n, int)) if named else found.update(
-            ranks
-        )
+        if named:
+            found.update(ranks[n] for n in named if isinstance(n, int))
+        else:
+            found.update(ranks)
     return found - {rank}
 
 
@@ -207,7 +208,8 @@ class _Simulation:
         return True
 
     def _collective(self, call: Exchange) -> bool:
-        ranks, comm = dict(call.params)["ranks"], _comm(call)
+        ranks = dict(call.params)["ranks"]
+        comm = _comm(call)
         calls = [self._call(rank) for rank in ranks]
         if any(c is None or _comm(c) != comm or _dest(c, named=True) for c in calls):
             return False
@@ -232,7 +234,8 @@ def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
     """
     if not is_call(call):
         return (call.line(),)
-    params, kind = dict(call.params), call.op.removeprefix(PREFIX)
+    params = dict(call.params)
+    kind = call.op.removeprefix(PREFIX)
     if kind == "barrier":
         return (kind,)
     count: float = call.count
@@ -250,7 +253,8 @@ def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
 
 def _check_message(rank: int, call: Exchange, source: int, message: Exchange) -> None:
     params = dict(call.params)
-    dtype, shape = params.get("recv_dtype", call.dtype), params.get("recv_shape", call.shape)
+    dtype = params.get("recv_dtype", call.dtype)
+    shape = params.get("recv_shape", call.shape)
     if (message.dtype, message.count) != (dtype, math.prod(shape)):
         raise _MisfitError(
             f"in one message\n    rank {source} {_text(message)}\n    rank {rank} {_text(call)}\n"
@@ -260,7 +264,8 @@ def _check_message(rank: int, call: Exchange, source: int, message: Exchange) ->
 
 def _member(call: Exchange, rank: int, end: str) -> int:
     params = dict(call.params)
-    ranks, number = params["ranks"], params[end]
+    ranks = params["ranks"]
+    number = params[end]
     if not 0 <= number < len(ranks):
         raise _MisfitError(
             f"rank {rank} {_text(call)}, but that communicator has ranks 0 to {len(ranks) - 1} "
@@ -276,7 +281,8 @@ def _dest(call: Exchange, *, named: bool = False) -> int | bool | None:
     params = dict(call.params)
     if named:
         return "dest" in params or "source" in params
-    number, ranks = params.get("dest"), params["ranks"]
+    number = params.get("dest")
+    ranks = params["ranks"]
     return ranks[number] if isinstance(number, int) and 0 <= number < len(ranks) else None
 
 
@@ -289,7 +295,8 @@ def _comm(call: Exchange) -> tuple[Any, ...]:
 def _text(call: Exchange) -> str:
     """Describes a call in an error text, with ranks as `COMM_WORLD` counts them."""
     params = dict(call.params)
-    ranks, kind = params["ranks"], call.op.removeprefix(PREFIX)
+    ranks = params["ranks"]
+    kind = call.op.removeprefix(PREFIX)
     text = f"`{kind}` of {call.dtype}{list(call.shape)}" if kind != "barrier" else "`barrier`"
     for end, word in (("dest", "to"), ("source", "from")):
         number = params.get(end)

@@ -100,7 +100,8 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
         groups = {n: group for n, group in every.items() if not group & alone}
         if not groups:
             continue
-        times, once = max(map(len, groups.values())), sum(sizes[n] for n in groups)
+        times = max(map(len, groups.values()))
+        once = sum(sizes[n] for n in groups)
         if times > 1 and 2 * sum(sizes[n] for group in groups.values() for n in group) > sum(sizes):
             found.append(RepeatedSum(line, times, once))
     return found

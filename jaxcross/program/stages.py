@@ -69,7 +69,8 @@ def cut(traced: trace.Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_
             "the host decides a conditional at each step: cut one of its "
             f"{traced.undecided.branches} branches, as in `step.trace(...).decide(0).cut()`"
         )
-    n_segments, limit = checked_cut(cut), checked_bytes(bucket_bytes)
+    n_segments = checked_cut(cut)
+    limit = checked_bytes(bucket_bytes)
     graph = Graph(traced)
     accelerator = on_accelerator()
     placement = place_equations(graph, n_segments, accelerator=accelerator)
@@ -139,7 +140,9 @@ def _passthroughs(program: Program) -> tuple[tuple[int, bool], ...]:
     donated input may be moved, once. The others must be copied: the caller may donate every result
     that it gets.
     """
-    inputs, taken, found = frozenset(program.inputs), set(program.inputs) - program.donated, []
+    inputs = frozenset(program.inputs)
+    taken = set(program.inputs) - program.donated
+    found = []
     # `taken` holds the values that belong to the user or to an earlier result already.
     for place, v in enumerate(program.outputs):
         if v in inputs or v in taken:

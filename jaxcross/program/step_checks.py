@@ -63,7 +63,8 @@ def check_mesh_axes(jaxpr: compat.Jaxpr, args: PyTree, axes: Collection[str], na
         CutError: An argument, or an equation of the step, is laid out along such an axis.
     """
     for path, leaf in jax.tree.leaves_with_path(args):
-        if axis := _axis_in_spec(getattr(leaf, "sharding", None), axes):
+        axis = _axis_in_spec(getattr(leaf, "sharding", None), axes)
+        if axis:
             _refuse_axis(name, axis, f"argument `{argument_path(path)}` is sharded")
     _check_equations(jaxpr, axes, name)
 

@@ -17,7 +17,8 @@ def parse(text: str) -> Program:
         ValueError: A line is not understood; the message quotes it. No allocation is as large as a
             number in the text.
     """
-    name, found = "", set[str]()
+    name = ""
+    found = set[str]()
     numbers: dict[str, tuple[int, ...]] = {}
     segments: list[dict[str, Any]] = []
     values: list[Aval] = []
@@ -109,13 +110,15 @@ _AVAL = re.compile(r"(?P<dtype>[^\[*]+)(?P<weak>\*?)\[(?P<shape>[\d,]*)\]$")
 _NAME = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,='"][^\s,=]*"""
 _AXIS = re.compile(f"({_NAME})=(\\d+)(?: |$)")
 _EXCHANGE = re.compile(
-    rf"(?P<op>\S+) (?P<axes>(?:(?:{_NAME})(?:,|(?= )))*) (?P<dtype>[^\[]+)\[(?P<shape>[\d, ]*)\](?P<params>.*)$"
+    rf"(?P<op>\S+) (?P<axes>(?:(?:{_NAME})(?:,|(?= )))*) "
+    r"(?P<dtype>[^\[]+)\[(?P<shape>[\d, ]*)\](?P<params>.*)$"
 )
 _PARAM = re.compile(r" (\w+)=(.*?)(?= \w+=|$)")
 
 
 def _parse_axes(text: str) -> tuple[tuple[str, int], ...]:
-    found, at = [], 0
+    found = []
+    at = 0
     while at < len(text):
         match = _AXIS.match(text, at)
         if match is None:

@@ -269,7 +269,8 @@ def _check_results(name: str, paths: Sequence[str], results: Any) -> None:
 
 
 def _flatten(base: T, choices: tuple[int, ...]) -> T:
-    remaining, found = list(choices), []
+    remaining = list(choices)
+    found = []
 
     def choose(predicate: Predicate) -> int:
         if remaining:

@@ -15,7 +15,8 @@ def verify(program: Program) -> Program:
     Raises:
         InternalError: With the offending segment marked among its neighbours.
     """
-    defined, returned = set(program.inputs), frozenset(program.outputs)
+    defined = set(program.inputs)
+    returned = frozenset(program.outputs)
     dead: set[int] = set()
     for place, segment in enumerate(program.segments):
 
@@ -61,7 +62,8 @@ def verify(program: Program) -> Program:
             raise InternalError(
                 f"program `{program.name}` is not well formed: result {v} is never defined"
             )
-    if unfreed := defined - dead - set(program.outputs) - set(program.inputs):
+    unfreed = defined - dead - set(program.outputs) - set(program.inputs)
+    if unfreed:
         raise InternalError(
             f"program `{program.name}` is not well formed: values {sorted(unfreed)[:8]} are never "
             "freed"

@@ -146,11 +146,9 @@ def _steps(spans: tuple[Span, ...], tracks: dict[str, int], last: dict[str, int]
         for step, (start, end) in sorted(steps.items()):
             start = max(start, cursor)
             cursor = max(end, start)
-            name = (
-                f"step {step}"
-                if step <= last.get(job, step)
-                else f"step {step}, which does not count"
-            )
+            name = f"step {step}"
+            if step > last.get(job, step):
+                name += ", which does not count"
             event = {"ph": "X", "name": name, "cat": "step", "pid": rank, "tid": tracks[job]}
             slices.append(_Slice(start, cursor, {**event, "args": {"job": job, "step": step}}))
     return slices

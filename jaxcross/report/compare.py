@@ -65,7 +65,8 @@ class Comparison:
     @property
     def ratio(self) -> float | None:
         """The factor by which a job-step is shorter in the second way, as it was measured."""
-        one, other = self.first.s_per_step, self.second.s_per_step
+        one = self.first.s_per_step
+        other = self.second.s_per_step
         return one / other if one is not None and other else None
 
     @property
@@ -182,7 +183,8 @@ class Comparison:
                 "over all."
             )
         if self.first.in_turn and self.efficiency_alone is not None:
-            one, other = self.first, self.second
+            one = self.first
+            other = self.second
             lines += [
                 (
                     f"A round's compute takes {seconds(one.compute_s)} alone, "

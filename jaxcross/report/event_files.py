@@ -122,11 +122,9 @@ class RankRecord:
             return self.standing  # the exception has ended what it was in
         where = self.where
         if where is None:
-            return (
-                "outside of any step"
-                if self.done is None
-                else f"outside of any step, after {self.done}"
-            )
+            if self.done is None:
+                return "outside of any step"
+            return f"outside of any step, after {self.done}"
         if where.job:
             return f"in {where}"
         other = max(
@@ -230,7 +228,8 @@ def _read_file(
     """Reads the end of one file; `before` is the record of the file that this one continues."""
     # Neither a link to elsewhere nor a pipe that would wait for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
-        facts, most_bytes = os.fstat(stream.fileno()), tail_bytes or MOST_BYTES
+        facts = os.fstat(stream.fileno())
+        most_bytes = tail_bytes or MOST_BYTES
         if not stat.S_ISREG(facts.st_mode):
             raise ValueError(f"`{path}` is not a file.")
         if not facts.st_size:
@@ -242,7 +241,9 @@ def _read_file(
             stream.seek(-most_bytes, os.SEEK_END)
             stream.readline(MOST_LINE_BYTES)
         lines = stream.read(most_bytes).split(b"\n")
-    version, start_s, start_ns = header.get("jaxcross"), header.get("time"), header.get("at")
+    version = header.get("jaxcross")
+    start_s = header.get("time")
+    start_ns = header.get("at")
     if (
         version != VERSION
         or not isinstance(start_s, int | float)
@@ -273,7 +274,9 @@ def _read_file(
 
 def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
     record.last_s = max(record.last_s, at_s)
-    if _is_int(token := event.get("begin")):
+    begins = event.get("begin")
+    ends = event.get("end")
+    if _is_int(begins):
         begun = Begun(
             what=_text(event, "what"),
             job=_text(event, "job"),
@@ -282,10 +285,10 @@ def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
             number=_int(event, "number"),
             at_s=at_s,
         )
-        record.under_way[token] = begun
+        record.under_way[begins] = begun
         record.entered = max(record.entered, begun.number)
-    elif _is_int(token := event.get("end")):
-        ended = record.under_way.pop(token, None)
+    elif _is_int(ends):
+        ended = record.under_way.pop(ends, None)
         if ended is not None and ended.job:
             record.done = record.done_of[ended.job] = ended
     elif _text(event, "note").startswith(("done: ", "closed: ")):
@@ -297,7 +300,8 @@ def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
                 name=name, any_ranks=event.get("any_ranks") is True
             )
     elif "words" in event:
-        record.words, record.text = _text(event, "words"), _text(event, "text")
+        record.words = _text(event, "words")
+        record.text = _text(event, "text")
         record.standing = _text(event, "standing")
         lost = event.get("lost")
         record.lost = tuple(r for r in lost if _is_int(r)) if isinstance(lost, list) else ()

@@ -20,7 +20,8 @@ from jaxcross.report.units import seconds, share
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito's palette: told apart by colour-blind readers too."""
 QUIET = {"compile": "#B8B8B8", "input": "#DDDDDD", "vote": "#555555"}
-INK, FAINT = "#222222", "#777777"
+INK = "#222222"
+FAINT = "#777777"
 MOST_RANKS = 8
 MOST_NAMES = 5
 LINE_CHARACTERS = 160
@@ -83,11 +84,9 @@ def draw(
     for axis, (run, lanes, begin) in zip(axes, every, strict=True):
         _panel(axis, run, lanes, colours, begin, shown_s)
     length_s = max(_length_s(run, begin) for run, _, begin in every)
-    cut = (
-        f" (the first {seconds(shown_s)} of {seconds(length_s)})"
-        if shown_s < length_s and window is None
-        else ""
-    )
+    cut = ""
+    if shown_s < length_s and window is None:
+        cut = f" (the first {seconds(shown_s)} of {seconds(length_s)})"
     shift, since = (window[0], "the run began") if window else (0.0, f"{_since(runs)}{cut}")
     axes[-1].xaxis.set_major_formatter(lambda at, _: f"{at + shift:.6g}")
     axes[-1].set_xlabel(f"seconds since {since}", color=INK)
@@ -138,11 +137,9 @@ def _headline(report: RunData, compare: RunData | None) -> str:
 def _pace(report: RunData) -> str:
     if report.rounds.period_s is not None:
         return f"{seconds(report.rounds.s_per_step)} per job-step"
-    return (
-        "never in steady state together"
-        if sum(job.period_s > 0 for job in report.rounds.jobs) > 1
-        else "no steady state"
-    )
+    if sum(job.period_s > 0 for job in report.rounds.jobs) > 1:
+        return "never in steady state together"
+    return "no steady state"
 
 
 Row = tuple[int, str, list[Span]]
@@ -261,13 +258,13 @@ def _panel(
         if rows[y][0] != rows[y - 1][0]:
             axis.axhline(y - 0.5, color="#CCCCCC", lw=0.8)
     rounds = run.rounds
-    note = (
-        f"{run.policy or 'run'}   round {seconds(rounds.period_s)}, "
-        f"{'' if rounds.bound_s is None else f'bound {seconds(rounds.bound_s)}, '}"
-        f"{share(rounds.hidden_share)} of exchange hidden"
-        if rounds.period_s is not None
-        else f"{run.policy or 'run'}   {_pace(run)}"
-    )
+    if rounds.period_s is None:
+        pace = _pace(run)
+    else:
+        bound = "" if rounds.bound_s is None else f"bound {seconds(rounds.bound_s)}, "
+        hidden = f"{share(rounds.hidden_share)} of exchange hidden"
+        pace = f"round {seconds(rounds.period_s)}, {bound}{hidden}"
+    note = f"{run.policy or 'run'}   {pace}"
     if begin - _run_begin(run) >= 1e8:
         note += f"   (from {seconds((begin - _run_begin(run)) / 1e9)} into the run)"
     if len(run.ranks) > MOST_RANKS:
@@ -296,11 +293,9 @@ def _pale(colour: str) -> str:
 
 def _middle_cut(name: str, longest: int) -> str:
     """A name with its begin and its end: a job's settings often stand last."""
-    return (
-        name
-        if len(name) <= longest
-        else f"{name[: longest // 2]}...{name[len(name) + 3 - (longest + 1) // 2 :]}"
-    )
+    if len(name) <= longest:
+        return name
+    return f"{name[: longest // 2]}...{name[len(name) + 3 - (longest + 1) // 2 :]}"
 
 
 def _is_long(names: Iterable[str]) -> bool:

@@ -30,9 +30,11 @@ def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
     shared: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):
-        (a, b), (c, d) = left[i], right[j]
+        a, b = left[i]
+        c, d = right[j]
         # Not `max` and `min`: a run has hundreds of thousands of pieces.
-        start, end = a if a > c else c, b if b < d else d
+        start = a if a > c else c
+        end = b if b < d else d
         if start < end:
             shared.append((start, end))
         if b < d:

@@ -43,7 +43,8 @@ class MetricFiles(Instrument):
     """
 
     def __init__(self, folder: str | Path, goes_on: Path | None = None) -> None:
-        self._folder, self._goes_on = Path(folder).absolute(), goes_on
+        self._folder = Path(folder).absolute()
+        self._goes_on = goes_on
         self._jobs: dict[str, _JobFiles | None] = {}
         self._early: dict[
             str, list[dict[str, Value]]
@@ -67,10 +68,8 @@ class MetricFiles(Instrument):
             OSError: It cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        marker, mine = (
-            self._folder / _MARKER,
-            {"checkpoints": None if self._goes_on is None else str(self._goes_on)},
-        )
+        marker = self._folder / _MARKER
+        mine = {"checkpoints": None if self._goes_on is None else str(self._goes_on)}
         found = [path for path in self._folder.iterdir() if path != marker]
         if marker.exists() and (
             found or marker.stat().st_size
@@ -137,7 +136,8 @@ class MetricFiles(Instrument):
                 return
             if job not in self._jobs:
                 self.begin(job, 0)
-            if (files := self._jobs[job]) is not None:
+            files = self._jobs[job]
+            if files is not None:
                 try:
                     files.add(line)
                 except OSError as error:
@@ -171,7 +171,8 @@ class MetricFiles(Instrument):
         if job in self._early:
             self.begin(job, 0)  # it has never restored a state
         try:
-            if (files := self._jobs.get(job)) is not None:
+            files = self._jobs.get(job)
+            if files is not None:
                 self._jobs[job] = None
                 files.close()
         except OSError as error:
@@ -186,10 +187,8 @@ class _JobFiles:
     """One job's two files. A line that a kill has cut short is dropped at the next start."""
 
     def __init__(self, path: Path) -> None:
-        self._jsonl, self._csv = (
-            path.with_name(f"{path.name}.jsonl"),
-            path.with_name(f"{path.name}.csv"),
-        )
+        self._jsonl = path.with_name(f"{path.name}.jsonl")
+        self._csv = path.with_name(f"{path.name}.csv")
         self._columns: list[str] = []
         self._lacks_columns = False
         self._file: Any = None
@@ -258,11 +257,9 @@ def is_of(line: Mapping[str, Value], evaluation: str) -> bool:
 
 def _file_name(job: str) -> str:
     name = quote(job, safe=" ")
-    return (
-        name
-        if len(name) <= _LONGEST
-        else f"{name[:_LONGEST]}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
-    )
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[:_LONGEST]}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
 
 
 def flat(values: object, path: str = "") -> Iterator[tuple[str, Value]]:

@@ -55,20 +55,17 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
             lost = [by_rank[rank] for rank in record.lost if rank in by_rank]
             silent = all(not r.words for r in lost) and "is gone" in record.text
             why = _SILENTLY if silent else f"stopped first (rank {record.rank}: {record.text})"
-            return (
-                lost,
-                why
-                if lost
-                else f"{_ranks(record.lost).capitalize()} {why}; its events cannot be read.",
-            )
+            if lost:
+                return lost, why
+            return [], f"{_ranks(record.lost).capitalize()} {why}; its events cannot be read."
     waiting = max(
         (r.entered for r in without_words if r.where is not None and r.where.number), default=0
     )
     left = [r for r in spoken if r.words == "left" and r.entered < waiting]
+    if len(left) == 1:
+        return left, "left first (its script ended)"
     if left:
-        return left, "left first (its script ended)" if len(
-            left
-        ) == 1 else "left first (their scripts ended)"
+        return left, "left first (their scripts ended)"
     if without_words and len(without_words) < len(records):
         return without_words, _SILENTLY
     for record in spoken:

@@ -117,7 +117,8 @@ class Pace:
             changes.popleft()
         if len(changes) < 2:
             return None
-        (first_s, first), (last_s, last) = changes[0], changes[-1]
+        first_s, first = changes[0]
+        last_s, last = changes[-1]
         length_s = last_s - first_s
         # A step that takes twice as long as they do counts as one that is not over: a stall lowers
         # the rate.
@@ -129,7 +130,8 @@ class LatestMetric:
     """The latest value of one metric of a job, by what was logged since the last look."""
 
     def __init__(self) -> None:
-        self._seen, self._text = 0, ""
+        self._seen = 0
+        self._text = ""
 
     def look(self, history: Sequence[tuple[int, object]], name: str) -> str:
         """Takes all that the job has logged until now; returns the metric as text, "" if it was not
@@ -204,7 +206,8 @@ def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
 
 
 def _job(fields: Mapping[str, Any]) -> JobProgress:
-    steps, rate = fields["steps"], fields["steps_per_s"]
+    steps = fields["steps"]
+    rate = fields["steps_per_s"]
     return JobProgress(
         name=_text(fields["name"]),
         step=int(fields["step"]),

@@ -93,7 +93,9 @@ def run_table(run: RunProgress, *, width: int, most_jobs: int, title: str) -> Gr
         justify: Literal["left", "right"] = "right" if head in _NUMBERS else "left"
         table.add_column(head, justify=justify, no_wrap=True, width=columns)
     for n, job in enumerate(shown):
-        style = "" if not job.status else "dim" if job.status == "ended" else "bold"
+        style = ""
+        if job.status:
+            style = "dim" if job.status == "ended" else "bold"
         table.add_row(*(rows[head][n] for head in widths), style=style)
     return Group(Text(title), table, *([Text(_rest_text(rest))] if rest else ()))
 

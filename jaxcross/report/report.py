@@ -154,7 +154,8 @@ class Report:
         It does not check that the two can be compared: a machine that was busy during one of them
         changes the result. `Comparison` checks that.
         """
-        one, other = over.rounds.s_per_step, self.rounds.s_per_step
+        one = over.rounds.s_per_step
+        other = self.rounds.s_per_step
         return one / other if one is not None and other else None
 
     def against(self, predicted: Predicted[D_co]) -> D_co:

@@ -53,20 +53,22 @@ class Stretch:
         state together for so long.
         """
         every = {job: _ends(timeline, job) for job in jobs}
-        low, high = (
-            max(ends[0] for ends in every.values()),
-            min(ends[-1] for ends in every.values()),
-        )
+        low = max(ends[0] for ends in every.values())
+        high = min(ends[-1] for ends in every.values())
         inside = {job: [end for end in ends if low <= end <= high] for job, ends in every.items()}
         slowest = min(jobs, key=lambda job: len(inside[job]))
-        begin, end, rounds = 0, 0, 0
+        begin = 0
+        end = 0
+        rounds = 0
         for edges in inside.values():
             first: dict[tuple[int, ...], int] = {}
             for index, edge in enumerate(edges):
                 ahead = tuple(bisect_right(ends, edge) - index for ends in inside.values())
                 start = first.setdefault(ahead, index)
                 if index - start > rounds:
-                    begin, end, rounds = edges[start], edge, index - start
+                    begin = edges[start]
+                    end = edge
+                    rounds = index - start
         whole = inside[slowest]
         most = len(whole) - 1
         # A stretch that is far shorter than the steps that end in it has their ends by chance.
@@ -75,7 +77,8 @@ class Stretch:
             return cls((begin, end), dict.fromkeys(jobs, rounds))
         if most < 1:
             return None
-        begin, end = whole[0], whole[-1]
+        begin = whole[0]
+        end = whole[-1]
         steps = {
             job: bisect_right(ends, end) - bisect_right(ends, begin) for job, ends in inside.items()
         }
@@ -95,10 +98,8 @@ def sets_together(timeline: Timeline, jobs: Sequence[str]) -> list[tuple[str, ..
             tuple(job for job, (begin, end) in reach.items() if begin <= low and high <= end)
         ] += high - low
     for members, length in tuple(lengths.items()):
-        low, high = (
-            max((reach[job][0] for job in members), default=0),
-            min((reach[job][1] for job in members), default=0),
-        )
+        low = max((reach[job][0] for job in members), default=0)
+        high = min((reach[job][1] for job in members), default=0)
         made = {job: sum(low <= end <= high for end in _ends(timeline, job)) for job in members}
         rest = list(members)
         while len(rest) > 2:
@@ -112,10 +113,13 @@ def at_work_together(timeline_spans: Sequence[Interval]) -> int:
     moments = sorted(
         (at, change) for start, end in timeline_spans for at, change in ((start, 1), (end, -1))
     )
-    together, there, before = 0, 0, 0
+    together = 0
+    there = 0
+    before = 0
     for at, change in moments:
         together += at - before if there > 1 else 0
-        there, before = there + change, at
+        there += change
+        before = at
     return together
 
 

@@ -80,12 +80,9 @@ def _end(records: Sequence[RankRecord], run: RunProgress | None, now_s: float) -
     for record in sorted(failed, key=lambda record: (record.words != "failed", record.last_s)):
         subject = f"rank {record.rank} "
         says_it = record.text.startswith((f"{subject}failed", f"{subject}was "))
-        return (
-            True,
-            record.text
-            if says_it
-            else f"{subject}{_ENDS.get(record.words, 'ended')}: {record.text}",
-        )
+        if says_it:
+            return True, record.text
+        return True, f"{subject}{_ENDS.get(record.words, 'ended')}: {record.text}"
     first = records[0]
     if first.words == "left":
         return True, ""

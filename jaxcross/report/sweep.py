@@ -47,11 +47,9 @@ class SweepResult:
         sign = -1 if self.mode == "max" else 1
 
         def key(trial: SweepTrial) -> tuple[float, ...]:
-            value = (
-                trial.value
-                if trial.value is not None and trial.value == trial.value
-                else float("inf") * sign
-            )
+            value = trial.value
+            if value is None or value != value:
+                value = float("inf") * sign
             if trial.status == "finished":
                 return 0, sign * value, trial.number
             return (

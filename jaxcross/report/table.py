@@ -20,7 +20,8 @@ from jaxcross.report.units import number, seconds, share
 WIDTH = 110
 """Most characters of a line, also where there is no terminal."""
 
-_NAME, _TEXT = 24, 8
+_NAME = 24
+_TEXT = 8
 """Characters of a text on a narrow terminal, of the name of a row and of others: longer ones are
 broken.
 """
@@ -101,7 +102,8 @@ def screen_width(environ: Mapping[str, str]) -> int:
 
     `jaxcross launch` sets the variable for its ranks, which write to a pipe.
     """
-    if (text := environ.get("COLUMNS", "")).isdecimal():
+    text = environ.get("COLUMNS", "")
+    if text.isdecimal():
         return int(text)
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns
@@ -157,11 +159,9 @@ def cells(rounds: TimeBreakdown, job: JobTiming) -> list[str]:
     one.
     """
     facts = job.facts
-    steps = (
-        f"{facts.steps} ({facts.first_step + 1} to {facts.last_step})"
-        if facts.first_step and facts.steps
-        else str(facts.steps)
-    )
+    steps = str(facts.steps)
+    if facts.first_step and facts.steps:
+        steps = f"{facts.steps} ({facts.first_step + 1} to {facts.last_step})"
     if not job.period_s or (rounds.period_s is not None and not job.steps_per_round):
         return [steps, *["-"] * 5]
     pace = [number(job.steps_per_s), number(job.examples_per_s)]
@@ -186,11 +186,9 @@ def totals(rounds: TimeBreakdown) -> list[str]:
 def a_round(rounds: TimeBreakdown) -> str:
     """Describes the steps in a round."""
     if all(job.steps_per_round == 1 for job in rounds.crossed):
-        return (
-            "one step of every job"
-            if len(rounds.crossed) == len(rounds.jobs)
-            else "one step of each job in it"
-        )
+        if len(rounds.crossed) == len(rounds.jobs):
+            return "one step of every job"
+        return "one step of each job in it"
     return ", ".join(
         f"{job.steps_per_round:.2f} steps of {job.facts.name}" for job in rounds.crossed
     )
@@ -203,7 +201,8 @@ def too_small(rounds: TimeBreakdown) -> str:
     jobs = len(rounds.crossed)
     if rounds.bound_s is None or rounds.in_turn or jobs < 2:
         return ""
-    votes, work = rounds.lost_s["votes"], rounds.compute_s + rounds.exchange_s
+    votes = rounds.lost_s["votes"]
+    work = rounds.compute_s + rounds.exchange_s
     if votes < max(
         work - rounds.bound_s, 0.1 * work
     ):  # what crossover can save; a tenth, for jobs that exchange nothing
@@ -243,7 +242,8 @@ def _footnotes(report: RunData) -> list[str]:
             f"{', '.join(job.name for job in report.jobs if job.replicas == text)}: replicas "
             f"{text}."
         )
-    if carried := [job.name for job in report.jobs if job.is_carried]:
+    carried = [job.name for job in report.jobs if job.is_carried]
+    if carried:
         lines.append(
             f"{', '.join(carried)}: the exchange is carried, that of a step runs while the next "
             "one computes."
@@ -302,22 +302,22 @@ def _without_round(rounds: TimeBreakdown) -> list[str]:
 
 
 def _with_round(rounds: TimeBreakdown) -> list[str]:
-    period, bound = rounds.period_s or 0.0, rounds.bound_s
+    period = rounds.period_s or 0.0
+    bound = rounds.bound_s
     names = {"compute": "all computation", "exchange": "all exchange", "chain": "the longest job"}
+    if bound is None:
+        limit = "no bound: a step with a parameter server is its own"
+    else:
+        limit = (
+            f"bound {seconds(bound)} ({names[rounds.bottleneck]}), "
+            f"efficiency {share(rounds.efficiency)}"
+        )
     lines = [
         (
             "Times are per step (last row: per round), in the steady state; hidden: share of "
             "exchange under computation."
         ),
-        (
-            f"Round {seconds(period)} ({a_round(rounds)}), no bound: a step with a parameter "
-            "server is its own."
-            if bound is None
-            else (
-                f"Round {seconds(period)} ({a_round(rounds)}), bound {seconds(bound)} "
-                f"({names[rounds.bottleneck]}), efficiency {share(rounds.efficiency)}."
-            )
-        ),
+        f"Round {seconds(period)} ({a_round(rounds)}), {limit}.",
     ]
     if rounds.in_turn and len(rounds.crossed) > 1:
         lines.append(

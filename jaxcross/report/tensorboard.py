@@ -45,7 +45,8 @@ class TensorBoard(Instrument):
 
     def metrics(self, *, job: str, step: int, values: object) -> None:
         """Adds a point to each curve."""
-        if (writer := self._writers.get(job)) is None:
+        writer = self._writers.get(job)
+        if writer is None:
             from tensorboardX import SummaryWriter
 
             # TensorBoard hides what a killed run has from this step on.
@@ -62,7 +63,10 @@ class TensorBoard(Instrument):
     ) -> None:
         """Writes what is left of a job that is over. Waits for the disk."""
         del step, value
-        if kind in ("done", "closed") and (writer := self._writers.pop(job, None)) is not None:
+        if kind not in ("done", "closed"):
+            return
+        writer = self._writers.pop(job, None)
+        if writer is not None:
             writer.close()  # its `flush` would leave what its thread has not taken yet
 
     def close(self) -> None:

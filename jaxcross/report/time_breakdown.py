@@ -192,10 +192,13 @@ def break_down(
     measured = {rank: part.terms for rank, part in ranks.items() if part.stretches}
     # The rank with the highest bound decides the round: the others wait for it in every exchange.
     decisive = max(measured, key=lambda rank: measured[rank].bottleneck[0], default=min(ranks))
-    part, wall = ranks[decisive], max(wall_ns.values(), default=0)
+    part = ranks[decisive]
+    wall = max(wall_ns.values(), default=0)
     crossed = [job for stretch in part.stretches for job in stretch.steps]
     steady = union(own.window for own in part.own.values())
-    bound, bottleneck, lost = None, "", {}
+    bound = None
+    bottleneck = ""
+    lost = {}
     # A step with a parameter server is one stretch from its begin to its end, so the round would be
     # its own bound.
     served = {span.job for span in spans if span.label == PARAMETER_SERVER}
@@ -292,7 +295,8 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
 def _job_timing(
     facts: JobSummary, ranks: Mapping[int, _Rank], decisive: int, spans: Sequence[Span]
 ) -> JobTiming:
-    name, part = facts.name, ranks[decisive]
+    name = facts.name
+    part = ranks[decisive]
     stretch = part.measured(name)
     costs = [cost for rank in ranks.values() if (cost := _cost(rank, name)) is not None]
     in_round = next((s for s in part.stretches if name in s.steps), None)
@@ -300,11 +304,12 @@ def _job_timing(
     exchanges = [s for s in spans if s.kind == "collective" and s.job == name]
     others = [s for s in exchanges if not s.in_step]
     calls = len({s.number for s in others})
+    period_s = 0.0
+    if stretch:
+        period_s = (stretch.window[1] - stretch.window[0]) / stretch.steps[name] / 1e9
     return JobTiming(
         facts=facts,
-        period_s=(stretch.window[1] - stretch.window[0]) / stretch.steps[name] / 1e9
-        if stretch
-        else 0.0,
+        period_s=period_s,
         compute_s=_mean(compute for compute, _ in costs) / 1e9,
         exchange_s=_mean(exchange for _, exchange in costs) / 1e9,
         hidden_share=_hidden(ranks.values(), [name]),
@@ -322,8 +327,10 @@ def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
 
     They are of the measured stretch, or of all steps if the job was never in a steady state.
     """
-    timeline, stretch = rank.timeline, rank.measured(job)
-    compute, transfer = timeline.compute.get(job, []), timeline.transfer.get(job, [])
+    timeline = rank.timeline
+    stretch = rank.measured(job)
+    compute = timeline.compute.get(job, [])
+    transfer = timeline.transfer.get(job, [])
     if stretch is not None:
         return _inside(compute, stretch) / stretch.steps[job], _inside(
             transfer, stretch
@@ -353,7 +360,8 @@ def _hidden(ranks: Iterable[_Rank], jobs: Sequence[str]) -> float:
     hidden = whole = 0
     for rank in ranks:
         for job in jobs:
-            stretch, exchange = rank.measured(job), rank.timeline.exchange.get(job, [])
+            stretch = rank.measured(job)
+            exchange = rank.timeline.exchange.get(job, [])
             if stretch is not None:
                 whole += _inside(exchange, stretch)
                 hidden += _inside(rank.timeline.covered(job), stretch)

@@ -12,7 +12,11 @@ def number(value: float | None) -> str:
     if value is None:
         return "-"
     if value == 0 or 1e-4 <= abs(value) < 1e6:
-        digits = 3 if abs(value) < 1 else 2 if abs(value) < 100 else 0
+        digits = 0
+        if abs(value) < 1:
+            digits = 3
+        elif abs(value) < 100:
+            digits = 2
         return f"{value:.{digits}f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2g}"
     return f"{as_float(value):.2e}"
 
@@ -33,7 +37,11 @@ def seconds(value: float | None) -> str:
         return "0 s"
     scale, unit = next(((s, u) for s, u in _SECONDS if abs(value) >= 0.9995 * s), _SECONDS[-1])
     value /= scale
-    digits = 2 if abs(value) < 9.995 or unit == "s" else 1 if abs(value) < 99.95 else 0
+    digits = 0
+    if abs(value) < 9.995 or unit == "s":
+        digits = 2
+    elif abs(value) < 99.95:
+        digits = 1
     return f"{value:.{digits}f} {unit}"
 
 

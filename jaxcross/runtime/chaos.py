@@ -27,7 +27,8 @@ class Chaos:
     """
 
     def __init__(self, seed: int, rank: int) -> None:
-        self.seed, self.rank = seed, rank
+        self.seed = seed
+        self.rank = rank
         self.delays = 0  # for tests; threads count without a lock, so it may miss a few
         self._own = threading.local()
         self._never = threading.Event()  # never set: a wait that is not a sleep

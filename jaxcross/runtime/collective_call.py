@@ -82,7 +82,8 @@ class _ComparingControl:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._broken: JobError | None = None
-        self.rank, self.size = control.rank, control.size
+        self.rank = control.rank
+        self.size = control.size
 
     def allreduce_min(self, values: np.ndarray) -> np.ndarray:
         values = np.ascontiguousarray(values, dtype=np.int64)  # first what can fail here alone

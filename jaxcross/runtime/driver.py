@@ -157,7 +157,8 @@ class Driver:
         # Under the lock, events of other threads queue up after these: a request must not overtake
         # its job's addition. None of these events delivers a text, so no callback runs in here.
         with self._lock:
-            early, self._early = self._early or [], None
+            early = self._early or []
+            self._early = None
             for event in (m.RunStarted(together=self._start == "together"), *early):
                 self.post(event)
         self._wait_for(self._over.is_set, self._over.wait)
@@ -250,7 +251,8 @@ class Driver:
         for instruction in self._interleaver.handle(event):
             self.router.route(instruction)
         self.start_gate.look()
-        texts, self.router.texts = self.router.texts, []
+        texts = self.router.texts
+        self.router.texts = []
         return texts
 
     # For the runner, and for code that holds a job: in any thread.

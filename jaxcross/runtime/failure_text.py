@@ -35,11 +35,13 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     """
     parts = _parts(texts)
     for how, verb in (("failed", "failed"), ("ejected", "was ejected")):
-        if guilty := [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == how]:
+        guilty = [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == how]
+        if guilty:
             alike: dict[str, list[str]] = {}
             for rank, body in guilty:
                 alike.setdefault(clause(body), []).append(str(rank))
-            together, body = f"after step {step}: {ExchangeError.__name__}: ", guilty[0][1]
+            together = f"after step {step}: {ExchangeError.__name__}: "
+            body = guilty[0][1]
             others = {kind for kind, _ in parts} - {how}
             if others <= {""} and len(alike) == 1 and body.startswith(together):
                 # All ranks found, between two steps, that they differ: in exchanges, or in replicas
@@ -51,11 +53,9 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
                         f"{clause(why)} (found on rank "
                         f"{', '.join(str(rank) for rank, _ in guilty)}; others were busy)"
                     )
-                return ExchangeError(
-                    why
-                    if why.startswith(f"Job `{job}`")
-                    else f"Job `{job}`, step {step + 1}: {why}"
-                )
+                if not why.startswith(f"Job `{job}`"):
+                    why = f"Job `{job}`, step {step + 1}: {why}"
+                return ExchangeError(why)
             what = "; on ".join(
                 f"rank{'s' * (len(them) > 1)} {', '.join(them)} {body}"
                 for body, them in alike.items()
@@ -105,7 +105,8 @@ def printing_ranks(texts: Sequence[str]) -> list[int]:
         for rank, (kind, _) in enumerate(_parts(texts))
         if texts.index(texts[rank]) == rank
     ]
-    if failed := [rank for rank, kind in firsts if kind == "failed"]:
+    failed = [rank for rank, kind in firsts if kind == "failed"]
+    if failed:
         return failed
     # The error names all ranks that ejected the job.
     return [rank for rank, kind in firsts if kind == "ejected"][:1] or [0]

@@ -65,8 +65,10 @@ class StartGate:
     """
 
     def __init__(self, lock: threading.RLock, coming: Callable[[], Sequence[int]]) -> None:
-        self._changed, self._coming = threading.Condition(lock), coming
-        self._waiting, self._is_open = 0, False
+        self._changed = threading.Condition(lock)
+        self._coming = coming
+        self._waiting = 0
+        self._is_open = False
 
     def wait(self, job: int) -> None:
         """Waits until no job with a lower number has still to come."""

@@ -285,7 +285,9 @@ class ExchangeLane:
             self._driver.post(event)
 
     def _exchange(self, x: m.RunExchange, call: StepCall) -> m.Event:
-        driver, execution, segment = self._driver, call.execution, x.segment
+        driver = self._driver
+        execution = call.execution
+        segment = x.segment
         zero = x.zero
         # Before the watch begins: a rank whose computation takes long is not waiting for other
         # ranks.
@@ -336,7 +338,8 @@ class ExchangeLane:
         Returns:
             Whether the step may change the state, as far as `nonfinite="skip"` is concerned.
         """
-        driver, execution = self._driver, call.execution
+        driver = self._driver
+        execution = call.execution
         mismatch = execution.branch_mismatch(x.segment)
         if mismatch is not None:
             driver.post(driver.router.segment_failed(x, call, ExchangeError(mismatch)))
@@ -354,7 +357,8 @@ class ExchangeLane:
         """Does what needs all ranks but belongs to no step: votes, comparisons and collective
         calls.
         """
-        driver, world = self._driver, self._driver.world
+        driver = self._driver
+        world = self._driver.world
         start_ns = driver.clock_ns()
         event: m.Event
         job = ""
@@ -366,7 +370,8 @@ class ExchangeLane:
                 # A vote costs the emulated link's latency. The rarer messages below are not held.
                 label = self._hold(start_ns, 0)
             case m.CompareTexts(number, text, step):
-                job, label = driver.router.jobs[number].name, "compare"
+                job = driver.router.jobs[number].name
+                label = "compare"
                 with world.monitor(job=job, step=step, segment=-1, what="comparison"):
                     event = m.TextsCompared(number, tuple(world.control.allgather_text(text)))
             case m.GatherAnnouncements():
@@ -379,7 +384,8 @@ class ExchangeLane:
                 # An error of the work is the job's, not the lane's: it is raised in the job's
                 # thread.
                 record = driver.router.jobs[number]
-                job, label = record.name, TOGETHER
+                job = record.name
+                label = TOGETHER
                 assert record.collective is not None
                 with world.monitor(job=job, step=step, segment=-1, what=record.collective.what):
                     record.collective.run(world.control)

@@ -38,7 +38,8 @@ class PausedRun:
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
+        self._rank = rank
+        self._ranks = ranks
         self.changes = 0
         self.is_over = False
         self._since: tuple[int, float] | None = None
@@ -91,7 +92,8 @@ class PausedRun:
 
     def take_end(self) -> bool:
         """Returns whether the run is to stop; True once."""
-        ends, self._ends = self._ends, False
+        ends = self._ends
+        self._ends = False
         return ends
 
 

@@ -60,12 +60,10 @@ class Router:
         self.texts: list[str] = []
         self.left_out: tuple[str, ...] = ()
         self.paused_run = PausedRun(rank, ranks)
-        self._compute, self._exchange, self._listeners, self._rank = (
-            compute,
-            exchange,
-            listeners,
-            rank,
-        )
+        self._compute = compute
+        self._exchange = exchange
+        self._listeners = listeners
+        self._rank = rank
 
     def route(self, instruction: m.Instruction) -> None:
         """Hands an instruction on. Never waits for work."""
@@ -112,10 +110,8 @@ class Router:
                     job=job.name, kind="status", value="paused" if paused else "goes on"
                 )
             case m.JobAtStart(number, arrival, awaited):
-                name, text = (
-                    self.jobs[number].name,
-                    note_at_start(arrival, [self.jobs[n].name for n in awaited]),
-                )
+                name = self.jobs[number].name
+                text = note_at_start(arrival, [self.jobs[n].name for n in awaited])
                 self._listeners.note(job=name, kind="status", value=text)
                 # Here, where all ranks know: the rank that found it late may be any, and several
                 # may have.

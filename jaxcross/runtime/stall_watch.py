@@ -39,7 +39,8 @@ class JobWaits:
         """Takes the jobs that wait now, by name. Called a few times a second; neither waits nor
         communicates.
         """
-        before, self._seen = self._seen, dict(waits)
+        before = self._seen
+        self._seen = dict(waits)
         same = {
             job for job, wait in waits.items() if job in before and before[job].point == wait.point
         }
@@ -89,10 +90,8 @@ def absent(job: str, what: str, answers: Mapping[int, RankStatus | None]) -> dic
     for other, status in answers.items():
         if status is not None and not status.may_be_late(job):
             waits = [wait for wait in status.waits if wait.job == job]
-            if not any(wait.what == what for wait in waits):
-                found[other] = (
-                    f"it waits for its {waits[-1].what}"
-                    if waits
-                    else f"its job {job!r} has not come so far"
-                )
+            if not waits:
+                found[other] = f"its job {job!r} has not come so far"
+            elif all(wait.what != what for wait in waits):
+                found[other] = f"it waits for its {waits[-1].what}"
     return found

@@ -231,7 +231,8 @@ class _Call:
         if self.failed:
             # The other ranks are in the one that failed: the next one must not be summed with it.
             raise self.failed[0]
-        program, execution = self.compiled.program, self.execution
+        program = self.compiled.program
+        execution = self.execution
         try:
             execution.wait_inputs(index)
             if self.compare is not None and not self.ended:
@@ -271,6 +272,7 @@ class _Call:
     def _missing_partners(
         self, what: str, answers: Mapping[int, RankStatus | None]
     ) -> dict[int, str] | None:
-        program, world = self.compiled.program, self.world
+        program = self.compiled.program
+        world = self.world
         partners = rank_lists.partners(world.wire().calls(program), world.rank)
         return missing_ranks(program.name, what, sorted(partners), answers, excuse_local=False)

@@ -23,7 +23,8 @@ from jaxcross.world.sched_slice import ask_for_short_slices
 _PUSH, _PARAMS, _FINISHED, _FAILED, _STOPPED = range(1, 6)
 # Seconds between two polls of the mailbox. MPI's own wait would keep a core busy for as long as the
 # workers compute.
-_FIRST_POLL_S, _LONGEST_POLL_S = 1e-4, 2e-3
+_FIRST_POLL_S = 1e-4
+_LONGEST_POLL_S = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,9 @@ class Lane:
     """
 
     def __init__(self, mailbox: Mailbox, clocks: Clocks, shard: Shard, name: str) -> None:
-        self._mailbox, self._clocks, self._shard = mailbox, clocks, shard
+        self._mailbox = mailbox
+        self._clocks = clocks
+        self._shard = shard
         self._commands: deque[Callable[[], None]] = deque()
         self._wakeup = threading.Event()
         self._changed = threading.Condition()
@@ -117,7 +120,8 @@ class Lane:
                 )
             )
             if self._complete():
-                answers, self._answers = self._answers, {}
+                answers = self._answers
+                self._answers = {}
                 return [answers[rank] for rank in range(self._mailbox.size)]
         if self._failure is None:
             return None
@@ -129,7 +133,8 @@ class Lane:
 
     def waiting_for(self) -> dict[int, str]:
         """Returns the other ranks that this rank's worker waits for, and why."""
-        rank, now = self._mailbox.rank, self._clocks.now
+        rank = self._mailbox.rank
+        now = self._clocks.now
         behind = self._clocks.behind(rank)
         if behind:
             return {r: f"its worker is at step {now[r]}" for r in behind}
@@ -163,10 +168,8 @@ class Lane:
         except BaseException as error:
             # MPI itself failed: this rank cannot notify the others, which wait until the watchdog
             # ends them.
-            self._cause, self._failure = (
-                error,
-                Failure(f"rank {self._mailbox.rank} cannot send: {describe(error)}"),
-            )
+            self._cause = error
+            self._failure = Failure(f"rank {self._mailbox.rank} cannot send: {describe(error)}")
             self._notify()
 
     def _serve(self) -> None:
@@ -226,7 +229,8 @@ class Lane:
         if not free:
             return
         if self._arrived:
-            arrived, self._arrived = self._arrived, {}
+            arrived = self._arrived
+            self._arrived = {}
             self._shard.apply(arrived)
         for rank in free:
             self._mailbox.send(rank, _PARAMS, self._shard.message())

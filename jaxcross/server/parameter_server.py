@@ -56,7 +56,8 @@ class ParameterServer:
         >>> with jaxcross.ParameterServer(params, optax.sgd(0.1), staleness=2) as server:
         ...     params = server.params
         ...     for batch in data:
-        ...         params = server.push_pull(gradient(params, batch))  # this rank's own gradient: no mean
+        ...         gradients = gradient(params, batch)  # this rank's own, without a mean
+        ...         params = server.push_pull(gradients)
         >>> params = server.params  # the same on every rank
 
     Args:
@@ -146,7 +147,8 @@ class ParameterServer:
         mailbox = self._open_together(lambda _: self._open())
         name = "alone" if self._job is None else self._job.name
         self._lane = Lane(mailbox, Clocks(self._world.size, self._staleness), self._shard, name)
-        self._thread, self._pulled_ns = threading.get_ident(), time.monotonic_ns()
+        self._thread = threading.get_ident()
+        self._pulled_ns = time.monotonic_ns()
         return self
 
     def __exit__(
@@ -161,7 +163,8 @@ class ParameterServer:
         Raises:
             ExchangeError: Another rank failed before all had finished.
         """
-        lane, self._thread = self._lane, None
+        lane = self._lane
+        self._thread = None
         assert lane is not None
         try:
             if error is None:
@@ -193,7 +196,8 @@ class ParameterServer:
             ExchangeError: A worker or server failed, on whatever rank; on every rank.
             JobError: Called outside the `with` block, or in another thread.
         """
-        lane, job = self._lane, self._job
+        lane = self._lane
+        job = self._job
         if lane is None or self._thread != threading.get_ident():
             raise JobError(
                 "`push_pull` of a parameter server works inside its `with` block, in the thread "
@@ -203,7 +207,8 @@ class ParameterServer:
         if job is not None and job.host.stopping:
             raise Stopped
         parts = self._layout.parts(jax.block_until_ready(leaves))
-        pushed_ns, start_ns = time.monotonic_ns(), self._pulled_ns
+        pushed_ns = time.monotonic_ns()
+        start_ns = self._pulled_ns
         self.clock += 1
         lane.push(parts)
         self.params = self._wait(lane, "parameter server")
@@ -217,7 +222,8 @@ class ParameterServer:
 
     def _open_together(self, work: Callable[[Any], Mailbox]) -> Mailbox:
         """Runs `work` on all ranks together, after they have compared their `staleness`."""
-        world, text = self._world, f"staleness {self._staleness}"
+        world = self._world
+        text = f"staleness {self._staleness}"
         if self._job is not None:
             return self._job.run_on_all_ranks(f"parameter server\n{text}", work)
         world.exchange_owner.check_not_stray("ParameterServer")

@@ -35,7 +35,9 @@ class Shard:
         *,
         ranks: int,
     ) -> None:
-        self._layout, self._ranks, self._message = layout, ranks, message
+        self._layout = layout
+        self._ranks = ranks
+        self._message = message
         self._cpu = jax.local_devices(backend="cpu")[0]
         self._params = self._tree(layout.views(message))
         with jax.default_device(self._cpu):

@@ -119,7 +119,9 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
     partition(
         model.clone(layers=1), jax.ShapeDtypeStruct((batch, length), jnp.int32)
     )  # the model's own refusals
-    mesh, h, v = model.mesh, model.features, model.vocabulary
+    mesh = model.mesh
+    h = model.features
+    v = model.vocabulary
     (sequences,) = mesh.block((batch,), (tuple(mesh.batch) or None,), "A batch")
     tokens = sequences * length
     shapes: Shapes = [((v, h), "table"), ((h,), "hidden"), ((h,), "hidden")]
@@ -141,14 +143,16 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
 
 def _block(model: Transformer, tokens: int, length: int) -> Cost:
     """Both passes of a block, and the forward pass again where it is rematerialised."""
-    mesh, h = model.mesh, model.features
+    mesh = model.mesh
+    h = model.features
     work = Cost(operations=4 * tokens * length * (h // mesh.size(mesh.inner)))  # scores and context
     attention = [
         _dense(mesh, tokens, h, 3 * h, "column"),
         (work, work * 2),
         _dense(mesh, tokens, h, h, "row"),
     ]
-    up, down = _dense(mesh, tokens, h, 4 * h, "column"), _dense(mesh, tokens, 4 * h, h, "row")
+    up = _dense(mesh, tokens, h, 4 * h, "column")
+    down = _dense(mesh, tokens, 4 * h, h, "row")
     passes = zip(
         _normalisation(mesh, tokens), _normalisation(mesh, tokens), *attention, up, strict=True
     )

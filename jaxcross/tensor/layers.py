@@ -94,7 +94,8 @@ class Dense(nn.Module):
                 f"`cut` of a dense layer is `{self.cut!r}`: choose `'column'` for a block's first "
                 "layer, `'row'` for its last."
             )
-        mesh, column = self.mesh, self.cut == "column"
+        mesh = self.mesh
+        column = self.cut == "column"
         y: Any
         width = x.shape[-1] * mesh.size(mesh.hidden if column else mesh.inner)
         kernel = parameter(
@@ -203,7 +204,8 @@ class Embedding(nn.Module):
             )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        mesh, table = self.mesh, self.table.astype(self.dtype)
+        mesh = self.mesh
+        table = self.table.astype(self.dtype)
         if mesh.col:
             x = jnp.take(_rows(table, mesh), tokens, axis=0)
         else:
@@ -228,7 +230,8 @@ class Embedding(nn.Module):
 
         `summa.abt` in 2-D; in 1-D an all-reduce of the input's gradient.
         """
-        mesh, table = self.mesh, self.table.astype(self.dtype)
+        mesh = self.mesh
+        table = self.table.astype(self.dtype)
         x = x.astype(self.dtype)
         return summa.abt(x if mesh.col else copy_to(x, mesh.inner), table, mesh.row, mesh.col)
 

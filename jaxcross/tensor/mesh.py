@@ -182,7 +182,8 @@ class Mesh:
     def here(self, value: jax.Array, spec: Spec) -> jax.Array:
         """This rank's part of `value`, inside a step that has the axes bound. Sends nothing."""
         for dim, entry in enumerate(spec):
-            if axes := self._live(*named((entry,))):
+            axes = self._live(*named((entry,)))
+            if axes:
                 length = value.shape[dim] // self.size(axes)
                 value = jax.lax.dynamic_slice_in_dim(
                     value, jax.lax.axis_index(axes) * length, length, dim
@@ -193,7 +194,8 @@ class Mesh:
         """The part of `value` that `rank` holds: a static slice, on the host or in a `jit`. Sends
         nothing.
         """
-        where, sizes = self.coords(rank), self._sizes()
+        where = self.coords(rank)
+        sizes = self._sizes()
         index = []
         for axes, length in zip(spec, self.block(value.shape, spec, "A tensor"), strict=False):
             position = 0
@@ -261,17 +263,18 @@ class Mesh:
             NameError: One is not bound (JAX's own error).
         """
         for axis, size in {} if self.whole else self.axes.items():
-            if size > 1 and (bound := jax.lax.axis_size(axis)) != size:
+            if size <= 1:
+                continue
+            found = jax.lax.axis_size(axis)
+            if found != size:
                 raise ValueError(
-                    f"The mesh has {size} ranks along `{axis}`, but the step runs with {bound}. "
+                    f"The mesh has {size} ranks along `{axis}`, but the step runs with {found}. "
                     "Give `crossover` (or `vmap`, `shard_map`) the mesh's own `axes`."
                 )
         trace = current_tracing()
-        bound = (
-            []
-            if self.whole or trace is None
-            else [axis for axis in trace.axes if axis in self.axes]
-        )
+        bound = []
+        if trace is not None and not self.whole:
+            bound = [axis for axis in trace.axes if axis in self.axes]
         if bound != [axis for axis in self.axes if axis in bound]:
             raise ValueError(
                 f"The mesh has its axes in the order {_listed(self.axes)}, the step in the order "
@@ -286,14 +289,13 @@ class Mesh:
         Raises:
             ValueError: An axis is that of the other layout.
         """
-        foreign = (
-            {"tensor"}
-            if self.side * self.depth > 1
-            else {"depth", "row", "col"}
-            if self.tensor > 1
-            else set()
-        )
-        if wrong := [a for a in named(spec) if a in foreign]:
+        foreign: set[str] = set()
+        if self.side * self.depth > 1:
+            foreign = {"tensor"}
+        elif self.tensor > 1:
+            foreign = {"depth", "row", "col"}
+        wrong = [a for a in named(spec) if a in foreign]
+        if wrong:
             raise ValueError(
                 f"{what} is cut over {_listed(wrong)} by its spec, but the mesh has "
                 f"{_listed(self.axes)}: the spec is another mesh's. Take it from `partition` of a "

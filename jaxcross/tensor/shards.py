@@ -57,7 +57,8 @@ def init(model: nn.Module, key: jax.Array, tokens: Tokens, rank: int = 0) -> PyT
     Raises:
         ValueError: A parameter cannot be cut into equal parts, or there is no such rank.
     """
-    mesh, specs = _mesh_of(model), partition(model, tokens)
+    mesh = _mesh_of(model)
+    specs = partition(model, tokens)
     whole = _whole(model)
 
     def draw(key: jax.Array) -> PyTree:
@@ -101,7 +102,8 @@ def unshard(trees: Sequence[PyTree], specs: PyTree, mesh: Mesh) -> PyTree:
     def join(
         path: jax.tree_util.KeyPath, cut: PartitionSpec, *held: jax.typing.ArrayLike
     ) -> np.ndarray:
-        spec, parts = tuple(cut), tuple(np.asarray(p) for p in held)
+        spec = tuple(cut)
+        parts = tuple(np.asarray(p) for p in held)
         sizes = mesh.axes
         cuts = [int(np.prod([sizes.get(a, 1) for a in named((axes,))])) for axes in spec]
         shape = [
@@ -110,7 +112,8 @@ def unshard(trees: Sequence[PyTree], specs: PyTree, mesh: Mesh) -> PyTree:
                 parts[0].shape, [*cuts, *[1] * (parts[0].ndim - len(cuts))], strict=True
             )
         ]
-        out, holder = np.zeros(shape, parts[0].dtype), {}
+        out = np.zeros(shape, parts[0].dtype)
+        holder = {}
         for rank, part in enumerate(parts):
             where = tuple(mesh.coords(rank)[a] for a in named(spec))
             first = holder.setdefault(where, rank)
@@ -221,7 +224,8 @@ def check_replicas(spread: PyTree, *, batch: bool = False) -> None:
     """
     for path, apart in jax.tree.leaves_with_path(spread):
         apart = np.asarray(apart)
-        if not (ranks := np.flatnonzero(apart)).size:
+        ranks = np.flatnonzero(apart)
+        if not ranks.size:
             continue
         several = len(ranks) > 1
         how = (

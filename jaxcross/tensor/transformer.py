@@ -54,10 +54,8 @@ class Attention(nn.Module):
             (self.heads,), mesh.spec("inner"), "The heads of an attention layer, an array"
         )
         batch, length, _ = x.shape
-        width, kinds = (
-            features // self.heads,
-            {"dtype": self.dtype, "param_dtype": self.param_dtype},
-        )
+        width = features // self.heads
+        kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         qkv = Dense(3 * features, mesh, "column", name="qkv", **kinds)(x)
         q, k, v = jnp.moveaxis(qkv.reshape(batch, length, heads, 3, width), 3, 0)
         wide = jnp.promote_types(self.dtype, jnp.float32)
@@ -116,7 +114,8 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        mesh, kinds = self.mesh, {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        mesh = self.mesh
+        kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         features = x.shape[-1] * mesh.size(mesh.hidden)
         y = LayerNorm(mesh, name="before_attention", **kinds)(x)
         x = x + Attention(self.heads, mesh, name="attention", **kinds)(y)
@@ -155,7 +154,8 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        mesh, kinds = self.mesh, {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        mesh = self.mesh
+        kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         embedding = Embedding(
             self.vocabulary, self.features, self.positions, mesh, name="embedding", **kinds
         )

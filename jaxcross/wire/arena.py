@@ -70,9 +70,11 @@ class Arena:
                 collect_garbage()
                 slot = _free(slots)
             if slot is None:
-                slots.append(slot := _Slot(_memory(size)))
+                slot = _Slot(_memory(size))
+                slots.append(slot)
             lease = np.frombuffer(slot.memory, np.uint8)
-            slot.lease, slot.used_s = ref(lease), now
+            slot.lease = ref(lease)
+            slot.used_s = now
         return lease[:nbytes].view(dtype).reshape(shape)
 
     @property

@@ -41,19 +41,20 @@ def group_size(exchange: Exchange, sizes: Mapping[str, int]) -> int:
     axes.
     """
     params = dict(exchange.params)
-    groups, ranks = params.get("groups"), params.get("ranks")
-    return (
-        max(map(len, groups))
-        if groups
-        else len(ranks)
-        if ranks
-        else math.prod(sizes[a] for a in exchange.axes)
-    )
+    groups = params.get("groups")
+    ranks = params.get("ranks")
+    if groups:
+        return max(map(len, groups))
+    if ranks:
+        return len(ranks)
+    return math.prod(sizes[a] for a in exchange.axes)
 
 
 def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
-    params, size = dict(exchange.params), group_size(exchange, sizes)
-    count, item = exchange.count, _itemsize(exchange.dtype)
+    params = dict(exchange.params)
+    size = group_size(exchange, sizes)
+    count = exchange.count
+    item = _itemsize(exchange.dtype)
     if exchange.op == "psum" and messages.is_narrow_float(jnp.dtype(exchange.dtype)) and size > 1:
         if collectives.gathers(count, item, size):
             return (size - 1) * count * item
@@ -82,7 +83,8 @@ def _messages(jaxpr: compat.Jaxpr, size: int) -> list[Fraction]:
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         for sub in compat.sub_jaxprs(eqn):
             found += _messages(sub, size) * eqn.params.get("length", 1)  # of a `scan`
-        if (call := call_of(eqn)) is None:
+        call = call_of(eqn)
+        if call is None:
             continue
         aval = eqn.outvars[0].aval if call == "sendrecv" else eqn.invars[0].aval
         nbytes = aval.size * _itemsize(str(aval.dtype))

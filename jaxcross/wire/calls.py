@@ -40,7 +40,8 @@ def calls_of(
             handle = handle_of(comm)
             if handle not in handles:
                 handles.append(handle)
-            if number := handles.index(handle):
+            number = handles.index(handle)
+            if number:
                 params = {**dict(exchange.params), "comm": f"{key_of(exchange)[1]}#{number}"}
                 exchange = replace(exchange, params=tuple(params.items()))
             found.append(exchange)

@@ -45,7 +45,10 @@ def groups(eqns: Sequence[compat.Equation], axes: Mapping[str, int]) -> Iterator
         ordered = any(map(compat.is_ordered_effect, eqn.effects))
         if run and not (exchange and not reads) and (ordered or involves_axes(eqn, axes)):
             yield from (*_messages(run, axes), *behind)
-            run, behind, written, reads = [], [], set(), False
+            run = []
+            behind = []
+            written = set()
+            reads = False
         if exchange:
             run.append((eqn, exchange))
         elif reads:
@@ -89,7 +92,8 @@ def _messages(run: Sequence[tuple[Any, Exchange]], axes: Mapping[str, int]) -> l
     lists: list[list[Any]] = []
     open_lists: dict[Any, tuple[list[Any], int]] = {}
     for eqn, exchange in run:
-        params, dtype = dict(exchange.params), jnp.dtype(exchange.dtype)
+        params = dict(exchange.params)
+        dtype = jnp.dtype(exchange.dtype)
         nbytes = exchange.count * dtype.itemsize
         if is_narrow_float(dtype):
             # else it travels another way, by other bytes
@@ -102,7 +106,8 @@ def _messages(run: Sequence[tuple[Any, Exchange]], axes: Mapping[str, int]) -> l
         key = exchange.axes, params.get("groups"), dtype
         message, filled = open_lists.get(key, ([], MESSAGE_BYTES))
         if filled + nbytes > MESSAGE_BYTES:
-            message, filled = [], 0
+            message = []
+            filled = 0
             lists.append(message)
         message.append(eqn)
         open_lists[key] = message, filled + nbytes

@@ -362,7 +362,8 @@ def _carried_out(eqn: Any, site: _Site) -> _Stage:
 def _message(eqn: Any, site: _Site) -> Callable[[Any], Sequence[Any]]:
     from mpi4py import MPI
 
-    send, is_small = host_calls.maker(eqn, site.receive), _is_small(eqn)
+    send = host_calls.maker(eqn, site.receive)
+    is_small = _is_small(eqn)
 
     def run(operand: Any) -> Sequence[Any]:
         x = np.asarray(operand, order="C")  # waits for the operand; copies nothing
@@ -381,17 +382,16 @@ def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
     its results.
     """
     n_consts, n_carry = compat.scan_counts(eqn)
-    length, iteration = eqn.params["length"], jaxpr_as_fun(eqn.params["jaxpr"])
+    length = eqn.params["length"]
+    iteration = jaxpr_as_fun(eqn.params["jaxpr"])
     avals = [atom.aval for atom in eqn.invars]
     n_xs = len(avals) - n_consts - n_carry
     stacked = [var.aval for var in eqn.outvars[n_carry:]]
 
     def body(i: Any, *values: Any) -> list[Any]:
-        consts, xs, carry = (
-            values[:n_consts],
-            values[n_consts:][:n_xs],
-            values[n_consts + n_xs :][:n_carry],
-        )
+        consts = values[:n_consts]
+        xs = values[n_consts:][:n_xs]
+        carry = values[n_consts + n_xs :][:n_carry]
         results = iteration(
             *consts, *carry, *(lax.dynamic_index_in_dim(x, i, keepdims=False) for x in xs)
         )
@@ -425,7 +425,8 @@ def _while(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequenc
     Under `vmap`, each element of the batch has a condition of its own. The loop continues while any
     of them holds, and an element whose condition no longer holds keeps its values.
     """
-    n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    n_condition = eqn.params["cond_nconsts"]
+    n_body = eqn.params["body_nconsts"]
     condition = HostProgram(eqn.params["cond_jaxpr"], site)
     iteration = eqn.params["body_jaxpr"]
     (predicate,) = eqn.params["cond_jaxpr"].out_avals
@@ -497,7 +498,8 @@ def _is_small(message: Any) -> bool:
 
 def _last_uses(stages: Sequence[_Stage], results: set[Any]) -> list[set[Any]]:
     """Returns the values that are needed no longer after each stage."""
-    needed, done = set(results), []
+    needed = set(results)
+    done = []
     for stage in reversed(stages):
         used = _vars([*stage.inputs, *stage.outputs])
         done.append(used - needed)
@@ -510,11 +512,9 @@ def _vars(atoms: Iterable[Any]) -> set[Any]:
 
 
 def _value(atom: Any, values: Values) -> Any:
-    return (
-        np.asarray(atom.val, compat.array_type(atom).dtype)
-        if isinstance(atom, compat.Literal)
-        else values[atom]
-    )
+    if isinstance(atom, compat.Literal):
+        return np.asarray(atom.val, compat.array_type(atom).dtype)
+    return values[atom]
 
 
 def _order(inner: Any) -> Callable[[Any], int]:

@@ -23,7 +23,8 @@ def split(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     """Returns consecutive pieces of a vector; those of a size that occurs once at literal
     places.
     """
-    times, starts = Counter(sizes), itertools.accumulate(sizes, initial=0)
+    times = Counter(sizes)
+    starts = itertools.accumulate(sizes, initial=0)
     return [
         _at_constant(flat, start, size)
         if times[size] > 1 and start <= _LARGEST

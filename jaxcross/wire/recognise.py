@@ -108,11 +108,9 @@ def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
     """
     # Positions count in the order in which the user names the axes. XLA's permutation alone counts
     # in mesh order.
-    axes = (
-        tuple(a for a in mesh.names if a in exchange.axes)
-        if exchange.op == "ppermute"
-        else exchange.axes
-    )
+    axes = exchange.axes
+    if exchange.op == "ppermute":
+        axes = tuple(a for a in mesh.names if a in axes)
     return axes, dict(exchange.params).get("groups")
 
 
@@ -196,7 +194,8 @@ def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
     params = eqn.params
     if params.get("transpose"):
         return None  # The transpose of an all-reduce is the identity: nothing is sent.
-    comm, op = unwrap(params["comm"]), eqn.primitive.name.removesuffix("_mpi")
+    comm = unwrap(params["comm"])
+    op = eqn.primitive.name.removesuffix("_mpi")
     source = compat.source_of(eqn, outside="mpi4jax/_src")
     if not comm:  # as `MPI.COMM_NULL` counts
         raise ExchangeError(
@@ -205,7 +204,8 @@ def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
             "freed. Make the call on members only."
         )
     found: list[tuple[str, Any]] = [("ranks", world_ranks(comm))]
-    if label := comm.Get_name():
+    label = comm.Get_name()
+    if label:
         found.append(("comm", re.sub(r"\W", "_", label)))
     if "op" in params:
         found.append(("reduction", _reduction_name(unwrap(params["op"]))))
@@ -281,7 +281,8 @@ def world_ranks(comm: Any) -> tuple[int, ...]:
     """The ranks of `COMM_WORLD` that a communicator joins, in its own order."""
     from mpi4py import MPI
 
-    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    group = comm.Get_group()
+    world = MPI.COMM_WORLD.Get_group()
     try:
         return tuple(MPI.Group.Translate_ranks(group, None, world))
     finally:

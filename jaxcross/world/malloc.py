@@ -8,7 +8,12 @@ from collections.abc import Mapping
 
 # Large pages; never a mapping of its own, nothing back to the kernel (64 GiB: never); one heap, the
 # only one without a limit on the size of what it holds.
-_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=68719476736:glibc.malloc.arena_max=1"
+_TUNABLES = (
+    "glibc.malloc.hugetlb=1:"
+    "glibc.malloc.mmap_max=0:"
+    "glibc.malloc.trim_threshold=68719476736:"
+    "glibc.malloc.arena_max=1"
+)
 
 
 def advice(environ: Mapping[str, str], *, libc: str, accelerators: int) -> str | None:

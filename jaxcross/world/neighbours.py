@@ -51,7 +51,9 @@ class Neighbours:
         Returns:
             The texts by rank, this one's included; the same on all connected ranks.
         """
-        comm, me, mine = self._comm, self._comm.Get_rank(), set(partners)
+        comm = self._comm
+        me = self._comm.Get_rank()
+        mine = set(partners)
         known: Known = {me: (text, frozenset(mine))}
         requests = [comm.isend((dict(known), False), dest=p, tag=_FIRST_TAG) for p in sorted(mine)]
         received = {p: self._first_from(p) for p in sorted(mine)}
@@ -67,7 +69,9 @@ class Neighbours:
             sent_to[p] = dict(known)
         for theirs, _ in received.values():
             _learn(known, theirs)
-        open_from, tag, finished = set(mine), _FIRST_TAG, False
+        open_from = set(mine)
+        tag = _FIRST_TAG
+        finished = False
         while open_from or not finished:
             tag += 1
             last = not finished and _is_closed(known)

@@ -80,13 +80,16 @@ def _gathered(
     def described(path: str, leaf: Any) -> str:
         return "rank-local" if path in rank_local and _is_numeric(leaf) else what(leaf)
 
-    mine, trouble, failure = [], "", None
+    mine = []
+    trouble = ""
+    failure = None
     try:
         mine = [(path, described(path, leaf)) for path, leaf in _leaves(state)]
     except (
         Exception
     ) as error:  # of memory perhaps, or the leaf was donated: the others wait all the same
-        trouble, failure = f"{type(error).__name__}: {error}", error
+        trouble = f"{type(error).__name__}: {error}"
+        failure = error
     every = comm.allgather((mine, trouble))
     if failure is not None:
         raise failure
@@ -150,11 +153,9 @@ def _host(leaf: Any) -> np.ndarray:
 
 def _form(leaf: Any) -> str:
     array = _host(leaf)
-    return (
-        f"{array.dtype}{list(array.shape)}"
-        if _is_numeric(leaf)
-        else f"of type {type(leaf).__name__}"
-    )
+    if not _is_numeric(leaf):
+        return f"of type {type(leaf).__name__}"
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def _digest(leaf: Any) -> str:

@@ -121,7 +121,8 @@ def initialize(
                 f"to {wire!r}. Give it to the first call."
             )
         return started
-    if (worker := world_of_worker(os.environ, _make_world)) is not None:
+    worker = world_of_worker(os.environ, _make_world)
+    if worker is not None:
         _CURRENT.append(worker)
         return worker
     launch = read_launch(os.environ)
@@ -156,7 +157,8 @@ def _start(
         )
     world = mpi.COMM_WORLD
     vendor = vendor_of(mpi.Get_library_version())
-    rank, size = world.Get_rank(), world.Get_size()
+    rank = world.Get_rank()
+    size = world.Get_size()
     check_launch(launch, world_size=size, vendor=vendor)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise ExchangeError(
@@ -233,9 +235,11 @@ def _join(
 ) -> World:
     """Returns this rank's view of the world. Waits for every rank."""
     world = mpi.COMM_WORLD
-    rank, size = world.Get_rank(), world.Get_size()
+    rank = world.Get_rank()
+    size = world.Get_size()
     node = world.Split_type(mpi.COMM_TYPE_SHARED)
-    local_rank, local_size = node.Get_rank(), node.Get_size()
+    local_rank = node.Get_rank()
+    local_size = node.Get_size()
     settings_of_node = node.allgather(
         {name: os.environ[name] for name in _VISIBLE if os.environ.get(name)}
     )
@@ -266,12 +270,12 @@ def _join(
         sigterm=sigterm,
     )
     watchdog.start()
-    hooks.notify, hooks.failed_alike, hooks.report = (
-        watchdog.notify,
-        watchdog.failed_alike,
-        watchdog.report,
-    )
+    hooks.notify = watchdog.notify
+    hooks.failed_alike = watchdog.failed_alike
+    hooks.report = watchdog.report
     atexit.register(watchdog.stop)
+    control = MpiControl(world.Dup(), mpi.MIN)
+    base = world.Dup()
     return _make_world(
         rank=rank,
         size=size,
@@ -282,9 +286,9 @@ def _join(
         over=wire,
         pool_size=size_of_pool,
         heartbeat_timeout_s=heartbeat_timeout_s,
-        control=MpiControl(world.Dup(), mpi.MIN),
+        control=control,
         flight=flight,
-        _base=(base := world.Dup()),
+        _base=base,
         _neighbours=Neighbours(base),
         estimate_request=os.environ.get("JAXCROSS_ESTIMATE", ""),
         # One number for all ranks, which may have different environments: they meet in each check.
@@ -300,13 +304,14 @@ def current_world() -> World:
     Raises:
         RuntimeError: `initialize` was not called.
     """
-    if not _CURRENT and (worker := world_of_worker(os.environ, _make_world)) is not None:
-        _CURRENT.append(worker)
     if not _CURRENT:
-        raise RuntimeError(
-            "jaxcross is not initialised: call `world = jaxcross.initialize()` at the start of the "
-            "script, before the first step and the first JAX array."
-        )
+        worker = world_of_worker(os.environ, _make_world)
+        if worker is None:
+            raise RuntimeError(
+                "jaxcross is not initialised: call `world = jaxcross.initialize()` at the start of "
+                "the script, before the first step and the first JAX array."
+            )
+        _CURRENT.append(worker)
     return _CURRENT[0]
 
 

@@ -33,14 +33,16 @@ class StartNotice:
     """
 
     def __init__(self, ranks: int, begun: threading.Event) -> None:
-        self._ranks, self._begun = ranks, begun
+        self._ranks = ranks
+        self._begun = begun
 
     def start(self) -> None:
         """Starts the thread. Does not wait."""
         threading.Thread(target=self._watch, name="jaxcross-start", daemon=True).start()
 
     def _watch(self) -> None:
-        start_s, next_s = time.monotonic(), FIRST_S
+        start_s = time.monotonic()
+        next_s = FIRST_S
         while not self._begun.wait(start_s + next_s - time.monotonic()):
             self.notify(next_s)
             next_s *= 2

@@ -61,7 +61,8 @@ def mark(world: World) -> None:
     """Tells the processes that this rank starts or forks, by the environment, that they are its
     workers.
     """
-    listener, process = _listen(world), this_process()
+    listener = _listen(world)
+    process = this_process()
     numbers = {name: getattr(world, name) for name in _NUMBERS}
     reached = {
         "process": asdict(process),
@@ -121,12 +122,10 @@ class Refusal:
     """
 
     def __init__(self, rank: int, process: ProcessId, listener: int, timeout_s: float) -> None:
-        self._rank, self._process, self._listener, self.timeout_s = (
-            rank,
-            process,
-            listener,
-            timeout_s,
-        )
+        self._rank = rank
+        self._process = process
+        self._listener = listener
+        self.timeout_s = timeout_s
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -206,7 +205,8 @@ def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
     """Whether a rank started this process, which is not a rank itself: MPICH gives each rank an
     open pipe.
     """
-    if (descriptor := environ.get("PMI_FD", "")).isdecimal():
+    descriptor = environ.get("PMI_FD", "")
+    if descriptor.isdecimal():
         try:
             os.fstat(int(descriptor))
         except OSError:

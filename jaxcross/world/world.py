@@ -142,10 +142,8 @@ class World:
             slot = self._slots.setdefault(key, _Slot())
         with slot.lock:
             if slot.comm is None:
-                what, others = (
-                    f"making a communicator of ranks {ranks}",
-                    [r for r in ranks if r != self.rank],
-                )
+                what = f"making a communicator of ranks {ranks}"
+                others = [r for r in ranks if r != self.rank]
                 # In a job's thread, hence in no order with what the lanes do.
                 waiting_for = partial(missing_ranks, "", what, others, excuse_local=False)
                 with self.monitor(job="", step=0, segment=-1, what=what, waiting_for=waiting_for):
@@ -225,10 +223,8 @@ class World:
 
     def abort(self, message: str, *, code: int = 1) -> NoReturn:
         """Print `message` with this rank and end all ranks. Does not return."""
-        first, size = (
-            clause(first_line(message)),
-            self._base.Get_size(),
-        )  # raises in a worker: it ends no rank
+        first = clause(first_line(message))
+        size = self._base.Get_size()  # raises in a worker: it ends no rank
         kind = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}.get(code, "failed")
         abort_everywhere(
             f"jaxcross: rank {self.rank} aborts all {size} ranks: {message}",

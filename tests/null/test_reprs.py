@@ -60,8 +60,8 @@ RESULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "report": (
         report,
         (
-            "<Report of 2 jobs (1 ended, 1 failed): 600 steps in 600.00 s on 1 rank; print() shows the "
-            "table>"
+            "<Report of 2 jobs (1 ended, 1 failed): 600 steps in 600.00 s on 1 rank; "
+            "print() shows the table>"
         ),
     ),
     "sweep": (

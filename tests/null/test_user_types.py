@@ -56,7 +56,8 @@ reveal_type(jaxcross.current_world())  # World
 MYPY_SETTINGS = """
 [mypy]
 ignore_missing_imports = True
-# Only the package's own types are looked at: those of JAX are large, and Optuna brings a database along.
+# Only the package's own types are looked at: those of JAX are large, and Optuna brings a database
+# along.
 [mypy-jax.*,jaxlib.*,flax.*,optax.*,numpy.*,ml_dtypes.*,orbax.*,grain.*,matplotlib.*,PIL.*,rich.*,mpi4py.*,mpi4jax.*]
 follow_imports = skip
 follow_imports_for_stubs = True

@@ -51,8 +51,8 @@ def test_import_of_what_needs_jax_names_the_version(tmp_path):
         (
             "the handler's API version (0.5) is incompatible",
             (
-                "mpi4jax was built against a newer jaxlib than the installed 0.11.2: the handler's API "
-                "version"
+                "mpi4jax was built against a newer jaxlib than the installed 0.11.2: "
+                "the handler's API version"
             ),
         ),
         ("MPI ABI incompatibility detected!", "mpi4jax cannot be used with this MPI: MPI ABI"),

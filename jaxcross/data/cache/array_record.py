@@ -26,7 +26,8 @@ CHUNK_HEADER = struct.Struct(
     "<QQQQQ"
 )  # hashes of header and data, sizes, and the type with the number of records
 SIMPLE = ord("r")
-PLAIN, ZSTD = 0, ord("z")
+PLAIN = 0
+ZSTD = ord("z")
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
     while True:
         byte = data[place]
         value |= (byte & 0x7F) << shift
-        place, shift = place + 1, shift + 7
+        place += 1
+        shift += 7
         if byte < 0x80:
             return value, place
 

@@ -67,7 +67,9 @@ class Cache:
             another machine, or is in use with other budgets.
 
     Example:
-        >>> cache = Cache("/local/cache", disk_bytes=200 * 10**9, memory_bytes=8 * 10**9)  # doctest: +SKIP
+        >>> cache = Cache(  # doctest: +SKIP
+        ...     "/local/cache", disk_bytes=200 * 10**9, memory_bytes=8 * 10**9
+        ... )
         >>> url = "s3://bucket/imagenet2012/5.1.0"
         >>> batches = train_batches(url, batch_size=64, cache=cache)  # doctest: +SKIP
     """
@@ -116,7 +118,8 @@ class Cache:
 
     def _check_machine(self) -> None:
         """Locks and mapped files hold on one machine only."""
-        this, path = _machine(), self.folder / "machine.json"
+        this = _machine()
+        path = self.folder / "machine.json"
         if self._users.is_first:
             write_json(path, {"machine": this})
         elif read_json(path).get("machine") != this:
@@ -169,7 +172,8 @@ class Cache:
         """Reads the records of `origin` through the levels. `parse` makes an example of a record's
         bytes.
         """
-        levels, base = self._levels, 0
+        levels = self._levels
+        base = 0
         try:
             base = self._base(origin, name)
         except OSError as error:
@@ -283,7 +287,8 @@ def _claim_folder(folder: Path, memory: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise type(error)(f"The cache folder `{folder}` cannot be made: {error}.") from error
-    if (found := read_json(folder / MARKER)) and found.get("format") != FORMAT:
+    found = read_json(folder / MARKER)
+    if found and found.get("format") != FORMAT:
         raise ValueError(
             f"`{folder}` is a cache of another version of jaxcross. Remove it, or choose another "
             "folder."

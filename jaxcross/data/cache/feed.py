@@ -148,10 +148,8 @@ class Feed:
             brought = position < self._brought
             self._wake_thread()
             if arrival is not None:
-                level, seconds = (
-                    "origin" if fetching else arrival.level,
-                    time.perf_counter() - began,
-                )
+                level = "origin" if fetching else arrival.level
+                seconds = time.perf_counter() - began
                 self._waited_s[level] = self._waited_s.get(level, 0.0) + seconds
                 self._split.statistics.add(level, waited_s=seconds)
                 return arrival
@@ -233,7 +231,9 @@ class Feed:
             record = stream.take(position)
             if self._split.has_image(record):
                 self._deliver(position, Arrival(record, None, "images"))
-            elif found := self._split.find(record):
+                continue
+            found = self._split.find(record)
+            if found:
                 self._deliver(position, Arrival(record, *found))
             else:
                 missing[record] = position

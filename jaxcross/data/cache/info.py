@@ -62,10 +62,8 @@ def _level(folder: Path, name: str, given: LevelStatistics) -> LevelInfo:
         header = np.fromfile(folder / "pages", np.int64, HEADER)
         n_pages = ((folder / "pages").stat().st_size - 8 * HEADER) // 8
         rows = np.fromfile(folder / "rows", np.uint32).reshape(-1, 4)
-        records, used = (
-            int(np.count_nonzero(rows[:, FIRST])),
-            (n_pages - int(header[FREE])) * PAGE_BYTES,
-        )
+        records = int(np.count_nonzero(rows[:, FIRST]))
+        used = (n_pages - int(header[FREE])) * PAGE_BYTES
     except (OSError, ValueError, IndexError):
         return LevelInfo(name=name, budget_bytes=None, used_bytes=0, records=0, given=given)
     budget = n_pages * PAGE_BYTES

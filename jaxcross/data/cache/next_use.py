@@ -91,7 +91,8 @@ class Room:
         if distance >= self._bound and self._offers <= self._patience:
             return None
         numbers, distances, pages = residents()
-        self._offers, self._patience = 0, len(numbers) // BATCH_SHARE
+        self._offers = 0
+        self._patience = len(numbers) // BATCH_SHARE
         order = np.argsort(-distances, kind="stable")
         freed = np.cumsum(pages[order])
         if not len(freed) or freed[-1] < needed:
@@ -133,7 +134,8 @@ class NextUse:
         if epoch != self._epoch:
             self._epoch = epoch
             self._records = self._order(epoch)
-            current, self._later = self._later, self._positions(epoch + 1)
+            current = self._later
+            self._later = self._positions(epoch + 1)
             np.minimum(current, self._later, out=self.table)
         record = int(self._records[index])
         self.table[record] = self._later[record]

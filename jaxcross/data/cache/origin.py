@@ -173,16 +173,18 @@ class RemoteOrigin(Origin):
         the origin.
         """
         for shard in shards:
-            if shard not in self._known and (
-                footer := self._footers.load(self._shards[shard].path)
-            ):
+            if shard in self._known:
+                continue
+            footer = self._footers.load(self._shards[shard].path)
+            if footer:
                 self._known[shard] = footer
         new = [shard for shard in shards if shard not in self._known]
         if not new:
             return 0
         paths = [self._shards[shard].path for shard in new]
         sizes = self._retried(lambda: self._fs.sizes(paths), paths)
-        if missing := [path for path, size in zip(paths, sizes, strict=True) if not size]:
+        missing = [path for path, size in zip(paths, sizes, strict=True) if not size]
+        if missing:
             raise FileNotFoundError(
                 f"The shard `{missing[0]}` is missing or empty, or its server does not tell its "
                 "size."
@@ -223,7 +225,8 @@ class RemoteOrigin(Origin):
     def _ranges(self, wanted: Sequence[tuple[int, int, int]]) -> list[bytes]:
         """Reads byte ranges (shard, start, end), all at once."""
         paths = [self._shards[shard].path for shard, _, _ in wanted]
-        starts, ends = [start for _, start, _ in wanted], [end for _, _, end in wanted]
+        starts = [start for _, start, _ in wanted]
+        ends = [end for _, _, end in wanted]
         if not wanted:
             return []
         several = isinstance(
@@ -251,11 +254,9 @@ class RemoteOrigin(Origin):
                 again = attempt < TRIES and not isinstance(error, PermissionError)
                 if again and not self._stop.wait(WAIT_S * 2 ** (attempt - 1)):
                     continue
-                kind = (
-                    type(error)
-                    if isinstance(error, FileNotFoundError | PermissionError)
-                    else OSError
-                )
+                kind = OSError
+                if isinstance(error, FileNotFoundError | PermissionError):
+                    kind = type(error)
                 raise kind(
                     f"Reading {_named(paths)} failed{f' {attempt} times' if attempt > 1 else ''}: "
                     f"{type(error).__name__}: {error}. Training "

@@ -33,7 +33,8 @@ FIRST, NBYTES, CRC, CHECK = range(
 )  # columns of the rows, 4 bytes each; pages count from 1, and 0 means none
 ROW_BYTES = 16
 HEADER = 8  # words of 8 bytes, of which two are in use
-DIRTY, FREE = 0, 1  # whether a change has begun and not ended; number of free pages
+DIRTY = 0  # whether a change has begun and not ended
+FREE = 1  # number of free pages
 FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
 WORD = 2**64 - 1
 SMALLEST_BYTES = 16 * PAGE_BYTES
@@ -112,7 +113,8 @@ class PageStore:
         words = np.frombuffer(_map(self._folder / "pages"), np.int64)
         self._header = words[:HEADER]
         tables = words[HEADER:].view(np.uint32)
-        self._next, self._free = tables[: self.n_pages], tables[self.n_pages :]
+        self._next = tables[: self.n_pages]
+        self._free = tables[self.n_pages :]
         self._rows = np.empty((0, 4), np.uint32)
         self._map_rows()
         if self._users.is_first:
@@ -239,7 +241,8 @@ class PageStore:
         )
 
     def _insert(self, number: int, blob: bytes, salt: int) -> None:
-        needed, free = pages_of(len(blob)), int(self._header[FREE])
+        needed = pages_of(len(blob))
+        free = int(self._header[FREE])
         pages = self._free[free - needed : free][::-1].astype(np.int64)
         view = memoryview(blob)
         done = 0
@@ -280,7 +283,8 @@ class PageStore:
         if count > self.n_pages:
             return None
         pages = np.empty(count, np.int64)
-        page, successors = first, self._next
+        page = first
+        successors = self._next
         for index in range(count):
             if not 1 <= page <= self.n_pages:
                 return None
@@ -385,7 +389,8 @@ def _runs(pages: np.ndarray) -> Iterator[tuple[int, int]]:
 def _write(fd: int, view: memoryview, offset: int) -> None:
     while view:
         written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
+        view = view[written:]
+        offset += written
 
 
 def _size(path: Path) -> int:

@@ -99,7 +99,8 @@ class CachedSplit:
 
     def announce(self, passes: Passes, *, length: int, start: int, stop: int) -> OwnStream:
         """Tells the levels, in all processes, when a stream needs each record."""
-        records, record_at = len(self), passes.record_at
+        records = len(self)
+        record_at = passes.record_at
         return self._levels.streams.add(
             base=self._base,
             records=records,
@@ -125,7 +126,8 @@ class CachedSplit:
             raw: Its bytes, if they were read already.
             decode: Returns image and label of an example.
         """
-        images, number = self._levels.images, self._base + record
+        images = self._levels.images
+        number = self._base + record
         if raw is None and images is not None:
             began = time.perf_counter()
             blob = images.get(number, self._salt)
@@ -186,7 +188,8 @@ class CachedSplit:
             for record in records:
                 if self._base + record not in mine:
                     continue
-                if found := self.find(record):  # came between the look and the claim
+                found = self.find(record)
+                if found:  # came between the look and the claim
                     yield record, *found
                 else:
                     absent.append(record)

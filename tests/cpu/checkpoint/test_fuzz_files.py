@@ -95,7 +95,8 @@ def test_newest_version_is_found_among_other_entries(tmp_path_factory, names):
 @quick(15)
 @given(FILES)
 @example(
-    b'{"name": "imagenet2012", "version": "5.1.0", "fileFormat": "array_record", "splits": [{"name": "train"}]}'
+    b'{"name": "imagenet2012", "version": "5.1.0", '
+    b'"fileFormat": "array_record", "splits": [{"name": "train"}]}'
 )
 def test_a_damaged_manifest_is_refused(tmp_path_factory, content):
     folder = tmp_path_factory.mktemp("data")

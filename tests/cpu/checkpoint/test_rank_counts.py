@@ -151,7 +151,10 @@ def test_other_rank_count_rejects_a_named_leaf(saved_as, before, after, tmp_path
 
     assert run_ranks(before, lambda world: work(world, saved_as, 2)) == [2] * before
     refused = run_ranks(after, lambda world: work(world, "mask", 4))
-    said = rf"cannot resume on {after} ranks? .*which {before} ranks? wrote: .*`\['mask'\]`.*`rank_local`"
+    said = (
+        rf"cannot resume on {after} ranks? .*which {before} ranks? wrote: "
+        r".*`\['mask'\]`.*`rank_local`"
+    )
     assert all(re.search(said, str(text)) for text in refused), refused
     assert run_ranks(before, lambda world: work(world, "mask", 4)) == [4] * before
 

@@ -73,11 +73,15 @@ RUN = """
 import hashlib, json, sys
 from jaxcross.data import Cache, train_batches
 folder, cache, memory, seed = sys.argv[1:]
-with Cache(cache, disk_bytes=10**6, memory_bytes=10**6, ahead_records=8, memory_folder=memory) as cache:
+with Cache(
+    cache, disk_bytes=10**6, memory_bytes=10**6, ahead_records=8, memory_folder=memory
+) as cache:
     print("open", flush=True)
     sys.stdin.readline()
     bits = hashlib.sha256()
-    for batch in train_batches(folder, batch_size=6, image_size=16, seed=int(seed), epochs=3, cache=cache):
+    for batch in train_batches(
+        folder, batch_size=6, image_size=16, seed=int(seed), epochs=3, cache=cache
+    ):
         bits.update(batch["image"].tobytes())
     print(json.dumps([bits.hexdigest(), cache.statistics()["origin"].records]), flush=True)
     sys.stdin.readline()

@@ -128,7 +128,8 @@ if state.exists():
     it.set_state(json.loads(state.read_text()))
 for batch in it:
     with log.open("a") as file:
-        file.write(hashlib.sha256(batch["image"].tobytes() + batch["label"].tobytes()).hexdigest() + "\\n")
+        bits = batch["image"].tobytes() + batch["label"].tobytes()
+        file.write(hashlib.sha256(bits).hexdigest() + "\\n")
     state.write_text(json.dumps(it.get_state()))
     if it.step == int(sys.argv[4]):
         os.kill(os.getpid(), 9)

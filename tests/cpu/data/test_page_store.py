@@ -321,7 +321,8 @@ print("open", flush=True)
 sys.stdin.readline()
 for turn in range(4):
     for number in range(64):
-        store.put((number * 7 + turn * int(sys.argv[2])) % 64, content((number * 7 + turn * int(sys.argv[2])) % 64))
+        key = (number * 7 + turn * int(sys.argv[2])) % 64
+        store.put(key, content(key))
         blob = store.get(number)
         assert blob in (None, content(number))
 assert store.damaged == 0

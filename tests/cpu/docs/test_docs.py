@@ -131,7 +131,10 @@ def check_script(script: str, arguments: Sequence[str], where: str) -> None:
 ASK = f"""
 import contextlib, io, os, runpy, sys
 for script in sys.argv[1:]:
-    folder, said, path, sys.argv = os.path.dirname(script), io.StringIO(), list(sys.path), [script, "--help"]
+    folder = os.path.dirname(script)
+    said = io.StringIO()
+    path = list(sys.path)
+    sys.argv = [script, "--help"]
     sys.path.insert(0, folder)
     code = "no end"
     with contextlib.redirect_stdout(said):

@@ -260,7 +260,10 @@ def no_loco(**changed: Any) -> Any:
         ),
         (
             lambda: exchange.accumulate(SGD, every=2**31),
-            r"^`every` of `accumulate` must be at most 2147483647, as counters have 32 bits, got 2147483648\.$",
+            (
+                r"^`every` of `accumulate` must be at most 2147483647, as counters have 32 bits, "
+                r"got 2147483648\.$"
+            ),
         ),
         (
             lambda: exchange.top_k(0.1, "batch", warm_up=[(1, True)]),

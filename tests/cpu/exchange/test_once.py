@@ -45,7 +45,10 @@ def traced(exchange, axes):
 def test_overlapping_masks_error_names_leaf_and_both():
     """Overlapping masks are refused with an error that names the leaf and both exchanges."""
     mixed = optax.chain(optax.masked(top_k(0.5, "batch"), MASK), optax.masked(mean("batch"), OTHER))
-    message = r"^`mean` is given the leaf `\['other'\]`, which `top_k` has exchanged over `batch` already\. "
+    message = (
+        r"^`mean` is given the leaf `\['other'\]`, "
+        r"which `top_k` has exchanged over `batch` already\. "
+    )
     with pytest.raises(ValueError, match=message):
         traced(mixed, {"batch": 4})
 
@@ -135,7 +138,10 @@ def test_exchange_nested_in_an_optimizer_is_rejected(inner, outer):
     """An exchange inside the optimizer of another exchange is refused."""
     exchange = {"mean": mean("batch"), "top_k": top_k(0.5, "batch")}[inner]
     nested = outer(optax.chain(exchange, optax.sgd(0.1)))
-    message = rf"^`{inner}` is inside the optimizer of `\w+`, and both exchange over `batch`\. A leaf is exchanged once"
+    message = (
+        rf"^`{inner}` is inside the optimizer of `\w+`, and both exchange over `batch`\. "
+        "A leaf is exchanged once"
+    )
     with pytest.raises(ValueError, match=message):
         traced(nested, {"batch": 4})
     # Nothing is left of the failure; and over different axes they go together.

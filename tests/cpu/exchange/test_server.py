@@ -40,7 +40,10 @@ def test_sharded_optimizer_is_synchronous_training(name, ranks):
 def test_a_state_of_another_number_of_ranks_is_refused():
     state = sharded_optimizer(optax.adam(0.1), "batch", ranks=2).init(parameters())
     state = jax.tree.map(lambda x: np.stack([x] * RANKS), state)
-    text = r"^the state of `sharded_optimizer` is \[2\] at `\[0\]\.mu\['b'\]`, but must be \[1\] here: it was made with"
+    text = (
+        r"^the state of `sharded_optimizer` is \[2\] at `\[0\]\.mu\['b'\]`, "
+        r"but must be \[1\] here: it was made with"
+    )
     with pytest.raises(ValueError, match=text):
         train(sharded_optimizer(optax.adam(0.1), "batch"), parameters(), 1, state=state)
 

@@ -31,9 +31,12 @@ for row in TABLE:
     def alone(carry, grads):
         return jax.tree.map(lambda x: x[None], step(*jax.tree.map(lambda x: x[0], (carry, grads))))
 
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
     spec = PartitionSpec(tuple(axes))
-    mapped = jax.jit(jax.shard_map(alone, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    mapped = jax.jit(
+        jax.shard_map(alone, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
     _, carry = compiled(row, 4, "make")
     told = []
     for n in range(row.steps):

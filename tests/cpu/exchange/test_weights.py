@@ -185,6 +185,7 @@ def test_gradients_that_jax_has_summed_are_not_weighed(accumulated):
 
     with pytest.raises(
         ValueError,
-        match=r"weighs this rank's own gradients, but the update `` is the same on all ranks of `batch`",
+        match=r"weighs this rank's own gradients, "
+        r"but the update `` is the same on all ranks of `batch`",
     ):
         jax.eval_shape(step, jnp.asarray(W), *tokens([4, 2]))

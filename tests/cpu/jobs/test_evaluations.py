@@ -239,8 +239,8 @@ def communicates_alone(job, world):
         (
             unassigned,
             (
-                "evaluation `eval` of step 2 needs the state.* Assign `job.state = state` after each "
-                "step"
+                "evaluation `eval` of step 2 needs the state.* "
+                "Assign `job.state = state` after each step"
             ),
             2,
         ),

@@ -199,7 +199,10 @@ def test_what_one_rank_alone_sees_counts_on_all(policy):
 def test_a_policy_must_be_one_of_four():
     def work(world):
         job = Runner(world).add("a", lambda job: None)
-        wrong = r"^`nonfinite` of job `a` must be one of 'ignore', 'raise', 'skip', 'eject', got 'drop'\.$"
+        wrong = (
+            "^`nonfinite` of job `a` must be one of 'ignore', 'raise', 'skip', 'eject', "
+            r"got 'drop'\.$"
+        )
         with pytest.raises(ValueError, match=wrong):
             job.nonfinite = "drop"  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(ValueError, match=wrong):

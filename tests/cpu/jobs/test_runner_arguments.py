@@ -166,8 +166,8 @@ class Loaded:
             {},
             TypeError,
             (
-                "`step` of job `a` must take `.state, batch.`, got a function of `.state, x, y.`. Let "
-                "each element"
+                "`step` of job `a` must take `.state, batch.`, got a function of `.state, x, y.`. "
+                "Let each element"
             ),
         ),
         (
@@ -193,8 +193,8 @@ class Loaded:
             {},
             TypeError,
             (
-                "`batches` of job `a` must be an iterable of batches, got a `dict`; this looks like a "
-                "single batch."
+                "`batches` of job `a` must be an iterable of batches, got a `dict`; "
+                "this looks like a single batch."
             ),
         ),
         (

@@ -314,7 +314,8 @@ def test_exchanges_at_different_calls_are_reported():
         good = runner.add("good", loop, step=make_step(world, "good"), data=[1.0, 2.0])
         with pytest.raises(
             ExchangeError,
-            match=r"^Job `bad` takes a branch with exchanges at different calls: rank 0 in step 3, rank ",
+            match="^Job `bad` takes a branch with exchanges at different calls: "
+            "rank 0 in step 3, rank ",
         ) as error:
             runner.run()
         return str(error.value), bad.status, good.status, good.state

@@ -106,8 +106,9 @@ def test_batches_in_another_thread_end_only_that_job(ranks, opened_there):
 
     for error, bad in failing_loop_results(ranks, 0, start):
         assert re.match(
-            r"Job `bad` failed on ranks? [\d, ]+ after step 1: JobError: `job\.batches` of job `bad` was iterated in"
-            r" thread `mine`, not in the job's own: two threads would take each other's answers from the other ranks\.",
+            r"Job `bad` failed on ranks? [\d, ]+ after step 1: JobError: "
+            r"`job\.batches` of job `bad` was iterated in thread `mine`, not in the job's own: "
+            r"two threads would take each other's answers from the other ranks\.",
             str(error),
         )
         assert bad.step == 1

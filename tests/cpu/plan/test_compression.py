@@ -88,7 +88,10 @@ def test_a_profile_says_the_cost():
         (
             10**7,
             2,
-            "exchanges 10.0 MB, and `params` has 2.1 MB: it is of another step, or was not measured",
+            (
+                "exchanges 10.0 MB, and `params` has 2.1 MB: "
+                "it is of another step, or was not measured"
+            ),
         ),
     ],
 )

@@ -70,27 +70,32 @@ for cut in ("whole", 2):
     assert program_digest(again.program) == program_digest(done.program)
 print("sharded")
 
-# Parameters split over the devices: each exchange is handed one whole array, and what comes back is split again.
+# Parameters split over the devices: each exchange is handed one whole array, and what comes back is
+# split again.
 columns = NamedSharding(mesh, P(None, "local"))
 wide = {"w": jax.device_put(params["w"], columns), "b": jax.device_put(params["b"], split)}
 _, got = run(wide, jax.device_put(x, everywhere))
 close(got)
-assert got[0]["w"].sharding.is_equivalent_to(NamedSharding(mesh, P(None, "local")), 2), got[0]["w"].sharding
+sharding = got[0]["w"].sharding
+assert sharding.is_equivalent_to(NamedSharding(mesh, P(None, "local")), 2), sharding
 print("split parameters")
 
-# The step computes on one device, its exchanges run on another, as with an accelerator and its host.
+# The step computes on one device, its exchanges run on another, as with an accelerator and its
+# host.
 there = SingleDeviceSharding(devices[2])
 moved = jax.device_put(params, there), jax.device_put(x, there)
 done, got = run(*moved, host_device=devices[0])
 close(got)
-assert all(a.devices() == {devices[2]} for a in jax.tree.leaves(got)), [a.devices() for a in jax.tree.leaves(got)]
+on = [a.devices() for a in jax.tree.leaves(got)]
+assert all(found == {devices[2]} for found in on), on
 _, got = run(params, x, host_device=devices[3])
 close(got)
 print("handed over")
 
 # Two objects of JAX that hold the same shards are one buffer.
 base = jax.device_put(np.ones((8, 2), np.float32), split)
-again = jax.make_array_from_single_device_arrays(base.shape, split, [s.data for s in base.addressable_shards])
+shards = [s.data for s in base.addressable_shards]
+again = jax.make_array_from_single_device_arrays(base.shape, split, shards)
 assert base is not again and buffer_of(base) == buffer_of(again) != buffer_of(base + 1)
 base.delete()
 assert isinstance(buffer_of(base), int)

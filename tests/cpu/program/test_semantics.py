@@ -76,8 +76,10 @@ bare = np.stack(on_ranks(gradient, X))
 for cast in (False, True):
     for check_vma in (False, True):
         got = jax.jit(mapped(body(cast), check_vma, mesh=devices))(W, X)
-        np.testing.assert_allclose(got.reshape(-1, 3), true_gradient()[None] if check_vma else bare, rtol=1e-5)
-    np.testing.assert_allclose(jax.pmap(body(cast), "batch", in_axes=(None, 0))(W, X), bare, rtol=1e-5)
+        want = true_gradient()[None] if check_vma else bare
+        np.testing.assert_allclose(got.reshape(-1, 3), want, rtol=1e-5)
+    got = jax.pmap(body(cast), "batch", in_axes=(None, 0))(W, X)
+    np.testing.assert_allclose(got, bare, rtol=1e-5)
 print("as on devices")
 """
 

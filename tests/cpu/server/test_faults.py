@@ -213,7 +213,10 @@ def test_bad_arguments():
             with pytest.raises(ValueError, match=r"^gradients have the structure"):
                 server.push_pull([1.0])
             for wrong in (jnp.ones(4), jnp.ones(3, jnp.bfloat16)):
-                text = rf"^the gradient `\['b'\]` is {wrong.dtype}\[{wrong.size}\], the parameter float32\[3\]"
+                text = (
+                    rf"^the gradient `\['b'\]` is {wrong.dtype}\[{wrong.size}\], "
+                    r"the parameter float32\[3\]"
+                )
                 with pytest.raises(ValueError, match=text):
                     server.push_pull(parameters() | {"b": wrong})
         with pytest.raises(

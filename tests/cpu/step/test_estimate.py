@@ -41,16 +41,20 @@ assert not state.is_deleted() and (state == 1).all()
 assert step.latest_program is None, "the step itself was not touched"
 assert alone.cost.limit_bytes > 10**8 and alone.fitting_jobs > 4
 
-# On a link that was asked for it stands for one of two, which receive as many bytes as the gradient has.
+# On a link that was asked for it stands for one of two, which receive as many bytes as the gradient
+# has.
 linked = jaxcross.estimate(step, state, X, k=7, steps=1, link_mbps=0.001, memory_bytes=10**9)
 assert linked.cost.wire_bytes == 24 and linked.cost.narrow_wire_bytes == 12
 assert abs(linked.cost.exchange_s - 24 * 8 / 1000) < 1e-9, linked.cost
-assert abs(linked.cost.mbps - 0.001) < 1e-12 and linked.of(7).jobs == 7 and linked.cost.limit_bytes == 10**9
+assert abs(linked.cost.mbps - 0.001) < 1e-12
+assert linked.of(7).jobs == 7 and linked.cost.limit_bytes == 10**9
 assert linked.of(1).most_narrow > 1.5
 
 # A function without a decorator, static arguments, NNX objects
 assert jaxcross.estimate(plain, state, X, axes="batch", steps=1).cost.whole.name == "plain"
-static = jaxcross.crossover(lambda s, x, n: s + n * lax.pmean(x, "batch"), axes="batch", static_argnums=2)
+static = jaxcross.crossover(
+    lambda s, x, n: s + n * lax.pmean(x, "batch"), axes="batch", static_argnums=2
+)
 jaxcross.estimate(static, X, X, 2, steps=1)
 
 
@@ -84,9 +88,15 @@ says("`k` must be at least 1, got 0", step, state, X, k=0)
 says("`k` must be a whole number, got 1.5", step, state, X, k=1.5, error="TypeError")
 says("`steps` must be at least 1, got 0", step, state, X, steps=0)
 says("`link_mbps` must be above 0, got -1", step, state, X, link_mbps=-1)
-says("`memory_bytes` must be a number, or None, got '4GB'", step, state, X, memory_bytes="4GB", error="TypeError")
+says(
+    "`memory_bytes` must be a number, or None, got '4GB'",
+    step, state, X, memory_bytes="4GB", error="TypeError",
+)
 says("`plain` is not a `crossover` step: name its axes", plain, state, X, error="TypeError")
-says("`axes` is for a function that is not decorated", step, state, X, axes="batch", error="TypeError")
+says(
+    "`axes` is for a function that is not decorated",
+    step, state, X, axes="batch", error="TypeError",
+)
 nothing = jaxcross.crossover(lambda s, x: s + x.sum(), axes="batch")
 says("`<lambda>` exchanges nothing with these arguments", nothing, state, X, error="CutError")
 assert "dot_general" in raised(lambda: jaxcross.estimate(step, state, jnp.ones((4, 5))))
@@ -96,8 +106,9 @@ def fails(x):
     raise RuntimeError("no disk")
 
 
+shape = jax.ShapeDtypeStruct((4, 3), jnp.float32)
 broken = jaxcross.crossover(
-    lambda s, x: s + lax.pmean(jax.pure_callback(fails, jax.ShapeDtypeStruct((4, 3), jnp.float32), x), "batch"),
+    lambda s, x: s + lax.pmean(jax.pure_callback(fails, shape, x), "batch"),
     axes="batch",
 )
 says("`<lambda>` cannot be measured, as it fails on copies", broken, X, X, error="ExchangeError")

@@ -51,7 +51,8 @@ static = jaxcross.crossover(lambda s, b: (s, {}), axes="batch", static_argnums=1
 assert "has static arguments" in reason(static)
 # Those of different steps, or that begin differently, are not fused with each other.
 other = jaxcross.crossover(plain, axes="batch")
-assert len(jaxcross.fuse([*jobs(cross, 1), jaxcross.Job("z", other, jnp.ones(2), count(1))], when="always")) == 2
+unlike = jaxcross.Job("z", other, jnp.ones(2), count(1))
+assert len(jaxcross.fuse([*jobs(cross, 1), unlike], when="always")) == 2
 local = jaxcross.Job("z", cross, jnp.ones(2), count(1), initial="local")
 assert len(jaxcross.fuse([*jobs(cross, 1), local], when="always")) == 2
 
@@ -73,7 +74,8 @@ says("ValueError: These jobs cannot be fused: the step of `j0` is not", jobs(pla
 says("ValueError: `when` must be one of 'faster', 'always'", jobs(cross), when="often")
 says("ValueError: There are several jobs `j0`", [*jobs(cross, 1), *jobs(cross, 1)])
 says("TypeError: `jobs` must be a list of `jaxcross.Job`s, got [1]", [1])
-says("ValueError: `batches` of jobs `a` and `b` are one", [jaxcross.Job(n, cross, jnp.ones(2), shared) for n in "ab"])
+of_one = [jaxcross.Job(n, cross, jnp.ones(2), shared) for n in "ab"]
+says("ValueError: `batches` of jobs `a` and `b` are one", of_one)
 bad = jaxcross.Job("bad", cross, jnp.ones(2), broken())
 says("JobError: The first batch of a job raised on rank 0: OSError", [bad])
 
@@ -87,7 +89,8 @@ fused = jaxcross.fuse(jobs(cross, 3), when="always")
 assert [job.name for job in fused] == ["j0+j1+j2"] and "fused, as asked" in str(fused)
 assert repr(fused) == "<Fusion: 1 to run, 1 of them fused; print() says which, and why>"
 report = jaxcross.run(fused)
-assert report.jobs[0].steps == 3 and report.fusion == fused.reasons and "fused, as asked" in str(report)
+assert report.jobs[0].steps == 3 and report.fusion == fused.reasons
+assert "fused, as asked" in str(report)
 report.to_json("report.json")
 assert type(report).load("report.json").fusion == report.fusion
 
@@ -97,7 +100,10 @@ def overwrites(state, batch):
 
 
 donating = jaxcross.crossover(overwrites, axes="batch", donate_argnums=(0, 1))
-found = [jaxcross.Job(f"d{i}", donating, jnp.ones(2), (jnp.full(2, k) for k in (1.0, 2.0))) for i in range(2)]
+found = [
+    jaxcross.Job(f"d{i}", donating, jnp.ones(2), (jnp.full(2, k) for k in (1.0, 2.0)))
+    for i in range(2)
+]
 fusion = jaxcross.fuse(found)
 assert "alone takes" in str(fusion), fusion
 jaxcross.run(fusion)

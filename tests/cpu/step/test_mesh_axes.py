@@ -51,7 +51,8 @@ def test_an_argument_split_along_an_axis_of_ranks_is_refused(kind: AxisType) -> 
 
     with pytest.raises(
         CutError,
-        match=r"^argument `args\[1\]` is sharded along `b`, which is an axis over ranks in `train_step`",
+        match=r"^argument `args\[1\]` is sharded along `b`, "
+        "which is an axis over ranks in `train_step`",
     ) as error:
         traced(train_step, *given(on, "b"))
     assert CURE in str(error.value) and "give its axis another name" in str(error.value)

@@ -64,9 +64,13 @@ def same(a, b):
 
 
 def compare(step, make, *rest, times=3, **options):
-    \"\"\"`step(objects, rest, ranks)` by `crossover` and by `nnx.jit`; returns the objects of `crossover`.\"\"\"
+    \"\"\"`step(objects, rest, ranks)` by `crossover` and by `nnx.jit`; returns the objects of
+    `crossover`.
+    \"\"\"
     ours, theirs = make(), make()
-    mine = jaxcross.crossover(lambda o, *r, **k: step(o, *r, ranks=True, **k), axes="batch", **options)
+    mine = jaxcross.crossover(
+        lambda o, *r, **k: step(o, *r, ranks=True, **k), axes="batch", **options
+    )
     jitted = nnx.jit(lambda o, *r, **k: step(o, *r, ranks=False, **k))
     for _ in range(times):
         np.testing.assert_allclose(mine(ours, *rest), jitted(theirs, *rest), rtol=1e-5)
@@ -92,7 +96,9 @@ assert o["m"].calls.get_value() == 3
 """,
     "positional": """
 model, optimizer = fresh()
-step = jaxcross.crossover(lambda m, o, x, scale: update(m, o, x, True, scale), axes="batch", donate_argnums=(0, 1))
+step = jaxcross.crossover(
+    lambda m, o, x, scale: update(m, o, x, True, scale), axes="batch", donate_argnums=(0, 1)
+)
 other = fresh()
 for _ in range(2):
     step(model, optimizer, X, scale=2)
@@ -128,9 +134,12 @@ np.testing.assert_allclose(metric.compute(), 1.5 * X.mean(), rtol=1e-6)
 """,
     "rngs": """
 rngs, twin = nnx.Rngs(0, dropout=1), nnx.Rngs(0, dropout=1)
-step = jaxcross.crossover(lambda r, x: lax.pmean(x + jax.random.normal(r["rngs"].dropout()), "batch"), axes="batch")
+step = jaxcross.crossover(
+    lambda r, x: lax.pmean(x + jax.random.normal(r["rngs"].dropout()), "batch"), axes="batch"
+)
 draws = [step({"rngs": rngs}, X)[0, 0] for _ in range(3)]
-np.testing.assert_allclose(draws, [X[0, 0] + jax.random.normal(twin.dropout()) for _ in range(3)], rtol=1e-6)
+wanted = [X[0, 0] + jax.random.normal(twin.dropout()) for _ in range(3)]
+np.testing.assert_allclose(draws, wanted, rtol=1e-6)
 same(rngs, twin)
 """,
     "returned": """
@@ -146,7 +155,9 @@ assert new(X).shape == (4, 1)
     "static": """
 model, optimizer = fresh()
 step = jaxcross.crossover(
-    lambda m, kind, o, x: update(m, o, x, True, 1.0 if kind == "one" else 2.0), axes="batch", static_argnums=1,
+    lambda m, kind, o, x: update(m, o, x, True, 1.0 if kind == "one" else 2.0),
+    axes="batch",
+    static_argnums=1,
 )
 step(model, "one", optimizer, X)
 step(model, "two", optimizer, X)
@@ -157,7 +168,9 @@ same((model, optimizer), other)
 try:
     jaxcross.crossover(lambda m, x: m(x), axes="batch", static_argnums=0)(model, X)
 except ValueError as error:
-    assert str(error).startswith("static argument 0 of `<lambda>` holds NNX objects, whose arrays cannot be static.")
+    assert str(error).startswith(
+        "static argument 0 of `<lambda>` holds NNX objects, whose arrays cannot be static."
+    )
 else:
     raise AssertionError("a static module passed")
 """,

@@ -145,8 +145,8 @@ def test_metrics_are_what_the_step_made_of_them():
             (PARAMS, OPT, BATCH),
             {"donated": False},
             (
-                "its first argument is its state, as it donates none, but argument 1 comes back in its "
-                "structure as well"
+                "its first argument is its state, as it donates none, "
+                "but argument 1 comes back in its structure as well"
             ),
         ),
     ],

@@ -51,9 +51,8 @@ for _ in range(2):
 
 # negative numbers
 assert crossed(step, static_argnums=-1)(jnp.ones(()), 2) == 3
-assert crossed(lambda k, s, x: s + lax.psum(x, "batch") * k, static_argnums=(0, -1)).trace(2, 0.5, 3).in_avals == (
-    jax.typeof(0.5),
-)
+ends = crossed(lambda k, s, x: s + lax.psum(x, "batch") * k, static_argnums=(0, -1))
+assert ends.trace(2, 0.5, 3).in_avals == (jax.typeof(0.5),)
 given = jnp.ones(3)
 late = crossed(lambda k, s: s + lax.psum(s.sum(), "batch"), static_argnums=0, donate_argnums=-1)
 assert late("a", given).sum() == 12
@@ -67,7 +66,10 @@ class Model: pass
 leaf = crossed(lambda state, x: lax.psum(x, "batch"))
 print(raised(lambda: leaf({"name": "abc"}, jnp.ones(1))))
 print(raised(lambda: leaf(1.0, Model())))
-fold = crossed(lambda s: {"key": jax.random.fold_in(s["key"], 1), "p": lax.psum(s["p"], "batch")}, donate_argnums=0)
+fold = crossed(
+    lambda s: {"key": jax.random.fold_in(s["key"], 1), "p": lax.psum(s["p"], "batch")},
+    donate_argnums=0,
+)
 state = {"key": jax.random.key(0), "p": jnp.ones(1)}
 new = fold(state)
 print(raised(lambda: fold({"key": state["key"], "p": new["p"]})))
@@ -106,7 +108,9 @@ runner.run()
 assert job.state.dtype == jnp.float64 and (job.state == -0.25).all()
 
 # nobody to exchange with: any thread may call
-threads = [threading.Thread(target=lambda: [leaf(1.0, jnp.ones(4)) for _ in range(50)]) for _ in range(3)]
+threads = [
+    threading.Thread(target=lambda: [leaf(1.0, jnp.ones(4)) for _ in range(50)]) for _ in range(3)
+]
 [t.start() for t in threads]
 [t.join() for t in threads]
 print("end")

@@ -79,7 +79,8 @@ def test_first_end_without_the_metric_ends_the_sweep():
     begun = []
     refused(
         begun,
-        match=r"Trial `[01] lr=\d` has come to its end and never logged `score`.* It logged: `loss`\.",
+        match=r"Trial `[01] lr=\d` has come to its end and never logged `score`.* "
+        r"It logged: `loss`\.",
     )
     assert len({job.name for _, job in begun}) <= 3
 
@@ -90,7 +91,8 @@ def test_first_evaluation_without_the_metric_ends_it():
         begun,
         metric="eval/accuracy",
         evaluate=lambda _, state: {"error": state},
-        match=r"which its evaluation `eval` after step 2 has not returned. It returned: `eval/error`",
+        match="which its evaluation `eval` after step 2 has not returned. "
+        "It returned: `eval/error`",
     )
     assert len({job.name for _, job in begun}) == 2
     assert {job.step for _, job in begun if job.status == "failed"} == {2}

@@ -252,8 +252,8 @@ def test_weights_that_differ_between_depth_layers() -> None:
             "mlp": {**states[5]["mlp"], "kernel": kernel + np.float32(change) * (np.arange(6) == 2)}
         }
         message = (
-            r"^The parts of `\['mlp'\]\['kernel'\]` that several ranks hold are not equal: that of rank 5 is up to"
-            f" {apart} apart from that of the first rank"
+            r"^The parts of `\['mlp'\]\['kernel'\]` that several ranks hold are not equal: "
+            f"that of rank 5 is up to {apart} apart from that of the first rank"
         )
         with pytest.raises(ValueError, match=message):
             tensor.check_replicas(spread(states, specs, mesh))
@@ -304,7 +304,10 @@ def test_other_rows_along_tensor_or_col(mesh: Mesh, rank: int, numbers: str) -> 
     """Losses come out equal, and wrong: nothing else would notice."""
     own = mesh.local_batch(ROWS, rank)
     rows, specs = first_batches(mesh, **{f"rank{rank}": {**own, "tokens": own["tokens"] + 1}})
-    message = rf"^The rows of the batch's `\['tokens'\]` that several ranks compute together .*: {numbers} .*local_batch"
+    message = (
+        r"^The rows of the batch's `\['tokens'\]` that several ranks compute together "
+        f".*: {numbers} .*local_batch"
+    )
     with pytest.raises(ValueError, match=message):
         tensor.check_replicas(spread(rows, specs, mesh), batch=True)
 

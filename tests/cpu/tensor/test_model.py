@@ -244,14 +244,22 @@ from jaxcross.tensor import Mesh
 
 plain = Training(Mesh(), layers=1)
 want_loss, want = jax.jit(plain.loss_and_gradients)(plain.params(), batch(0))
-meshes = {"side": Mesh(side=2), "tensor": Mesh(tensor=4), "depth": Mesh(depth=4), "data": Mesh(data=2, tensor=2)}
+meshes = {
+    "side": Mesh(side=2),
+    "tensor": Mesh(tensor=4),
+    "depth": Mesh(depth=4),
+    "data": Mesh(data=2, tensor=2),
+}
 for mesh in (meshes[name] for name in sys.argv[2:]):
     cut = Training(mesh, layers=1)
     kinds = (jax.sharding.AxisType.Auto,) * len(mesh.axes)
     devices = jax.make_mesh(tuple(mesh.axes.values()), tuple(mesh.axes), axis_types=kinds)
     rows = P(mesh.batch or None)
     call = jax.shard_map(
-        cut.loss_and_gradients, mesh=devices, in_specs=(cut.specs, rows), out_specs=(P(), cut.specs),
+        cut.loss_and_gradients,
+        mesh=devices,
+        in_specs=(cut.specs, rows),
+        out_specs=(P(), cut.specs),
         check_vma=sys.argv[1] == "True",
     )
     loss, got = jax.jit(call)(plain.params(), batch(0))
@@ -259,10 +267,14 @@ for mesh in (meshes[name] for name in sys.argv[2:]):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(np.max(np.abs(b))) + 1e-7)
     gather = jax.shard_map(
-        lambda p: tensor.gather(p, cut.specs, mesh), mesh=devices, in_specs=(cut.specs,), out_specs=P(),
+        lambda p: tensor.gather(p, cut.specs, mesh),
+        mesh=devices,
+        in_specs=(cut.specs,),
+        out_specs=P(),
         check_vma=sys.argv[1] == "True",
     )
-    for a, b in zip(jax.tree.leaves(jax.jit(gather)(plain.params())), jax.tree.leaves(plain.params()), strict=True):
+    gathered = jax.tree.leaves(jax.jit(gather)(plain.params()))
+    for a, b in zip(gathered, jax.tree.leaves(plain.params()), strict=True):
         np.testing.assert_array_equal(a, b)
     print("holds", mesh.axes)
 """

@@ -99,7 +99,10 @@ def test_axes_of_two_worlds_cannot_be_mixed():
         ),
         (
             lambda x: lax.psum(x, "b", axis_index_groups=[[0, 1]]),
-            r"^`axis_index_groups` of `psum` over 'b' must name each index from 0 to 2 once, got \[\[0, 1\]\], at ",
+            (
+                r"^`axis_index_groups` of `psum` over 'b' must name each index from 0 to 2 once, "
+                r"got \[\[0, 1\]\], at "
+            ),
         ),
     ],
 )

@@ -119,7 +119,8 @@ from argparse import Namespace
 from jaxcross.commands import launch
 
 made = launch.mpirun_command
-launch.mpirun_command = lambda **wish: made(**{{**wish, "program": [sys.executable, "-c", {RANK!r}]}})
+program = [sys.executable, "-c", {RANK!r}]
+launch.mpirun_command = lambda **wish: made(**{{**wish, "program": program}})
 """
 
 

@@ -88,7 +88,10 @@ def run(*widths, memory: int | str = "1 TB", **options):
 
 def refused(text, name, rank):
     # A rank whose thread is late is not named: the vote that ends the job does not wait for it.
-    begin = rf"Job `{name}` failed on ranks? [\d, ]+ after step 0: JobError: it does not fit into the memory of rank "
+    begin = (
+        rf"Job `{name}` failed on ranks? [\d, ]+ after step 0: JobError: "
+        "it does not fit into the memory of rank "
+    )
     assert re.match(f"{begin}{rank}: ", text), text
 
 
@@ -106,7 +109,8 @@ def a_job_too_many_fails_alone():
     for job, other in zip(three.jobs, two.jobs, strict=False):
         same(job, other)
     assert re.search(
-        r"Alone it needs [\d.]+ MB, which is too much as well\. To make it fit, run fewer jobs at once, ",
+        r"Alone it needs [\d.]+ MB, which is too much as well\. "
+        "To make it fit, run fewer jobs at once, ",
         text,
     )
 

@@ -22,7 +22,10 @@ RANK, P = WORLD.rank, WORLD.size
 NAMES = ["a", "b"] if RANK == 0 else ["b", "a"]
 TREE = {"a": jnp.zeros(3), "b": jnp.ones(3)}
 COMM = MPI.COMM_WORLD.Dup()
-SWAPPED = r"ranks 0 and 1 make the exchanges of `step` in different orders, which would mix their values:\n"
+SWAPPED = (
+    "ranks 0 and 1 make the exchanges of `step` in different orders, "
+    r"which would mix their values:\n"
+)
 
 
 def by_name(names, **options):

@@ -127,7 +127,8 @@ def unlike_shapes():
     good = runner.add("good", train, step=make_step(), rate=0.2, n=4)
     with pytest.raises(
         JobError,
-        match=r"^Job `bad` does different things on different ranks after step 2: .*Or did shapes or types",
+        match="^Job `bad` does different things on different ranks after step 2: "
+        ".*Or did shapes or types",
     ):
         runner.run()
     assert (bad.step, good.step) == (2, 4)
@@ -283,7 +284,8 @@ def a_branch_at_different_calls():
     good = runner.add("good", train, step=make_step(), rate=0.2, n=4)
     with pytest.raises(
         jaxcross.ExchangeError,
-        match=r"^Job `bad` takes a branch with exchanges at different calls: rank 0 in step 3, rank 1 in step 2",
+        match="^Job `bad` takes a branch with exchanges at different calls: "
+        "rank 0 in step 3, rank 1 in step 2",
     ):
         runner.run()
     assert (bad.status, good.status, good.step) == ("failed", "ended", 4)

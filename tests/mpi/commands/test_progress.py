@@ -52,7 +52,8 @@ for progress in (0.1, False):
         return '"step": 2' in file and (not progress or "step 2" in log.text)
     jobs = [jaxcross.Job(name, step, 0.0, until(over)) for name in "ab"]
     jaxcross.run(jobs, progress=progress, events=folder)
-    print("rank", world.rank, progress, [line for line in log.text.splitlines() if "jaxcross" in line][-2:], flush=True)
+    lines = [line for line in log.text.splitlines() if "jaxcross" in line]
+    print("rank", world.rank, progress, lines[-2:], flush=True)
 """
 )
 
@@ -71,7 +72,8 @@ def test_rank_0_prints_lines_unless_it_is_to_be_silent(mpirun, tmp_path):
 LAUNCHED = (
     START
     + """
-jaxcross.run([jaxcross.Job("lr-0.1", step, 0.0, until(lambda: os.path.exists(sys.argv[1])))], progress=PROGRESS)
+batches = until(lambda: os.path.exists(sys.argv[1]))
+jaxcross.run([jaxcross.Job("lr-0.1", step, 0.0, batches)], progress=PROGRESS)
 if world.rank == 0:
     print("the script's own line")
 """

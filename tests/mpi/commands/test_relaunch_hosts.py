@@ -20,7 +20,8 @@ LIMIT_S = 400
 STEPS = 40  # of the case
 
 AGENT = """#!/bin/sh
-# Called like ssh, and like ssh it fails where the host is not to be reached: [options] host command...
+# Called like ssh, and like ssh it fails where the host is not to be reached: [options] host
+# command...
 for word; do case "$word" in -*) ;; *) break ;; esac; done
 case "$(ip -o link show dev "to-$word")" in *"state UP"*) exec {enter} "$@" ;; esac
 exit 255

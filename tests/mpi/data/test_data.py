@@ -15,7 +15,9 @@ import jaxcross
 from jaxcross.data import SharedDecode, train_batches
 
 world = jaxcross.initialize()
-data = train_batches(sys.argv[1], batch_size=4, image_size=8, rank=world.rank, size=world.size, steps=12)
+data = train_batches(
+    sys.argv[1], batch_size=4, image_size=8, rank=world.rank, size=world.size, steps=12
+)
 
 @jaxcross.crossover(axes="batch")
 def step(state, batch):
@@ -23,7 +25,9 @@ def step(state, batch):
     return state * 0.5 + mean, {"loss": mean}
 
 def train(readers, policy):
-    jobs = [jaxcross.Job(f"job{n}", step, jnp.zeros(()), reader) for n, reader in enumerate(readers)]
+    jobs = [
+        jaxcross.Job(f"job{n}", step, jnp.zeros(()), reader) for n, reader in enumerate(readers)
+    ]
     jaxcross.run(jobs, policy=policy, world=world)
     return [float(job.state) for job in jobs]
 

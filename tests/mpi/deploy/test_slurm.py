@@ -32,7 +32,11 @@ SMALL = "--nodes=1 --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-task=0"
 # the time limit.
 STORY = f"""
 set -e
-until_there() {{ for _ in $(seq 1200); do [ -e "$1" ] && return; sleep 0.1; done; echo "no $1"; exit 1; }}
+until_there() {{
+    for _ in $(seq 1200); do [ -e "$1" ] && return; sleep 0.1; done
+    echo "no $1"
+    exit 1
+}}
 touch "$1/kill-1-12" "$1/hold-20"
 job=$(sbatch --parsable {SMALL} --output="$1/log" {RECIPE} {CASE} "$1" top_k)
 until_there "$1/holds"

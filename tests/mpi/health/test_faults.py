@@ -154,7 +154,9 @@ def reads(job):
     return job.restore(leaf)
 
 def talks(job):
-    return job.run_on_all_ranks("mine", lambda control: control.allgather_text("x") if world.rank == 0 else 1 / 0)
+    return job.run_on_all_ranks(
+        "mine", lambda control: control.allgather_text("x") if world.rank == 0 else 1 / 0
+    )
 
 def differs(job):
     job.nonfinite = "skip" if world.rank == 1 else "raise"
@@ -162,7 +164,8 @@ def differs(job):
 
 def goes_on(job):
     w = job.restore(0.0)
-    over = lambda control: control.allreduce_min(np.array([all(other.done.is_set() for other in bad)]))[0]
+    def over(control):
+        return control.allreduce_min(np.array([all(other.done.is_set() for other in bad)]))[0]
     while not job.run_on_all_ranks("are they over?", over):
         pass
     for _ in range(3):

@@ -47,7 +47,10 @@ runner.run()
         (  # its own loop, beside a job that goes on
             "data(world.rank == 1)",
             "pass",
-            r"step 4 \(call of the step\).\n  rank 1 has not arrived: its job 'bad' has not come so far; ",
+            (
+                r"step 4 \(call of the step\).\n"
+                "  rank 1 has not arrived: its job 'bad' has not come so far; "
+            ),
         ),
         pytest.param(
             "job.batches(data(world.rank == 1))",
@@ -109,7 +112,10 @@ def test_hang_after_commit_is_named_despite_a_failure(mpirun):
     """A hang after the commit is named although another rank has failed since."""
     done = mpirun(2, AFTER_THE_COMMIT)
     assert done.returncode != 0
-    said = r"rank 1 has waited \d+ s in job 'a', step 4 \(own end of the step\).\n  rank 1 is late itself"
+    said = (
+        r"rank 1 has waited \d+ s in job 'a', step 4 \(own end of the step\).\n"
+        "  rank 1 is late itself"
+    )
     assert re.search(said, done.stderr), done.stderr
 
 
@@ -223,7 +229,10 @@ def test_hang_at_the_end_of_an_idle_job_is_named(mpirun, policy, other):
     """A hang at the end of a job is named where no other job continues."""
     done = mpirun(2, IDLE.format(policy=policy, other=other))
     assert done.returncode != 0
-    said = r"rank 0 has waited \d+ s in job 'a', step 4 \(end of the job\).\n  rank 1 has not arrived: its job 'a' has not"
+    said = (
+        r"rank 0 has waited \d+ s in job 'a', step 4 \(end of the job\).\n"
+        "  rank 1 has not arrived: its job 'a' has not"
+    )
     assert re.search(said, done.stderr), done.stderr
 
 

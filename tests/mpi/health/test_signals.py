@@ -71,7 +71,8 @@ job = runner.add("a", work)
 try:
     runner.run()
 except BaseException as error:
-    print(f"rank {world.rank}: {type(error).__name__} {error} after step {job.step}, {job.status}", flush=True)
+    what = f"{type(error).__name__} {error} after step {job.step}, {job.status}"
+    print(f"rank {world.rank}: {what}", flush=True)
     steps = set(world.control.allgather_text(str(job.step)))
     print("steps agree" if len(steps) == 1 and job.step >= 3 else f"steps {steps}", flush=True)
 """

@@ -25,7 +25,8 @@ def fails(x):
 
 @jaxcross.crossover(axes="batch")
 def step(state, batch):
-    seen = jax.pure_callback(fails, jax.ShapeDtypeStruct((2,), jnp.float32), batch.astype(jnp.float32))
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+    seen = jax.pure_callback(fails, shape, batch.astype(jnp.float32))
     return {**state, "w": state["w"] - state["lr"] * jax.lax.psum(seen + 0 * batch, "batch")}
 
 
@@ -49,7 +50,8 @@ def narrow(job):
 runner = jaxcross.Runner(world)
 jobs = [runner.add(name, wide, steps=steps) for name, steps in (("good", 2), ("bad", 4))]
 narrow = runner.add("narrow", narrow)
-with pytest.raises(jaxcross.JobError, match="(?s)^Job `bad` failed on rank 1 in step 3, segment 0 .*boom"):
+failure = "(?s)^Job `bad` failed on rank 1 in step 3, segment 0 .*boom"
+with pytest.raises(jaxcross.JobError, match=failure):
     runner.run()
 good, bad = jobs
 assert (good.status, good.step, bad.status, bad.step) == ("ended", 2, "failed", 2)
@@ -121,7 +123,9 @@ assert (jax.random.key_data(job.state["dropout"]) == jax.random.key_data(wanted[
 
 with pytest.raises(jaxcross.ExchangeError) as caught:
     jaxcross.run([jaxcross.Job("checked", step, start(world.rank), [batch])])
-for word in ("['dropout']", "job.restore(state, rank_local=...)", "jaxcross.Job(..., rank_local=...)"):
+for word in (
+    "['dropout']", "job.restore(state, rank_local=...)", "jaxcross.Job(..., rank_local=...)"
+):
     assert word in str(caught.value), caught.value
 print("end", flush=True)
 """

@@ -16,7 +16,8 @@ step = jaxcross.crossover(lambda w, x: w + lax.pmean(x, "batch"), axes="batch")
 
 def train(job, stops):
     w = job.restore(jnp.zeros(()))
-    # Without an end of its own: the signal is looked at up to 0.2 s after it came, and tiny steps are soon over.
+    # Without an end of its own: the signal is looked at up to 0.2 s after it came, and tiny steps
+    # are soon over.
     for x in job.batches(itertools.repeat(jnp.ones(()), *map(int, sys.argv[3:]))):
         w = step(w, x)
         if stops and job.step == 3 and world.rank == 1:

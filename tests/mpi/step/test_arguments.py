@@ -38,7 +38,8 @@ for call in (train_step, jaxcross.crossover(train_step.step, axes="batch", donat
 # buffers are not compared at every step, but an error names the leaves
 what = raised(lambda: train_step({**state, "ema": again(state["params"])}, batch))
 assert what.startswith(
-    "ValueError: `args[0]['ema']` and `args[0]['params']` of `train_step` share one buffer, which the step would"
+    "ValueError: `args[0]['ema']` and `args[0]['params']` of `train_step` share one buffer, "
+    "which the step would"
 ), what
 assert not state["params"].is_deleted()
 
@@ -57,7 +58,9 @@ assert len(scaled.trace(train=True, state=first, x=first).donated) == 1
 
 # types are for `trace`, and a call with one is no exchange that failed halfway
 what = raised(lambda: train_step(jax.ShapeDtypeStruct((3,), jnp.float32), jnp.ones(3)))
-assert what.startswith("TypeError: `train_step` is called with a `jax.ShapeDtypeStruct`, which has no values"), what
+assert what.startswith(
+    "TypeError: `train_step` is called with a `jax.ShapeDtypeStruct`, which has no values"
+), what
 assert call(state, jnp.zeros(3))["params"].tolist() == [7.0] * 3
 print("end")
 """

@@ -46,7 +46,9 @@ def train(job):
 
 
 runner = jaxcross.Runner(
-    world, checkpoints=jaxcross.Checkpoints(folder / "checkpoints", every=1), metrics=folder / "metrics"
+    world,
+    checkpoints=jaxcross.Checkpoints(folder / "checkpoints", every=1),
+    metrics=folder / "metrics",
 )
 for name in jobs:
     runner.add(name, train)

@@ -37,14 +37,16 @@ try:
 except jaxcross.JobError as error:
     message = str(error)
 assert message.startswith(
-    "`<lambda>` was called from thread `MainThread` while thread `mine` is in `slow`. Ranks meet in the order of the"
+    "`<lambda>` was called from thread `MainThread` while thread `mine` is in `slow`. "
+    "Ranks meet in the order of the"
 ), message
 assert (alone(x) == 2).all(), "who communicates with nobody may call from any thread"
 leave.set()
 thread.join()
 assert (results[0] == 2).all() and (step(x) == 2).all(), "one after the other is allowed"
 
-# Batches of unlike length: where one rank's change leaves the exchanges as they are, the others are not waited for.
+# Batches of unlike length: where one rank's change leaves the exchanges as they are, the others are
+# not waited for.
 mean = jaxcross.crossover(lambda x: lax.pmean(x.mean(), "batch"), axes="batch")
 for n in range(5):
     length = 4 + (n if world.rank else 0)
@@ -62,10 +64,15 @@ def gradients(params, x):
     return jax.grad(loss_fn)(params)
 
 
-params = [(jnp.sin(jnp.arange(16.0) * n).reshape(4, 4), jnp.cos(jnp.arange(4.0) * n)) for n in range(1, 5)]
+params = [
+    (jnp.sin(jnp.arange(16.0) * n).reshape(4, 4), jnp.cos(jnp.arange(4.0) * n))
+    for n in range(1, 5)
+]
 expected = jax.tree.leaves(jax.jit(gradients)(params, jnp.ones((1, 4))))
 for cut in (2, "auto"):
-    averaged = jaxcross.crossover(lambda p, x: lax.pmean(gradients(p, x), "batch"), axes="batch", cut=cut)
+    averaged = jaxcross.crossover(
+        lambda p, x: lax.pmean(gradients(p, x), "batch"), axes="batch", cut=cut
+    )
     for rows in (4, 1, 4, 3, 1):
         found = jax.tree.leaves(averaged(params, jnp.ones((rows if world.rank else 4, 4))))
         for a, b in zip(found, expected, strict=True):
@@ -88,20 +95,26 @@ for _ in range(2):
 
 # Ranks that take a branch at different calls would mix different steps.
 every_third = jaxcross.crossover(
-    lambda n, x: (n + 1, lax.cond(n % 3 == 2, lambda v: lax.pmean(v, "batch"), lambda v: v, x)), axes="batch"
+    lambda n, x: (n + 1, lax.cond(n % 3 == 2, lambda v: lax.pmean(v, "batch"), lambda v: v, x)),
+    axes="batch",
 )
 n = jnp.int32(world.rank)
 try:
     for _ in range(6):
         n, _ = every_third(n, x)
 except jaxcross.ExchangeError as error:
-    assert "takes a branch with exchanges at different calls: rank 0 in call 3, rank 1 in call 2." in str(error), error
+    assert (
+        "takes a branch with exchanges at different calls: rank 0 in call 3, rank 1 in call 2."
+        in str(error)
+    ), error
     print("apart", flush=True)
 
 try:
     step(jnp.ones(5 + world.rank))
 except jaxcross.ExchangeError as error:
-    assert str(error).startswith("ranks 0 and 1 exchange different things in `<lambda>`: exchange 1 is"), error
+    assert str(error).startswith(
+        "ranks 0 and 1 exchange different things in `<lambda>`: exchange 1 is"
+    ), error
     print("end", flush=True)
 """
 

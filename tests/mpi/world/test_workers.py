@@ -72,12 +72,17 @@ def raises_in_a_thread():
     thread.join()
 def exchanges():
     assert jaxcross.initialize() is world and jaxcross.current_world() is world
-    uses = (lambda: world.control.allgather_text(""), lambda: world.abort("no"), lambda: world.exchanger.submit(max))
+    uses = (
+        lambda: world.control.allgather_text(""),
+        lambda: world.abort("no"),
+        lambda: world.exchanger.submit(max),
+    )
     for use in uses:
         try:
             use()
         except jaxcross.ExchangeError as error:
-            assert str(error).startswith(f"A worker process of rank {world.rank} came to line "), error
+            begin = f"A worker process of rank {world.rank} came to line "
+            assert str(error).startswith(begin), error
         else:
             raise AssertionError
 assert [forked(work) for work in (raises, raises_in_a_thread, exchanges)] == [1, 0, 0]
@@ -100,11 +105,14 @@ import jaxcross
 world = jaxcross.initialize()
 def child(environ):
     code = "import jaxcross; world = jaxcross.initialize(); print(world.size)"
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120
+    )
     return done.stdout + done.stderr.strip().split("\\n")[-1]
 if world.rank == 1:
     print(child(None))
-    print(child({k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_"))}).split()[0])
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_"))}
+    print(child(plain).split()[0])
 """
 
 

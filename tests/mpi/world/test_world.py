@@ -192,7 +192,8 @@ import os, sys
 class Told:  # what the environment is when MPI is about to be loaded, which starts it
     def find_spec(self, name, *rest):
         if name == "mpi4py.MPI":
-            print(*(os.environ.get(x) for x in ("OMPI_MCA_btl_tcp_flags", "OMPI_MCA_mpi_yield_when_idle")))
+            names = ("OMPI_MCA_btl_tcp_flags", "OMPI_MCA_mpi_yield_when_idle")
+            print(*(os.environ.get(x) for x in names))
 sys.meta_path.insert(0, Told())
 """
 

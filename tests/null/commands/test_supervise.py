@@ -70,7 +70,8 @@ def test_it_stays_when_its_child_is_dead(start):
 JOIN = """
 import json, os
 facts = {"run": "r", "size": 2, "host": "h", "pid": os.getpid(), "rank": 0}
-with open(os.environ["JAXCROSS_EVENTS"] + "/rank-0.jsonl", "w") as stream: print(json.dumps(facts), file=stream)
+with open(os.environ["JAXCROSS_EVENTS"] + "/rank-0.jsonl", "w") as stream:
+    print(json.dumps(facts), file=stream)
 """
 
 
@@ -103,7 +104,8 @@ def test_signals_reach_the_child_once(start, number):
         (
             "import signal\nseen = []\n"
             f"signal.signal({int(number)}, lambda n, _: seen.append(n))\nprint(flush=True)\n"
-            "while not seen: signal.sigtimedwait([], 0.02)\nsignal.sigtimedwait([], 0.2)\nprint(seen)"
+            "while not seen: signal.sigtimedwait([], 0.02)\n"
+            "signal.sigtimedwait([], 0.2)\nprint(seen)"
         ),
     )
     process.stdout.readline()
