@@ -52,7 +52,7 @@ assert "has static arguments" in reason(static)
 # Those of different steps, or that begin differently, are not fused with each other.
 other = jaxcross.crossover(plain, axes="batch")
 assert len(jaxcross.fuse([*jobs(cross, 1), jaxcross.Job("z", other, jnp.ones(2), count(1))], when="always")) == 2
-local = jaxcross.Job("z", cross, jnp.ones(2), count(1), initial="local")
+local = jaxcross.Job("z", cross, jnp.ones(2), count(1), mode="local")
 assert len(jaxcross.fuse([*jobs(cross, 1), local], when="always")) == 2
 
 
