@@ -2,7 +2,7 @@
 
 runner          `Runner`: several jobs share this rank's device
 plain_loop      `run`, for jobs that are plain loops `state, metrics = step(state, batch)`;
-                `plain_job` is their class
+                `plain_job` is their class; `standing` has the results of those without a context
 fused           several such jobs as one; `side_by_side` takes their batches together
 context         what a job's function receives
 job_run         the runner's side of a job: its function, its place in the run, its end; owns

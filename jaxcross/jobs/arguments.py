@@ -159,20 +159,20 @@ def check_checkpoints(checkpoints: Any) -> None:
         )
 
 
-def checked_interval(check_replicas: Any) -> int | None:
+def checked_interval(what: str, steps: Any) -> int | None:
     """The number of steps from one comparison of replicas to the next.
 
     Raises:
         ValueError: It is not a whole number of at least 1.
     """
-    if check_replicas is None:
+    if steps is None:
         return None
-    if not is_whole(check_replicas) or check_replicas < 1:
+    if not is_whole(steps) or steps < 1:
         raise ValueError(
-            f"`check_replicas` is `{check_replicas!r}`: it is the number of steps from one "
-            "comparison to the next, 1 or more."
+            f"{what} is `{steps!r}`: it is the number of steps from one comparison to the next, 1 "
+            "or more."
         )
-    return int(check_replicas)  # ranks send it to each other as JSON
+    return int(steps)  # ranks compare it as a text
 
 
 def checked_names(what: str, names: Any) -> tuple[str, ...]:

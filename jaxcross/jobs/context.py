@@ -15,7 +15,12 @@ from jaxcross.errors import JobError, first_line, shortened
 from jaxcross.health.abort import print_error
 from jaxcross.interleave.instrument import SpanKind
 from jaxcross.interleave.vote import JobRequest
-from jaxcross.jobs.arguments import checked_early_stopping, checked_evaluation, checked_names
+from jaxcross.jobs.arguments import (
+    checked_early_stopping,
+    checked_evaluation,
+    checked_interval,
+    checked_names,
+)
 from jaxcross.jobs.batch_loops import BatchLoops
 from jaxcross.jobs.early_stopping import Mode
 from jaxcross.jobs.host import JobHost
@@ -24,8 +29,8 @@ from jaxcross.jobs.lifecycle import JobLifecycle
 from jaxcross.jobs.metrics import MetricLog
 from jaxcross.jobs.observer import JobObserver
 from jaxcross.jobs.resumption import Resumption
-from jaxcross.jobs.thread import JobThread
-from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
+from jaxcross.jobs.thread import JobDone, JobThread
+from jaxcross.runtime.job_record import NonFinite, RestoreMode, check_choice
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control
@@ -72,11 +77,7 @@ class JobContext:
         done: An event, set once it is over and `state` and `history` are final: `job.done.wait()`.
         skipped: How many of its steps kept the state, earlier runs included; see `nonfinite`. Known
             once it is over.
-        cuts: The number of segments that `cut="auto"` cut each program into, 0 for the cut next to
-            other jobs, so that a restart does the same.
-        host: Runs the job's steps; for jaxcross itself.
-        unread: The error of reading back what it logged, on this rank. All ranks get it after the
-            run.
+        rank_local: The names that `restore` was given of the leaves of which each rank has its own.
     """
 
     def __init__(self, life: JobLifecycle, host: JobHost, metrics: MetricLog, world: World) -> None:
@@ -84,49 +85,51 @@ class JobContext:
         self._life = life
         self._metrics = metrics
         self._world = world
-        self.host = host
+        self._host = host
         self.history = metrics.history
-        self.cuts = host.cuts
-        self.done = host.done
         self.status: str | None = None
         self.error: Exception | None = None
-        self.unread: Exception | None = None
         self.skipped = 0
-        self._loops = BatchLoops(life, host, world, self.finish_step)
+        self.rank_local: tuple[str, ...] = ()
+        self._unread: Exception | None = None  # of reading back what it logged, on this rank
+        self._loops = BatchLoops(life, host, world, self._finish_step)
 
     def __repr__(self) -> str:
-        error = f" ({shortened(first_line(str(self.error)), 100)})" if self.error else ""
-        return f"<job `{self.name}`, {self.status or 'not over'}{error}, after step {self.step}>"
+        return shown(self)
 
-    # For the job's function.
+    # For any holder of the job.
+
+    @property
+    def done(self) -> JobDone:
+        return self._host.done
 
     @property
     def step(self) -> int:
-        return self.host.step
+        return self._host.step
 
     @property
     def state(self) -> PyTree:
-        return self.host.latest.state
+        return self._host.latest.state
 
     @state.setter
     def state(self, state: PyTree) -> None:
-        self.host.latest.set(state, self.step)
+        self._host.latest.set(state, self.step)
 
     @property
     def examples_per_step(self) -> float | None:
-        return self.host.examples.per_step
+        return self._host.examples.per_step
 
     @examples_per_step.setter
     def examples_per_step(self, examples: float | None) -> None:
-        self.host.examples.per_step = examples
+        self._host.examples.per_step = examples
 
     @property
     def unit(self) -> str:
-        return self.host.examples.unit
+        return self._host.examples.unit
 
     @unit.setter
     def unit(self, unit: str) -> None:
-        self.host.examples.unit = unit
+        self._host.examples.unit = unit
 
     @property
     def nonfinite(self) -> NonFinite:
@@ -137,16 +140,18 @@ class JobContext:
         `skip` goes on with the state as it was. Set it before the first step, on every rank alike.
         To look costs one pass over what was exchanged, on the host.
         """
-        return self.host.nonfinite
+        return self._host.nonfinite
 
     @nonfinite.setter
     def nonfinite(self, policy: NonFinite) -> None:
         check_choice(policy, NonFinite, f"`nonfinite` of job `{self.name}`")
-        if self.host.registry.any and policy != self.host.nonfinite:
+        if self._host.registry.any and policy != self._host.nonfinite:
             raise JobError(
                 f"Job `{self.name}`: `nonfinite` was set after its first step. Set it before."
             )
-        self.host.nonfinite = policy
+        self._host.nonfinite = policy
+
+    # For the job's function.
 
     def log(self, metrics: PyTree) -> None:
         """Keeps a pytree of scalars under the current step. Never waits: it is read back once it is
@@ -209,7 +214,7 @@ class JobContext:
             JobError: In the loop, on every rank: `fn` failed on one, `job.state` was not assigned,
                 or ranks evaluate differently. Here: the loop has begun.
         """
-        self.host.evaluations.add(checked_evaluation(self.name, n, fn, rank, name))
+        self._host.evaluations.add(checked_evaluation(self.name, n, fn, rank, name))
 
     def stop_early(
         self,
@@ -251,10 +256,15 @@ class JobContext:
             patience_steps=patience_steps,
             min_delta=min_delta,
         )
-        self.host.evaluations.stop_early(early)
+        self._host.evaluations.stop_early(early)
 
     def restore(
-        self, state: PyTree, *, mode: Initial = "check", rank_local: Sequence[str] = ()
+        self,
+        state: PyTree,
+        *,
+        mode: RestoreMode = "check",
+        rank_local: Sequence[str] = (),
+        check_replicas: int | None = None,
     ) -> PyTree:
         """Returns the state to start from: `state`, once all ranks have agreed on it. Waits for all
         ranks.
@@ -280,29 +290,43 @@ class JobContext:
             rank_local: Names of leaves of which each rank has its own, such as a data mask: a key
                 or attribute anywhere in their path, such as `"mask"`, or the beginning of the path
                 as messages show it, such as `"[0]['mask']"`. The same on every rank.
+            check_replicas: Compare the ranks' copies of the state every so many steps, in one pass
+                over the state on the host and an all-reduce of 16 bytes. If they differ, the job
+                leaves with an `ExchangeError` on every rank, and other jobs continue. If None,
+                copies are compared only at checkpoints and at the job's end, and a difference is a
+                warning and a line of the report. Leaves that `rank_local` names are not compared,
+                nor are those that an exchange strategy declares rank-local; see
+                `docs/reference/faults.md`. The same on every rank.
 
         Raises:
-            ValueError: `mode` is another word, or `rank_local` names no leaf of `state`.
+            ValueError: `mode` is another word, `rank_local` names no leaf of `state`, or
+                `check_replicas` is not a whole number of at least 1.
             ExchangeError: On every rank, if values (`check`) or shapes (`broadcast`) differ.
             TypeError: `rank_local` holds something other than texts; or, unless `local` without
                 checkpoints, on every rank: a leaf is neither an array nor a number.
             JobError: On every rank: the checkpoint is of another model, or of a number of ranks
-                that cannot change; or ranks give another `mode` or `rank_local`.
+                that cannot change; or ranks give another `mode`, `rank_local` or `check_replicas`.
         """
-        check_choice(mode, Initial, f"`mode` of `job.restore` in job `{self.name}`")
-        names = checked_names(f"`rank_local` of `job.restore` in job `{self.name}`", rank_local)
+        what = f"of `job.restore` in job `{self.name}`"
+        check_choice(mode, RestoreMode, f"`mode` {what}")
+        names = checked_names(f"`rank_local` {what}", rank_local)
+        interval = checked_interval(f"`check_replicas` {what}", check_replicas)
         named = frozenset(named_leaves(state, names))
-        if names:  # before any file is read by them
-            self.run_on_all_ranks(
-                f"restore, rank_local={sorted(names)}", lambda _: None
-            )  # ranks compare the label
+        options: list[str] = []
+        if names:
+            options.append(f"rank_local={sorted(names)}")
+        if interval is not None:
+            options.append(f"check_replicas={interval}")
+        if options:  # before any file is read by them; ranks compare the label
+            self.run_on_all_ranks(f"restore, {', '.join(options)}", lambda _: None)
+        self.rank_local = names
         resumption, found = self._life.resumption, None
         if resumption is not None:
             found = resumption.restore(
                 state, self.run_on_all_ranks, local=mode == "local", named=named
             )
         if resumption is not None and found is not None:
-            self.host.step = resumption.first_step
+            self._host.step = resumption.first_step
             driver, record = self._life.running()
             driver.resumed(record, self.step)
             if self._world.rank == 0:
@@ -319,11 +343,12 @@ class JobContext:
                 )
             self.state = own_copy(state)
         self._metrics.begin(self.step, None if found is None else self.run_on_all_ranks)
-        self.host.replicas.begin(
+        self._host.replicas.begin(
             self.state,
             self.step,
             local=mode == "local",
             named=named,
+            check_every=interval,
             resumed=found is not None,
             together=self.run_on_all_ranks,
         )
@@ -366,30 +391,30 @@ class JobContext:
         if resumption is not None:
             # A restart goes on behind this step: what was logged until then must not be lost with
             # the process.
-            self.read_back()
-            if self.host.observer is not None:
-                self.host.observer.saving(self.step)
+            self._read_back()
+            if self._host.observer is not None:
+                self._host.observer.saving(self.step)
             every = resumption.save(
                 state,
                 self.step,
                 self.run_on_all_ranks,
-                unsavable_reason=self.host.unsavable_reason(),
+                unsavable_reason=self._host.unsavable_reason(),
             )
-            self.host.replicas.saved(self.step, every)
+            self._host.replicas.saved(self.step, every)
 
     def _evaluate(self) -> bool:
         """Makes the evaluations that are due. May wait for all ranks. Returns whether the state is
         the best so far.
         """
-        improved = self.host.evaluations.run(self.host, self._log_evaluation)
+        improved = self._host.evaluations.run(self._host, self._log_evaluation)
         # While an evaluation is made, the latest loop is its own, and does not end for what an
         # earlier one decided.
-        if self.host.evaluations.stop_reason and not self.host.evaluations.running:
+        if self._host.evaluations.stop_reason and not self._host.evaluations.running:
             self._loops.end_early()
         return improved
 
     def _log_evaluation(self, name: str, metrics: PyTree) -> None:
-        if self.host.steps_made == 0:  # a run that was killed may have logged it
+        if self._host.steps_made == 0:  # a run that was killed may have logged it
             self._metrics.drop(self.step, name)
         self.log({name: metrics})
 
@@ -405,7 +430,7 @@ class JobContext:
                 or ranks communicate unequally often.
             Exception: Whatever `work` raises.
         """
-        return self.host.run_on_all_ranks(label, work)
+        return self._host.run_on_all_ranks(label, work)
 
     def measure(self, kind: SpanKind, label: str = "") -> AbstractContextManager[None]:
         """Returns a context whose length appears in the report.
@@ -416,7 +441,7 @@ class JobContext:
         Raises:
             ValueError: (when entered) `kind` is not a kind of span.
         """
-        return self.host.measure(kind, label)
+        return self._host.measure(kind, label)
 
     # For any holder of the job, in any thread of any rank; one rank's request is enough.
 
@@ -463,22 +488,23 @@ class JobContext:
 
     # For jaxcross itself.
 
-    def finish_step(self) -> None:
+    def _finish_step(self) -> None:
         """Does what is due after the latest step, once its loop's body is over: evaluates, and
         keeps the best state.
         """
         if self._evaluate():
             self._save(self.state)
 
-    @property
-    def save_every(self) -> int | None:
-        """The number of steps after which the plain loop saves, if it does."""
-        return None if self._life.resumption is None else self._life.resumption.every
-
-    def observe(self, observer: JobObserver) -> None:
+    def _observe(self, observer: JobObserver) -> None:
         """Makes `observer` follow the job from here on; in the job's thread."""
-        self.host.observer = self._metrics.observer = observer
+        self._host.observer = self._metrics.observer = observer
 
-    def read_back(self) -> None:
+    def _read_back(self) -> None:
         """Puts all that was logged so far into `history`. Waits for the device."""
-        self.unread = self._metrics.read_remaining() or self.unread
+        self._unread = self._metrics.read_remaining() or self._unread
+
+
+def shown(job: Any) -> str:
+    """Returns the `repr` of a `Job` or a `JobContext`: one line."""
+    error = f" ({shortened(first_line(str(job.error)), 100)})" if job.error else ""
+    return f"<job `{job.name}`, {job.status or 'not over'}{error}, after step {job.step}>"

@@ -19,6 +19,7 @@ from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.plain_job import Job
 from jaxcross.jobs.prefetch import close_unread, number_of_batches
 from jaxcross.jobs.side_by_side import SideBySide, Source
+from jaxcross.jobs.standing import JobStanding
 from jaxcross.runtime.failure_text import explain
 from jaxcross.runtime.step_host import T
 from jaxcross.world.control_plane import Control, gather
@@ -55,17 +56,41 @@ class FusedJob:
         self.errors: list[JobError | ExchangeError] = []
         self._step = step
         self._live: list[_Member] = []
+        self._standings: list[JobStanding] = []
+
+    def _attach(self, job: JobContext) -> None:  # noqa: ARG002
+        """Has the members show from now on what becomes of each. Before the run.
+
+        Raises:
+            ValueError: A member has a policy for values that are not finite.
+        """
+        for member in self.members:
+            if member.nonfinite != "ignore":
+                raise ValueError(
+                    f"Job `{member.name}` has `nonfinite={member.nonfinite!r}`, and the other jobs "
+                    f"of the fused job `{self.name}` would skip or end with it. Set it before "
+                    "`jaxcross.fuse`, which then leaves the job out."
+                )
+        self._standings = [member._fuse(self.name) for member in self.members]
 
     def _run(self, job: JobContext) -> States:
         """Trains all members to their ends. The function of a runner's job."""
-        self._live = [_Member(member, job.host) for member in self.members]
+        self._live = [
+            _Member(member, standing, job._host)
+            for member, standing in zip(self.members, self._standings, strict=True)
+        ]
         own = [
             f"[{n}]{path}"
             for n, member in enumerate(self.members)
-            for path in named_leaves(member.state, member._rank_local)
+            for path in named_leaves(member.state, member.rank_local)
         ]
         states = tuple(member.state for member in self.members)
-        states = job.restore(states, mode=self.members[0]._initial, rank_local=own)
+        states = job.restore(
+            states,
+            mode=self.members[0]._mode,
+            rank_local=own,
+            check_replicas=self.members[0]._check_replicas,
+        )
         for member, state in zip(self._live, states, strict=True):
             member.begin(state)
         counted = 0.0
@@ -86,12 +111,12 @@ class FusedJob:
         states = job.state = tuple(member.job.state for member in live)
         stopped: set[str] = set()
         loop = job.batches(batches)
-        job.host.planned_steps = self._planned_steps()
+        job._host.planned_steps = self._planned_steps()
         for batch in loop:
             batches.delivered()
             if not examples:
                 examples = sum(
-                    count_examples(each, job.host.world.size)[0] or 0.0 for each in batch
+                    count_examples(each, job._host.world.size)[0] or 0.0 for each in batch
                 )
                 job.examples_per_step = examples or None
             states, metrics = self._step(states, batch)
@@ -103,7 +128,7 @@ class FusedJob:
             if stopped:
                 break
         close_unread(loop)  # the thread of a loop that was left ends only then
-        job.host.left_over = False  # members that stay take those batches in their next loop
+        job._host.left_over = False  # members that stay take those batches in their next loop
         self._live = self._staying(job, batches, stopped)
         return examples
 
@@ -125,10 +150,13 @@ class FusedJob:
                 error = explain(member.name, member.step, found)
                 error.__cause__ = member.source.error
                 self.errors.append(error)
+                member.standing.status, member.standing.error = "failed", error
             if member.name not in stopped and all(text is None for text in texts):
                 staying.append(member)
             else:
                 member.source.close()
+                how = "stopped early" if member.name in stopped else "ended"
+                member.standing.status = member.standing.status or how
         return staying
 
     def _finish(self, job: JobContext) -> None:
@@ -138,14 +166,20 @@ class FusedJob:
             self._live and isinstance(state, tuple) and len(state) == len(self._live)
         ):  # not one that ended by itself
             for member, own in zip(self._live, state, strict=True):
-                member.job.state, member.job.step = own, job.step
+                member.standing.state, member.standing.step = own, job.step
         for member in self._live:
             member.source.close()
         self._live = []
         for step, values in job.history:
-            for member in self.members:
-                if member.name in values:
-                    member.history.append((step, values[member.name]))
+            for standing in self._standings:
+                if standing.name in values:
+                    standing.history.append((step, values[standing.name]))
+        for standing in self._standings:
+            if standing.status is None:
+                standing.status, standing.error = job.status, job.error
+            elif job.status == "ended":  # what was found after the run concerns all of them
+                standing.error = standing.error or job.error
+            standing.done.set()
 
 
 @final
@@ -183,13 +217,14 @@ class _Member:
     """One job of a fused one. Implements `jaxcross.jobs.evaluations.Host`.
 
     Attributes:
-        job: The job, which gets the results.
+        job: The job.
+        standing: Gets its results.
         source: Its batches.
         latest: Its latest state, for its evaluations.
     """
 
-    def __init__(self, job: Job, host: JobHost) -> None:
-        self.job, self._host = job, host
+    def __init__(self, job: Job, standing: JobStanding, host: JobHost) -> None:
+        self.job, self.standing, self._host = job, standing, host
         self.name, self.step = job.name, 0
         self.source = Source(job._batches, job._steps)
         self.latest = LatestState()
@@ -208,7 +243,7 @@ class _Member:
         self._set(state)
 
     def _set(self, state: PyTree) -> None:
-        self.job.state, self.job.step = state, self.step
+        self.standing.state, self.standing.step = state, self.step
         self.latest.set(state, self.step)
 
     def stops_early(self, job: JobContext) -> bool:
@@ -217,7 +252,7 @@ class _Member:
         """
         if not self._evaluations.any:
             return False
-        running = job.host.evaluations  # what an evaluation calls is no step of the fused job
+        running = job._host.evaluations  # what an evaluation calls is no step of the fused job
         running.running = True
         try:
             self._evaluations.run(self, lambda name, values: job.log({self.name: {name: values}}))

@@ -40,7 +40,8 @@ class JobHost:
     Attributes:
         name: The job's name.
         step: Number of steps that the job has made.
-        cuts: The number of segments of each step that `cut="auto"` cut, by the step's key.
+        cuts: The number of segments of each step that `cut="auto"` cut, by the step's key; 0 for
+            the cut next to other jobs, so that a restart does the same.
         nonfinite: Policy for exchanged values that are not finite.
         latest: The job's latest state.
         registry: The functions with exchanges that the job calls.
@@ -63,7 +64,6 @@ class JobHost:
         *,
         listeners: Listeners,
         world: World,
-        check_replicas: int | None,
         admission: MemoryAdmission,
     ) -> None:
         self._life = life
@@ -78,7 +78,7 @@ class JobHost:
         self.skipped = SkippedSteps(life.name, self.latest)
         self.registry = StepRegistry()
         self.replicas = ReplicaChecks(
-            life.name, rank=world.rank, ranks=world.size, latest=self.latest, every=check_replicas
+            life.name, rank=world.rank, ranks=world.size, latest=self.latest
         )
         self.examples = ExampleCount()
         self.evaluations = Evaluations(life.name, rank=world.rank, ranks=world.size)
@@ -113,6 +113,11 @@ class JobHost:
         """The number of steps that the job made in this run."""
         resumption = self._life.resumption
         return self.step if resumption is None else self.step - resumption.first_step
+
+    @property
+    def save_every(self) -> int | None:
+        """The number of steps after which the plain loop saves; None if it does not."""
+        return None if self._life.resumption is None else self._life.resumption.every
 
     def unsavable_reason(self) -> str:
         """Returns why a restart could not go on from the state; empty if it can."""

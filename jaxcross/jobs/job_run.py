@@ -50,7 +50,6 @@ class JobRun:
         listeners: Listeners,
         world: World,
         admission: MemoryAdmission,
-        check_replicas: int | None = None,
         begin_files: BeginFiles | None = None,
     ) -> None:
         self._function = fn
@@ -62,7 +61,6 @@ class JobRun:
             self._life,
             listeners=listeners,
             world=world,
-            check_replicas=check_replicas,
             admission=admission,
         )
         self._metrics = MetricLog(self._note_metrics, begin_files)
@@ -114,7 +112,7 @@ class JobRun:
             evaluations.keep_best(*session.best)
         checkpointer = session.checkpointer(self.name, note)
         return Resumption(
-            checkpointer, self.context.cuts, session.every, evaluations, self._host.skipped
+            checkpointer, self._host.cuts, session.every, evaluations, self._host.skipped
         )
 
     def call_function(self) -> None:
@@ -125,11 +123,11 @@ class JobRun:
         if result is not None:
             self._host.latest.set(result, self.step)
         del result
-        self.context.finish_step()
+        self.context._finish_step()
         if (
             self._life.resumption is not None
         ):  # what was logged must not be lost with the process after the last save
-            self.context.read_back()
+            self.context._read_back()
         self._save_last(partial(driver.run_on_all_ranks, record))
 
     def give_back_memory(self) -> None:
@@ -167,7 +165,7 @@ class JobRun:
         if (
             failure is not None and context.error is None
         ):  # of a failed step's metrics the job's own error says more
-            context.unread = failure
+            context._unread = failure
         if record is not None:
             done = record.status == "ended" and context.status in ("ended", "stopped early")
             self._listeners.note(

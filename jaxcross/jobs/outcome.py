@@ -61,18 +61,18 @@ def _facts(job: JobContext) -> JobSummary:
     loss = metrics.pop("loss", None)
     return JobSummary(
         name=job.name,
-        steps=job.host.steps_made,
+        steps=job._host.steps_made,
         examples_per_step=job.examples_per_step,
         final_loss=loss,
         metrics=metrics,
         how=job.status or "ended",
-        why=job.host.evaluations.stop_reason if job.error is None else str(job.error),
-        skipped=job.skipped - job.host.skipped.before,
-        replicas=job.host.replicas.findings.text,
-        first_step=job.step - job.host.steps_made,
+        why=job._host.evaluations.stop_reason if job.error is None else str(job.error),
+        skipped=job.skipped - job._host.skipped.before,
+        replicas=job._host.replicas.findings.text,
+        first_step=job.step - job._host.steps_made,
         unit=job.unit,
-        program=job.host.registry.most_run(),
-        left_over=(job.host.world.rank,) if job.host.left_over else (),
+        program=job._host.registry.most_run(),
+        left_over=(job._host.world.rank,) if job._host.left_over else (),
     )
 
 
@@ -113,9 +113,9 @@ def tell_unread(world: World, jobs: Sequence[JobContext]) -> None:
     all.
     """
     mine = {
-        job.name: f"{type(job.unread).__name__}: {job.unread}"
+        job.name: f"{type(job._unread).__name__}: {job._unread}"
         for job in jobs
-        if job.unread is not None
+        if job._unread is not None
     }
     for rank, failures in enumerate(gather(world.control, mine)):
         for job in jobs:
@@ -124,7 +124,7 @@ def tell_unread(world: World, jobs: Sequence[JobContext]) -> None:
                 job.error = JobError(
                     f"Job `{job.name}`: rank {rank} cannot read back what it logged: {failure}"
                 )
-                job.error.__cause__ = job.unread
+                job.error.__cause__ = job._unread
 
 
 def compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
@@ -133,12 +133,12 @@ def compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
     """
     joined = [job for job in jobs if job.status != "left out"] if world.size > 1 else []
     found = (
-        exchange(world.control, [job.host.replicas.end or RankReport(0, "", {}) for job in joined])
+        exchange(world.control, [job._host.replicas.end or RankReport(0, "", {}) for job in joined])
         if joined
         else []
     )
     for job, every in zip(joined, found, strict=True):
-        error = job.host.replicas.settle(every) if job.host.replicas.end is not None else None
+        error = job._host.replicas.settle(every) if job._host.replicas.end is not None else None
         job.error = job.error or error
 
 

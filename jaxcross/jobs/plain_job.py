@@ -5,46 +5,66 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from jaxcross._pytree import PyTree
+from jaxcross.errors import JobError
 from jaxcross.jobs.arguments import (
     check_loop,
     checked_early_stopping,
     checked_evaluation,
+    checked_interval,
     checked_names,
 )
-from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.context import JobContext, shown
 from jaxcross.jobs.early_stopping import Mode
 from jaxcross.jobs.evaluations import Evaluations
-from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
+from jaxcross.jobs.standing import JobStanding
+from jaxcross.jobs.thread import JobDone
+from jaxcross.runtime.job_record import NonFinite, RestoreMode, check_choice
 
 
 class Job:
     """One job of `jaxcross.run`: the plain loop `state, metrics = step(state, batch)`.
 
+    It has the attributes and methods of `JobContext`, with the same meaning, except for those that
+    only the function of a job can use: `log`, `batches`, `restore`, `save`, `run_on_all_ranks` and
+    `measure`. What is said there of a job's function applies to the plain loop.
+
     Attributes:
         name: Unique among the jobs.
-        state: The latest state; final after the run. Same on all ranks for data-parallel steps.
-        step: Steps done.
-        history: `(step, metrics)` of each step that was read back, as in `JobContext`; complete
-            after the run.
+        state: The latest state; until the run has restored it, the one that it begins with. The
+            same on all ranks for data-parallel steps.
+        step: How many steps it has made.
+        history: `(step, metrics)` of each step that was read back; complete after the run.
+        examples_per_step: Examples that all ranks together use in a step.
+        unit: The name of an example in reports.
+        nonfinite: Policy for a step whose exchanged values are not all finite.
+        rank_local: Names of leaves of which each rank has its own.
+        status: How it ended; None before that.
+        error: The reason, if it failed or was ejected.
+        done: An event, set once it is over and `state` and `history` are final: `job.done.wait()`.
+        skipped: How many of its steps kept the state.
+        paused: Whether it is paused on all ranks.
 
     Args:
         name: Unique among the jobs.
         step: A `crossover` step that returns `(state, metrics)`.
-        state: The initial state, equal on all ranks unless `initial` says otherwise.
+        state: The initial state, equal on all ranks unless `mode` says otherwise.
         batches: This rank's batches.
         steps: Ends after so many steps, or with the shortest rank's data.
         nonfinite: What becomes of a step whose exchanged values are not all finite: `ignore`,
             `raise`, `skip` or `eject`; see `JobContext.nonfinite`.
-        initial: `check` compares the ranks' initial states, `broadcast` takes rank 0's, `local`
+        mode: `check` compares the ranks' initial states, `broadcast` takes rank 0's, `local`
             allows each its own values, as dropout keys; see `JobContext.restore`. The same on every
             rank.
         rank_local: Names of leaves of which each rank has its own, such as a data mask; see
             `JobContext.restore`. The same on every rank.
+        check_replicas: Compare the ranks' copies of the state every so many steps, and fail on
+            every rank if they differ; see `JobContext.restore`. The same on every rank.
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: `name` is empty, `steps` is below 0, or `nonfinite` or `initial` is another
-            word.
+        ValueError: `name` is empty, `steps` is below 0, `nonfinite` or `mode` is another word, or
+            `check_replicas` is not a whole number of at least 1.
     """
 
     def __init__(
@@ -56,19 +76,91 @@ class Job:
         *,
         steps: int | None = None,
         nonfinite: NonFinite = "ignore",
-        initial: Initial = "check",
+        mode: RestoreMode = "check",
         rank_local: Sequence[str] = (),
+        check_replicas: int | None = None,
     ) -> None:
         check_loop(name, step, batches, steps)
         check_choice(nonfinite, NonFinite, f"`nonfinite` of job `{name}`")
-        check_choice(initial, Initial, f"`initial` of job `{name}`")
-        self.name, self.state, self.step = name, state, 0
-        self.history: list[tuple[int, Any]] = []
+        check_choice(mode, RestoreMode, f"`mode` of job `{name}`")
+        self.name = name
+        self.rank_local = checked_names(f"`rank_local` of job `{name}`", rank_local)
         self._function, self._batches, self._steps = step, batches, steps
-        self._nonfinite: NonFinite = nonfinite
-        self._initial: Initial = initial
-        self._rank_local = checked_names(f"`rank_local` of job `{name}`", rank_local)
+        self._mode: RestoreMode = mode
+        self._check_replicas = checked_interval(f"`check_replicas` of job `{name}`", check_replicas)
         self._settings: list[Callable[[Evaluations], None]] = []
+        # What the job shows; the context of its run once that is about to begin.
+        self._face: JobStanding | JobContext = JobStanding(name, state, nonfinite=nonfinite)
+        # What has its state, steps and history; the context once it has restored the state.
+        self._results: JobStanding | JobContext = self._face
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+    @property
+    def state(self) -> PyTree:
+        return self._results.state
+
+    @state.setter
+    def state(self, state: PyTree) -> None:
+        self._results.state = state
+
+    @property
+    def step(self) -> int:
+        return self._results.step
+
+    @property
+    def history(self) -> list[tuple[int, Any]]:
+        return self._results.history
+
+    @property
+    def examples_per_step(self) -> float | None:
+        return self._face.examples_per_step
+
+    @examples_per_step.setter
+    def examples_per_step(self, examples: float | None) -> None:
+        self._face.examples_per_step = examples
+
+    @property
+    def unit(self) -> str:
+        return self._face.unit
+
+    @unit.setter
+    def unit(self, unit: str) -> None:
+        self._face.unit = unit
+
+    @property
+    def nonfinite(self) -> NonFinite:
+        """Policy for a step whose exchanged values are not all finite: see `JobContext.nonfinite`.
+        Set it before the first step, on every rank alike.
+        """
+        return self._face.nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, policy: NonFinite) -> None:
+        check_choice(policy, NonFinite, f"`nonfinite` of job `{self.name}`")
+        self._face.nonfinite = policy
+
+    @property
+    def status(self) -> str | None:
+        return self._face.status
+
+    @property
+    def error(self) -> Exception | None:
+        return self._face.error
+
+    @property
+    def done(self) -> JobDone:
+        return self._face.done
+
+    @property
+    def skipped(self) -> int:
+        return self._face.skipped
+
+    @property
+    def paused(self) -> bool:
+        """Whether the job is paused on all ranks."""
+        return self._face.paused
 
     def every(
         self, n: int, fn: Callable[[Any], Any], *, rank: int | None = None, name: str = "eval"
@@ -78,8 +170,10 @@ class Job:
 
         Raises:
             TypeError, ValueError: An argument is of another type, or out of range.
+            JobError: The run has begun.
         """
         evaluation = checked_evaluation(self.name, n, fn, rank, name)
+        self._check_before_run("job.every")
         self._settings.append(lambda evaluations: evaluations.add(evaluation))
 
     def stop_early(
@@ -92,10 +186,11 @@ class Job:
         min_delta: float = 0.0,
     ) -> None:
         """Ends the job once a metric of `every` no longer gets better: see `JobContext.stop_early`.
-        For before the run.
+        Call it before the run.
 
         Raises:
             TypeError, ValueError: An argument is of another type, or out of range.
+            JobError: The run has begun.
         """
         early = checked_early_stopping(
             self.name,
@@ -105,29 +200,90 @@ class Job:
             patience_steps=patience_steps,
             min_delta=min_delta,
         )
+        self._check_before_run("job.stop_early")
         self._settings.append(lambda evaluations: evaluations.stop_early(early))
 
+    def stop(self) -> None:
+        """Ends this job, on all ranks between the same two of its steps; see `JobContext.stop`.
+        Does not wait.
+
+        Raises:
+            JobError: The run has not begun, or the job is fused with others.
+        """
+        self._face.stop()
+
+    def pause(self) -> None:
+        """Pauses this job, on all ranks between the same two of its steps; see `JobContext.pause`.
+        Does not wait.
+
+        Raises:
+            JobError: The run has not begun, or the job is fused with others.
+        """
+        self._face.pause()
+
+    def resume(self) -> None:
+        """Resumes a paused job, on all ranks. Does not wait.
+
+        Raises:
+            JobError: The run has not begun, or the job is fused with others.
+        """
+        self._face.resume()
+
+    def _check_before_run(self, what: str) -> None:
+        face = self._face
+        if isinstance(face, JobStanding):
+            in_run = bool(face.fused_into)
+        else:
+            in_run = face._life.record is not None
+        if in_run and not face.done.is_set():
+            raise JobError(f"Job `{self.name}`: call `{what}` before the run, which has begun.")
+
+    def _attach(self, job: JobContext) -> None:
+        """Shows from now on what `job` does, whose function is `_run`. Before the run."""
+        before, self._face = self._face, job
+        job.nonfinite = before.nonfinite
+        if not before.done.is_set():  # somebody may wait for it
+            job._host.done = before.done
+        if isinstance(before, JobStanding):
+            job.examples_per_step = before.examples_per_step
+            job.unit = before.unit
+
+    def _fuse(self, into: str) -> JobStanding:
+        """Shows from now on what is set in the result, by the fused job `into`. Before the run."""
+        standing = JobStanding(
+            self.name, self.state, nonfinite=self._face.nonfinite, fused_into=into
+        )
+        if not self.done.is_set():
+            standing.done = self.done
+        self._face = self._results = standing
+        return standing
+
     def _run(self, job: JobContext) -> Any:
-        job.nonfinite, self.history = self._nonfinite, job.history
-        self.state = job.restore(self.state, mode=self._initial, rank_local=self._rank_local)
-        every = job.save_every
-        self.step = job.step
+        """Trains the job to its end. The function of a runner's job."""
+        job.restore(
+            self.state,
+            mode=self._mode,
+            rank_local=self.rank_local,
+            check_replicas=self._check_replicas,
+        )
+        self._results = job  # drops the state that it began with
+        every, step = job._host.save_every, job.step
         for apply in self._settings:
-            apply(job.host.evaluations)
+            apply(job._host.evaluations)
         for batch in job.batches(self._batches, self._steps):
-            result = self._function(self.state, batch)
+            result = self._function(job.state, batch)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(
                     f"`step` of job `{self.name}` must return a pair `(state, metrics)`, got a "
                     f"{f'tuple of {len(result)}' if isinstance(result, tuple) else f'`{type(result).__name__}`'}."
                     " Metrics may be an empty dict."
                 )
-            self.state, metrics = result
-            job.state, self.step = self.state, self.step + 1
+            job.state, metrics = result
+            step += 1
             job.log(metrics)
-            if every is not None and self.step % every == 0:
-                job.save(self.state)
-        return self.state
+            if every is not None and step % every == 0:
+                job.save(job.state)
+        return job.state
 
 
 def check_batches_apart(jobs: Iterable[Job]) -> None:

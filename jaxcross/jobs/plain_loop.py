@@ -35,7 +35,6 @@ def run(
     events: str | os.PathLike[str] | None = None,
     checkpoints: Checkpoints | None = None,
     metrics: str | os.PathLike[str] | None = None,
-    check_replicas: int | None = None,
     progress: bool | float | None = None,
 ) -> Report:
     """Runs plain training loops that share this rank's device. Waits for all ranks; see `Runner`.
@@ -74,10 +73,11 @@ def run(
         events=events,
         checkpoints=checkpoints,
         metrics=metrics,
-        check_replicas=check_replicas,
         progress=progress,
     ) as runner:
         contexts = {job: runner.add(job.name, job._run) for job in found}
+        for job, context in contexts.items():
+            job._attach(context)
         try:
             report = runner.run()
         finally:

@@ -162,7 +162,7 @@ class ProgressReporter:
                 print("\n".join(run_lines(run)), file=sys.stderr, flush=True)
 
     def _progress_of(self, job: JobContext, now_s: float) -> JobProgress:
-        host, made = job.host, job.host.steps_made
+        host, made = job._host, job._host.steps_made
         activity = None if job.status else self._activity(job.name)
         doing = "" if activity is None else doing_text(activity.what, local=activity.local)
         return JobProgress(
@@ -180,7 +180,7 @@ class ProgressReporter:
         """Returns the metric that counts, in a sweep; in other runs, and before it is logged, the
         loss.
         """
-        chosen, observer = "", job.host.observer
+        chosen, observer = "", job._host.observer
         if observer is not None:
             chosen = self._metrics.setdefault(job.name, LatestMetric()).look(
                 job.history, observer.metric

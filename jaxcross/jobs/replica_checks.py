@@ -31,8 +31,6 @@ class ReplicaChecks:
         rank: This rank.
         ranks: How many there are; a single one compares nothing.
         latest: The job's state and the results of its steps.
-        every: Compare after so many steps, and fail where replicas differ; if None, compare at
-            checkpoints and at the end only, and warn.
 
     Attributes:
         findings: Of all comparisons.
@@ -40,16 +38,9 @@ class ReplicaChecks:
         end: This rank's report on the last state, for `settle`; None if there is nothing to report.
     """
 
-    def __init__(
-        self, job: str, *, rank: int, ranks: int, latest: LatestState, every: int | None
-    ) -> None:
-        self._job, self._rank, self._ranks, self._latest, self._every = (
-            job,
-            rank,
-            ranks,
-            latest,
-            every,
-        )
+    def __init__(self, job: str, *, rank: int, ranks: int, latest: LatestState) -> None:
+        self._job, self._rank, self._ranks, self._latest = job, rank, ranks, latest
+        self._every: int | None = None
         self.findings = Findings(job)
         self.batches = 0
         self.end: RankReport | None = None
@@ -69,6 +60,7 @@ class ReplicaChecks:
         *,
         local: bool,
         named: Collection[str],
+        check_every: int | None,
         resumed: bool,
         together: RunOnAllRanks,
     ) -> None:
@@ -84,12 +76,15 @@ class ReplicaChecks:
             step: Steps that led to it.
             local: Whether each rank has restored its own.
             named: Paths of the leaves that the job names as rank-local: these are not compared.
+            check_every: Compare after so many steps, and fail if replicas differ; if None, compare
+                at checkpoints and at the end only, and warn.
             resumed: Whether it comes from a checkpoint.
             together: Runs what communicates.
         """
         if self._ranks == 1:
             return
         self._restored, self._start, self._first_step, self._compared = True, state, step, step
+        self._every = check_every
         self._paths = _paths(state)
         self._common = [path for path in common_leaves(state) if path not in named]
         if local:
@@ -140,7 +135,7 @@ class ReplicaChecks:
             trains = self._trains()
             if trains is not False:
                 self._warn_of_no_exchange("has used its first batch", "trains" if trains else "")
-        if self._restored and self._due(self.batches):
+        if self._due(self.batches):
             self._compare(self.batches, together)
 
     def saved(self, step: int, every: list[dict[str, str]] | None) -> None:
@@ -185,14 +180,7 @@ class ReplicaChecks:
 
     def _due(self, count: int) -> bool:
         every = self._every
-        if every is None or self._ranks == 1 or count // every <= self._compared // every:
-            return False
-        if not self._restored:
-            self._warn(
-                f"Job `{self._job}`: `check_replicas` cannot compare its replicas. It did not call "
-                "`job.restore`, which says what is equal on all ranks at the start."
-            )
-        return self._restored
+        return every is not None and count // every > self._compared // every
 
     def _compare(self, count: int, together: RunOnAllRanks) -> None:
         self._compared = count

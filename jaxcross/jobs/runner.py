@@ -71,12 +71,6 @@ class Runner:
             on every rank, but for the directory.
         metrics: A folder where rank 0 writes what jobs log, as a JSONL and a CSV each; given on
             every rank. After a restart from `checkpoints` it has each step once.
-        check_replicas: Compare the ranks' copies of each job's state after so many steps, in one
-            pass over the state on the host. If they differ, the job leaves with an `ExchangeError`
-            on every rank, and other jobs continue. Same on every rank. If None, states are compared
-            only at checkpoints and at a job's end, and a difference is a warning and a line of the
-            report. Leaves that a job names by `rank_local` aren't compared, nor are those that an
-            exchange strategy declares rank-local; see `docs/reference/faults.md`.
         progress: Whether to show how far the jobs are. By default `jaxcross launch` draws a table
             on a terminal; elsewhere rank 0 prints a line a job to standard error, first after 3 s,
             then every 10 s, in a long run every minute. A number is the seconds between lines.
@@ -85,8 +79,8 @@ class Runner:
     Raises:
         TypeError: An argument is of another type.
         ValueError: `depth` is below 1, `memory` is no number of bytes, `progress` is a number that
-            is not above 0, `start` is another word, `check_replicas` is no whole number of at least
-            1, or this rank cannot write to the folder `events`.
+            is not above 0, `start` is another word, or this rank cannot write to the folder
+            `events`.
 
     Example:
         >>> with jaxcross.Runner(world) as runner:
@@ -109,7 +103,6 @@ class Runner:
         events: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | None = None,
         metrics: str | os.PathLike[str] | None = None,
-        check_replicas: int | None = None,
         progress: bool | float | None = None,
     ) -> None:
         listening = arguments.checked_instruments(instruments)
@@ -128,14 +121,7 @@ class Runner:
         if (
             self.world.estimate_request
         ):  # one job runs to its first step, and nothing of the user's is written
-            listening, policy, events, checkpoints, metrics, check_replicas = (
-                (),
-                None,
-                None,
-                None,
-                None,
-                None,
-            )
+            listening, policy, events, checkpoints, metrics = (), None, None, None, None
         self.policy = policy if policy is not None else RoundRobin()
         self.chaos = (
             chaos_of(os.environ, self.world.rank)
@@ -145,7 +131,6 @@ class Runner:
         self.depth, self.link, self.checkpoints = arguments.checked_depth(depth), link, checkpoints
         self.start: Start = start
         self._admission = MemoryAdmission.of(self.world, limit)
-        self.check_replicas = arguments.checked_interval(check_replicas)
         self._runs: list[JobRun] = []
         self.report: Report | None = None
         self._recorder = Recorder()
@@ -243,7 +228,6 @@ class Runner:
             listeners=self._listeners,
             world=self.world,
             admission=self._admission,
-            check_replicas=self.check_replicas,
             begin_files=partial(self._begin_files, name) if self._writes_metrics else None,
         )
 
@@ -456,7 +440,6 @@ class Runner:
             "policy": repr(self.policy),
             "start": self.start,
             "checkpoints": self.checkpoints and self.checkpoints.agreed,
-            "check_replicas": self.check_replicas,
             "metrics": self._writes_metrics,
         }
         agree(self.world, mine)

@@ -17,7 +17,7 @@ NonFinite = Literal["ignore", "raise", "skip", "eject"]
 """A job's policy for a step whose exchanged values are not all finite."""
 
 
-Initial = Literal["check", "broadcast", "local"]
+RestoreMode = Literal["check", "broadcast", "local"]
 """How the ranks' values of the state that a job begins with become one."""
 
 

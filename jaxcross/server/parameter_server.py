@@ -143,7 +143,7 @@ class ParameterServer:
             )
         self._job = current_job()
         if self._job is not None:
-            self._job.host.replicas.serve()
+            self._job._host.replicas.serve()
         mailbox = self._open_together(lambda _: self._open())
         name = "alone" if self._job is None else self._job.name
         self._lane = Lane(mailbox, Clocks(self._world.size, self._staleness), self._shard, name)
@@ -204,7 +204,7 @@ class ParameterServer:
                 "that entered it."
             )
         leaves = self._layout.leaves(grads)
-        if job is not None and job.host.stopping:
+        if job is not None and job._host.stopping:
             raise Stopped
         parts = self._layout.parts(jax.block_until_ready(leaves))
         pushed_ns = time.monotonic_ns()
@@ -215,7 +215,7 @@ class ParameterServer:
         self._pulled_ns = time.monotonic_ns()
         if job is not None:
             nbytes = 2 * (self._world.size - 1) * self._layout.nbytes
-            job.host.served(
+            job._host.served(
                 start_ns=start_ns, pushed_ns=pushed_ns, end_ns=self._pulled_ns, nbytes=nbytes
             )
         return self.params

@@ -237,13 +237,13 @@ class Step(Generic[P, R]):
                     )
                 return nnx.call(self, given, named)
             check_leaves(self.__name__, leaves, arrays, named)
-            with nullcontext() if job is None else job.host.preparing():
+            with nullcontext() if job is None else job._host.preparing():
                 variant = self._variant(world, function, arrays, named, leaves, cache_key)
         if world.estimate_request:
             estimate_in_script(variant, leaves, job)
         copy_shared(leaves, variant.traced.donated, new_types=self._last is not last)
         if job is not None:
-            return job.host.run(prepare(variant, job.host), leaves, self._record)
+            return job._host.run(prepare(variant, job._host), leaves, self._record)
         world.exchange_owner.check_not_stray(self.__name__)
         return self._run_standalone(variant, world, leaves)
 

@@ -44,7 +44,7 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
 
     Jobs of one step become one fused job if the step is decorated by `crossover` with
     `cut="whole"`, exchanges by named axes, and takes no NNX objects, and if the jobs have
-    `nonfinite="ignore"` and the same `initial`.
+    `nonfinite="ignore"`, and the same `mode` and `check_replicas`.
 
     Measuring happens on copies of the states with the first batch of each job: the step alone, then
     all of them in turns with and without fusing. No job is fused whose step takes more than 5 ms
@@ -119,7 +119,10 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
     steps = list({id(job._function): None for job in jobs})  # ranks know them by their order
     facts = {
         "when": when,
-        "jobs": [[job.name, job._initial, steps.index(id(job._function))] for job in jobs],
+        "jobs": [
+            [job.name, job._mode, job._check_replicas, steps.index(id(job._function))]
+            for job in jobs
+        ],
     }
     failure = None
     found: list[_Candidate] = []
@@ -134,8 +137,9 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
         if theirs != ranks[0][0]:
             raise JobError(
                 f"Ranks 0 and {rank} fuse different jobs: {ranks[0][0]} and {theirs}, of each job "
-                "its name, its `initial`, and which step it has. Call `jaxcross.fuse` with the "
-                "same jobs in the same order on every rank, and let the same of them share a step."
+                "its name, its `mode`, its `check_replicas`, and which step it has. Call "
+                "`jaxcross.fuse` with the same jobs in the same order on every rank, and let the "
+                "same of them share a step."
             )
         if error_text is not None:
             raise JobError(
@@ -153,9 +157,9 @@ def _sets(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
     sets: dict[object, list[_Candidate]] = {}
     for each in candidates:
         if not each.why_not:
-            sets.setdefault((id(each.trial.job._function), each.trial.job._initial), []).append(
-                each
-            )
+            job = each.trial.job
+            alike = (id(job._function), job._mode, job._check_replicas)
+            sets.setdefault(alike, []).append(each)
     return [members for members in sets.values() if len(members) > 1]
 
 
@@ -207,9 +211,9 @@ class _Candidate:
             )
         elif step.static:
             why_not = f"`{step.__name__}` has static arguments"
-        elif job._nonfinite != "ignore":
+        elif job.nonfinite != "ignore":
             why_not = (
-                f'`{job.name}` has `nonfinite="{job._nonfinite}"`, and others would skip or end '
+                f'`{job.name}` has `nonfinite="{job.nonfinite}"`, and others would skip or end '
                 "with it"
             )
         if why_not:

@@ -104,7 +104,7 @@ def _step_of_each_s(trials: Sequence[Trial], fused: FusedStep | None, world: Wor
             own_copy(trial.job.state),
             _repeated(trial),
             steps=_WARM_UP_STEPS + _STEPS,
-            initial="local",
+            mode="local",
         )
         for trial in trials
     ]

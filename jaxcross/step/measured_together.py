@@ -61,7 +61,7 @@ def measure_on_all_ranks(
             turn.enter_context(owner.step(name))
             host = Standalone(world, name)
         else:
-            host = job.host
+            host = job._host
         solo, settings, failure = None, None, None
         try:
             subject = make_subject()

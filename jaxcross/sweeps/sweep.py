@@ -33,7 +33,7 @@ from jaxcross.world import World, current_world
 from jaxcross.world.control_plane import gather
 
 _log = logging.getLogger("jaxcross")
-_OPTIONS = ("instruments", "depth", "link", "chaos", "events", "check_replicas", "progress")
+_OPTIONS = ("instruments", "depth", "link", "chaos", "events", "progress")
 _TRIAL = "trial"  # the name by which rank 0 submits trials
 
 
@@ -97,8 +97,7 @@ def sweep(
         keep: Checkpoints stay for so many of the best finished trials; those of others are deleted
             when they are over, except for failed ones. None keeps all.
         world: From `jaxcross.initialize()`.
-        options: For `Runner`: `instruments`, `depth`, `link`, `chaos`, `events`, `check_replicas`,
-            `progress`.
+        options: For `Runner`: `instruments`, `depth`, `link`, `chaos`, `events`, `progress`.
 
     Returns:
         The trials with their values, the same on every rank. Printing it shows a table.

@@ -106,7 +106,7 @@ class Trials:
             shared.closed.setdefault(number, JobDone())
             shared.jobs[number] = job
         observer = _Observer(self, job, number)
-        job.observe(observer)
+        job._observe(observer)
         if before is not None:
             # The one whose place it takes first frees its memory, on this rank.
             with job.measure("host", "waits for a place"):
@@ -119,9 +119,9 @@ class Trials:
             state = self._train(job, **params)
             if state is not None:
                 job.state = state
-            job.finish_step()  # an evaluation that is due logs, too
+            job._finish_step()  # an evaluation that is due logs, too
         except TrialPruned:
-            job.host.latest.adopt_results()
+            job._host.latest.adopt_results()
             observer.pruned = True
             return None
         return observer.finish(state)
@@ -131,7 +131,7 @@ class Trials:
         thread = threading.current_thread()
         if not self.coordinator.is_due(number) and isinstance(thread, JobThread):
             thread.excuse_start()  # it waits for others, which a joint start would have wait for it
-        if self.coordinator.may_begin(number, lambda: job.host.stopping):
+        if self.coordinator.may_begin(number, lambda: job._host.stopping):
             return "begins"
         return "pruned" if self.coordinator.is_pruned(number) else "over"
 
@@ -283,9 +283,9 @@ class _Observer:
         self._check_order(step)
         if not self._trials.prunes:
             return
-        self.job.read_back()
+        self.job._read_back()
         self._write_values()
-        coordinator, stopping = self._coordinator, lambda: self.job.host.stopping
+        coordinator, stopping = self._coordinator, lambda: self.job._host.stopping
 
         def ask() -> str:
             assert coordinator is not None
@@ -306,7 +306,7 @@ class _Observer:
         earlier = self._has_metric or any(
             self.metric in dict(flat(values)) for _, values in self.job.history
         )
-        if returned and not earlier and self.job.host.evaluations.provide(self.metric):
+        if returned and not earlier and self.job._host.evaluations.provide(self.metric):
             error = JobError(
                 f"Trial `{self.job.name}` is to be compared by `{self.metric}`, which its "
                 f"evaluation `{evaluation}` after step {self.job.step} has not returned. It "
@@ -360,7 +360,7 @@ class _Observer:
         values.
         """
         job, coordinator = self.job, self._coordinator
-        job.read_back()
+        job._read_back()
         self._write_values()
         value = None if coordinator is None else coordinator.last_value(self.number)
         mine = json.dumps([value, _digest(job.state)])

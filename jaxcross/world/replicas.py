@@ -28,8 +28,8 @@ def check_equal(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
     hint = (
         "Build it from the same seed on every rank. If each rank is to have its own value of a "
         "leaf, such as a dropout key, name it: `job.restore(state, rank_local=...)`, or "
-        "`jaxcross.Job(..., rank_local=...)`. `mode='local'`, or `initial='local'`, lets each rank "
-        "keep all of its values; `mode='broadcast'` takes rank 0's."
+        "`jaxcross.Job(..., rank_local=...)`. `mode='local'` lets each rank keep all of its "
+        "values; `mode='broadcast'` takes rank 0's."
     )
     _compare(_gathered(_digest, state, comm, rank_local), hint=hint)
     _check_arrays(state)

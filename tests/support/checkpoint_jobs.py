@@ -35,7 +35,7 @@ def make_step(world, name="step", result=lambda new: new):
         )
 
     compiled = FakeCompiled(plain_program(name), world, compute)
-    return lambda state, batch: current_job().host.run(compiled, [state, batch], compiled)
+    return lambda state, batch: current_job()._host.run(compiled, [state, batch], compiled)
 
 
 def batches(world, seed=0):

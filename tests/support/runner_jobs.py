@@ -22,7 +22,7 @@ def make_step(world, name="step", *, exchanges=1, compute=add, shape=(), program
     )
 
     def step(state, batch):
-        return current_job().host.run(compiled, [state, batch], compiled)
+        return current_job()._host.run(compiled, [state, batch], compiled)
 
     return step
 

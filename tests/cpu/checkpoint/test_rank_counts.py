@@ -108,12 +108,13 @@ def test_each_rank_resumes_with_its_own_named_leaf(mode, tmp_path):
         def fn(job):
             w = np.full(3, float(world.rank if mode == "broadcast" else 0))
             first = {"w": w, "mask": np.full(2 + world.rank, start + world.rank)}
-            step, state = make_step(world), job.restore(first, mode=mode, rank_local="mask")
+            step = make_step(world)
+            state = job.restore(first, mode=mode, rank_local="mask", check_replicas=1)
             for batch in job.batches(batches(world), steps):
                 job.state = state = step({"w": state["w"]}, batch) | {"mask": state["mask"] + 1}
             return state
 
-        runner = Runner(world, checkpoints=Checkpoints(tmp_path), check_replicas=1)
+        runner = Runner(world, checkpoints=Checkpoints(tmp_path))
         job = runner.add("a", fn)
         report = runner.run()
         return job.state["mask"].tolist(), report.jobs[0].replicas

@@ -233,7 +233,7 @@ def test_each_member_names_its_own_leaves() -> None:
         start = {"w": float(world.rank), "own": float(world.rank)}
         names: Any = {"a": (), "b": "own"}
         jobs = [
-            Job(n, no_step, start, [0.0], initial="broadcast", rank_local=own)
+            Job(n, no_step, start, [0.0], mode="broadcast", rank_local=own)
             for n, own in names.items()
         ]
         run([FusedJob(jobs, lambda states, batches: (states, ({}, {})))], world=world)
@@ -242,3 +242,64 @@ def test_each_member_names_its_own_leaves() -> None:
     assert run_ranks(2, work) == [
         [{"w": 0.0, "own": 0.0}, {"w": 0.0, "own": own}] for own in (0.0, 1.0)
     ]
+
+
+def test_each_member_shows_how_it_ended() -> None:
+    """Before, during and after the run, as a job by itself does."""
+
+    def work(world: Any) -> Any:
+        def broken() -> Any:
+            yield 1.0
+            raise OSError("no such shard")
+
+        jobs, seen = make_jobs([1.0] * 4, [1.0] * 2, broken(), [1.0] * 4), []
+        waits = [job.done for job in jobs]
+
+        def look(state: Any) -> dict[str, float]:
+            seen.append([job.status for job in jobs])
+            with pytest.raises(
+                JobError, match=r"^Job `a` cannot be stopped or paused alone: .* job `a\+b\+c\+d`"
+            ):
+                jobs[0].stop()
+            with pytest.raises(JobError, match="call `job.every` before the run"):
+                jobs[0].every(1, look)
+            jobs[1].pause()  # nothing happens where it is over
+            return {"score": 1.0}
+
+        jobs[0].every(4, look)
+        jobs[3].every(1, lambda state: {"score": 1.0})
+        jobs[3].stop_early("eval/score", mode="max", patience=2)
+        fused = FusedJob(jobs, fused_step(world))
+        with pytest.raises(JobError, match="^Job `c` failed"):
+            run([fused], world=world)
+        assert seen == [[None, "ended", "failed", "stopped early"]]
+        assert [job.done for job in jobs] == waits and all(each.is_set() for each in waits)
+        assert [job.error for job in jobs] == [None, None, fused.errors[0], None]
+        return [(job.status, job.step, job.skipped, job.paused) for job in jobs]
+
+    ends = [("ended", 4), ("ended", 2), ("failed", 1), ("stopped early", 3)]
+    assert run_ranks(2, work) == [[(how, step, 0, False) for how, step in ends]] * 2
+
+
+def test_members_that_fail_together_have_one_error() -> None:
+    def work(world: Any) -> Any:
+        def fails(states: Any, batches: Any) -> Any:
+            raise ArithmeticError("no step")
+
+        jobs = make_jobs([1.0], [1.0])
+        with pytest.raises(JobError, match="no step") as raised:
+            run([FusedJob(jobs, fails)], world=world)
+        assert [job.error for job in jobs] == [raised.value] * 2
+        return [(job.status, job.state, job.step) for job in jobs]
+
+    assert run_ranks(2, work) == [[("failed", float(n), 0) for n in range(2)]] * 2
+
+
+def test_a_member_cannot_skip_steps() -> None:
+    def work(world: Any) -> None:
+        jobs = make_jobs([1.0], [1.0])
+        jobs[1].nonfinite = "skip"
+        with pytest.raises(ValueError, match=r"^Job `b` has `nonfinite='skip'`, and the other"):
+            run([FusedJob(jobs, fused_step(world))], world=world)
+
+    run_ranks(1, work)

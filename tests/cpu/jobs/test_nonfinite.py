@@ -180,7 +180,7 @@ def test_what_one_rank_alone_sees_counts_on_all(policy):
             job.nonfinite = policy
             return loop(
                 job,
-                lambda state, batch: current_job().host.run(compiled, [state, batch], compiled),  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+                lambda state, batch: current_job()._host.run(compiled, [state, batch], compiled),  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
                 [1.0, 2.0, 3.0, 4.0],
             )
 
@@ -233,7 +233,7 @@ def test_nonfinite_policies_that_differ_are_rejected():
 
         def fn(job):
             job.nonfinite = "skip" if world.rank else "ignore"
-            job.run_on_all_ranks("first call", job.host.check_nonfinite)
+            job.run_on_all_ranks("first call", job._host.check_nonfinite)
             return loop(job, step, [1.0])
 
         runner = Runner(world)

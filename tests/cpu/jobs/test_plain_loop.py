@@ -10,19 +10,19 @@ from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step, solo
 
 
-def begun(initial: Any, state: Any) -> list[Any]:
+def begun(mode: Any, state: Any) -> list[Any]:
     """The states of a job on two ranks that makes no step; `state(rank)` is what it is given."""
 
     def work(world: Any) -> Any:
-        job = Job("a", make_step(world), state(world.rank), [], initial=initial)
+        job = Job("a", make_step(world), state(world.rank), [], mode=mode)
         run([job], world=world)
         return job.state
 
     return run_ranks(2, work)
 
 
-def test_initial_decides_the_use_of_each_ranks_values() -> None:
-    """The option `initial` says what becomes of each rank's values."""
+def test_mode_decides_the_use_of_each_ranks_values() -> None:
+    """The option `mode` says what becomes of each rank's values."""
     assert begun("local", float) == [0.0, 1.0]
     assert begun("broadcast", float) == [0.0, 0.0]
     assert begun("check", lambda rank: 3.0) == [3.0, 3.0]
@@ -33,24 +33,22 @@ def test_initial_decides_the_use_of_each_ranks_values() -> None:
 def test_a_local_state_trains_on() -> None:
     def work(world: Any) -> Any:
         step = make_step(world)
-        job = Job(
-            "a", lambda state, batch: (step(state, batch), {}), 1.0, [1.0, 2.0], initial="local"
-        )
+        job = Job("a", lambda state, batch: (step(state, batch), {}), 1.0, [1.0, 2.0], mode="local")
         run([job], world=world)
         return job.state
 
     assert run_ranks(2, work) == [solo([[1.0, 2.0]] * 2, 1.0)] * 2
 
 
-def test_different_initial_options_error_says_how() -> None:
+def test_different_modes_error_says_how() -> None:
     """Ranks that begin differently cause an error that says how."""
 
     def work(world: Any) -> None:
-        initial: Any = "local" if world.rank else "broadcast"
+        mode: Any = "local" if world.rank else "broadcast"
         with pytest.raises(
             JobError, match=r"different things on different ranks.*mode='broadcast'"
         ):
-            run([Job("a", make_step(world), 1.0, [1.0], initial=initial)], world=world)
+            run([Job("a", make_step(world), 1.0, [1.0], mode=mode)], world=world)
 
     run_ranks(2, work)
 
@@ -59,14 +57,14 @@ def test_different_initial_options_error_says_how() -> None:
     ("options", "kind", "message"),
     [
         (
-            {"initial": "own"},
+            {"mode": "own"},
             ValueError,
-            "^`initial` of job `a` must be one of 'check', 'broadcast', 'local', got 'own'.$",
+            "^`mode` of job `a` must be one of 'check', 'broadcast', 'local', got 'own'.$",
         ),
         (
-            {"initial": ["local"]},
+            {"mode": ["local"]},
             ValueError,
-            "^`initial` of job `a` must be one of .*, got .'local'.*$",
+            "^`mode` of job `a` must be one of .*, got .'local'.*$",
         ),
         (
             {"nonfinite": True},

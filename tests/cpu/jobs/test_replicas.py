@@ -7,14 +7,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxcross.errors import ExchangeError, JobError
 from jaxcross.jobs.arguments import checked_interval
 from jaxcross.jobs.latest_state import LatestState
+from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.replica_checks import ReplicaChecks
 from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, Difference, Findings, RankReport, judge
 from jaxcross.jobs.replicas import exchange as exchange_reports
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import JobSummary, Report
 from tests.support.fakes import FakeControl, run_ranks
+from tests.support.runner_jobs import make_step
 
 
 def test_reports_are_gathered_only_where_they_differ():
@@ -108,7 +111,7 @@ def test_a_state_of_a_single_array_is_named_in_words():
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "3"])
 def test_a_bad_number_of_steps_is_refused(every):
     with pytest.raises(ValueError, match=r"^`check_replicas` is .* the number of steps"):
-        checked_interval(every)
+        checked_interval("`check_replicas`", every)
 
 
 def test_table_groups_jobs_with_the_same_finding():
@@ -129,11 +132,11 @@ def test_table_groups_jobs_with_the_same_finding():
 
 
 def jobs_of_one_rank(world):
-    runner = Runner(world, check_replicas=1)
+    runner = Runner(world)
     plain = jax.jit(lambda state, batch: state + batch)
 
     def train(job):
-        state = job.restore(jnp.zeros(3))
+        state = job.restore(jnp.zeros(3), check_replicas=1)
         for batch in job.batches([jnp.ones(3)] * 3):
             state = plain(state, batch)
         return state
@@ -184,7 +187,7 @@ def evaluations():
             job.log({"loss": 0.0})
 
     def hands_back(job):
-        state = job.restore({"w": jnp.ones(3)})
+        state = job.restore({"w": jnp.ones(3)}, check_replicas=2)
         for _ in job.batches([jnp.ones(3)] * 3):
             job.state = jax.tree.map(jnp.copy, state)  # the values stay
         return state
@@ -193,7 +196,7 @@ def evaluations():
         return {"accuracy": 0.5, "seen": sum(1 for _ in job.batches([jnp.ones(3)] * 3))}
 
     def without_data(job):
-        return job.restore({"w": jnp.ones(3)})
+        return job.restore({"w": jnp.ones(3)}, check_replicas=2)
 
     return [nothing, hands_back, numbers, without_data]
 
@@ -201,7 +204,7 @@ def evaluations():
 @pytest.mark.parametrize("fn", evaluations(), ids=lambda fn: fn.__name__)
 def test_an_evaluation_is_silent(caplog, fn):
     def work(world):
-        runner = Runner(world, check_replicas=2)
+        runner = Runner(world)
         runner.add("a", fn)
         return runner.run().jobs[0].replicas
 
@@ -219,12 +222,82 @@ def test_unreadable_state_is_reported_without_hanging():
             raise RuntimeError("lost")
 
     latest = LatestState()
-    checks = ReplicaChecks("a", rank=0, ranks=2, latest=latest, every=None)
+    checks = ReplicaChecks("a", rank=0, ranks=2, latest=latest)
     start = {"w": jnp.ones(3)}
     latest.set(start, 0)
-    checks.begin(start, 0, local=False, named=(), resumed=False, together=lambda *_: None)
+    checks.begin(
+        start,
+        0,
+        local=False,
+        named=(),
+        check_every=None,
+        resumed=False,
+        together=lambda *_: None,
+    )
     latest.set({"w": Unreadable()}, 0)
     checks.finish("ended", 0)
     assert checks.end is not None and checks.end.why.startswith(
         "rank 0 cannot read its state (TypeError"
     )
+
+
+def trains_together(job, rate, check_replicas=None, mode="check"):
+    state = job.restore(0.0, check_replicas=check_replicas, mode=mode)
+    step = make_step(job._world)
+    for batch in job.batches([1.0] * 6):
+        state = job.state = step(state, batch) * rate
+    return state
+
+
+def test_each_job_is_checked_as_it_asks():
+    """One that does not ask is warned of at its end, and trains to it."""
+
+    def work(world):
+        runner = Runner(world)
+        rate = 1.0 + world.rank
+        checked = runner.add("checked", trains_together, rate=rate, check_replicas=2)
+        other = runner.add("other", trains_together, rate=rate)
+        with pytest.raises(ExchangeError, match="Job `checked`: its replicas differ after step 2"):
+            runner.run()
+        assert runner.report is not None
+        found = [job.replicas.partition(",")[0] for job in runner.report.jobs]
+        return (checked.status, checked.step), (other.status, other.step), found
+
+    ends = ("failed", 2), ("ended", 6), ["differ after step 2", "differ after step 6"]
+    assert run_ranks(2, work) == [ends] * 2
+
+
+@pytest.mark.parametrize("mode", ["check", "broadcast", "local"])
+@pytest.mark.parametrize("other", [None, 3])
+def test_ranks_that_check_at_other_steps_are_told_on_every_rank(mode, other):
+    def work(world):
+        runner = Runner(world)
+        every = other if world.rank else 2
+        runner.add("a", trains_together, rate=1.0, check_replicas=every, mode=mode)
+        with pytest.raises(
+            JobError, match=r"different things on different ranks.*rank 0.*check_replicas=2"
+        ) as raised:
+            runner.run()
+        return str(raised.value)
+
+    texts = run_ranks(2, work)
+    assert texts[0] == texts[1]
+
+
+def test_a_plain_loop_is_checked():
+    def work(world):
+        step = make_step(world)
+        job = Job(
+            "a",
+            lambda state, batch: (step(state, batch) * (1.0 + world.rank), {}),
+            0.0,
+            [1.0] * 6,
+            check_replicas=3,
+        )
+        with pytest.raises(ExchangeError, match="Job `a`: its replicas differ after step 3"):
+            run([job], world=world)
+        return job.status, job.step
+
+    assert run_ranks(2, work) == [("failed", 3)] * 2
+    with pytest.raises(ValueError, match="^`check_replicas` of job `a` is `0`: it is the number"):
+        Job("a", lambda state, batch: (state, {}), 0.0, [], check_replicas=0)

@@ -303,13 +303,13 @@ def test_jobs_do_not_share_an_iterator() -> None:
 
 
 def test_numbers_of_steps_may_be_numpys() -> None:
-    assert type(checked_interval(np.int32(2))) is int
+    assert type(checked_interval("`check_replicas`", np.int32(2))) is int
     for wrong in (0, -1, True, "3", 1.5, np.float32(2)):
         with pytest.raises(
             ValueError,
             match="^`check_replicas` is .* the number of steps from one comparison to the",
         ):
-            checked_interval(wrong)
+            checked_interval("`check_replicas`", wrong)
 
 
 def test_rank_local_holds_names() -> None:

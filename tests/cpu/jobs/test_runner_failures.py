@@ -306,7 +306,7 @@ def test_exchanges_at_different_calls_are_reported():
                 state = (
                     exchanges(state, 1.0)
                     if n % 3 == 2
-                    else job.host.run(compiled, [state, 1.0], compiled)
+                    else job._host.run(compiled, [state, 1.0], compiled)
                 )
 
         runner = Runner(world)

@@ -30,7 +30,7 @@ def known(job):
     interleaver = job._life.driver._interleaver
     number = job._life.record.number
     mine, shared = interleaver._jobs[number], interleaver.shared.jobs[number]
-    return max(map(len, (job.host.loops, mine.prepared, mine.limits, shared.streams)))
+    return max(map(len, (job._host.loops, mine.prepared, mine.limits, shared.streams)))
 
 
 def loops(job, n):

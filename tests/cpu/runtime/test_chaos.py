@@ -27,7 +27,7 @@ def trained(world, **options):
         for batch in job.batches(float(n) for n in range(4 + world.rank)):
             if job.name == "bad" and job.step == 2 and world.rank == world.size - 1:
                 raise ValueError("boom")
-            state = current_job().host.run(
+            state = current_job()._host.run(
                 compiled[job.name], [state, batch + world.rank], compiled
             )
             job.state = state

@@ -38,7 +38,7 @@ def runner_of(world, *, steps=2, program=None, compiled=None, **options):
     def fn(job):
         state = 0.0
         for _ in range(steps):
-            state = current_job().host.run(compiled, [state, 1.0], compiled)  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+            state = current_job()._host.run(compiled, [state, 1.0], compiled)  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
         return state
 
     runner = Runner(world, **options)

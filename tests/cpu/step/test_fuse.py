@@ -53,7 +53,7 @@ assert "has static arguments" in reason(static)
 other = jaxcross.crossover(plain, axes="batch")
 unlike = jaxcross.Job("z", other, jnp.ones(2), count(1))
 assert len(jaxcross.fuse([*jobs(cross, 1), unlike], when="always")) == 2
-local = jaxcross.Job("z", cross, jnp.ones(2), count(1), initial="local")
+local = jaxcross.Job("z", cross, jnp.ones(2), count(1), mode="local")
 assert len(jaxcross.fuse([*jobs(cross, 1), local], when="always")) == 2
 
 

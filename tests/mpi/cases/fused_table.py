@@ -109,8 +109,7 @@ def keep_their_bits(pairs, k):
         step, state = network(net, make_exchange)
         # An exchange that keeps errors has other values on every rank.
         jobs = [
-            jaxcross.Job(f"{name}-{n}", step, state(n), images(n), initial="local")
-            for n in range(k)
+            jaxcross.Job(f"{name}-{n}", step, state(n), images(n), mode="local") for n in range(k)
         ]
         jaxcross.run(jaxcross.fuse(jobs, when="always"))
         for n, job in enumerate(jobs):

@@ -122,7 +122,7 @@ def the_last_of_equal_jobs_is_refused():
     runner = Runner(WORLD, memory=three - 1)
 
     def slow(job):
-        with job.host.preparing():
+        with job._host.preparing():
             came.wait()
         return train(job, BIG)
 

@@ -94,16 +94,16 @@ def alike(a, b):
     )
 
 
-def loop(job, step, state, n=STEPS, mode="check", rank_local=()):
-    state = job.restore(state, mode=mode, rank_local=rank_local)
+def loop(job, step, state, n=STEPS, mode="check", rank_local=(), check_replicas=None):
+    state = job.restore(state, mode=mode, rank_local=rank_local, check_replicas=check_replicas)
     for batch in job.batches(data(n)):
         state, metrics = step(state, batch)
         job.log(metrics)
     return state
 
 
-def run(fn, *, checks=None, checkpoints=None, **arguments):
-    runner = jaxcross.Runner(WORLD, check_replicas=checks, checkpoints=checkpoints)
+def run(fn, *, checkpoints=None, **arguments):
+    runner = jaxcross.Runner(WORLD, checkpoints=checkpoints)
     job = runner.add("a", fn, **arguments)
     with logged() as lines:
         report = runner.run()

@@ -80,8 +80,10 @@ def batches():
 
 
 start = {"w": jnp.zeros(3) + world.rank, "mask": jnp.zeros(2) + 1000 * world.rank}
-job = jaxcross.Job("a", step, start, batches(), initial="broadcast", rank_local="mask")
-report = jaxcross.run([job], checkpoints=jaxcross.Checkpoints(folder, every=1), check_replicas=1)
+job = jaxcross.Job(
+    "a", step, start, batches(), mode="broadcast", rank_local="mask", check_replicas=1
+)
+report = jaxcross.run([job], checkpoints=jaxcross.Checkpoints(folder, every=1))
 print(f"rank {world.rank}: {job.state['mask'].tolist()}, {report.jobs[0].replicas}", flush=True)
 """
 

@@ -1,0 +1,66 @@
+"""`JobStanding`: the results of a `Job` that has no `JobContext` of its own."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from jaxcross._pytree import PyTree
+from jaxcross.errors import JobError
+from jaxcross.jobs.thread import JobDone
+from jaxcross.runtime.job_record import NonFinite
+
+
+@final
+class JobStanding:
+    """Stands in for the `JobContext` of a `Job` before its run, and if a fused job trains it.
+
+    Attributes:
+        fused_into: The name of the fused job that trains it; empty before any run.
+
+    The others are those of `JobContext`.
+    """
+
+    paused = False
+    skipped = 0
+
+    def __init__(
+        self, name: str, state: PyTree, *, nonfinite: NonFinite, fused_into: str = ""
+    ) -> None:
+        self.name = name
+        self.state = state
+        self.nonfinite: NonFinite = nonfinite
+        self.fused_into = fused_into
+        self.step = 0
+        self.history: list[tuple[int, Any]] = []
+        self.status: str | None = None
+        self.error: Exception | None = None
+        self.done = JobDone()
+        self.examples_per_step: float | None = None
+        self.unit = "examples"
+
+    def stop(self) -> None:
+        self._refuse()
+
+    def pause(self) -> None:
+        self._refuse()
+
+    def resume(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Refuses a request, unless the job is over, so that the request comes too late.
+
+        Raises:
+            JobError: The run has not begun, or the job is fused with others.
+        """
+        if self.status is not None:
+            return
+        if self.fused_into:
+            raise JobError(
+                f"Job `{self.name}` cannot be stopped or paused alone: it is trained by the fused "
+                f"job `{self.fused_into}`. Run it without `jaxcross.fuse`."
+            )
+        raise JobError(
+            f"Job `{self.name}` is not running: it can be stopped or paused during "
+            "`jaxcross.run` only."
+        )
