@@ -87,7 +87,13 @@ study = optuna.create_study(
     direction="maximize", sampler=optuna.samplers.TPESampler(seed=0)
 )  # prunes by the median
 space = {"lr": optuna.distributions.FloatDistribution(1e-4, 1, log=True), "width": [32, 64]}
-kept = {"trials": args.trials, "folder": args.folder}
-result = jaxcross.sweep(train, study, space=space, metric="accuracy", concurrent=4, **kept)
+result = jaxcross.sweep(
+    train,
+    jaxcross.Optuna(study, space),
+    metric="accuracy",
+    trials=args.trials,
+    concurrent=4,
+    folder=args.folder,
+)
 if world.rank == 0:
     print(result)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jaxcross.step.crossover import crossover
     from jaxcross.step.estimate import estimate
     from jaxcross.step.fuse import fuse
+    from jaxcross.sweeps.search import Choices, Draws, Grid, Optuna
     from jaxcross.sweeps.sweep import sweep
     from jaxcross.world import World, current_world, initialize
 
@@ -47,11 +48,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Checkpoints",
+    "Choices",
     "CutError",
+    "Draws",
     "ExchangeError",
+    "Grid",
     "InternalError",
     "Job",
     "JobError",
+    "Optuna",
     "ParameterServer",
     "RoundRobin",
     "Runner",
@@ -73,7 +78,11 @@ __all__ = [
 
 _HOMES = {
     "Checkpoints": "checkpoint",
+    "Choices": "sweeps.search",
+    "Draws": "sweeps.search",
+    "Grid": "sweeps.search",
     "Job": "jobs.plain_job",
+    "Optuna": "sweeps.search",
     "ParameterServer": "server",
     "RoundRobin": "interleave.policy",
     "Runner": "jobs.runner",

@@ -234,6 +234,32 @@ def check_jobs(count: int, policy: Policy) -> None:
         raise ValueError(f"`Weighted` has {len(policy.shares)} shares, the runner {count} jobs")
 
 
+def check_trial_policy(policy: Any, concurrent: int, *, prunes: bool) -> None:
+    """Makes sure that the trials of a sweep, which come and go, can run under a policy.
+
+    Args:
+        policy: A policy, or None.
+        concurrent: The number of trials at a time.
+        prunes: Whether trials wait for each other, as where one could be pruned.
+
+    Raises:
+        TypeError: It is no policy.
+        ValueError: It has a share for each job, or gives no turn to a trial for which others wait.
+    """
+    check_policy(policy)
+    if isinstance(policy, Weighted):
+        raise ValueError(
+            "`Weighted` has a share for each job of a run, but the trials of a sweep come and go. "
+            "Use `RoundRobin()`, or leave `policy` out."
+        )
+    if policy is not None and prunes and len(policy.running(range(concurrent))) < concurrent:
+        raise ValueError(
+            f"Under the policy `{policy.name}` not all of the {concurrent} trials get turns, but "
+            "one that could be pruned waits until the others have come as far. Use "
+            "`RoundRobin()`, pass `concurrent=1`, or leave the pruner out."
+        )
+
+
 def check_job_name(name: Any) -> None:
     """Checks the name of a job.
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxcross.errors import require_extra
+from jaxcross.sweeps.search import Draws, Grid
 from jaxcross.world import World, current_world, initialize
 
 
@@ -17,7 +19,7 @@ def main(arguments: list[str]) -> int:
     from jaxcross.sweeps.sweep import sweep
 
     script, task = Path(arguments[0]), json.loads(arguments[1])
-    pruner = None if task["prune"] is None else _pruner(task["prune"])
+    search = search_of(task)
     sys.argv = [str(script)]
     sys.path.insert(0, str(script.absolute().parent))
     # Not as `__main__`: what a script does when it is run itself is not asked for here.
@@ -27,13 +29,11 @@ def main(arguments: list[str]) -> int:
     world = _world()
     result = sweep(
         train,
-        task["grid"],
+        search,
         metric=task["metric"],
         mode=task["mode"],
-        concurrent=task["concurrent"],
         trials=task["trials"],
-        prune=pruner,
-        seed=task["seed"],
+        concurrent=task["concurrent"],
         folder=task["folder"],
         world=world,
     )
@@ -41,6 +41,14 @@ def main(arguments: list[str]) -> int:
         print(result)
         print(f"Kept in `{task['folder']}`: sweep.json, metrics, and the best trial's checkpoint.")
     return 0
+
+
+def search_of(task: Mapping[str, Any]) -> Grid | Draws:
+    """Returns the search that the command described: so many combinations of a grid, or all."""
+    pruner = None if task["prune"] is None else _pruner(task["prune"])
+    if task["trials"] is None:
+        return Grid(task["grid"], pruner=pruner)
+    return Draws(task["grid"], seed=task["seed"], pruner=pruner)
 
 
 def _world() -> World:

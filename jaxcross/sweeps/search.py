@@ -1,19 +1,187 @@
-"""Where trials come from: a list, a grid, random draws from a grid, or random draws by a function
-of one's own.
+"""Where the trials of a sweep come from: `Grid`, `Choices`, `Draws` and `Optuna`. Imports neither
+JAX nor Optuna.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import numpy as np
 
-from jaxcross.errors import shortened
+from jaxcross._arguments import is_whole
+from jaxcross.errors import require_extra, shortened
 from jaxcross.sweeps.schedule import Parameters, Status
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+    from optuna.distributions import BaseDistribution
+    from optuna.pruners import BasePruner
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Every combination of the given values, in the order of `itertools.product`.
+
+    Args:
+        values: The values of each parameter, such as `{"lr": [0.1, 0.2], "width": [32, 64]}`.
+        pruner: An Optuna pruner, which ends trials that fall behind. If None, every trial runs to
+            its end.
+
+    Raises:
+        TypeError: `values` is not a mapping of names to iterables, a value cannot be written as
+            JSON, or `pruner` is not a pruner.
+        ValueError: There are no values, or a parameter has a value twice.
+        MissingExtraError: `pruner` needs Optuna, which the extra `sweep` installs.
+    """
+
+    values: Mapping[str, Iterable[Any]]
+    _: KW_ONLY
+    pruner: BasePruner | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", _checked_values("`values` of `Grid`", self.values))
+        _check_pruner("Grid", self.pruner)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """A list that has the parameters of each trial, in the order in which the trials begin.
+
+    Args:
+        choices: The parameters of each trial, such as `[{"lr": 0.1}, {"lr": 0.2, "width": 64}]`.
+        pruner: An Optuna pruner, which ends trials that fall behind. If None, every trial runs to
+            its end.
+
+    Raises:
+        TypeError: `choices` is not an iterable of dicts with names as keys, a value cannot be
+            written as JSON, or `pruner` is not a pruner.
+        ValueError: `choices` is empty, or has the same trial twice.
+        MissingExtraError: `pruner` needs Optuna, which the extra `sweep` installs.
+    """
+
+    choices: Iterable[Mapping[str, Any]]
+    _: KW_ONLY
+    pruner: BasePruner | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choices, str | Mapping) or not isinstance(self.choices, Iterable):
+            raise TypeError(
+                '`choices` of `Choices` must be a list of dicts such as `[{"lr": 0.1}]`, got '
+                f"{shortened(repr(self.choices), 100)}."
+            )
+        found = tuple(checked(each, number) for number, each in enumerate(self.choices))
+        if not found:
+            raise ValueError("`choices` of `Choices` is empty, so that there is no trial to run.")
+        twice = _twice(found)
+        if twice is not None:
+            raise ValueError(f"`choices` of `Choices` has the trial {twice} twice.")
+        object.__setattr__(self, "choices", found)
+        _check_pruner("Choices", self.pruner)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Parameters that are drawn at random. `sweep` needs `trials=`, which says how many.
+
+    A trial's parameters depend on `space`, `seed` and the trial's number alone, so that a sweep can
+    be extended: with more trials it has the earlier ones first.
+
+    Args:
+        space: A function of a NumPy generator that returns a dict of parameters; or the values of
+            each parameter as in `Grid`, of whose combinations none is drawn twice.
+        seed: The seed of the draws. Same on every rank.
+        pruner: An Optuna pruner, which ends trials that fall behind. If None, every trial runs to
+            its end.
+
+    Raises:
+        TypeError: `space` is neither a function nor a mapping of names to iterables, a value cannot
+            be written as JSON, `seed` is not a whole number, or `pruner` is not a pruner.
+        ValueError: There are no values, a parameter has a value twice, or `seed` is below 0.
+        MissingExtraError: `pruner` needs Optuna, which the extra `sweep` installs.
+
+    Example:
+        >>> def space(rng):
+        ...     return {"lr": 10 ** rng.uniform(-3, -1)}
+        >>> search = jaxcross.Draws(space, seed=1)
+    """
+
+    space: Callable[[np.random.Generator], Mapping[str, Any]] | Mapping[str, Iterable[Any]]
+    _: KW_ONLY
+    seed: int = 0
+    pruner: BasePruner | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.space):
+            object.__setattr__(self, "space", _checked_values("`space` of `Draws`", self.space))
+        if not is_whole(self.seed):
+            raise TypeError(f"`seed` of `Draws` must be a whole number, got {self.seed!r}.")
+        if self.seed < 0:
+            raise ValueError(f"`seed` of `Draws` must be at least 0, got {self.seed}.")
+        object.__setattr__(self, "seed", int(self.seed))  # ranks send it to each other as JSON
+        _check_pruner("Draws", self.pruner)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Optuna:
+    """An Optuna study, whose sampler proposes parameters from the results of earlier trials.
+    `sweep` needs `trials=`, which says how many.
+
+    The direction of the study is the mode of the sweep. Rank 0 alone asks, and asks copies of the
+    sampler and the pruner; the study itself gets the trials at the end of the sweep. A sweep that
+    is to repeat bit for bit needs a sampler with a seed.
+
+    Args:
+        study: The study, with one objective. Trials that it has already count as known.
+        space: A dict of names to Optuna distributions, or to lists of values to choose from; or a
+            function of an Optuna trial that suggests parameters and returns them as a dict.
+        pruner: An Optuna pruner, which ends trials that fall behind. If None, the study's pruner
+            does.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: The study has several objectives.
+        MissingExtraError: Optuna is not installed. The extra `sweep` installs it.
+    """
+
+    study: Study
+    space: (
+        Mapping[str, BaseDistribution | Sequence[Any]] | Callable[[Trial], Mapping[str, Any] | None]
+    )
+    _: KW_ONLY
+    pruner: BasePruner | None = None
+
+    def __post_init__(self) -> None:
+        require_extra("sweep", "`jaxcross.Optuna`", "optuna")
+        import optuna
+
+        if not isinstance(self.study, optuna.Study):
+            raise TypeError(
+                "`study` of `Optuna` must be a study such as `optuna.create_study()`, got "
+                f"{shortened(repr(self.study), 100)}."
+            )
+        if len(self.study.directions) != 1:
+            raise ValueError(
+                f"The study has {len(self.study.directions)} objectives; a sweep has one metric."
+            )
+        if not callable(self.space):
+            object.__setattr__(self, "space", _distributions(self.space))
+        _check_pruner("Optuna", self.pruner)
+
+    @property
+    def mode(self) -> Literal["max", "min"]:
+        """Whether a large (`max`) or a small (`min`) value is better: the study's direction."""
+        return "max" if self.study.direction.name == "MAXIMIZE" else "min"
+
+
+AnySearch: TypeAlias = Grid | Choices | Draws | Optuna
 
 
 @final
@@ -35,73 +203,171 @@ class Listed:
         """Nothing depends on it."""
 
 
-def is_study(search: object) -> bool:
-    """Whether `search` is an Optuna study. Imports nothing: who has a study has imported Optuna."""
-    optuna = sys.modules.get("optuna")
-    return optuna is not None and isinstance(search, optuna.Study)
-
-
-def listed(search: Any, trials: int | None, seed: int) -> list[Parameters]:
-    """Returns the parameters of all trials of a search that is not a study. The same on every rank.
+def known_trials(search: AnySearch, trials: int | None) -> list[Parameters]:
+    """Returns the parameters of all trials that are known before the first one runs; none if a
+    study will be asked. The same on every rank.
 
     Args:
-        search: A grid as `{"lr": [0.1, 0.2]}`, a list of parameters, or a function of a NumPy
-            generator.
-        trials: How many; of a grid or a list, so many that are drawn from it. All if None.
-        seed: For drawing.
+        search: Where trials come from.
+        trials: The number of trials, which `Draws` and `Optuna` need.
 
     Raises:
-        TypeError: It is something else, or has values that are no data.
-        ValueError: It has no trials, two equal ones, or fewer than `trials`.
+        TypeError: `search` is of another type, or a function of `Draws` returns something else.
+        ValueError: `trials` is missing, is given although the search runs all of its trials, or is
+            above the number of combinations.
     """
-    if isinstance(search, Mapping):
-        found = _grid(search)
-    elif callable(search):
-        if trials is None:
-            raise ValueError(
-                "`search` is a function, so that `trials` must say how often to call it: "
-                "`trials=20`."
-            )
+    match search:
+        case Grid():
+            _check_no_trials("Grid", trials)
+            return _combinations(search.values)
+        case Choices():
+            _check_no_trials("Choices", trials)
+            return [*search.choices]
+        case Draws():
+            return _drawn(search, _needed("Draws", trials))
+        case Optuna():
+            _needed("Optuna", trials)
+            return []
+    raise TypeError(
+        "`search` must be `jaxcross.Grid(values)` for all combinations of some values, "
+        "`jaxcross.Choices(dicts)` for a list of trials, `jaxcross.Draws(space)` for random draws, "
+        f"or `jaxcross.Optuna(study, space)`, got {shortened(repr(search), 100)}."
+    )
+
+
+def pruner_of(search: AnySearch) -> BasePruner | None:
+    """Returns what ends trials early, if anything does: the pruner of the search, else of its
+    study.
+    """
+    if search.pruner is None and isinstance(search, Optuna):
+        return search.study.pruner
+    return search.pruner
+
+
+def _check_no_trials(kind: str, trials: int | None) -> None:
+    if trials is not None:
+        raise ValueError(
+            f"`trials` is {trials}, but `{kind}` runs all of its trials. Leave `trials` out, or "
+            'draw some combinations at random by `jaxcross.Draws({"lr": [0.1, 0.2]})`.'
+        )
+
+
+def _needed(kind: str, trials: int | None) -> int:
+    if trials is None:
+        raise ValueError(
+            f"`{kind}` has no end of its own: `trials` must say how many trials to run, as in "
+            "`trials=20`."
+        )
+    return trials
+
+
+def _drawn(search: Draws, trials: int) -> list[Parameters]:
+    if callable(search.space):
         # A generator for each trial: its parameters do not depend on how many trials there are.
         return [
-            checked(search(np.random.default_rng([seed, number])), number)
+            checked(search.space(np.random.default_rng([search.seed, number])), number)
             for number in range(trials)
         ]
-    elif isinstance(search, Iterable) and not isinstance(search, str):
-        found = [checked(each, number) for number, each in enumerate(search)]
-    else:
-        raise TypeError(
-            '`search` must be a grid as `{"lr": [0.1, 0.2]}`, a list of dicts, a function of a '
-            f"NumPy generator, or an Optuna study, got {shortened(repr(search), 100)}."
-        )
-    if not found:
-        raise ValueError("`search` is empty: there is no trial to run.")
-    texts = [json.dumps(each, sort_keys=True) for each in found]
-    twice = next((text for n, text in enumerate(texts) if text in texts[:n]), None)
-    if twice is not None:
-        raise ValueError(f"`search` has the trial {twice} twice.")
-    if trials is None or trials == len(found):
-        return found
+    found = _combinations(search.space)
     if trials > len(found):
-        raise ValueError(f"`trials` is {trials}, and `search` has {len(found)}.")
-    order = np.random.default_rng(seed).permutation(
-        len(found)
-    )  # a prefix of one order: more trials go on from there
+        raise ValueError(
+            f"`trials` is {trials}, but the number of combinations in `space` of `Draws` is "
+            f"{len(found)}, and none is drawn twice."
+        )
+    # A prefix of one order, so that a sweep can be extended by more trials.
+    order = np.random.default_rng(search.seed).permutation(len(found))
     return [found[n] for n in order[:trials]]
 
 
-def _grid(search: Mapping[Any, Any]) -> list[Parameters]:
-    for name, values in search.items():
-        if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+def _combinations(values: Mapping[str, Iterable[Any]]) -> list[Parameters]:
+    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+
+
+def _checked_values(what: str, values: Any) -> dict[str, tuple[Any, ...]]:
+    """Returns the values of each parameter as plain data.
+
+    Raises:
+        TypeError: They are not a mapping of names to iterables, or a value cannot be written as
+            JSON.
+        ValueError: There are none, or one comes twice.
+    """
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise TypeError(
+            f'{what} must be a dict of names and lists such as `{{"lr": [0.1, 0.2]}}`, got '
+            f"{shortened(repr(values), 100)}."
+        )
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, each in values.items():
+        if isinstance(each, str | Mapping) or not isinstance(each, Iterable):
             raise TypeError(
-                f"`search[{name!r}]` must be a list of values, got {shortened(repr(values), 100)}."
+                f"{what} must have a list of values for `{name}`, got {shortened(repr(each), 100)}."
             )
-    axes = [[(name, value) for value in values] for name, values in search.items()]
-    return (
-        [checked(dict(each), number) for number, each in enumerate(itertools.product(*axes))]
-        if axes
-        else []
-    )
+        found[name] = tuple(_checked_value(f"A value of `{name}` in {what}", one) for one in each)
+        twice = _twice(found[name])
+        if twice is not None:
+            raise ValueError(f"{what} has the value {twice} of `{name}` twice.")
+    if not found or not all(found.values()):
+        without = next((f" for `{name}`" for name, each in found.items() if not each), "")
+        raise ValueError(f"{what} has no values{without}, so that there is no trial to run.")
+    return found
+
+
+def _twice(values: Iterable[Any]) -> str | None:
+    """Returns, as JSON, a value that comes twice, if one does."""
+    seen: set[str] = set()
+    for value in values:
+        text = json.dumps(value, sort_keys=True)
+        if text in seen:
+            return text
+        seen.add(text)
+    return None
+
+
+def _check_pruner(kind: str, pruner: Any) -> None:
+    """Makes sure that this is an Optuna pruner, or None.
+
+    Raises:
+        MissingExtraError: Optuna is not installed.
+        TypeError: It is something else.
+    """
+    if pruner is None:
+        return
+    require_extra("sweep", "pruning", "optuna")
+    import optuna
+
+    if not isinstance(pruner, optuna.pruners.BasePruner):
+        raise TypeError(
+            f"`pruner` of `{kind}` must be an Optuna pruner such as "
+            f"`optuna.pruners.MedianPruner()`, got {shortened(repr(pruner), 100)}."
+        )
+
+
+def _distributions(space: Any) -> dict[str, BaseDistribution]:
+    """Returns the distributions of a space, in which a list stands for a choice.
+
+    Raises:
+        TypeError: The space is neither a function nor a dict of distributions and lists.
+    """
+    from optuna.distributions import BaseDistribution, CategoricalDistribution
+
+    if not isinstance(space, Mapping) or not space:
+        raise TypeError(
+            "`space` of `Optuna` must be a dict such as `{'lr': "
+            "optuna.distributions.FloatDistribution(1e-3, 1)}`, or a function of a trial that "
+            f"suggests parameters and returns them as a dict, got {shortened(repr(space), 100)}."
+        )
+    found: dict[str, BaseDistribution] = {}
+    for name, values in space.items():
+        if isinstance(values, list | tuple) and values:
+            found[name] = CategoricalDistribution(list(values))
+        elif isinstance(values, BaseDistribution):
+            found[name] = values
+        else:
+            raise TypeError(
+                f"`space` of `Optuna` must have an Optuna distribution or a list of values for "
+                f"`{name}`, got {shortened(repr(values), 100)}."
+            )
+    return found
 
 
 def checked(parameters: Any, number: int) -> Parameters:
@@ -116,18 +382,24 @@ def checked(parameters: Any, number: int) -> Parameters:
             f"The parameters of trial {number} must be a dict of names and values, got"
             f" {shortened(repr(parameters), 100)}."
         )
-    plain = {name: _plain(value) for name, value in parameters.items()}
-    for name, value in plain.items():
-        try:
-            same = json.loads(json.dumps(value, allow_nan=False)) == value
-        except (TypeError, ValueError, RecursionError):
-            same = False
-        if not same:
-            raise TypeError(
-                f"`{name}` of trial {number} is {shortened(repr(value), 100)}: parameters are sent "
-                "to other ranks, and kept in a file. Use texts, finite numbers, booleans, None, "
-                "lists and dicts, and make other objects of them in the training function."
-            )
+    return {
+        name: _checked_value(f"`{name}` of trial {number}", value)
+        for name, value in parameters.items()
+    }
+
+
+def _checked_value(what: str, value: Any) -> Any:
+    plain = _plain(value)
+    try:
+        same = json.loads(json.dumps(plain, allow_nan=False)) == plain
+    except (TypeError, ValueError, RecursionError):
+        same = False
+    if not same:
+        raise TypeError(
+            f"{what} is {shortened(repr(plain), 100)}: parameters are sent to other ranks, and "
+            "kept in a file. Use texts, finite numbers, booleans, None, lists and dicts, and make "
+            "other objects of them in the training function."
+        )
     return plain
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from jaxcross.errors import JobError, MissingExtraError
+from jaxcross.errors import JobError
 from jaxcross.jobs.arguments import check_count
 from jaxcross.world import World
 from jaxcross.world.control_plane import gather
 
 T = TypeVar("T")
-_KINDS: tuple[type[Exception], ...] = (TypeError, ValueError, MissingExtraError)
+_KINDS: tuple[type[Exception], ...] = (TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class SweepSettings:
         mode: Whether it is to become large or small.
         concurrent: Number of trials at a time.
         trials: How many trials there are.
-        seed: For drawing.
+        seed: Of `Draws`; else 0.
         kind: `list` or `study`.
         pruner: The class of the pruner; empty without one.
         keep: The number of trials whose checkpoints are kept; None for all.
@@ -77,21 +77,16 @@ class SweepSettings:
             )
 
 
-def check_numbers(*, concurrent: Any, trials: Any, seed: Any, keep: Any) -> None:
-    """Makes sure that these are whole numbers in range.
+def check_numbers(*, concurrent: Any, trials: Any, keep: Any) -> None:
+    """Makes sure that these are whole numbers of at least 1; the last two may be None.
 
     Raises:
         TypeError: One is not a whole number.
         ValueError: One is too small.
     """
-    for name, value, least in (
-        ("concurrent", concurrent, 1),
-        ("trials", trials, 1),
-        ("seed", seed, 0),
-        ("keep", keep, 1),
-    ):
-        if value is not None or name in ("concurrent", "seed"):
-            check_count(f"`{name}`", value, least=least)
+    for name, value in (("concurrent", concurrent), ("trials", trials), ("keep", keep)):
+        if value is not None or name == "concurrent":
+            check_count(f"`{name}`", value, least=1)
 
 
 def check_metric(metric: Any, mode: Any) -> None:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
-from jaxcross.errors import require_extra
 from jaxcross.sweeps.schedule import Parameters, Status
-from jaxcross.sweeps.search import checked, name_of
+from jaxcross.sweeps.search import AnySearch, Optuna, checked, name_of, pruner_of
 
 MARK = (
     "jaxcross_sweep"  # the attribute of the trials that a sweep has added to a study of the user's
@@ -21,50 +20,15 @@ MARK = (
 _NAME = "sweep"
 
 
-def check_pruner(prune: Any) -> None:
-    """Makes sure that `prune` is a pruner of Optuna's, or None.
-
-    Raises:
-        MissingExtraError: Optuna is not installed.
-        TypeError: It is something else.
-    """
-    if prune is None:
-        return
-    require_extra("sweep", "pruning", "optuna")
-    import optuna
-
-    if not isinstance(prune, optuna.pruners.BasePruner):
-        raise TypeError(
-            "`prune` must be a pruner of Optuna's, as `optuna.pruners.MedianPruner()`, got "
-            f"{prune!r}."
-        )
-
-
-def mode_of(study: Any) -> str:
-    """Returns `max` or `min`, as the study says.
-
-    Raises:
-        ValueError: It has several objectives.
-    """
-    if len(study.directions) != 1:
-        raise ValueError(
-            f"The study has {len(study.directions)} objectives; a sweep has one metric."
-        )
-    return "max" if study.direction.name == "MAXIMIZE" else "min"
-
-
 @final
 class StudySearch:
     """Asks a study in memory that has the sampler and the pruner of the user's. Implements
     `Search`.
 
     Args:
-        study: The user's study, left as it is: earlier trials of it count as known. None for a list
-            of trials.
-        listed: The trials, if a list has them.
-        pruner: Ends trials early; None for the study's.
+        search: Where trials come from. A study is left as it is: its trials count as known.
+        known: The parameters of all trials, unless a study is asked for them.
         mode: Whether the metric is to become large or small.
-        space: Distributions, or a function of an Optuna trial that suggests parameters.
         trials: How many.
         sweep: Identifies the sweep: trials that it has added to the study are not earlier ones.
         fixed: Parameters that trials of these numbers had before a restart.
@@ -75,12 +39,10 @@ class StudySearch:
 
     def __init__(
         self,
+        search: AnySearch,
+        known: Sequence[Parameters],
         *,
-        study: Any = None,
-        listed: Sequence[Parameters] = (),
-        pruner: Any = None,
         mode: str,
-        space: Any = None,
         trials: int,
         sweep: str,
         fixed: Mapping[int, Parameters] | None = None,
@@ -88,13 +50,17 @@ class StudySearch:
     ) -> None:
         import optuna
 
-        self._listed, self._space, self._trials, self._sweep = listed, space, trials, sweep
+        study = search.study if isinstance(search, Optuna) else None
+        self._space = search.space if isinstance(search, Optuna) else None
+        self._known = known
+        self._trials = trials
+        self._sweep = sweep
         self._check = check
         self._fixed: Mapping[int, Parameters] = fixed or {}
         sampler = (
             optuna.samplers.RandomSampler(seed=0) if study is None else copy.deepcopy(study.sampler)
         )
-        pruner = pruner or (None if study is None else study.pruner) or optuna.pruners.NopPruner()
+        pruner = pruner_of(search)
         name = (
             _NAME if study is None or study.study_name.startswith("no-name-") else study.study_name
         )
@@ -112,16 +78,19 @@ class StudySearch:
     def ask(self, number: int) -> Parameters | None:
         if number >= self._trials:
             return None
-        given = self._listed[number] if self._listed else self._fixed.get(number)
+        given = self._known[number] if self._known else self._fixed.get(number)
         if given is not None:
             self._study.enqueue_trial(dict(given))
-        if self._listed or callable(self._space):
+        found: Mapping[str, Any] | None
+        if self._known:
             trial = self._study.ask()
+            found = given
+        elif callable(self._space):
+            trial = self._study.ask()
+            found = self._space(trial)
         else:
-            trial = self._study.ask(distributions(self._space))
-        found = (
-            given if self._listed else self._space(trial) if callable(self._space) else trial.params
-        )
+            trial = self._study.ask(self._space)
+            found = trial.params
         parameters = checked(trial.params if found is None else found, number)
         self._check(name_of(number, parameters), parameters)
         trial.set_user_attr(MARK, self._sweep)
@@ -152,44 +121,6 @@ class StudySearch:
 def earlier_trials(study: Any, sweep: str) -> list[Any]:
     """Returns the trials of a study that this sweep has not added."""
     return [trial for trial in study.trials if trial.user_attrs.get(MARK) != sweep]
-
-
-def check_space(space: Any) -> None:
-    """Makes sure that a study can be asked for parameters.
-
-    Raises:
-        TypeError: `space` is neither a function nor a dict of distributions or lists.
-    """
-    if callable(space):
-        return
-    if not isinstance(space, Mapping) or not space:
-        raise TypeError(
-            "An Optuna study needs `space`: a dict as `{'lr': "
-            "optuna.distributions.FloatDistribution(1e-3, 1)}`, or a function of a trial that "
-            f"suggests parameters and returns them as a dict. Got {space!r}."
-        )
-    distributions(space)
-
-
-def distributions(space: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the distributions of a space, in which a list stands for a choice.
-
-    Raises:
-        TypeError: A value is something else.
-    """
-    from optuna.distributions import BaseDistribution, CategoricalDistribution
-
-    found = {}
-    for name, values in space.items():
-        if isinstance(values, list | tuple) and values:
-            found[name] = CategoricalDistribution(list(values))
-        elif isinstance(values, BaseDistribution):
-            found[name] = values
-        else:
-            raise TypeError(
-                f"`space[{name!r}]` must be a distribution of Optuna's or a list, got {values!r}."
-            )
-    return found
 
 
 @contextmanager

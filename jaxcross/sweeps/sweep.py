@@ -7,15 +7,15 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import ExchangeError, InternalError, JobError
 from jaxcross.jobs import arguments
+from jaxcross.jobs.options import SharedOptions
 from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
@@ -25,33 +25,38 @@ from jaxcross.sweeps import settings as checks
 from jaxcross.sweeps.coordinator import Coordinator
 from jaxcross.sweeps.log import TrialLog, TrialRecord
 from jaxcross.sweeps.schedule import Parameters, Search, Started
-from jaxcross.sweeps.search import Listed, is_study, listed, name_of
+from jaxcross.sweeps.search import (
+    AnySearch,
+    Choices,
+    Draws,
+    Grid,
+    Listed,
+    Optuna,
+    known_trials,
+    name_of,
+    pruner_of,
+)
 from jaxcross.sweeps.settings import SweepSettings, on_every_rank
-from jaxcross.sweeps.study import StudySearch, check_pruner, check_space, earlier_trials, mode_of
+from jaxcross.sweeps.study import StudySearch, earlier_trials
 from jaxcross.sweeps.trial import Finished, Trials
 from jaxcross.world import World, current_world
 from jaxcross.world.control_plane import gather
 
 _log = logging.getLogger("jaxcross")
-_OPTIONS = ("instruments", "depth", "link", "chaos", "events", "progress")
 _TRIAL = "trial"  # the name by which rank 0 submits trials
 
 
 def sweep(
     train: Callable[..., Any],
-    search: Any,
+    search: Grid | Choices | Draws | Optuna,
     *,
     metric: str,
     mode: Literal["max", "min"] | None = None,
-    concurrent: int = 2,
     trials: int | None = None,
-    space: Any = None,
-    prune: Any = None,
-    seed: int = 0,
+    concurrent: int = 2,
     folder: str | os.PathLike[str] | None = None,
     keep: int | None = 1,
-    world: World | None = None,
-    **options: Any,
+    **options: Unpack[SharedOptions],
 ) -> SweepResult:
     """Trains with many choices of parameters, a few trials at a time, and says which was best.
     Waits for all ranks.
@@ -70,34 +75,31 @@ def sweep(
     the steps of all trials took equally long. A trial that could be pruned waits, when it logs the
     metric, until the others have made as many steps; one that compiles for long holds up the others
     there. With a study the place of a trial that is over stays empty until the others have come as
-    far. Grids, lists and random draws without `prune` wait for nothing.
+    far. `Grid`, `Choices` and `Draws` without a pruner wait for nothing.
 
     Args:
         train: `train(job, **parameters)`, as for `Runner.add`. It logs the metric by `job.log`, on
             every rank alike; the last value counts, and rank 0's. With a folder it calls
             `job.restore`, and `job.save` now and then: a restart repeats the steps since then.
-        search: A grid as `{"lr": [0.1, 0.2], "width": [32, 64]}`; a list of dicts; a function of a
-            NumPy generator that returns a dict; or an Optuna study, which rank 0 alone asks, and
-            which gets the trials at the end.
+        search: Where trials come from: `jaxcross.Grid(values)`, `jaxcross.Choices(dicts)`,
+            `jaxcross.Draws(space)` or `jaxcross.Optuna(study, space)`. Its `pruner` ends trials
+            early.
         metric: The name under which trials log what counts; `eval/accuracy` for one in a dict. A
             sweep ends with an error when an evaluation by `job.every` that could return it first
             returns something else, or when a trial comes to its end without it, unless another
             trial has logged it.
         mode: Whether a large (`max`) or a small (`min`) value of the metric is better. Needed
-            unless `search` is a study, whose direction says it.
+            unless `search` is `Optuna`, whose study has a direction.
+        trials: The number of trials, which `Draws` and `Optuna` need. A sweep that is started again
+            may have more of them than before. The other searches have a number of their own.
         concurrent: Number of trials at a time. Their states must fit into memory together.
-        trials: How many. Needed with a function or a study; of a grid, so many drawn at random.
-        space: With a study: a dict of distributions and lists, or a function of an Optuna trial
-            that suggests parameters and returns them as a dict.
-        prune: A pruner of Optuna's, with a study instead of the study's. None prunes nothing
-            without a study.
-        seed: Of random draws.
         folder: Where the sweep is kept: `sweep.json`, metrics, checkpoints. If None, nothing is,
             and a killed sweep is lost.
         keep: Checkpoints stay for so many of the best finished trials; those of others are deleted
             when they are over, except for failed ones. None keeps all.
-        world: From `jaxcross.initialize()`.
-        options: For `Runner`: `instruments`, `depth`, `link`, `chaos`, `events`, `progress`.
+        **options: Options of the runs, as for `Runner`: `world`, `policy`, `instruments`, `memory`,
+            `events`, `progress`. `Weighted` is refused, because its shares belong to jobs and
+            trials come and go; so is `Sequential` with a pruner, unless `concurrent` is 1.
 
     Returns:
         The trials with their values, the same on every rank. Printing it shows a table.
@@ -106,37 +108,53 @@ def sweep(
         TypeError: Before the first step, on every rank: an argument is of another type, or `train`
             does not take the parameters.
         ValueError: Likewise: an argument is out of range, or the folder holds something else.
-        MissingExtraError: Likewise: `prune` needs Optuna, which the extra `sweep` brings.
         JobError: All trials failed, or none logs `metric`; or a restart does not fit. A trial that
             fails alone is in the result.
         KeyboardInterrupt: Somebody interrupted a rank; the same call goes on from there.
 
     Example:
-        >>> result = jaxcross.sweep(train, {"lr": [0.1, 0.4]}, metric="accuracy", mode="max")  # doctest: +SKIP
+        >>> search = jaxcross.Grid({"lr": [0.1, 0.4]})
+        >>> result = jaxcross.sweep(train, search, metric="accuracy", mode="max")  # doctest: +SKIP
         >>> print(result.best.params)  # doctest: +SKIP
         {'lr': 0.4}
     """
-    arguments.check_world(world)
-    world = world if world is not None else current_world()
-    asked = _Asked(search=search, space=space, prune=prune)
-    numbers = {"concurrent": concurrent, "trials": trials, "seed": seed, "keep": keep}
+    arguments.check_world(options.get("world"))
+    given = options.get("world")
+    world = given if given is not None else current_world()
+    options["world"] = world
 
     def check() -> tuple[SweepSettings, list[Parameters]]:
-        arguments.check_folder("`folder`", folder)
-        checks.check_numbers(**numbers)
-        checks.check_metric(metric, mode)
         _check_options(options)
-        kept = (
-            None if world.estimate_request else folder
-        )  # an estimate ends at the first step, and writes nothing
-        return _checked(train, asked, metric=metric, mode=mode, folder=kept, **numbers)
+        arguments.check_folder("`folder`", folder)
+        checks.check_numbers(concurrent=concurrent, trials=trials, keep=keep)
+        checks.check_metric(metric, mode)
+        known = known_trials(search, trials)
+        for number, parameters in enumerate(known):
+            arguments.check_job(name_of(number, parameters), train, parameters)
+        pruner = pruner_of(search)
+        settings = SweepSettings(
+            metric=metric,
+            mode=_mode(search, metric, mode),
+            concurrent=concurrent,
+            trials=trials or len(known),
+            seed=search.seed if isinstance(search, Draws) else 0,
+            kind="study" if isinstance(search, Optuna) else "list",
+            pruner="" if pruner is None else type(pruner).__name__,
+            keep=keep,
+            # An estimate ends at the first step, and writes nothing.
+            folder=None if folder is None or world.estimate_request else Path(folder).absolute(),
+        )
+        arguments.check_trial_policy(
+            options.get("policy"), concurrent, prunes=settings.pruner not in ("", "NopPruner")
+        )
+        return settings, known
 
     settings, known = on_every_rank(world, "checks of the sweep", check)
     checks.check_same(world, {**settings.facts(), "search": known})
     log = TrialLog(settings.folder if world.rank == 0 else None)
     try:
         opened = on_every_rank(
-            world, "opening the sweep", lambda: _open(log, settings, known, asked, train, world)
+            world, "opening the sweep", lambda: _open(log, settings, known, search, train, world)
         )
         result = _run(
             Trials(train, settings, world=world, coordinator=opened),
@@ -145,90 +163,44 @@ def sweep(
             opened,
             options,
         )
-        if opened is not None and isinstance(opened.search, StudySearch) and is_study(search):
-            opened.search.add_to(search)
+        if opened is not None and isinstance(search, Optuna):
+            assert isinstance(opened.search, StudySearch)
+            opened.search.add_to(search.study)
         return result
     finally:
         log.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """Where trials are to come from, as the caller says."""
-
-    search: Any
-    space: Any
-    prune: Any
-
-    @property
-    def study(self) -> Any:
-        return self.search if is_study(self.search) else None
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
+def _check_options(options: SharedOptions) -> None:
+    known = sorted(SharedOptions.__optional_keys__)
     for name in options:
-        if name not in _OPTIONS:
+        if name not in known:
             raise TypeError(
-                f"`sweep` has no argument `{name}`; for `Runner` it takes {', '.join(_OPTIONS)}."
+                f"`sweep` has no argument `{name}`; of the options of a run it takes "
+                f"{', '.join(known)}."
             )
 
 
-def _checked(
-    train: Any,
-    asked: _Asked,
-    *,
-    metric: str,
-    mode: Any,
-    trials: int | None,
-    folder: Any,
-    **numbers: Any,
-) -> tuple[SweepSettings, list[Parameters]]:
-    """Returns the settings, and the parameters of all trials that are known before the first one
-    runs.
-    """
-    check_pruner(asked.prune)
-    known: list[Parameters] = []
-    if asked.study is None:
-        if mode is None:
-            raise ValueError(
-                f'`mode` must say which `{metric}` is better: `mode="max"` for the largest, '
-                '`mode="min"` for the smallest. Only an Optuna study says it itself.'
-            )
-        if asked.space is not None:
-            raise ValueError("`space` goes with an Optuna study: `search` has the values already.")
-        known = listed(asked.search, trials, numbers["seed"])
-        for number, parameters in enumerate(known):
-            arguments.check_job(name_of(number, parameters), train, parameters)
-    else:
-        if trials is None:
-            raise ValueError(
-                "An Optuna study can be asked without end: `trials` must say how often, as "
-                "`trials=64`."
-            )
-        check_space(asked.space)
-        if mode not in (None, mode_of(asked.study)):
-            raise ValueError(
-                f"`mode` is `{mode}`, and the study's direction says `{mode_of(asked.study)}`."
-            )
-        mode = mode_of(asked.study)
-    pruner = asked.prune if asked.study is None or asked.prune is not None else asked.study.pruner
-    settings = SweepSettings(
-        metric=metric,
-        mode=mode,
-        trials=trials or len(known),
-        kind="list" if asked.study is None else "study",
-        pruner="" if pruner is None else type(pruner).__name__,
-        folder=None if folder is None else Path(folder).absolute(),
-        **numbers,
-    )
-    return settings, known
+def _mode(
+    search: AnySearch, metric: str, mode: Literal["max", "min"] | None
+) -> Literal["max", "min"]:
+    if isinstance(search, Optuna):
+        if mode not in (None, search.mode):
+            raise ValueError(f"`mode` is `{mode}`, and the study's direction says `{search.mode}`.")
+        return search.mode
+    if mode is None:
+        raise ValueError(
+            f'`mode` must say which `{metric}` is better: `mode="max"` for the largest, '
+            '`mode="min"` for the smallest. Only `Optuna` says it itself, by its study.'
+        )
+    return mode
 
 
 def _open(
     log: TrialLog,
     settings: SweepSettings,
     known: list[Parameters],
-    asked: _Asked,
+    search: AnySearch,
     train: Any,
     world: World,
 ) -> Coordinator | None:
@@ -238,12 +210,13 @@ def _open(
     if world.rank != 0:
         return None
     mine = {**settings.facts(), "sweep": secrets.token_hex(8)}
-    if asked.study is not None:
-        mine["earlier_trials"] = len(asked.study.trials)
+    if isinstance(search, Optuna):
+        mine["earlier_trials"] = len(search.study.trials)
     earlier = log.open(mine)
-    settings.check_restart(earlier, ordered=bool(settings.pruner) or asked.study is not None)
-    if asked.study is not None:
-        before = len(earlier_trials(asked.study, earlier["sweep"]))
+    asks = isinstance(search, Optuna) or search.pruner is not None
+    settings.check_restart(earlier, ordered=asks)
+    if isinstance(search, Optuna):
+        before = len(earlier_trials(search.study, earlier["sweep"]))
         if before != earlier["earlier_trials"]:
             raise ValueError(
                 f"The study had {earlier['earlier_trials']} trials when the sweep in "
@@ -255,18 +228,16 @@ def _open(
             raise ValueError(
                 f"Trial {trial.number} of the sweep in `{settings.folder}` has "
                 f"{dict(trial.parameters)}, and now {dict(known[trial.number])}. Start it with the "
-                "same `search` and `seed`, or name another folder."
+                "same `search`, or name another folder."
             )
 
     def make(fixed: Mapping[int, Parameters]) -> Search:
-        if asked.study is None and asked.prune is None:
+        if not asks:
             return Listed(known)
         return StudySearch(
-            study=asked.study,
-            listed=known,
-            pruner=asked.prune,
+            search,
+            known,
             mode=settings.mode,
-            space=asked.space,
             trials=settings.trials,
             sweep=earlier["sweep"],
             fixed=fixed,
@@ -283,7 +254,7 @@ def _run(
     settings: SweepSettings,
     world: World,
     coordinator: Coordinator | None,
-    options: Mapping[str, Any],
+    options: SharedOptions,
 ) -> SweepResult:
     """Runs until no trial is left: mostly one run, and another one where the last trials of a run
     failed.
@@ -299,7 +270,7 @@ def _run(
         before = agenda
         checkpoints = settings.checkpoint_folder and Checkpoints(settings.checkpoint_folder, keep=1)
         metrics = settings.folder and settings.folder / "metrics"
-        with Runner(world, checkpoints=checkpoints, metrics=metrics, **options) as runner:
+        with Runner(checkpoints=checkpoints, metrics=metrics, **options) as runner:
             runner.register(_TRIAL, trials.run)
             if coordinator is not None:
                 coordinator.submit = partial(_submit, runner)

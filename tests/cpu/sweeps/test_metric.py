@@ -12,6 +12,7 @@ import pytest
 
 from jaxcross.checkpoint.layout import Folders
 from jaxcross.errors import JobError
+from jaxcross.sweeps import Grid
 from jaxcross.sweeps.sweep import sweep
 from jaxcross.sweeps.trial import _Observer
 from tests.support.fakes import run_ranks
@@ -44,7 +45,7 @@ def training(world, *, begun=None, evaluate: Any = None, late=False, logs="loss"
 
 def on_ranks(ranks, lr, *, metric="score", folder=None, concurrent=2, **options):
     def work(world):
-        train, search = training(world, **options), {"lr": lr}
+        train, search = training(world, **options), Grid({"lr": lr})
         return sweep(
             train,
             search,
@@ -63,7 +64,7 @@ def refused(begun, *, match, metric="score", ranks=2, **options):
         with pytest.raises(JobError, match=match):
             sweep(
                 training(world, begun=begun, **options),
-                {"lr": [1, 2, 3, 4, 5, 6]},
+                Grid({"lr": [1, 2, 3, 4, 5, 6]}),
                 metric=metric,
                 mode="max",
                 world=world,

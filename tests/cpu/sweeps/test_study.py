@@ -9,6 +9,7 @@ import pytest
 
 from jaxcross.errors import JobError
 from jaxcross.interleave.messages import StopRequested
+from jaxcross.sweeps import Grid, Optuna
 from jaxcross.sweeps.sweep import sweep
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step
@@ -49,11 +50,12 @@ def space_of(trial):
 
 
 def on_ranks(make=make_study, stop=None, trials=10, **options):
-    options = {"space": space_of, "metric": "score", "concurrent": 3, "trials": trials, **options}
+    options = {"metric": "score", "concurrent": 3, "trials": trials, **options}
     studies = [make(), make()]
 
     def work(world):
-        return sweep(train_of(world, stop), studies[world.rank], world=world, **options)
+        search = Optuna(studies[world.rank], space_of)
+        return sweep(train_of(world, stop), search, world=world, **options)
 
     return run_ranks(2, work)[0], studies[0]
 
@@ -75,11 +77,14 @@ PRUNERS = {
 
 @pytest.mark.mostly_integration("median")
 @pytest.mark.parametrize("pruner", PRUNERS)
-def test_late_threads_change_nothing(pruner):
+def test_late_threads_change_nothing(pruner, monkeypatch):
     def make():
         return make_study(PRUNERS[pruner]())
 
-    found = [on_ranks(make, chaos=seed)[0] for seed in (1, 2)]
+    found = []
+    for seed in ("1", "2"):
+        monkeypatch.setenv("JAXCROSS_CHAOS", seed)
+        found.append(on_ranks(make)[0])
     assert facts(found[0]) == facts(found[1])
     assert {t.status for t in found[0].trials} == {"finished", "pruned"}
 
@@ -118,9 +123,11 @@ def test_sampler_without_a_seed_goes_on_with_a_warning(tmp_path, caplog):
 
 def test_grid_can_be_pruned():
     def work(world):
-        grid = {"lr": [0.11, 0.23, 0.37, 0.53, 0.71], "steps": [8]}
-        prune = optuna.pruners.ThresholdPruner(lower=0.3)
-        return sweep(train_of(world), grid, metric="score", mode="max", prune=prune, world=world)
+        grid = Grid(
+            {"lr": [0.11, 0.23, 0.37, 0.53, 0.71], "steps": [8]},
+            pruner=optuna.pruners.ThresholdPruner(lower=0.3),
+        )
+        return sweep(train_of(world), grid, metric="score", mode="max", world=world)
 
     first, second = run_ranks(2, work)
     assert facts(first) == facts(second)
@@ -157,16 +164,10 @@ def test_stop_before_a_decision_leaves_it_to_the_restart(tmp_path):
                         job.save(state)
                 return state
 
-            prune = optuna.pruners.ThresholdPruner(lower=10.0)
-            options = {
-                "metric": "score",
-                "mode": "max",
-                "prune": prune,
-                "concurrent": 2,
-                "folder": folder,
-            }
+            grid = Grid({"lr": [1.0, 2.0]}, pruner=optuna.pruners.ThresholdPruner(lower=10.0))
+            options = {"metric": "score", "mode": "max", "concurrent": 2, "folder": folder}
             with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
-                return sweep(train, {"lr": [1.0, 2.0]}, world=world, **options)
+                return sweep(train, grid, world=world, **options)
 
         return run_ranks(2, work)[0]
 
@@ -184,22 +185,31 @@ def test_stopped_trial_gives_its_place_away():
     assert len(result.trials) == 5
 
 
+def test_a_searchs_own_pruner_replaces_the_studys():
+    study = make_study()
+
+    def work(world):
+        search = Optuna(study, space_of, pruner=optuna.pruners.NopPruner())
+        return sweep(train_of(world), search, metric="score", trials=6, world=world)
+
+    result = run_ranks(1, work)[0]
+    assert {t.status for t in result.trials} == {"finished"}
+
+
 @pytest.mark.parametrize(
-    ("study", "options", "text"),
+    ("options", "text"),
     [
-        ({}, {"trials": None}, "`trials` must say how often"),
-        ({}, {"mode": "min"}, "the study's direction says `max`"),
-        ({"direction": None, "directions": ["maximize", "minimize"]}, {}, "has 2 objectives"),
-        ({}, {"space": None}, "needs `space`"),
-        ({}, {"space": {"lr": 1.0}}, "must be a distribution"),
-        ({}, {"metric": ""}, "`metric` is empty"),
+        ({"trials": None}, "`trials` must say how many"),
+        ({"mode": "min"}, "the study's direction says `max`"),
+        ({"metric": ""}, "`metric` is empty"),
     ],
 )
-def test_wrong_arguments_are_refused(tmp_path, study, options, text):
+def test_wrong_arguments_are_refused(tmp_path, options, text):
     def work(world):
-        found = {"space": space_of, "metric": "score", "trials": 2, **options}
+        found = {"metric": "score", "trials": 2, **options}
+        search = Optuna(make_study(), space_of)
         with pytest.raises((TypeError, ValueError)) as raised:
-            sweep(train_of(world), make_study(**study), world=world, folder=tmp_path / "s", **found)
+            sweep(train_of(world), search, world=world, folder=tmp_path / "s", **found)
         assert text in str(raised.value)
 
     run_ranks(2, work)
@@ -213,8 +223,9 @@ def test_failing_space_is_an_error_on_every_rank():
         return space_of(trial)
 
     def work(world):
+        search = Optuna(make_study(), space)
         with pytest.raises((RuntimeError, JobError), match="boom"):
-            sweep(train_of(world), make_study(), space=space, metric="score", trials=8, world=world)
+            sweep(train_of(world), search, metric="score", trials=8, world=world)
 
     run_ranks(2, work)
 
@@ -232,11 +243,9 @@ def test_trial_is_pruned_by_an_evaluation():
                 job.state = state = step(state, batch)
             return state
 
-        prune = optuna.pruners.MedianPruner(n_startup_trials=1)
-        grid = {"lr": [0.5, 0.4, 0.3]}
-        return sweep(
-            train, grid, metric="eval/score", mode="max", prune=prune, concurrent=1, world=world
-        )
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=1)
+        grid = Grid({"lr": [0.5, 0.4, 0.3]}, pruner=pruner)
+        return sweep(train, grid, metric="eval/score", mode="max", concurrent=1, world=world)
 
     first, _ = run_ranks(2, work)
     assert [(t.status, t.step) for t in first.trials] == [

@@ -7,11 +7,13 @@ from contextlib import nullcontext
 
 import pytest
 
-import jaxcross.errors
 from jaxcross.checkpoint import Checkpoints
-from jaxcross.errors import JobError, MissingExtraError
+from jaxcross.errors import JobError
 from jaxcross.interleave.messages import StopRequested
+from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.jobs.runner import Runner
+from jaxcross.sweeps import Choices, Draws, Grid
+from jaxcross.sweeps.script import search_of
 from jaxcross.sweeps.sweep import sweep
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step
@@ -51,7 +53,7 @@ def facts(result):
 
 @pytest.mark.parametrize("concurrent", [1, 2, 5])
 def test_grid_is_the_same_however_many_run_at_a_time(concurrent):
-    first, second = on_ranks({"lr": [1, 3, 2], "saves": [True]}, concurrent=concurrent)
+    first, second = on_ranks(Grid({"lr": [1, 3, 2], "saves": [True]}), concurrent=concurrent)
     assert facts(first) == facts(second)
     assert [t.params["lr"] for t in first.trials] == [1, 3, 2]
     assert {t.status for t in first.trials} == {"finished"}
@@ -63,7 +65,7 @@ def test_grid_is_the_same_however_many_run_at_a_time(concurrent):
 
 
 def test_smallest_is_best_where_the_mode_says_so():
-    result, _ = on_ranks({"lr": [3, 1, 2]}, mode="min")
+    result, _ = on_ranks(Grid({"lr": [3, 1, 2]}), mode="min")
     assert [t.params["lr"] for t in result.ranked] == [1, 2, 3]
 
 
@@ -71,17 +73,17 @@ def test_random_draws_do_not_depend_on_their_number():
     def draw(rng):
         return {"lr": int(rng.integers(100))}
 
-    few, _ = on_ranks(draw, trials=2, seed=7)
-    more, _ = on_ranks(draw, trials=4, seed=7)
+    few, _ = on_ranks(Draws(draw, seed=7), trials=2)
+    more, _ = on_ranks(Draws(draw, seed=7), trials=4)
     assert [t.params for t in more.trials][:2] == [t.params for t in few.trials]
-    drawn, _ = on_ranks({"lr": list(range(50))}, trials=2)
+    drawn, _ = on_ranks(Draws({"lr": list(range(50))}), trials=2)
     assert len({t.params["lr"] for t in drawn.trials}) == 2
 
 
 @pytest.mark.integration
 def test_trial_that_raises_on_one_rank_fails_alone(tmp_path):
     trials = [{"lr": 1}, {"lr": 2, "fails": True}, {"lr": 3}, {"lr": 4, "fails": True}]
-    result, other = on_ranks(trials, folder=tmp_path)
+    result, other = on_ranks(Choices(trials), folder=tmp_path)
     assert facts(result) == facts(other)
     assert [t.status for t in result.trials] == ["finished", "failed", "finished", "failed"]
     assert result.best.params == {"lr": 3}
@@ -100,7 +102,7 @@ def test_all_trials_failing_is_an_error_on_every_rank():
         ):
             sweep(
                 training(world),
-                {"lr": [1, 2], "fails": [True]},
+                Grid({"lr": [1, 2], "fails": [True]}),
                 metric="score",
                 mode="max",
                 world=world,
@@ -110,7 +112,7 @@ def test_all_trials_failing_is_an_error_on_every_rank():
 
 
 def test_metric_that_is_never_logged_fails_the_trial():
-    result, _ = on_ranks([{"lr": 1}, {"lr": 2, "logs": "loss"}])
+    result, _ = on_ranks(Choices([{"lr": 1}, {"lr": 2, "logs": "loss"}]))
     assert [t.status for t in result.trials] == ["finished", "failed"]
     assert (
         "never logged `score`, by which trials are compared. It logged: `loss`."
@@ -137,10 +139,15 @@ def test_saving_before_logging_is_refused(tmp_path):
             JobError, match=r"logged `score` after it had saved its state, at step 1"
         ):
             sweep(
-                make(world), {"lr": [1]}, metric="score", mode="max", world=world, folder=tmp_path
+                make(world),
+                Grid({"lr": [1]}),
+                metric="score",
+                mode="max",
+                world=world,
+                folder=tmp_path,
             )
 
-    on_ranks({"lr": [1]}, make=make)  # without a folder nothing can be lost
+    on_ranks(Grid({"lr": [1]}), make=make)  # without a folder nothing can be lost
     run_ranks(2, work)
 
 
@@ -151,9 +158,9 @@ def test_second_start_has_nothing_to_do(tmp_path):
     def make(world):
         return training(world, begun=begun)
 
-    first, _ = on_ranks({"lr": [1, 2, 3]}, make=make, folder=tmp_path)
+    first, _ = on_ranks(Grid({"lr": [1, 2, 3]}), make=make, folder=tmp_path)
     assert len(begun) == 6
-    again, _ = on_ranks({"lr": [1, 2, 3]}, make=make, folder=tmp_path)
+    again, _ = on_ranks(Grid({"lr": [1, 2, 3]}), make=make, folder=tmp_path)
     assert len(begun) == 6
     assert facts(again) == facts(first)
     assert again.best == first.best and again.state is None and again.reports == ()
@@ -161,7 +168,7 @@ def test_second_start_has_nothing_to_do(tmp_path):
 
 @pytest.mark.integration
 def test_best_trials_state_stays_on_disk(tmp_path):
-    result, _ = on_ranks({"lr": [1, 3, 2]}, folder=tmp_path, concurrent=1)
+    result, _ = on_ranks(Grid({"lr": [1, 3, 2]}), folder=tmp_path, concurrent=1)
     left = {path.parent.name for path in (tmp_path / "checkpoints").glob("*/0*")}
     assert left == {"1 lr=3"}
 
@@ -177,30 +184,32 @@ def test_best_trials_state_stays_on_disk(tmp_path):
 @pytest.mark.parametrize(
     ("search", "options", "error", "text"),
     [
-        ({}, {}, ValueError, "`search` is empty"),
-        ({"lr": []}, {}, ValueError, "`search` is empty"),
-        ({"lr": 0.1}, {}, TypeError, "`search['lr']` must be a list of values"),
-        ({"lr": [1, 1]}, {}, ValueError, "twice"),
-        ({"lr": [object()]}, {}, TypeError, "`lr` of trial 0 is <object"),
-        ({"lr": [float("nan")]}, {}, TypeError, "finite numbers"),
-        ({"rate": [1]}, {}, TypeError, "calls its function as `fn(job, rate=...)`"),
-        (7, {}, TypeError, "`search` must be a grid"),
-        ({"lr": [1]}, {"trials": 2}, ValueError, "`trials` is 2, and `search` has 1"),
-        (lambda rng: {"lr": 1}, {}, ValueError, "`trials` must say how often"),
-        ({"lr": [1]}, {"metric": ""}, ValueError, "`metric` is empty"),
-        ({"lr": [1]}, {"metric": None}, TypeError, "`metric` must be the name"),
-        ({"lr": [1]}, {"mode": "most"}, ValueError, "`mode` must be `max` or `min`"),
+        (Grid({"rate": [1]}), {}, TypeError, "calls its function as `fn(job, rate=...)`"),
+        (7, {}, TypeError, "`search` must be `jaxcross.Grid(values)`"),
+        ({"lr": [1]}, {}, TypeError, "`search` must be `jaxcross.Grid(values)`"),
+        (Grid, {}, TypeError, "`search` must be `jaxcross.Grid(values)`"),
+        (Grid({"lr": [1]}), {"trials": 1}, ValueError, "but `Grid` runs all of its trials"),
+        (Choices([{"lr": 1}]), {"trials": 1}, ValueError, "but `Choices` runs all of its"),
+        (Draws({"lr": [1]}), {"trials": 2}, ValueError, "in `space` of `Draws` is 1, and none"),
+        (Draws({"lr": [1]}), {}, ValueError, "`trials` must say how many"),
+        (Draws(lambda rng: {"lr": 1}), {}, ValueError, "`trials` must say how many"),
+        (Draws(lambda rng: 1), {"trials": 1}, TypeError, "The parameters of trial 0 must be"),
+        (Draws({"lr": [1]}), {"trials": 0}, ValueError, "`trials` must be at least 1"),
+        (Grid({"lr": [1]}), {"metric": ""}, ValueError, "`metric` is empty"),
+        (Grid({"lr": [1]}), {"metric": None}, TypeError, "`metric` must be the name"),
+        (Grid({"lr": [1]}), {"mode": "most"}, ValueError, "`mode` must be `max` or `min`"),
         (
-            {"lr": [1]},
+            Grid({"lr": [1]}),
             {"metric": "error", "mode": None},
             ValueError,
             "`mode` must say which `error` is better",
         ),
-        ({"lr": [1]}, {"concurrent": 0}, ValueError, "`concurrent` must be at least 1"),
-        ({"lr": [1]}, {"keep": 0}, ValueError, "`keep` must be at least 1"),
-        ({"lr": [1]}, {"policy": None}, TypeError, "`sweep` has no argument `policy`"),
-        ({"lr": [1]}, {"space": {}}, ValueError, "`space` goes with an Optuna study"),
-        ({"lr": [1]}, {"prune": "median"}, TypeError, "`prune` must be a pruner of Optuna's"),
+        (Grid({"lr": [1]}), {"concurrent": 0}, ValueError, "`concurrent` must be at least 1"),
+        (Grid({"lr": [1]}), {"keep": 0}, ValueError, "`keep` must be at least 1"),
+        (Grid({"lr": [1]}), {"seed": 1}, TypeError, "`sweep` has no argument `seed`"),
+        (Grid({"lr": [1]}), {"metrics": "m"}, TypeError, "`sweep` has no argument `metrics`"),
+        (Grid({"lr": [1]}), {"policy": "fair"}, TypeError, "`policy` must be"),
+        (Grid({"lr": [1]}), {"policy": Weighted((1, 2))}, ValueError, "trials of a sweep come and"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -213,11 +222,50 @@ def test_wrong_arguments_are_refused_before_the_first_step(tmp_path, search, opt
             sweep(training(world, begun=begun), search, world=world, **options_here)
         assert text in str(raised.value)
 
-    if "prune" in options:
-        pytest.importorskip("optuna")
     run_ranks(2, work)
     assert not begun
     assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize("policy", [RoundRobin(), Sequential()])
+def test_trials_run_under_a_policy_of_the_callers(policy):
+    result, _ = on_ranks(Grid({"lr": [1, 3, 2]}), policy=policy)
+    expected, _ = on_ranks(Grid({"lr": [1, 3, 2]}))
+    assert facts(result) == facts(expected)
+    assert {report.policy for report in result.reports} == {policy.name}
+
+
+def test_policy_that_lets_no_others_come_as_far_is_refused_with_a_pruner():
+    optuna = pytest.importorskip("optuna")
+    search = Grid({"lr": [1, 3, 2]}, pruner=optuna.pruners.ThresholdPruner(lower=0.0))
+
+    def work(world):
+        with pytest.raises(ValueError, match="`sequential` not all of the 2 trials get turns"):
+            sweep(
+                training(world),
+                search,
+                metric="score",
+                mode="max",
+                world=world,
+                policy=Sequential(),
+            )
+
+    run_ranks(2, work)
+    result, _ = on_ranks(search, policy=Sequential(), concurrent=1)
+    assert {t.status for t in result.trials} == {"finished"}
+
+
+def test_draws_can_be_extended_to_all_combinations(tmp_path):
+    few, _ = on_ranks(Draws({"lr": [1, 2, 3]}, seed=2), trials=2, folder=tmp_path)
+    more, _ = on_ranks(Draws({"lr": [1, 2, 3]}, seed=2), trials=3, folder=tmp_path)
+    assert facts(more)[:2] == facts(few)
+    assert sorted(t.params["lr"] for t in more.trials) == [1, 2, 3]
+
+
+def test_the_command_draws_if_a_number_of_trials_is_given():
+    task = {"grid": {"lr": [1, 2]}, "trials": None, "seed": 3, "prune": None}
+    assert search_of(task) == Grid({"lr": [1, 2]})
+    assert search_of({**task, "trials": 1}) == Draws({"lr": [1, 2]}, seed=3)
 
 
 def test_argument_that_is_wrong_on_one_rank_is_refused_on_all():
@@ -225,7 +273,7 @@ def test_argument_that_is_wrong_on_one_rank_is_refused_on_all():
         with pytest.raises((TypeError, JobError)) as raised:
             sweep(
                 training(world),
-                {"lr": [1]},
+                Grid({"lr": [1]}),
                 metric="score",
                 mode="max",
                 world=world,
@@ -241,26 +289,30 @@ def test_ranks_with_different_sweeps_are_refused():
     def work(world):
         with pytest.raises(JobError, match="Ranks 0 and 1 want different sweeps: `search` is"):
             sweep(
-                training(world), {"lr": [1 + world.rank]}, metric="score", mode="max", world=world
+                training(world),
+                Grid({"lr": [1 + world.rank]}),
+                metric="score",
+                mode="max",
+                world=world,
             )
 
     run_ranks(2, work)
 
 
 def test_folder_of_another_sweep_is_left_alone(tmp_path):
-    on_ranks({"lr": [1, 2]}, folder=tmp_path)
+    on_ranks(Grid({"lr": [1, 2]}), folder=tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json*") if path.is_file()}
     refused = [
         ({"metric": "loss"}, "began with `metric` 'score', not 'loss'"),
         ({"mode": "min"}, "began with `mode` 'max', not 'min'"),
-        ({"search": {"lr": [2, 1]}}, "Trial 0 of the sweep"),
-        ({"search": {"lr": [1]}}, "can have more but not fewer"),
+        ({"search": Grid({"lr": [2, 1]})}, "Trial 0 of the sweep"),
+        ({"search": Grid({"lr": [1]})}, "can have more but not fewer"),
     ]
 
     def work(world):
         for changes, text in refused:
             options = {
-                "search": {"lr": [1, 2]},
+                "search": Grid({"lr": [1, 2]}),
                 "metric": "score",
                 "mode": "max",
                 "folder": tmp_path,
@@ -280,7 +332,7 @@ def test_folder_with_other_files_is_left_alone(tmp_path):
         with pytest.raises(ValueError, match="is to hold a sweep, and holds other files"):
             sweep(
                 training(world),
-                {"lr": [1]},
+                Grid({"lr": [1]}),
                 metric="score",
                 mode="max",
                 world=world,
@@ -289,23 +341,6 @@ def test_folder_with_other_files_is_left_alone(tmp_path):
 
     run_ranks(2, work)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_pruning_without_optuna_names_the_extra(monkeypatch):
-    monkeypatch.setattr(jaxcross.errors, "find_spec", lambda name: None)
-
-    def work(world):
-        with pytest.raises(MissingExtraError, match=r"jaxcross\[sweep\]"):
-            sweep(
-                training(world),
-                {"lr": [1]},
-                metric="score",
-                mode="max",
-                world=world,
-                prune=object(),
-            )
-
-    run_ranks(2, work)
 
 
 @pytest.mark.integration
@@ -332,7 +367,12 @@ def test_values_before_a_stop_are_not_lost(at, tmp_path):
 
             with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
                 return sweep(
-                    train, {"lr": [1, 2, 3]}, metric="score", mode="max", world=world, folder=folder
+                    train,
+                    Grid({"lr": [1, 2, 3]}),
+                    metric="score",
+                    mode="max",
+                    world=world,
+                    folder=folder,
                 )
 
         return run_ranks(2, work)

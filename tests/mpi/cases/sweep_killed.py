@@ -91,8 +91,7 @@ study = optuna.create_study(
 space = {"lr": optuna.distributions.FloatDistribution(1e-3, 0.3, log=True), "steps": [12, 20, 28]}
 result = jaxcross.sweep(
     train,
-    study,
-    space=space,
+    jaxcross.Optuna(study, space),
     trials=int(TRIALS),
     metric=METRIC,
     concurrent=3,
