@@ -254,8 +254,8 @@ class JobContext:
         self.host.evaluations.stop_early(early)
 
     def restore(
-        self, state: PyTree, *, mode: Initial = "check", rank_local: Sequence[str] = ()
-    ) -> PyTree:
+        self, state: T, *, mode: Initial = "check", rank_local: Sequence[str] = ()
+    ) -> T:
         """Returns the state to start from: `state`, once all ranks have agreed on it. Waits for all
         ranks.
 
