@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.typing import VariableDict
 
 import jaxcross
 from jaxcross import exchange
 
 
 class State(NamedTuple):
-    params: VariableDict
+    params: Any  # Flax and optax name its type differently
     opt_state: optax.OptState
 
 
@@ -34,7 +33,7 @@ optimizer = optax.chain(exchange.mean(axes="batch"), optax.adam(1e-3))
 
 @jaxcross.crossover(axes="batch", cut=4, donate_argnames="state")
 def train_step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-    def loss_fn(params: VariableDict) -> jax.Array:
+    def loss_fn(params: Any) -> jax.Array:
         predicted: Any = model.apply(params, x)
         return jnp.mean((predicted - y) ** 2)
 
