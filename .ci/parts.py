@@ -40,7 +40,7 @@ from recorded import NOTHING_FAILED, PACKAGE, RECORDS, changed_since, git, is_at
 from rich.console import Console
 from rich.table import Table
 
-import jaxcross
+from jaxcross._lazy import homes_of
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ".ci/recorded.py"
@@ -54,6 +54,7 @@ RUNS_ON = ("null", "cpu", "mpi")
 ALL = (
     ".ci/with-openmpi",
     "jaxcross/__init__.py",
+    "jaxcross/_lazy.py",
     "jaxcross/testing.py",
     "pyproject.toml",
     "tests/__init__.py",
@@ -273,7 +274,7 @@ def named(files: Iterable[str]) -> set[str]:
     words = set(re.findall(rf"{PACKAGE}\.(\w+)", text))
     for names in re.findall(rf"from {PACKAGE} import \(?([^)\n]*)", text):
         words |= set(re.findall(r"\w+", names))
-    homes = {name: home.partition(".")[0] for name, home in jaxcross._HOMES.items()}
+    homes = {name: home.split(".")[1] for name, home in homes_of(PACKAGE).items()}
     return {homes.get(word, word) for word in words} & set(imported())
 
 

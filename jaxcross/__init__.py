@@ -16,6 +16,8 @@ another's computation.
     plan             decisions before a run: which jobs share ranks, how they take turns, how much
                      compression
     report           what happened, as a table, JSON, a trace and a picture
+    testing          steps on all ranks of one process, without MPI, and what they must return
+    lab              several hosts and slow links on one machine
 
 Importing jaxcross starts neither MPI nor a device; `initialize` does.
 
@@ -25,89 +27,52 @@ uses `data`, `checkpoint`, `report`, `plan`. Tools are `commands` and `lab`. `_j
 only file with private names of JAX. Each folder lists its files.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jaxcross.errors import CutError, ExchangeError, InternalError, JobError
-
-if TYPE_CHECKING:
-    from jaxcross import exchange, plan, tensor
-    from jaxcross.checkpoint import Checkpoints, load
-    from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-    from jaxcross.jobs.plain_job import Job
-    from jaxcross.jobs.plain_loop import run
-    from jaxcross.jobs.runner import Runner
-    from jaxcross.server import ParameterServer
-    from jaxcross.step.crossover import crossover
-    from jaxcross.step.estimate import estimate
-    from jaxcross.step.fuse import fuse
-    from jaxcross.sweeps.search import Choices, Draws, Grid, Optuna
-    from jaxcross.sweeps.sweep import sweep
-    from jaxcross.world import World, current_world, initialize
+from jaxcross._lazy import on_first_use
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Checkpoints",
-    "Choices",
-    "CutError",
-    "Draws",
-    "ExchangeError",
-    "Grid",
-    "InternalError",
-    "Job",
-    "JobError",
-    "Optuna",
-    "ParameterServer",
-    "RoundRobin",
-    "Runner",
-    "Sequential",
-    "Weighted",
-    "World",
-    "crossover",
-    "current_world",
-    "estimate",
-    "exchange",
-    "fuse",
-    "initialize",
-    "load",
-    "plan",
-    "run",
-    "sweep",
-    "tensor",
-]
-
-_HOMES = {
-    "Checkpoints": "checkpoint",
-    "Choices": "sweeps.search",
-    "Draws": "sweeps.search",
-    "Grid": "sweeps.search",
-    "Job": "jobs.plain_job",
-    "Optuna": "sweeps.search",
-    "ParameterServer": "server",
-    "RoundRobin": "interleave.policy",
-    "Runner": "jobs.runner",
-    "Sequential": "interleave.policy",
-    "Weighted": "interleave.policy",
-    "World": "world",
-    "crossover": "step.crossover",
-    "current_world": "world",
-    "estimate": "step.estimate",
-    "fuse": "step.fuse",
-    "initialize": "world",
-    "load": "checkpoint",
-    "run": "jobs.plain_loop",
-    "sweep": "sweeps.sweep",
-}
-
-
-if not TYPE_CHECKING:  # a checker would take every misspelt name for one that this function knows
-
-    def __getattr__(name: str) -> Any:
-        """Loads a public name on first use, so that `jaxcross --help` need not wait for JAX."""
-        from importlib import import_module
-
-        if name in ("exchange", "plan", "tensor"):
-            return import_module(f"jaxcross.{name}")
-        if name in _HOMES:
-            return getattr(import_module(f"jaxcross.{_HOMES[name]}"), name)
-        raise AttributeError(f"module `jaxcross` has no attribute `{name}`")
+if TYPE_CHECKING:  # the one list of the public names
+    from jaxcross import data as data
+    from jaxcross import exchange as exchange
+    from jaxcross import lab as lab
+    from jaxcross import plan as plan
+    from jaxcross import report as report
+    from jaxcross import tensor as tensor
+    from jaxcross import testing as testing
+    from jaxcross.checkpoint import Checkpoints as Checkpoints
+    from jaxcross.checkpoint import load as load
+    from jaxcross.errors import CutError as CutError
+    from jaxcross.errors import ExchangeError as ExchangeError
+    from jaxcross.errors import JobError as JobError
+    from jaxcross.errors import MissingExtraError as MissingExtraError
+    from jaxcross.interleave.instrument import Instrument as Instrument
+    from jaxcross.interleave.instrument import Span as Span
+    from jaxcross.interleave.policy import Policy as Policy
+    from jaxcross.interleave.policy import RoundRobin as RoundRobin
+    from jaxcross.interleave.policy import Sequential as Sequential
+    from jaxcross.interleave.policy import Turns as Turns
+    from jaxcross.interleave.policy import Weighted as Weighted
+    from jaxcross.jobs.context import JobContext as JobContext
+    from jaxcross.jobs.fused import Fusion as Fusion
+    from jaxcross.jobs.plain_job import Job as Job
+    from jaxcross.jobs.plain_loop import run as run
+    from jaxcross.jobs.runner import Runner as Runner
+    from jaxcross.report.sweep import SweepResult as SweepResult
+    from jaxcross.runtime.emulated_link import Link as Link
+    from jaxcross.server import ParameterServer as ParameterServer
+    from jaxcross.step.crossover import Step as Step
+    from jaxcross.step.crossover import crossover as crossover
+    from jaxcross.step.estimate import estimate as estimate
+    from jaxcross.step.fuse import fuse as fuse
+    from jaxcross.sweeps.search import Choices as Choices
+    from jaxcross.sweeps.search import Draws as Draws
+    from jaxcross.sweeps.search import Grid as Grid
+    from jaxcross.sweeps.search import Optuna as Optuna
+    from jaxcross.sweeps.sweep import sweep as sweep
+    from jaxcross.world import World as World
+    from jaxcross.world import current_world as current_world
+    from jaxcross.world import initialize as initialize
+else:  # a checker would take every misspelt name for one that `__getattr__` knows
+    __getattr__, __dir__, __all__ = on_first_use(__name__)

@@ -28,6 +28,8 @@ from jaxcross.program.trace import Traced
 from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
 from jaxcross.wire.recognise import LOCAL, group_of, names_axis, recognise
 
+__all__ = ["LocalRanks", "over_ranks", "run_program", "vmap_oracle"]
+
 _CALLS = INLINED | {"shard_map"}
 _NO_OPS = LOCAL | {"pcast"}
 

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TypeVar
 
-from jaxcross._pytree import PyTree, forms_of, narrowed, rebuild, unlike
+from jaxcross._pytree import forms_of, narrowed, rebuild, unlike
 from jaxcross.checkpoint.layout import Folders, folder_name, step_of
 from jaxcross.checkpoint.part import Part, UnknownFormatError, UnusableError
 from jaxcross.checkpoint.rank_gather import JobLog
 from jaxcross.checkpoint.restore import read_arrays
 
+T = TypeVar("T")
+
 
 def load(
-    directory: str | os.PathLike[str], job: str, state: PyTree, *, best: bool = False, rank: int = 0
-) -> tuple[PyTree, int]:
+    directory: str | os.PathLike[str], job: str, state: T, *, best: bool = False, rank: int = 0
+) -> tuple[T, int]:
     """Reads the newest state of a job from its checkpoints, or the best one. Waits for the disk;
     does not communicate.
 

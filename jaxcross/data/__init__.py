@@ -18,16 +18,14 @@ require_extra(
 
 from jaxcross.data.batches import Batches, eval_batches, train_batches
 from jaxcross.data.cache import Cache
-from jaxcross.data.records import Records, open_records
-from jaxcross.data.shared import SharedDecode, SharedReader
+from jaxcross.data.records import open_records
+from jaxcross.data.shared import SharedDecode
 from jaxcross.data.synth import synthesise
 
 __all__ = [
     "Batches",
     "Cache",
-    "Records",
     "SharedDecode",
-    "SharedReader",
     "eval_batches",
     "open_records",
     "synthesise",

@@ -260,12 +260,12 @@ class JobContext:
 
     def restore(
         self,
-        state: PyTree,
+        state: T,
         *,
         mode: RestoreMode = "check",
         rank_local: Sequence[str] = (),
         check_replicas: int | None = None,
-    ) -> PyTree:
+    ) -> T:
         """Returns the state to start from: `state`, once all ranks have agreed on it. Waits for all
         ranks.
 

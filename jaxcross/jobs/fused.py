@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
+from jaxcross._html import preformatted
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.rank_local import named_leaves
 from jaxcross.errors import ExchangeError, JobError
@@ -210,6 +211,9 @@ class Fusion(Sequence[Job | FusedJob]):
 
     def __str__(self) -> str:
         return "\n".join(self.reasons)
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
 
 @final

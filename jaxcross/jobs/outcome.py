@@ -11,7 +11,8 @@ import jax
 from jaxcross.errors import JobError
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.replicas import RankReport, exchange
-from jaxcross.report import JobSummary, Recorder, Report
+from jaxcross.report import JobSummary, Report
+from jaxcross.report.record import Recorder
 from jaxcross.report.units import as_float
 from jaxcross.world import World
 from jaxcross.world.control_plane import gather

@@ -28,8 +28,9 @@ from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, repo
 from jaxcross.jobs.progress import ProgressReporter
 from jaxcross.jobs.stop_text import stop_text
 from jaxcross.jobs.submissions import RegisteredFunctions
-from jaxcross.report import Recorder, Report
+from jaxcross.report import Report
 from jaxcross.report.metric_files import MetricFiles
+from jaxcross.report.record import Recorder
 from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.emulated_link import Link

@@ -27,6 +27,8 @@ from typing import Any, Self
 
 from jaxcross.lab.transfer import START_S, measure_transfer
 
+__all__ = ["Lab", "available"]
+
 HOLDER = Path(__file__).with_name("holder.py")
 SBIN = os.pathsep.join(("/usr/local/sbin", "/usr/sbin", "/sbin"))
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "mount": "util-linux"}

@@ -21,16 +21,15 @@ A plan needs no ranks, no device and no `World`. Only `compression` knows arrays
 their types.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from jaxcross._lazy import on_first_use
 from jaxcross.plan.contention import MachineContention
 from jaxcross.plan.difference import Difference
-from jaxcross.plan.groups import Grouping, Load, group
 from jaxcross.plan.make import of, predict_group
 from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.plan import Plan, PlannedGroup, PlannedJob
 from jaxcross.plan.profile import Profile
-from jaxcross.plan.rates import Rates, choose_rates, cuts_of
 from jaxcross.plan.twin import Prediction, predict
 
 if TYPE_CHECKING:
@@ -43,34 +42,20 @@ __all__ = [
     "Difference",
     "Estimate",
     "Gain",
-    "Grouping",
     "JobCost",
     "JobMemory",
-    "Load",
     "MachineContention",
     "Plan",
     "PlannedGroup",
     "PlannedJob",
     "Prediction",
     "Profile",
-    "Rates",
     "StepCost",
     "choose_compression",
-    "choose_rates",
-    "cuts_of",
-    "group",
     "of",
     "predict",
     "predict_group",
 ]
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Loads what knows arrays on first use: the rest runs without JAX."""
-        homes = {"Estimate": "estimate", "Gain": "estimate", "StepCost": "step_cost"}
-        if name in ("Candidate", "JobCost", "choose_compression", *homes):
-            from importlib import import_module
-
-            return getattr(import_module(f"jaxcross.plan.{homes.get(name, 'compression')}"), name)
-        raise AttributeError(f"module `jaxcross.plan` has no attribute `{name}`")
+if not TYPE_CHECKING:  # what knows arrays is imported on first use: the rest runs without JAX
+    __getattr__, *_ = on_first_use(__name__)

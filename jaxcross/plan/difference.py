@@ -23,7 +23,7 @@ from jaxcross.interleave.policy import Policy
 from jaxcross.plan.profile import Profile, segment_times
 from jaxcross.report.intervals import Interval, union
 from jaxcross.report.summary import RunData, TimeBreakdown
-from jaxcross.report.table import printed
+from jaxcross.report.table import as_html, printed
 from jaxcross.report.timeline import Timeline, in_lane_order, shortest_exchanges
 from jaxcross.report.units import seconds, share
 
@@ -103,6 +103,9 @@ class Difference:
 
     def __str__(self) -> str:
         return printed(self.__rich__())
+
+    def _repr_html_(self) -> str:
+        return as_html(self.__rich__())
 
 
 class Repeatable(Protocol):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jaxcross._html import preformatted
 from jaxcross.interleave.contention import Contention
 from jaxcross.plan.contention import TWO_CORES
 from jaxcross.plan.memory import JobMemory, needed_bytes
@@ -92,6 +93,9 @@ class Estimate:
 
     def __str__(self) -> str:
         return "\n".join((*_lines(self), f"  {self.recommendation}"))
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
     @property
     def recommendation(self) -> str:

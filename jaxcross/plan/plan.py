@@ -247,6 +247,11 @@ class Plan:
 
         return printed(render(self))
 
+    def _repr_html_(self) -> str:
+        from jaxcross.report.table import as_html
+
+        return as_html(self.__rich__())
+
 
 def _group(data: Any) -> PlannedGroup:
     lost = _read(data, "lost_s", Mapping, default={})

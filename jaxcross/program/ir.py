@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import ml_dtypes
 import numpy as np
 
+from jaxcross._html import preformatted
 from jaxcross.program.lowered import Lowered
 from jaxcross.program.order import Order, order_of
 
@@ -265,6 +266,9 @@ class Program:
         """Formats the program with one line for each segment."""
         axes = ", ".join(f"{n}={s}" for n, s in self.axes)
         return "\n".join([f"program {self.name} over {axes}", *self._lines()])
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
     def text(self) -> str:
         """Formats everything but the equations; `text.parse` reads it back."""

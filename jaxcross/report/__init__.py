@@ -21,20 +21,16 @@ event_files      the ranks' event files, read after the end; `post_mortem` finds
 """
 
 from jaxcross.report.compare import Comparison
-from jaxcross.report.record import Recorder
 from jaxcross.report.report import Report
 from jaxcross.report.summary import LOST_TIME, JobSummary, JobTiming, TimeBreakdown
 from jaxcross.report.tensorboard import TensorBoard
-from jaxcross.report.time_breakdown import break_down
 
 __all__ = [
     "LOST_TIME",
     "Comparison",
     "JobSummary",
     "JobTiming",
-    "Recorder",
     "Report",
     "TensorBoard",
     "TimeBreakdown",
-    "break_down",
 ]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxcross.report.summary import LOST_TIME, JobTiming, RunData, TimeBreakdown
-from jaxcross.report.table import WIDTH, a_round, cells, printed, totals, unit
+from jaxcross.report.table import WIDTH, a_round, as_html, cells, printed, totals, unit
 from jaxcross.report.units import seconds, share
 
 FIFTH = 1.2
@@ -147,7 +147,8 @@ class Comparison:
         )
         return f"{self.speedup:.2f}x: {one}, {other}"
 
-    def __str__(self) -> str:
+    def __rich__(self) -> Group:
+        """Both tables as one, for `rich.print`."""
         title = Text(", ".join(filter(None, ["both runs", self.where])))
         table = Table()
         for name in ("run", "job"):
@@ -170,7 +171,13 @@ class Comparison:
             steps, _, *rest = totals(breakdown)
             row = [steps, *rest, seconds(breakdown.period_s), seconds(breakdown.bound_s), factor]
             table.add_row("", f"all {len(breakdown.jobs)}", *row, style="bold", end_section=True)
-        return printed(Group(title, table, Text("\n".join(self._notes()))), WIDTH + 20)
+        return Group(title, table, Text("\n".join(self._notes())))
+
+    def __str__(self) -> str:
+        return printed(self.__rich__(), WIDTH + 20)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.__rich__())
 
     def _notes(self) -> list[str]:
         what = "as below" if self._other_work else a_round(self.first)

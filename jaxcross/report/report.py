@@ -330,6 +330,11 @@ class Report:
 
         return plain(self)
 
+    def _repr_html_(self) -> str:
+        from jaxcross.report.table import as_html
+
+        return as_html(self.__rich__())
+
 
 def _spelt(value: object) -> object:
     """Replaces each float that JSON has no number for by a word."""

@@ -76,6 +76,11 @@ class SweepResult:
 
         return printed(_table(self))
 
+    def _repr_html_(self) -> str:
+        from jaxcross.report.table import as_html
+
+        return as_html(_table(self))
+
     def to_plot(self, path: str | os.PathLike[str]) -> Path:
         """Draws the metric of all trials against their steps, and returns the path of the PNG.
 

@@ -13,6 +13,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxcross._html import PREFORMATTED
 from jaxcross.errors import first_line
 from jaxcross.report.summary import BRIEF, LOST_TIME, JobTiming, RunData, TimeBreakdown
 from jaxcross.report.units import number, seconds, share
@@ -42,7 +43,9 @@ def printed(group: Group, most: int = WIDTH) -> str:
     """
     out = io.StringIO()
     width = min(most, screen_width(os.environ) or most)
-    console = Console(file=out, width=width, color_system=None, force_terminal=False)
+    console = Console(
+        file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False
+    )
     unlimited = console.options.update(width=1000)
     for each in group.renderables:
         if isinstance(each, Table) and Measurement.get(console, unlimited, each).maximum > width:
@@ -50,6 +53,18 @@ def printed(group: Group, most: int = WIDTH) -> str:
         else:
             console.print(each)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def as_html(group: Group) -> str:
+    """Returns the same text and tables for a notebook, which scrolls to what its page is too narrow
+    for.
+    """
+    console = Console(
+        file=io.StringIO(), width=1000, record=True, force_terminal=False, force_jupyter=False
+    )
+    for each in group.renderables:
+        console.print(each, width=None if isinstance(each, Table) else WIDTH)
+    return console.export_html(code_format=PREFORMATTED, inline_styles=True)
 
 
 def _narrow(table: Table, width: int) -> list[Table]:

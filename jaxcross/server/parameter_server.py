@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,10 @@ from jaxcross.server.shard import Shard
 from jaxcross.world import World, current_world
 from jaxcross.world.mailbox import Mailbox
 
+Params = TypeVar("Params")
 
-class ParameterServer:
+
+class ParameterServer(Generic[Params]):
     """Asynchronous or stale-synchronous training: a worker pushes its gradient and pulls what the
     servers then have.
 
@@ -90,7 +92,7 @@ class ParameterServer:
 
     def __init__(
         self,
-        params: PyTree,
+        params: Params,
         optimizer: optax.GradientTransformation,
         *,
         staleness: float,
@@ -106,7 +108,7 @@ class ParameterServer:
         size = self._world.size
         self._layout = Layout(params, size)
         self._shardings = [_committed_sharding(leaf) for leaf in jax.tree.leaves(params)]
-        self.params = self._placed([np.array(leaf) for leaf in jax.tree.leaves(params)])
+        self.params: Params = self._placed([np.array(leaf) for leaf in jax.tree.leaves(params)])
         self.clock = 0
         self._staleness = staleness
         own = self._layout.parts(jax.tree.leaves(self.params))[self._world.rank]
@@ -182,7 +184,7 @@ class ParameterServer:
             with self._monitor(lane, "end of the parameter server"):
                 lane.join()
 
-    def push_pull(self, grads: PyTree) -> PyTree:
+    def push_pull(self, grads: Params) -> Params:
         """Pushes this rank's gradient and returns parameters with it applied. Waits for them.
 
         Waits for the gradient to be computed, for the answers of all servers and, where this rank

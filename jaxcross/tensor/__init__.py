@@ -31,7 +31,6 @@ from jaxcross.tensor.shards import (
     state_specs,
     unshard,
 )
-from jaxcross.tensor.summa import ab, abt, atb
 from jaxcross.tensor.transformer import MLP, Attention, Block, Transformer
 
 __all__ = [
@@ -46,9 +45,6 @@ __all__ = [
     "Mesh",
     "RMSNorm",
     "Transformer",
-    "ab",
-    "abt",
-    "atb",
     "check_replicas",
     "clip_by_global_norm",
     "copy_to",

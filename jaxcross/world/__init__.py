@@ -15,32 +15,15 @@ launch_env      the launcher's variables for this process; `probe` prints it
 malloc          memory that is kept; `xla_pool` and `sched_slice`: threads
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from typing import TYPE_CHECKING, Any
+from jaxcross._lazy import on_first_use
 
 if TYPE_CHECKING:
-    from jaxcross.wire.rank_grid import RankGrid
-    from jaxcross.world.control_plane import Control
-    from jaxcross.world.start import current_world, initialize
-    from jaxcross.world.world import World
-
-__all__ = ["Control", "RankGrid", "World", "current_world", "initialize"]
-
-
-if not TYPE_CHECKING:  # a checker would take every misspelt name for one that this function knows
-
-    def __getattr__(name: str) -> Any:
-        """Loads a name on first use, so that `jaxcross launch` need not wait for JAX."""
-        from importlib import import_module
-
-        homes = {
-            "Control": "jaxcross.world.control_plane",
-            "RankGrid": "jaxcross.wire.rank_grid",
-            "World": "jaxcross.world.world",
-            "current_world": "jaxcross.world.start",
-            "initialize": "jaxcross.world.start",
-        }
-        if name in homes:
-            return getattr(import_module(homes[name]), name)
-        raise AttributeError(f"module `jaxcross.world` has no attribute `{name}`")
+    from jaxcross.wire.rank_grid import RankGrid as RankGrid
+    from jaxcross.world.control_plane import Control as Control
+    from jaxcross.world.start import current_world as current_world
+    from jaxcross.world.start import initialize as initialize
+    from jaxcross.world.world import World as World
+else:  # a checker would take every misspelt name for one that `__getattr__` knows
+    __getattr__, __dir__, __all__ = on_first_use(__name__)

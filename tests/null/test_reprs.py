@@ -2,12 +2,15 @@
 was.
 """
 
+import re
 from collections.abc import Callable
+from html import unescape
 from typing import Any
 
 import pytest
 
 from jaxcross import plan
+from jaxcross.jobs.fused import Fusion
 from jaxcross.plan.estimate import estimate_of
 from jaxcross.plan.step_cost import StepCost
 from jaxcross.report import Comparison, JobSummary, Report
@@ -103,8 +106,78 @@ RESULTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+SHOWN = {
+    name: make
+    for name, (make, _) in RESULTS.items()
+    if name in ("report", "sweep", "plan", "estimate", "comparison", "program")
+} | {
+    "difference": lambda: plan.predict([profile("a"), profile("b")], steps=STEPS).difference(
+        plan.predict([profile("a"), profile("b")], steps=STEPS).report
+    ),
+    "fusion": lambda: Fusion(jobs=(), reasons=("`a`, `b`: fused", "`c`: x < y & z")),
+}
+
+
 @pytest.mark.parametrize(("make", "begin"), RESULTS.values(), ids=RESULTS)
 def test_a_result_is_shown_in_a_line(make: Callable[[], Any], begin: str) -> None:
     result = make()
     assert repr(result).startswith(begin)
     assert len(repr(result)) < 1000 and "\n" not in repr(result)
+
+
+def text_of(html: str) -> str:
+    """What a browser shows of a result, without the spaces at the end of lines."""
+    assert html.startswith("<pre ")
+    lines = unescape(re.sub("<[^>]*>", "", html)).splitlines()
+    return "\n".join(line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize("make", SHOWN.values(), ids=SHOWN)
+def test_a_notebook_shows_what_print_shows(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    result = make()
+    assert text_of(result._repr_html_()) == str(result)
+
+
+@pytest.mark.parametrize("make", [report, sweep_result], ids=["report", "sweep"])
+def test_print_in_a_notebook_is_text(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it runs in a kernel, rich would show the table by itself and return nothing."""
+    expected = str(make())
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(make()) == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda name: Report.build(
+            [], jobs=[JobSummary(name=name, steps=1)], start_ns=0, end_ns=S, policy="round-robin"
+        ),
+        lambda name: plan.of([plan.Profile.whole(name, compute_s=0.2, exchange_s=0.1)]),
+        lambda name: SweepResult(
+            metric=name,
+            mode="min",
+            trials=(
+                SweepTrial(
+                    number=0, name=name, params={}, status="failed", step=0, value=None, error=name
+                ),
+            ),
+            best=None,
+        ),
+        lambda name: estimate_of(
+            StepCost(whole=profile(name), steps=4, wire_bytes=10**7, narrow_wire_bytes=10**6)
+        ),
+        lambda name: plain_program(name, exchanges=1),
+        lambda name: Fusion(jobs=(), reasons=(name,)),
+    ],
+    ids=["report", "plan", "sweep", "estimate", "program", "fusion"],
+)
+def test_names_are_no_markup_of_a_notebook(make: Callable[[str], Any]) -> None:
+    name = "<b>&[red]"
+    html = make(name)._repr_html_()
+    assert "<b>" not in html
+    assert "&lt;b&gt;&amp;[red]" in html

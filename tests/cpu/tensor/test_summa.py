@@ -13,6 +13,7 @@ import pytest
 
 from jaxcross import tensor
 from jaxcross.tensor import Mesh
+from jaxcross.tensor.summa import ab
 from tests.support.tensor_case import GRIDS, on_ranks
 
 M, K, N = 24, 12, 18
@@ -85,7 +86,7 @@ def test_weight_gradient_without_depth_sum_is_wrong(mesh: Mesh) -> None:
     a, b, g = normal(M, K), normal(K, N, seed=1), normal(M, N, seed=2)
 
     def call(a: Any, b: Any, g: Any) -> Any:
-        return jax.vjp(lambda b: tensor.ab(a, b, mesh.row, mesh.col), b)[1](g)[0]
+        return jax.vjp(lambda b: ab(a, b, mesh.row, mesh.col), b)[1](g)[0]
 
     rows = activations(mesh)
     told = on_ranks(
@@ -142,7 +143,7 @@ def test_bfloat16_is_rounded_once() -> None:
     def call(rank: Any) -> Any:
         del rank
         half = jnp.ones((2, length // 2), jnp.bfloat16), jnp.ones((length // 2, 2), jnp.bfloat16)
-        return tensor.ab(*half, mesh.row, mesh.col)
+        return ab(*half, mesh.row, mesh.col)
 
     for got in on_ranks(call, mesh, lambda r: (np.float32(r),)):
         assert got.dtype == jnp.bfloat16
@@ -164,9 +165,9 @@ def test_derivatives_of_derivatives() -> None:
         def total(x: Any) -> Any:
             return tensor.reduce_from(x, ("row", "col"))
 
-        return jax.grad(
-            lambda b: penalty(lambda a, b: tensor.ab(a, b, mesh.row, mesh.col), total, a, b)
-        )(b)
+        return jax.grad(lambda b: penalty(lambda a, b: ab(a, b, mesh.row, mesh.col), total, a, b))(
+            b
+        )
 
     want = jax.grad(lambda b: penalty(jnp.matmul, lambda x: x, a, b))(b)
     told = on_ranks(

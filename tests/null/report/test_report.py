@@ -5,8 +5,9 @@ from collections import Counter
 
 import pytest
 
-from jaxcross.report import JobSummary, Recorder, Report
+from jaxcross.report import JobSummary, Report
 from jaxcross.report import report as report_module
+from jaxcross.report.record import Recorder
 from tests.support.report_spans import S, span
 
 

@@ -1,0 +1,50 @@
+"""Public names that a package imports on first use, so that `jaxcross --help` need not wait for
+JAX.
+
+A package lists such names once, as imports under `if TYPE_CHECKING:`. Type checkers and editors
+read them there, and so does this module.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def homes_of(package: str) -> dict[str, str]:
+    """Returns the module of each name that a package imports under `if TYPE_CHECKING:`; a module
+    is its own.
+    """
+    spec = sys.modules[package].__spec__
+    source: str = spec.loader.get_source(package)  # type: ignore[union-attr]
+    homes = {}
+    for block in ast.parse(source).body:
+        if not isinstance(block, ast.If) or ast.unparse(block.test) != "TYPE_CHECKING":
+            continue
+        for line in block.body:
+            assert isinstance(line, ast.ImportFrom), ast.unparse(line)
+            for each in line.names:
+                home = line.module
+                homes[each.name] = f"{package}.{each.name}" if home == package else str(home)
+    return homes
+
+
+def on_first_use(
+    package: str,
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Returns `__getattr__`, `__dir__` and `__all__` for a package whose public names are all
+    imported on first use.
+    """
+    homes = homes_of(package)
+    names = sorted(homes)
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module `{package}` has no attribute `{name}`")
+        module = import_module(homes[name])
+        return module if homes[name] == f"{package}.{name}" else getattr(module, name)
+
+    return load, lambda: [*names], [*names]
