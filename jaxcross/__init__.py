@@ -31,11 +31,12 @@ from jaxcross.errors import CutError, ExchangeError, InternalError, JobError
 
 if TYPE_CHECKING:
     from jaxcross import exchange, plan, tensor
-    from jaxcross.checkpoint import Checkpoints, load
+    from jaxcross.checkpoint import Checkpoints, load_checkpoint
     from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
     from jaxcross.jobs.plain_job import Job
     from jaxcross.jobs.plain_loop import run
     from jaxcross.jobs.runner import Runner
+    from jaxcross.runtime.emulated_link import Link
     from jaxcross.server import ParameterServer
     from jaxcross.step.crossover import crossover
     from jaxcross.step.estimate import estimate
@@ -52,6 +53,7 @@ __all__ = [
     "InternalError",
     "Job",
     "JobError",
+    "Link",
     "ParameterServer",
     "RoundRobin",
     "Runner",
@@ -64,7 +66,7 @@ __all__ = [
     "exchange",
     "fuse",
     "initialize",
-    "load",
+    "load_checkpoint",
     "plan",
     "run",
     "sweep",
@@ -74,6 +76,7 @@ __all__ = [
 _HOMES = {
     "Checkpoints": "checkpoint",
     "Job": "jobs.plain_job",
+    "Link": "runtime.emulated_link",
     "ParameterServer": "server",
     "RoundRobin": "interleave.policy",
     "Runner": "jobs.runner",
@@ -85,7 +88,7 @@ _HOMES = {
     "estimate": "step.estimate",
     "fuse": "step.fuse",
     "initialize": "world",
-    "load": "checkpoint",
+    "load_checkpoint": "checkpoint",
     "run": "jobs.plain_loop",
     "sweep": "sweeps.sweep",
 }

@@ -14,7 +14,7 @@ from jaxcross.checkpoint.rank_gather import JobLog
 from jaxcross.checkpoint.restore import read_arrays
 
 
-def load(
+def load_checkpoint(
     directory: str | os.PathLike[str], job: str, state: PyTree, *, best: bool = False, rank: int = 0
 ) -> tuple[PyTree, int]:
     """Reads the newest state of a job from its checkpoints, or the best one. Waits for the disk;
@@ -38,7 +38,7 @@ def load(
         OSError: The disk cannot be read.
 
     Example:
-        >>> state, step = jaxcross.load("checkpoints", "a", init(), best=True)  # doctest: +SKIP
+        >>> state, step = jaxcross.load_checkpoint("checkpoints", "a", init())  # doctest: +SKIP
     """
     log = JobLog(job, lambda _: None)
     path = Path(directory).absolute() / folder_name(job)
