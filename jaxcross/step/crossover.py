@@ -19,6 +19,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs.context import current_job
 from jaxcross.plan.profile import Profile
+from jaxcross.plan.profiled_cut import ProfiledCut
 from jaxcross.program import stages
 from jaxcross.program.aliasing import copy_shared
 from jaxcross.program.compile import SingleFlightCache
@@ -30,7 +31,6 @@ from jaxcross.runtime.standalone import Standalone
 from jaxcross.step import nnx
 from jaxcross.step.agreement import agree_standalone, comparison_of_calls, is_current
 from jaxcross.step.prepare import prepare
-from jaxcross.step.profiled import Profiles, as_profiles, cut_of
 from jaxcross.step.script_estimate import estimate_in_script
 from jaxcross.step.signature import (
     ArgType,
@@ -62,7 +62,7 @@ def crossover(
     step: Callable[P, R],
     *,
     axes: Axes,
-    cut: Cut | Profiles = ...,
+    cut: Cut | ProfiledCut = ...,
     bucket_bytes: int = ...,
     donate_argnums: int | Sequence[int] | None = ...,
     donate_argnames: str | Iterable[str] | None = ...,
@@ -76,7 +76,7 @@ def crossover(
     step: None = None,
     *,
     axes: Axes,
-    cut: Cut | Profiles = ...,
+    cut: Cut | ProfiledCut = ...,
     bucket_bytes: int = ...,
     donate_argnums: int | Sequence[int] | None = ...,
     donate_argnames: str | Iterable[str] | None = ...,
@@ -89,7 +89,7 @@ def crossover(
     step: Callable[P, R] | None = None,
     *,
     axes: Axes,
-    cut: Cut | Profiles = "whole",
+    cut: Cut | ProfiledCut = "whole",
     bucket_bytes: int = BUCKET_BYTES,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
@@ -117,10 +117,9 @@ def crossover(
             the first call and logged; next to other jobs, which hide the exchange anyway, one
             segment per 25 MB, 8 at most. A job keeps what it began with. The cut decides the last
             bits of results: to repeat a run, write the number that was found. What is kept over
-            runs (`jax_compilation_cache_dir`) is timed again, and dropped if it is slower. A
-            `plan.Profile` of this step, or several of it in several cuts: the number in which it is
-            fastest alone by them, without a trial. If there is one alone, of the uncut step, times
-            in more pieces are estimated from it.
+            runs (`jax_compilation_cache_dir`) is timed again, and dropped if it is slower.
+            `plan.cut(profiles)`: the number in which the step is fastest alone by its profiles,
+            without a trial.
         bucket_bytes: Exchanges smaller than this share buffers up to this size; at 0 none do.
         donate_argnums: Numbers of positional arguments whose arrays the step may overwrite; they
             cannot be used again. Negative numbers count from the last positional argument of a
@@ -167,14 +166,16 @@ def crossover(
         )
     name = step_name(step)
     check_step(step, name)
-    profiles = as_profiles(cut)
+    profiles: tuple[Profile, ...] = ()
+    if isinstance(cut, ProfiledCut):
+        cut, profiles = cut.pieces, cut.profiles
     donated = select(step, name, "donate", numbers=donate_argnums, names=donate_argnames)
     static = select(step, name, "static", numbers=static_argnums, names=static_argnames)
     check_disjoint(name, donated, static)
     return Step(
         step,
         axis_sizes(axes),
-        checked_cut(cut_of(profiles) if profiles else cut),
+        checked_cut(cut),
         checked_bytes(bucket_bytes),
         donated,
         static,
