@@ -1,5 +1,4 @@
-"""What does an exchange cost the link and the core, and would a second exchange lane fill the link
-better?
+"""What does an exchange cost the link and the core?
 
     python benchmarks/exchange_cost.py [--rate 500mbit] [--repeats 5] [--ways] [--limits
     none,64k,1m,4m] [--settings]
@@ -8,17 +7,15 @@ better?
 ResNet-50's 161 gradients, all-reduced as one program with sums joined as the library joins them, on
 two hosts with one core each and a real link:
   alone        one exchange, nothing beside it
-  at once      two exchanges, each in a thread and with communicators of its own, as two lanes would
-               make them
   beside       exchanges beside ResNet-50's computation on the same core
   computation  the same step without exchange, alone and beside exchanges
 `--ways`: beside, too, with the exchange's thread as it comes, with other slices than those of 0.25
-ms that it asks for in `beside`, with these at niceness 5, with two exchanges at once, and, last, as
-nobody may go back, with all others at niceness 1, 3 and 5. `--wires`: alone and beside, too, over
-mpi4py, where the first ones are over mpi4jax: with MPI's blocking call, and with a non-blocking one
-that is tested after sleeps of 10 us to 1 ms. `--limits`: alone and beside, too, with sums of up to
-these bytes joined (`none`: each is a message). `--settings`: the first four again under each of the
-MPI's own settings, which only a new launch can change.
+ms that it asks for in `beside`, with these at niceness 5, and, last, as nobody may go back, with
+all others at niceness 1, 3 and 5. `--wires`: alone and beside, too, over mpi4py, where the first
+ones are over mpi4jax: with MPI's blocking call, and with a non-blocking one that is tested after
+sleeps of 10 us to 1 ms. `--limits`: alone and beside, too, with sums of up to these bytes joined
+(`none`: each is a message). `--settings`: the first three again under each of the MPI's own
+settings, which only a new launch can change.
 
 Rivals alternate in one run. fill: bytes on the wire over what the link carries in that time, as
 plain TCP measures it. tax: the core's seconds an exchange takes from the computation, at most: its

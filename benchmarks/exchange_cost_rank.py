@@ -22,7 +22,7 @@ from typing import Any
 
 import jaxcross
 
-WORLD = jaxcross.initialize(lanes=2, stall_timeout_s=300)
+WORLD = jaxcross.initialize(stall_timeout_s=300)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -82,7 +82,7 @@ class Ways:
         self.starter = ThreadPoolExecutor(
             1, "starter"
         )  # a thread begins at the niceness of who starts it
-        self.lanes = [self.compiled(0), self.compiled(1)]
+        self.usual = self.compiled()
         self.made = 0
         self.forget()
 
@@ -97,7 +97,6 @@ class Ways:
 
     def compiled(
         self,
-        lane: int,
         limit: int = coalesce.SMALL_BYTES,
         *,
         over: Over = "mpi4jax",
@@ -106,7 +105,7 @@ class Ways:
         """All gradients' sums as one program, those of up to `limit` bytes joined."""
         usual, coalesce.SMALL_BYTES = coalesce.SMALL_BYTES, limit
         try:
-            lowered = MpiWire(world, lane=lane, over=over).lower(self.jaxpr, AXES)
+            lowered = MpiWire(world, over=over).lower(self.jaxpr, AXES)
             return lowered.compile(self.shapes, name=over, host=jax.devices("cpu")[0], place=None)
         finally:
             coalesce.SMALL_BYTES = usual
@@ -128,42 +127,27 @@ class Ways:
         took["s"].append(time.perf_counter() - start)
         took["ran_s"].append(sum(s - before.get(thread, 0) for thread, s in ran_s(but).items()))
 
-    def in_threads(
-        self, *tasks: Callable[[], Any], way: Callable[[], Any] | None = None
-    ) -> list[threading.Thread]:
-        """Starts the tasks at once on all ranks, each thread prepared `way`: as the exchange lane
-        is, if None.
+    def in_thread(
+        self, task: Callable[[], Any], way: Callable[[], Any] | None = None
+    ) -> threading.Thread:
+        """Starts the task at once on all ranks, in a thread that is prepared `way`: as the exchange
+        lane is, if None.
         """
 
-        def run(task: Callable[[], Any]) -> None:
+        def run() -> None:
             (way or ask_for_short_slices)()
             task()
 
-        threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
+        thread = threading.Thread(target=run)
         WORLD.control.allgather_text("")
-        for thread in threads:
-            self.starter.submit(thread.start).result()
-        return threads
+        self.starter.submit(thread.start).result()
+        return thread
 
     def alone(self, suffix: str = "", call: Any = None) -> None:
         took = self.exchanges[f"alone{suffix}"]
         before = softirq_s()
-        for thread in self.in_threads(lambda: self.exchange(call or self.lanes[0], took)):
-            thread.join()
+        self.in_thread(lambda: self.exchange(call or self.usual, took)).join()
         took["softirq_s"].append(softirq_s() - before)
-
-    def at_once(self) -> None:
-        """Two exchanges; what is kept is of one of them."""
-        found: dict[str, list[float]] = {"s": [], "cpu_s": []}
-        before, start = softirq_s(), time.perf_counter()
-        for thread in self.in_threads(
-            *(partial(self.exchange, call, found) for call in self.lanes)
-        ):
-            thread.join()
-        took = self.exchanges["at once"]
-        took["s"].append((time.perf_counter() - start) / 2)
-        took["softirq_s"].append((softirq_s() - before) / 2)
-        took["cpu_s"].append(statistics.fmean(found["cpu_s"]))
 
     def computing(self) -> None:
         WORLD.control.allgather_text("")
@@ -175,37 +159,17 @@ class Ways:
     ) -> None:
         took = self.exchanges[f"beside{suffix}"]
         before = softirq_s()
-        several = lambda: [self.exchange(call or self.lanes[0], took) for _ in range(BESIDE)]  # noqa: E731
-        (thread,) = self.in_threads(several, way=way)
-        self._compute_while([thread], suffix)
+        several = lambda: [self.exchange(call or self.usual, took) for _ in range(BESIDE)]  # noqa: E731
+        self._compute_while(self.in_thread(several, way), suffix)
         took["softirq_s"].append((softirq_s() - before) / BESIDE)
 
-    def two_beside(self) -> None:
-        """Both lanes; what is kept is of one exchange."""
-        found: dict[str, list[float]] = {"s": [], "cpu_s": []}
-        begin, before, suffix = time.perf_counter(), softirq_s(), ", two at once"
-        ends: list[float] = []
-
-        def several(call: Any) -> None:
-            for _ in range(BESIDE):
-                self.exchange(call, found)
-            ends.append(time.perf_counter())
-
-        self._compute_while(
-            self.in_threads(*(partial(several, call) for call in self.lanes)), suffix
-        )
-        took = self.exchanges[f"beside{suffix}"]
-        took["s"].append((max(ends) - begin) / (2 * BESIDE))
-        took["softirq_s"].append((softirq_s() - before) / (2 * BESIDE))
-        took["cpu_s"].append(statistics.fmean(found["cpu_s"]))
-
-    def _compute_while(self, threads: list[threading.Thread], suffix: str) -> None:
-        """Computes until the threads have ended. The last step, which ended alone, counts only if
+    def _compute_while(self, thread: threading.Thread, suffix: str) -> None:
+        """Computes until the thread has ended. The last step, which ended alone, counts only if
         it's the only one.
         """
         took: dict[str, list[float]] = {"s": [], "ran_s": []}
-        while not took["s"] or any(thread.is_alive() for thread in threads):
-            self.compute(took, threads)
+        while not took["s"] or thread.is_alive():
+            self.compute(took, [thread])
         found = self.computation[f"beside exchanges{suffix}"]
         for name, values in took.items():
             found[name] += values[:-1]
@@ -259,12 +223,10 @@ def main() -> int:
     repeats = 2 if args.smoke else args.repeats
     (spec,) = jobs_of("one", args.smoke)
     ways = Ways(jax_work.workload(spec))
-    limited = {
-        f", sums up to {word}": ways.compiled(0, limit) for word, limit in args.limits.items()
-    }
+    limited = {f", sums up to {word}": ways.compiled(limit) for word, limit in args.limits.items()}
     if args.wires:
-        limited[", mpi4py"] = ways.compiled(0, over="mpi4py")
-        limited[", mpi4py that sleeps"] = ways.compiled(0, over="mpi4py", world=SleepingWorld())
+        limited[", mpi4py"] = ways.compiled(over="mpi4py")
+        limited[", mpi4py that sleeps"] = ways.compiled(over="mpi4py", world=SleepingWorld())
     threads: dict[str, Callable[[], Any]] = {
         ", as it comes": lambda: None,
         **{
@@ -274,12 +236,10 @@ def main() -> int:
         ", niceness 5": lambda: (ask_for_short_slices(), os.nice(5)),  # on Linux, this thread alone
     }
     for repeat in range(-1, repeats):
-        for measure in (ways.alone, ways.computing, ways.at_once, ways.beside):
+        for measure in (ways.alone, ways.computing, ways.beside):
             measure()
         for suffix, way in threads.items() if args.ways else ():
             ways.beside(suffix, way=way)
-        if args.ways:
-            ways.two_beside()
         for suffix, call in limited.items():
             ways.alone(suffix, call)
             ways.beside(suffix, call)

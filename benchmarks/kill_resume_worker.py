@@ -161,7 +161,7 @@ def digest(state: Any) -> str:
 
 
 def best_of(folder: Path, job: str, state: Any) -> tuple[int, str]:
-    best, step = jaxcross.load(folder, job, state, best=True, rank=WORLD.rank)
+    best, step = jaxcross.load_checkpoint(folder, job, state, best=True, rank=WORLD.rank)
     return step, digest(best)
 
 

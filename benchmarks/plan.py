@@ -225,7 +225,7 @@ class Bench:
         ]
         self.runs += 1
         out = str(self.stage.folder / f"{self.runs}.json")
-        facts: dict[str, Any] = {"shares": list(shares), "mbit_per_s": self.rate, "out": out}
+        facts: dict[str, Any] = {"shares": list(shares), "mbps": self.rate, "out": out}
         return {**self.stage.ask(self.team, "run", jobs=jobs, **facts)[0], "report": out}
 
     def _plan(self, name: str, first: Mapping[str, Profile]) -> list[int]:

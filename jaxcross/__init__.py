@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # the one list of the public names
     from jaxcross import tensor as tensor
     from jaxcross import testing as testing
     from jaxcross.checkpoint import Checkpoints as Checkpoints
-    from jaxcross.checkpoint import load as load
+    from jaxcross.checkpoint import load_checkpoint as load_checkpoint
     from jaxcross.errors import CutError as CutError
     from jaxcross.errors import ExchangeError as ExchangeError
     from jaxcross.errors import JobError as JobError

@@ -1,11 +1,12 @@
-"""Whole numbers among arguments, and the positions of arguments, as `static_argnums` and
-`donate_argnums` have them.
+"""Whole numbers among arguments, and the arguments that `donate_argnums`, `donate_argnames`,
+`static_argnums` and `static_argnames` select.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeGuard
 
@@ -33,29 +34,150 @@ def as_numbers(value: Any, name: str) -> tuple[int, ...]:
     return tuple(int(n) for n in numbers)
 
 
-def positions(numbers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Argument numbers of a call with `count` positional arguments, the negative ones counted from
-    its end.
-    """
-    return tuple(n + count if n < 0 else n for n in numbers)
+def as_names(value: Any, name: str) -> tuple[str, ...]:
+    """One name or several of them, as a tuple.
 
-
-def by_position(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    numbers: Sequence[int],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call in which arguments of these numbers stand in their places, also if it gives them by
-    name, as for `jit`.
+    Raises:
+        TypeError: It is neither; `name` says what it is.
     """
-    if not kwargs or max(numbers, default=-1) < len(args):
-        return args, kwargs
     try:
-        call = inspect.signature(function).bind(*args, **kwargs)
-    except (
-        TypeError,
-        ValueError,
-    ):  # not a valid call, as making it will show, or a function without a signature
-        return args, kwargs
-    return call.args, call.kwargs
+        names = (value,) if isinstance(value, str) else tuple(value)
+    except TypeError:
+        names = (value,)
+    if not all(isinstance(each, str) for each in names):
+        raise TypeError(
+            f"`{name}` is `{value!r}`: it is the name of an argument, such as 'state', or a "
+            "sequence of names, such as ('state', 'batch')."
+        )
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Arguments of a function that are selected by number and by name; see `select`.
+
+    Attributes:
+        numbers: Numbers of positional arguments. Negative ones count from the last positional
+            argument of a call.
+        names: Names of arguments, for calls that give them by name.
+    """
+
+    numbers: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers or self.names)
+
+    def places(self, count: int, named: Container[str]) -> tuple[int | str, ...]:
+        """Returns which of them a call with `count` positional arguments gives: numbers from 0 on,
+        then names.
+        """
+        numbers = (n + count if n < 0 else n for n in self.numbers)
+        return (
+            *(n for n in numbers if 0 <= n < count),
+            *(name for name in self.names if name in named),
+        )
+
+
+def select(
+    function: Callable[..., Any],
+    name: str,
+    option: str,
+    *,
+    numbers: int | Sequence[int] | None,
+    names: str | Iterable[str] | None,
+) -> Selection:
+    """Returns the arguments that these numbers and names select, as `jax.jit` does.
+
+    If only numbers are given, the names follow from the signature, and the other way round, so that
+    a call may give an argument by position or by name. If both are given, neither is completed.
+
+    Args:
+        function: The function.
+        name: Its name.
+        option: `donate` or `static`, as errors say whose `_argnums` or `_argnames` are wrong.
+        numbers: Numbers of positional arguments; None if they follow from the names.
+        names: Names of arguments; None if they follow from the numbers.
+
+    Raises:
+        TypeError: They are neither numbers nor names.
+        ValueError: The function has no such argument, or takes it by position only.
+    """
+    given = None if numbers is None else as_numbers(numbers, f"{option}_argnums")
+    words = None if names is None else as_names(names, f"{option}_argnames")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions have none
+        return Selection(given or (), words or ())
+    _check_numbers(parameters, given or (), name, f"{option}_argnums")
+    _check_names(parameters, words or (), name, f"{option}_argnames")
+    either = {
+        n: parameter.name
+        for n, parameter in enumerate(parameters)
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    }
+    if words is None:
+        words = tuple(either[n] for n in given or () if n in either)
+    elif given is None:
+        given = tuple(n for n, word in either.items() if word in words)
+    return Selection(given or (), words)
+
+
+def check_disjoint(name: str, donated: Selection, static: Selection) -> None:
+    """Makes sure that no argument is both donated and static.
+
+    Raises:
+        ValueError: One is.
+    """
+    for place in (*donated.names, *donated.numbers):
+        if place in static.names or place in static.numbers:
+            raise both_donated_and_static(name, place)
+
+
+def both_donated_and_static(name: str, place: int | str) -> ValueError:
+    """Returns the error about an argument of the step `name` that cannot be both."""
+    return ValueError(
+        f"argument {in_words(place)} of `{name}` is donated and static, but what is static has no "
+        "arrays that the step could overwrite: leave it out of one of them."
+    )
+
+
+def in_words(place: int | str) -> str:
+    """Returns an argument's number, or its name as code."""
+    return str(place) if isinstance(place, int) else f"`{place}`"
+
+
+def _check_numbers(
+    parameters: Iterable[inspect.Parameter], numbers: Sequence[int], name: str, option: str
+) -> None:
+    kinds = [parameter.kind for parameter in parameters]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return
+    count = kinds.count(inspect.Parameter.POSITIONAL_ONLY)
+    count += kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    for n in numbers:
+        if not -count <= n < count:
+            raise ValueError(
+                f"`{option}` of `{name}` names argument {n}, but `{name}` takes {count} positional "
+                f"argument{'s' * (count != 1)}."
+            )
+
+
+def _check_names(
+    parameters: Iterable[inspect.Parameter], names: Sequence[str], name: str, option: str
+) -> None:
+    kinds = {parameter.name: parameter.kind for parameter in parameters}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for word in names:
+        kind = kinds.get(word)
+        if kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise ValueError(
+                f"`{option}` of `{name}` names `{word}`, which `{name}` takes by position only: "
+                f"give its number by `{option.replace('names', 'nums')}`."
+            )
+        if kind not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds.values():
+            takes = ", ".join(f"`{each}`" for each, kind in kinds.items() if kind in by_name)
+            raise ValueError(
+                f"`{option}` of `{name}` names `{word}`, but `{name}` has no such argument. It "
+                f"takes {takes or 'none by name'}."
+            )

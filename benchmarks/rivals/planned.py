@@ -37,7 +37,7 @@ class Jobs:
         self._states: dict[tuple[Spec, int], Any] = {}
 
     def run(
-        self, jobs: Sequence[dict[str, Any]], shares: Sequence[float], mbit_per_s: float, out: str
+        self, jobs: Sequence[dict[str, Any]], shares: Sequence[float], mbps: float, out: str
     ) -> dict[str, Any]:
         """Runs jobs together, each `{"name", "kind", "number", "steps"}`; one alone brings its
         profile, too.
@@ -64,7 +64,7 @@ class Jobs:
             report.to_json(out)
         found = {"wall_s": max(walls) / 1e9, "ends": ends, "summary": report.summary()}
         if len(jobs) == 1:
-            profile = Profile.of(report, jobs[0]["name"], mbit_per_s=mbit_per_s)
+            profile = Profile.of(report, jobs[0]["name"], mbps=mbps)
             found["profile"] = profile.as_data()
         return found
 
@@ -72,7 +72,7 @@ class Jobs:
         """What `jaxcross.estimate` says of a kind on the link as it is."""
         return {
             "estimate": jaxcross.estimate(
-                self._step(kind), *self._arguments(kind, 0), k=jobs
+                self._step(kind), *self._arguments(kind, 0), jobs=jobs
             ).as_dict()
         }
 

@@ -15,8 +15,8 @@ arrays         arrays on disk, by orbax: the only file that knows it
 rank_gather    one job's texts, gathered from all ranks
 """
 
-from jaxcross.checkpoint.load import load
+from jaxcross.checkpoint.load import load_checkpoint
 from jaxcross.checkpoint.session import Session
 from jaxcross.checkpoint.settings import Checkpoints
 
-__all__ = ["Checkpoints", "Session", "load"]
+__all__ = ["Checkpoints", "Session", "load_checkpoint"]

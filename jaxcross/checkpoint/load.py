@@ -17,7 +17,7 @@ from jaxcross.checkpoint.restore import read_arrays
 T = TypeVar("T")
 
 
-def load(
+def load_checkpoint(
     directory: str | os.PathLike[str], job: str, state: T, *, best: bool = False, rank: int = 0
 ) -> tuple[T, int]:
     """Reads the newest state of a job from its checkpoints, or the best one. Waits for the disk;
@@ -41,7 +41,7 @@ def load(
         OSError: The disk cannot be read.
 
     Example:
-        >>> state, step = jaxcross.load("checkpoints", "a", init(), best=True)  # doctest: +SKIP
+        >>> state, step = jaxcross.load_checkpoint("checkpoints", "a", init())  # doctest: +SKIP
     """
     log = JobLog(job, lambda _: None)
     path = Path(directory).absolute() / folder_name(job)

@@ -27,7 +27,7 @@ class Checkpoints:
         keep: How many complete checkpoints of each job are kept.
         best: The name of a metric of each job's evaluations, such as `eval/accuracy`. The state
             with the best value so far is saved when it is evaluated, and kept in addition;
-            `jaxcross.load(..., best=True)` reads it.
+            `jaxcross.load_checkpoint(..., best=True)` reads it.
         mode: Whether `min` or `max` is the best; goes with `best`.
 
     Raises:

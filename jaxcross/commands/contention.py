@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add("--seconds", type=float, default=60.0, help=how_long)
     add(
-        "--link-mbps",
+        "--mbps",
         type=float,
         metavar="RATE",
         help="rate of the link, in Mbit/s (default: what exchanges reach)",
@@ -91,7 +91,7 @@ def _checked(args: argparse.Namespace) -> MachineContention | None:
 
     if args.ranks < 2:
         raise ValueError(f"one rank exchanges nothing: `-n` must be at least 2, got {args.ranks}.")
-    for name, value in (("seconds", args.seconds), ("link-mbps", args.link_mbps)):
+    for name, value in (("seconds", args.seconds), ("mbps", args.mbps)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"`--{name}` must be above 0, got {value:g}.")
     file: Path = args.file
@@ -126,7 +126,7 @@ def _finish(
         8 * found["megabytes"] * 2**20 / 1e6 * 2 * (ranks - 1) / ranks
     )  # of an all-reduce
     reached = received_mbit / median(row["exchange_s"] for row in rounds)
-    rate = args.link_mbps or float(f"{reached:.3g}")
+    rate = args.mbps or float(f"{reached:.3g}")
     there = Contention(compute=_factor(ratios["compute"]), exchange=_factor(ratios["exchange"]))
     print("\n".join(_table(found, ratios, reached)), flush=True)
     if known is None:
@@ -145,7 +145,7 @@ def _finish(
     others = len(machine.measured) - 1
     more = f", next to {others} other rate{'s' * (others > 1)}" if others else ""
     print(f"The factors at {rate:g} Mbit/s are in the file{more}. Use them:")
-    print(f"  jaxcross plan jobs.toml --contention {args.file} --link-mbps {rate:g}")
+    print(f"  jaxcross plan jobs.toml --contention {args.file} --mbps {rate:g}")
     return 0
 
 

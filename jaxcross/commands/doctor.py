@@ -169,7 +169,7 @@ def look() -> Findings:
         libraries=None if mpirun is None else libraries_of(mpirun.path),
         cores=xla_pool.cores(),
         machine_cores=os.cpu_count() or 1,
-        pool=xla_pool.effective(os.environ, xla_pool.needed(xla_pool.cores(), 1)),
+        pool=xla_pool.effective(os.environ, xla_pool.needed(xla_pool.cores())),
         no_namespaces=no_lab(),
     )
 

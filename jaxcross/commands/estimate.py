@@ -28,18 +28,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=__doc__,
     )
     parser.add_argument(
-        "-k", "--jobs", type=_count, default=2, help="number of equal jobs (default: %(default)s)"
+        "--jobs", type=_count, default=2, help="number of equal jobs (default: %(default)s)"
     )
     parser.add_argument(
         "--steps", type=_count, default=3, help="number of steps to time (default: %(default)s)"
     )
     parser.add_argument(
-        "--link-mbps",
+        "--mbps",
         type=_above_zero,
+        metavar="RATE",
         help="rate of a link in Mbit/s that the ranks do not have here",
     )
     parser.add_argument(
-        "--memory-gb", type=_above_zero, help="memory of a rank (default: what the device has)"
+        "--memory",
+        type=_size,
+        metavar="SIZE",
+        help='memory of a rank, as "80GB" (default: what the device has)',
     )
     parser.add_argument(
         "--step", metavar="NAME", help="the step to time (default: the first that is called)"
@@ -114,10 +118,10 @@ def unconverted_note(module: list[str] | None, program: list[str]) -> str:
 def request_of(args: argparse.Namespace, written: Path) -> str:
     """Returns the value of `JAXCROSS_ESTIMATE`, which the ranks read."""
     wanted = {
-        "k": args.jobs,
+        "jobs": args.jobs,
         "steps": args.steps,
-        "link_mbps": args.link_mbps,
-        "memory_bytes": None if args.memory_gb is None else round(args.memory_gb * 1e9),
+        "mbps": args.mbps,
+        "memory": args.memory,
         "step": args.step,
         "json": str(written),
     }
@@ -142,3 +146,13 @@ def _above_zero(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
     return value
+
+
+def _size(text: str) -> str:
+    from jaxcross.plan.memory import as_bytes
+
+    try:
+        as_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text

@@ -486,7 +486,7 @@ def mpirun_command(
             extra["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
             extra["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
     if not any(environ.get(v) for v in ("NPROC", "PJRT_NPROC")):
-        extra["PJRT_NPROC"] = str(xla_pool.needed(cores, 1))
+        extra["PJRT_NPROC"] = str(xla_pool.needed(cores))
     extra |= malloc.settings(environ)
     line[1:1] = _placement(
         mpirun.vendor, ranks, hosts, [*extra, *(n for n in _TO_HOSTS if n in environ)]

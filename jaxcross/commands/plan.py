@@ -69,7 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         ),
     )
     add(
-        "--link-mbps",
+        "--mbps",
         type=float,
         metavar="RATE",
         help="rate of the link, in Mbit/s, of profiles that do not name it",
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         _check_options(args)
         if args.profile_of is not None:
             report, job, file = args.profile_of
-            return _write_profile(Path(report), job, Path(file), args.link_mbps)
+            return _write_profile(Path(report), job, Path(file), args.mbps)
         return _plan(args)
     except (ValueError, OSError, ImportError) as error:
         print(f"jaxcross plan: {error}", file=sys.stderr)
@@ -116,8 +116,8 @@ def _check_options(args: argparse.Namespace) -> None:
     from jaxcross.commands.plan_launch import check_cluster
     from jaxcross.errors import require_extra
 
-    if args.link_mbps is not None and not 0 < args.link_mbps < math.inf:
-        raise ValueError(f"`--link-mbps` must be above 0, got {args.link_mbps}.")
+    if args.mbps is not None and not 0 < args.mbps < math.inf:
+        raise ValueError(f"`--mbps` must be above 0, got {args.mbps}.")
     if args.profile_of is None and args.jobs is None:
         raise ValueError("name the file of jobs, as in `jaxcross plan jobs.toml`.")
     if args.group is not None and (args.group < 0 or args.picture is None):
@@ -147,7 +147,7 @@ def _reading(what: str, remedy: str) -> Iterator[None]:
         raise ValueError(f"{what} `{error.filename}` cannot be read: {reason}. {remedy}") from error
 
 
-def _write_profile(report: Path, job: str, file: Path, link_mbps: float | None) -> int:
+def _write_profile(report: Path, job: str, file: Path, mbps: float | None) -> int:
     from jaxcross.plan import Profile
     from jaxcross.report import Report
 
@@ -155,19 +155,19 @@ def _write_profile(report: Path, job: str, file: Path, link_mbps: float | None) 
         raise ValueError(f"`{file}` cannot be written: there is no folder `{file.parent}`.")
     with _reading("the report", "A script keeps it by `report.to_json(path)`."):
         run = Report.load(report)
-    path = Profile.of(run, job, mbit_per_s=link_mbps).to_json(file)
+    path = Profile.of(run, job, mbps=mbps).to_json(file)
     print(f"The profile of `{job}` is in {path}.")
     return 0
 
 
 def _plan(args: argparse.Namespace) -> int:
     from jaxcross.commands.plan_launch import check_script, write_launch_files
-    from jaxcross.plan import of
+    from jaxcross.plan import make
     from jaxcross.plan.jobs_file import read_jobs
 
     with _reading("the file of jobs", "`jaxcross plan --help` shows one."):
         jobs = read_jobs(args.jobs, profiles=args.profiles)
-    named = (replace(each, mbit_per_s=each.mbit_per_s or args.link_mbps) for each in jobs.profiles)
+    named = (replace(each, mbps=each.mbps or args.mbps) for each in jobs.profiles)
     jobs = replace(jobs, profiles=tuple(named))
     if args.launch is not None:
         check_script(jobs.script)
@@ -175,7 +175,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.group is not None and args.group >= most:
         raise ValueError(f"`--group` must be below {most}, the number of jobs, got {args.group}.")
     contention = _contention(args.contention)
-    plan = of(
+    plan = make(
         jobs.profiles,
         memory=args.memory,
         most=args.most,

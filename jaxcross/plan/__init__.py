@@ -10,7 +10,8 @@
                   starves
     plan          the whole decision as data: groups, pieces, shares, predicted speeds (`table`
                   prints it)
-    make          `of` makes a plan from profiles
+    make_plan     `make` makes a plan from profiles
+    profiled_cut  `cut` chooses the cut of a step that runs alone, from its profiles
     jobs_file     the jobs of a plan, as a person writes them down (`bounded` reads files of a
                   limited size)
     compression   the least compression with which the exchanges of all jobs hide behind computation
@@ -26,10 +27,11 @@ from typing import TYPE_CHECKING
 from jaxcross._lazy import on_first_use
 from jaxcross.plan.contention import MachineContention
 from jaxcross.plan.difference import Difference
-from jaxcross.plan.make import of, predict_group
+from jaxcross.plan.make_plan import make, predict_group
 from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.plan import Plan, PlannedGroup, PlannedJob
 from jaxcross.plan.profile import Profile
+from jaxcross.plan.profiled_cut import ProfiledCut, cut
 from jaxcross.plan.twin import Prediction, predict
 
 if TYPE_CHECKING:
@@ -50,9 +52,11 @@ __all__ = [
     "PlannedJob",
     "Prediction",
     "Profile",
+    "ProfiledCut",
     "StepCost",
     "choose_compression",
-    "of",
+    "cut",
+    "make",
     "predict",
     "predict_group",
 ]

@@ -39,28 +39,26 @@ class MachineContention:
                 f"contention is measured at one or more rates in ascending order, got {rates}"
             )
 
-    def at(self, mbit_per_s: float) -> Contention:
+    def at(self, mbps: float) -> Contention:
         """Returns the contention at a rate: linear between two that were measured, the nearest one
         outside.
         """
         rates = [rate for rate, _ in self.measured]
-        above = bisect_left(rates, mbit_per_s)
+        above = bisect_left(rates, mbps)
         if above == 0 or above == len(rates):
             return self.measured[min(above, len(rates) - 1)][1]
         (low, slow), (high, fast) = self.measured[above - 1 : above + 1]
-        part = (mbit_per_s - low) / (high - low)
+        part = (mbps - low) / (high - low)
         return Contention(
             compute=slow.compute + part * (fast.compute - slow.compute),
             exchange=slow.exchange + part * (fast.exchange - slow.exchange),
         )
 
-    def with_point(self, mbit_per_s: float, there: Contention) -> Self:
+    def with_point(self, mbps: float, there: Contention) -> Self:
         """Returns the same with one more rate, in place of what was measured at about this one."""
-        others = [
-            point for point in self.measured if abs(point[0] - mbit_per_s) > _SAME * mbit_per_s
-        ]
+        others = [point for point in self.measured if abs(point[0] - mbps) > _SAME * mbps]
         return type(self)(
-            measured=tuple(sorted([*others, (mbit_per_s, there)], key=lambda point: point[0]))
+            measured=tuple(sorted([*others, (mbps, there)], key=lambda point: point[0]))
         )
 
     @classmethod
@@ -79,7 +77,7 @@ class MachineContention:
     def to_json(self) -> list[dict[str, float]]:
         """Returns plain data; `from_json` reads it back."""
         return [
-            {"mbit_per_s": rate, "compute": there.compute, "exchange": there.exchange}
+            {"mbps": rate, "compute": there.compute, "exchange": there.exchange}
             for rate, there in self.measured
         ]
 
@@ -91,8 +89,8 @@ class MachineContention:
             ValueError: It is something else.
         """
         if not isinstance(points, list) or not all(isinstance(point, dict) for point in points):
-            raise ValueError("contention is a list of points: mbit_per_s, compute, exchange")
-        keys = {"mbit_per_s", "compute", "exchange"}
+            raise ValueError("contention is a list of points: mbps, compute, exchange")
+        keys = {"mbps", "compute", "exchange"}
         for point in points:
             if point.keys() != keys or not all(
                 type(value) in (int, float) for value in point.values()
@@ -105,7 +103,7 @@ class MachineContention:
         return cls(
             measured=tuple(
                 (
-                    float(p["mbit_per_s"]),
+                    float(p["mbps"]),
                     Contention(compute=float(p["compute"]), exchange=float(p["exchange"])),
                 )
                 for p in points

@@ -114,7 +114,7 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
         ValueError: `jobs` is below 1.
     """
     if jobs < 1:
-        raise ValueError(f"`k` must be at least 1, got {jobs}.")
+        raise ValueError(f"`jobs` must be at least 1, got {jobs}.")
     c = cost.compute_s
     m = cost.exchange_s
     rate = cost.mbps
@@ -284,7 +284,7 @@ def _recommendation(estimate: Estimate) -> str:
     if not cost.exchange_s:
         return (
             "One rank exchanges nothing: m = 0. Launch the ranks that will train, or ask for a "
-            "link (`link_mbps`)."
+            "link (`mbps`)."
         )
     if asked.fits is False:
         fitting = estimate.fitting_jobs or 0

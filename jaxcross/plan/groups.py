@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from jaxcross.plan.memory import JobMemory, needed_by_groups, needed_bytes
+from jaxcross.plan.memory import JobMemory, memory_limit, needed_by_groups, needed_bytes
 
 Numbers = npt.NDArray[np.float64]
 
@@ -82,7 +82,7 @@ class Grouping:
     pooled_rank_s: float
 
 
-def group(loads: Sequence[Load], *, most: int = 4, memory_bytes: int | None = None) -> Grouping:
+def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = None) -> Grouping:
     """Groups jobs so that their rounds take few rank-seconds. Decides from its arguments alone.
 
     A group's round takes max(sum c, sum m, max(c + m)), the bound that reports use. Up to 8 jobs of
@@ -93,22 +93,25 @@ def group(loads: Sequence[Load], *, most: int = 4, memory_bytes: int | None = No
     Args:
         loads: The jobs; names must differ.
         most: The most jobs of a group, at least 1.
-        memory_bytes: Device memory of a rank; no limit if None.
+        memory: Device memory of a rank, in bytes or as `"80GB"`; no limit if None.
 
     Raises:
-        ValueError: There are no jobs, two have one name, or one does not fit into the memory alone.
+        TypeError: `memory` is neither a number nor a text.
+        ValueError: There are no jobs, two have one name, or one does not fit into the memory alone;
+            `memory` says no number of bytes.
     """
+    limit = memory_limit(memory)
     if not loads or len({load.name for load in loads}) < len(loads):
         raise ValueError("jobs to group need a name each, and at least one job")
     if most < 1:
         raise ValueError(f"a group has at least 1 job, got `most={most}`")
-    if memory_bytes is not None:
+    if limit is not None:
         for load in loads:
             alone = needed_bytes([load.memory])
-            if alone > memory_bytes:
+            if alone > limit:
                 raise ValueError(
-                    f"job `{load.name}` needs {alone} bytes alone, and a rank has {memory_bytes}: "
-                    "give it more ranks, a smaller batch or a device with more memory"
+                    f"job `{load.name}` needs {alone} bytes alone, and a rank has {limit}: give it "
+                    "more ranks, a smaller batch or a device with more memory"
                 )
     of_ranks: dict[int, list[Load]] = defaultdict(list)
     for load in loads:
@@ -116,7 +119,7 @@ def group(loads: Sequence[Load], *, most: int = 4, memory_bytes: int | None = No
     groups: list[tuple[str, ...]] = []
     cost = alone = pooled = 0.0
     for ranks, same in sorted(of_ranks.items()):
-        table = _Table(same, memory_bytes)
+        table = _Table(same, limit)
         for members in _divide(table, min(most, len(same))):
             groups.append(tuple(same[i].name for i in members))
             cost += ranks * float(table.seconds(np.array([members]))[0])
@@ -130,14 +133,14 @@ class _Table:
     numbers.
     """
 
-    def __init__(self, loads: Sequence[Load], memory_bytes: int | None) -> None:
+    def __init__(self, loads: Sequence[Load], limit: int | None) -> None:
         self.jobs = len(loads)
         self.compute = np.array([load.compute_s * load.steps for load in loads] + [0.0])
         self.exchange = np.array([load.exchange_s * load.steps for load in loads] + [0.0])
         self._memory = np.array(
             [astuple(memory) for memory in (*(load.memory for load in loads), JobMemory())]
         ).T
-        self._limit = memory_bytes
+        self._limit = limit
 
     def seconds(self, rows: npt.NDArray[np.intp]) -> Numbers:
         """Returns the bound of each group, which is a row of the last axis."""

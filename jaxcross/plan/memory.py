@@ -134,6 +134,21 @@ def as_bytes(size: int | str) -> int:
     return size
 
 
+def memory_limit(memory: int | str | None) -> int | None:
+    """Returns the bytes that the argument `memory` says; None if it sets no limit.
+
+    Raises:
+        TypeError: It is neither a whole number nor a text.
+        ValueError: It is another text, or not above 0.
+    """
+    if memory is None:
+        return None
+    try:
+        return as_bytes(memory)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"`memory` {error}.") from None
+
+
 def device_limit_bytes(device: Any, ranks: int) -> int | None:
     """Returns the bytes of arrays that a rank may hold; None if that is not known. Does not
     communicate.

@@ -151,7 +151,7 @@ class Plan:
         ValueError: Two jobs have one name.
 
     Example:
-        >>> plan = jaxcross.plan.of(profiles, memory="80GB")  # doctest: +SKIP
+        >>> plan = jaxcross.plan.make(profiles, memory="80GB")  # doctest: +SKIP
         >>> runner = jaxcross.Runner(world, plan.group_of("small").policy)  # doctest: +SKIP
     """
 

@@ -42,7 +42,7 @@ class Profile:
             input, logging.
         ranks: The ranks that it was measured on.
         link: The link between them, in words.
-        mbit_per_s: The rate of that link; None if unknown.
+        mbps: The rate of that link, in Mbit/s; None if unknown.
         memory: The memory of the job on a rank; None if unknown.
         platform: JAX's name for the devices, such as `cpu`; "" if unknown.
 
@@ -56,7 +56,7 @@ class Profile:
     host_s: float = 0.0
     ranks: int = 1
     link: str = ""
-    mbit_per_s: float | None = None
+    mbps: float | None = None
     memory: JobMemory | None = None
     platform: str = ""
 
@@ -67,7 +67,7 @@ class Profile:
             )
         if not self.seconds:
             raise ValueError(f"`{self.name}` has no segments")
-        numbers = [*self.seconds, self.host_s, self.mbit_per_s or 0]
+        numbers = [*self.seconds, self.host_s, self.mbps or 0]
         if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.ranks < 1:
             raise ValueError(f"the numbers of `{self.name}` must be finite and not negative")
 
@@ -90,7 +90,7 @@ class Profile:
         return cls(name=name, graph=graph, seconds=(compute_s, exchange_s, 0.0), ranks=ranks)
 
     @classmethod
-    def of(cls, report: RunData, name: str, *, mbit_per_s: float | None = None) -> Self:
+    def of(cls, report: RunData, name: str, *, mbps: float | None = None) -> Self:
         """Returns the profile of a job that ran alone, or in turn with others: means over its steps
         without the first.
 
@@ -100,7 +100,7 @@ class Profile:
         Args:
             report: The report of the run; a `Report`, also one that was loaded.
             name: The job.
-            mbit_per_s: The rate of the link, where it is known.
+            mbps: The rate of the link, in Mbit/s, if it is known.
 
         Raises:
             ValueError: There is no such job, it ran next to others, it made fewer than three steps,
@@ -130,7 +130,7 @@ class Profile:
             host_s=host_s,
             ranks=len(report.ranks),
             link=report.link,
-            mbit_per_s=mbit_per_s,
+            mbps=mbps,
             memory=JobMemory.from_data(facts.program["memory"]),
             platform=report.placement.partition(",")[0],
         )
@@ -215,7 +215,7 @@ class Profile:
             "host_s": self.host_s,
             "ranks": self.ranks,
             "link": self.link,
-            "mbit_per_s": self.mbit_per_s,
+            "mbps": self.mbps,
             "memory": None if self.memory is None else asdict(self.memory),
             "platform": self.platform,
         }
@@ -254,7 +254,7 @@ class Profile:
             host_s=float(_of_type(data, "host_s", int, float)),
             ranks=_of_type(data, "ranks", int),
             link=_of_type(data, "link", str),
-            mbit_per_s=_of_type(data, "mbit_per_s", int, float, type(None)),
+            mbps=_of_type(data, "mbps", int, float, type(None)),
             memory=None if data.get("memory") is None else JobMemory.from_data(data["memory"]),
             platform=_of_type({"platform": "", **data}, "platform", str),
         )

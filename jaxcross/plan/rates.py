@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
-from jaxcross.plan.memory import JobMemory, needed_bytes
+from jaxcross.plan.memory import JobMemory, memory_limit, needed_bytes
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import VOTE_S, step_rates
 
@@ -90,7 +90,7 @@ def choose_rates(
     *,
     contention: Contention | None = None,
     floor: float | None = None,
-    memory_bytes: int | None = None,
+    memory: int | str | None = None,
     vote_s: float = VOTE_S,
 ) -> Rates:
     """Chooses pieces and shares by the twin: much progress, at which no job is slower than the
@@ -103,19 +103,20 @@ def choose_rates(
         jobs: The profiles of each job, for one or several cuts; names must differ.
         contention: How much lanes slow each other down; not at all if None.
         floor: The least speed of a job as a share of its own alone; 1 / k for k jobs if None.
-        memory_bytes: Device memory of a rank; no limit if None.
+        memory: Device memory of a rank, in bytes or as `"80GB"`; no limit if None.
         vote_s: Seconds of a vote.
 
     Raises:
-        ValueError: There are no jobs, one has no profile, or its step takes no time.
+        TypeError: `memory` is neither a number nor a text.
+        ValueError: There are no jobs, one has no profile, or its step takes no time; `memory` says
+            no number of bytes.
     """
+    limit = memory_limit(memory)
     if not jobs or not all(jobs):
         raise ValueError("rates are chosen for at least one job, each with a profile")
-    if memory_bytes is not None:  # a finer cut may need more
-        jobs = [_fitting(cuts, memory_bytes) for cuts in jobs]
-    group = _Group.of(
-        jobs, contention, 1 / len(jobs) if floor is None else floor, memory_bytes, vote_s
-    )
+    if limit is not None:  # a finer cut may need more
+        jobs = [_fitting(cuts, limit) for cuts in jobs]
+    group = _Group.of(jobs, contention, 1 / len(jobs) if floor is None else floor, limit, vote_s)
     if len(jobs) == 1:
         return Rates(
             pieces=(fastest_alone(jobs[0], contention, vote_s)[1],),

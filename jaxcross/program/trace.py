@@ -119,6 +119,7 @@ def trace(
     axes: Mapping[str, int],
     wire: Wire,
     donate_argnums: Sequence[int] = (),
+    donate_argnames: Sequence[str] = (),
     commit_flag_argnums: Sequence[int] = (),
 ) -> Traced:
     """Traces `step` once with `axes` bound. Does not wait, does not communicate.
@@ -130,6 +131,7 @@ def trace(
         axes: Axis name -> size.
         wire: Recognises exchanges.
         donate_argnums: Positional arguments whose arrays the step may overwrite.
+        donate_argnames: Keyword arguments, likewise.
         commit_flag_argnums: Positional arguments whose values are known only after the step's
             exchanges; no exchange may read them.
 
@@ -141,9 +143,11 @@ def trace(
     kwargs = dict(kwargs or {})
     leaves, in_tree = jax.tree.flatten((tuple(args), kwargs))
     check_arrays(step, args, kwargs)
-    counts = [len(jax.tree.leaves(a)) for a in args]
+    names = sorted(kwargs)  # the order in which JAX flattens them
+    counts = [len(jax.tree.leaves(a)) for a in (*args, *(kwargs[name] for name in names))]
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    donated = frozenset(p for n in donate_argnums for p in range(starts[n], starts[n + 1]))
+    donate = (*donate_argnums, *(len(args) + names.index(name) for name in donate_argnames))
+    donated = frozenset(p for n in donate for p in range(starts[n], starts[n + 1]))
     flags = frozenset(p for n in commit_flag_argnums for p in range(starts[n], starts[n + 1]))
     avals = tuple(x if isinstance(x, jax.ShapeDtypeStruct) else compat.aval_of(x) for x in leaves)
     box = []

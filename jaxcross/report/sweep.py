@@ -29,8 +29,8 @@ class SweepResult:
         best: The finished trial with the best last value; of equal ones the first. None if none
             finished, or all with a value that is no number.
         state: The best trial's final state, if it ended in this process. None if it ended before a
-            restart: then `jaxcross.load("FOLDER/checkpoints", result.best.name, state)` reads it,
-            with a `state` of its structure.
+            restart: then `jaxcross.load_checkpoint("FOLDER/checkpoints", result.best.name, state)`
+            reads it, with a `state` of its structure.
         reports: Reports of the runs, mostly one.
     """
 

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_MBPS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Link:
-    """A link that holds each exchange for at least `latency_s + bytes / rate_bytes_per_s`, without
-    using a core.
+    """A link that holds each exchange for as long as its bytes need on it, without using a core.
 
     It shows whether computation hides the exchanges, not how fast a network is: do not quote a
     speed-up from it. The same on every rank.
+
+    Args:
+        mbps: The rate in Mbit/s.
+        latency_s: Seconds that each exchange takes on top.
+
+    Raises:
+        ValueError: The rate is not above 0, or the latency is negative.
+
+    Example:
+        >>> Link(500).seconds(62_500_000)
+        1.0
     """
 
-    rate_bytes_per_s: float
-    latency_s: float = 0.0
+    mbps: float
+    latency_s: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not self.rate_bytes_per_s > 0 or not self.latency_s >= 0:
+        if not self.mbps > 0 or not self.latency_s >= 0:
             raise ValueError(
                 f"a link needs a rate above 0 and a latency of 0 or more, not {self!r}"
             )
 
     def seconds(self, nbytes: int) -> float:
         """Returns how long a message of `nbytes` occupies the link."""
-        return self.latency_s + nbytes / self.rate_bytes_per_s
+        return self.latency_s + 8e-6 * nbytes / self.mbps
 
     def __str__(self) -> str:
-        return f"emulated link {self.rate_bytes_per_s * 8 / 1e6:g}mbit"
+        return f"emulated link {self.mbps:g}mbit"
 
     @staticmethod
     def parse(text: str) -> Link | None:
@@ -47,4 +57,4 @@ class Link:
             raise ValueError(
                 f"`{text}` is not a link rate. Write it like `500mbit` or `10gbit`, or `none`."
             )
-        return Link(rate_bytes_per_s=float(match[1]) * _UNITS[match[2]] / 8)
+        return Link(float(match[1]) * _MBPS[match[2]])

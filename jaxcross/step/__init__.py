@@ -18,7 +18,7 @@ estimate         `jaxcross.estimate`; `script_estimate` does it for the first st
 fuse             `jaxcross.fuse`: which tiny jobs become one program; `fused_cost` measures both
                  ways
 measured_together  a measurement that all ranks begin together, or none
-profiled         profiles in place of numbers
+profiled         whether profiles are of the step that is to run
 solo_cost        the seconds and bytes of one step alone
 skip_nonfinite   `nonfinite="skip"`: a step that leaves its state as it was
 nnx              steps that change Flax NNX objects in place

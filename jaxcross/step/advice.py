@@ -123,7 +123,8 @@ def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.Shape
     The state is what the step donates, if something of its structure and shapes is returned. What
     is not donated may be parameters, and what looks like it their gradients.
     """
-    args = traced.in_tree.children()[0].children()
+    positional, named = traced.in_tree.children()
+    args = [*positional.children(), *named.children()]
     starts = list(itertools.accumulate((a.num_leaves for a in args), initial=0))
     outs = [compat.array_type(v) for v in compat.open_jaxpr(traced.jaxpr)[0].outvars]
     for start, tree in zip(starts, args, strict=False):

@@ -5,7 +5,7 @@ segment.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, update_wrapper
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
@@ -13,12 +13,13 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, ov
 import jax
 import jax.numpy as jnp
 
-from jaxcross._arguments import as_numbers, by_position, positions
+from jaxcross._arguments import Selection, both_donated_and_static, check_disjoint, select
 from jaxcross._jax_compat import jit_disabled, trace_context, x64_is_local
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs.context import current_job
 from jaxcross.plan.profile import Profile
+from jaxcross.plan.profiled_cut import ProfiledCut
 from jaxcross.program import stages
 from jaxcross.program.aliasing import copy_shared
 from jaxcross.program.compile import SingleFlightCache
@@ -30,7 +31,6 @@ from jaxcross.runtime.standalone import Standalone
 from jaxcross.step import nnx
 from jaxcross.step.agreement import agree_standalone, comparison_of_calls, is_current
 from jaxcross.step.prepare import prepare
-from jaxcross.step.profiled import Profiles, as_profiles, cut_of
 from jaxcross.step.script_estimate import estimate_in_script
 from jaxcross.step.signature import (
     ArgType,
@@ -62,10 +62,12 @@ def crossover(
     step: Callable[P, R],
     *,
     axes: Axes,
-    cut: Cut | Profiles = ...,
+    cut: Cut | ProfiledCut = ...,
     bucket_bytes: int = ...,
-    donate_argnums: int | Sequence[int] = ...,
-    static_argnums: int | Sequence[int] = ...,
+    donate_argnums: int | Sequence[int] | None = ...,
+    donate_argnames: str | Iterable[str] | None = ...,
+    static_argnums: int | Sequence[int] | None = ...,
+    static_argnames: str | Iterable[str] | None = ...,
 ) -> Step[P, R]: ...
 
 
@@ -74,10 +76,12 @@ def crossover(
     step: None = None,
     *,
     axes: Axes,
-    cut: Cut | Profiles = ...,
+    cut: Cut | ProfiledCut = ...,
     bucket_bytes: int = ...,
-    donate_argnums: int | Sequence[int] = ...,
-    static_argnums: int | Sequence[int] = ...,
+    donate_argnums: int | Sequence[int] | None = ...,
+    donate_argnames: str | Iterable[str] | None = ...,
+    static_argnums: int | Sequence[int] | None = ...,
+    static_argnames: str | Iterable[str] | None = ...,
 ) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 
 
@@ -85,10 +89,12 @@ def crossover(
     step: Callable[P, R] | None = None,
     *,
     axes: Axes,
-    cut: Cut | Profiles = "whole",
+    cut: Cut | ProfiledCut = "whole",
     bucket_bytes: int = BUCKET_BYTES,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
 ) -> Step[P, R] | Callable[[Callable[P, R]], Step[P, R]]:
     """Makes a train step run over MPI, its exchanges apart from its computation.
 
@@ -111,21 +117,25 @@ def crossover(
             the first call and logged; next to other jobs, which hide the exchange anyway, one
             segment per 25 MB, 8 at most. A job keeps what it began with. The cut decides the last
             bits of results: to repeat a run, write the number that was found. What is kept over
-            runs (`jax_compilation_cache_dir`) is timed again, and dropped if it is slower. A
-            `plan.Profile` of this step, or several of it in several cuts: the number in which it is
-            fastest alone by them, without a trial. If there is one alone, of the uncut step, times
-            in more pieces are estimated from it.
+            runs (`jax_compilation_cache_dir`) is timed again, and dropped if it is slower.
+            `plan.cut(profiles)`: the number in which the step is fastest alone by its profiles,
+            without a trial.
         bucket_bytes: Exchanges smaller than this share buffers up to this size; at 0 none do.
-        donate_argnums: Positional arguments whose arrays the step may overwrite; they cannot be
-            used again. Negative numbers count from the last positional argument of a call, here as
-            below; arguments with numbers from 0 on may also be given by name.
-        static_argnums: Positional arguments that are not arrays but hashable; the step is compiled
-            for each value.
+        donate_argnums: Numbers of positional arguments whose arrays the step may overwrite; they
+            cannot be used again. Negative numbers count from the last positional argument of a
+            call.
+        donate_argnames: Names of such arguments. As for `jax.jit`, if only numbers or only names
+            are given, the others follow from the step's signature; if both are, an argument counts
+            as a call gives it: by position or by name.
+        static_argnums: Numbers of positional arguments that are not arrays but hashable; the step
+            is compiled for each value.
+        static_argnames: Names of such arguments, as for `donate_argnames`.
 
     Raises:
-        TypeError: `step`, `axes` or the numbers of arguments are of another type; `step` is a
-            `jax.pmap`.
-        ValueError: A size, `cut` or `bucket_bytes` is out of range.
+        TypeError: `step`, `axes` or the numbers or names of arguments are of another type; `step`
+            is a `jax.pmap`.
+        ValueError: A size, `cut` or `bucket_bytes` is out of range; the step has no argument of
+            some number or name; an argument is donated and static.
         CutError: (when called) the step cannot be traced or cut, or a profile is of another step or
             number of ranks.
         ExchangeError: (when called) ranks disagree about the step's exchanges, or an earlier step
@@ -145,22 +155,30 @@ def crossover(
             cut=cut,
             bucket_bytes=bucket_bytes,
             donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
             static_argnums=static_argnums,
+            static_argnames=static_argnames,
         )
     if isinstance(step, Step):
         raise TypeError(
             f"`{step.__name__}` is a crossover step already: give its function, "
             f"`{step.__name__}.step`."
         )
-    check_step(step, step_name(step))
-    profiles = as_profiles(cut)
+    name = step_name(step)
+    check_step(step, name)
+    profiles: tuple[Profile, ...] = ()
+    if isinstance(cut, ProfiledCut):
+        cut, profiles = cut.pieces, cut.profiles
+    donated = select(step, name, "donate", numbers=donate_argnums, names=donate_argnames)
+    static = select(step, name, "static", numbers=static_argnums, names=static_argnames)
+    check_disjoint(name, donated, static)
     return Step(
         step,
         axis_sizes(axes),
-        checked_cut(cut_of(profiles) if profiles else cut),
+        checked_cut(cut),
         checked_bytes(bucket_bytes),
-        as_numbers(donate_argnums, "donate_argnums"),
-        as_numbers(static_argnums, "static_argnums"),
+        donated,
+        static,
         profiles,
     )
 
@@ -182,8 +200,8 @@ class Step(Generic[P, R]):
         axes: Axes,
         cut: Cut,
         bucket_bytes: int,
-        donate: tuple[int, ...],
-        static: tuple[int, ...],
+        donate: Selection,
+        static: Selection,
         profiles: tuple[Profile, ...] = (),
     ) -> None:
         update_wrapper(self, step, updated=())
@@ -202,17 +220,14 @@ class Step(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step. See `crossover`."""
         world = current_world()
-        given, named = by_position(self.step, args, kwargs, (*self.static, *self.donate))
-        function, arrays = bind_static(
-            cast("Callable[..., R]", self.step), self.__name__, self.static, given
+        function, arrays, named = bind_static(
+            cast("Callable[..., R]", self.step), self.__name__, self.static, args, kwargs
         )
         job = current_job()
         skips = job is not None and job.nonfinite == "skip"
         if skips:
-            function, arrays = (
-                self._with_commit_flag(function, len(given)),
-                (*arrays, commit_flag()),
-            )
+            function = self._with_commit_flag(function, len(args), kwargs)
+            arrays = (*arrays, commit_flag())
         leaves, tree = jax.tree.flatten((arrays, named))
         cache_key = (tree, getattr(function, "static", ()), trace_context(), id(world), skips)
         last = self._last
@@ -228,14 +243,14 @@ class Step(Generic[P, R]):
                 )
             # Looking for objects costs more than flattening; a structure that was run before held
             # none.
-            if (last is None or last[0][0] != tree) and nnx.holds_objects(given, named):
+            if (last is None or last[0][0] != tree) and nnx.holds_objects(args, kwargs):
                 if skips:
                     raise CutError(
                         f"`{self.__name__}` changes NNX objects in place, and a job with "
                         '`nonfinite="skip"` must be able to give back the state before the step. '
                         "Let it take and return what `nnx.split` gives."
                     )
-                return nnx.call(self, given, named)
+                return nnx.call(self, args, kwargs)
             check_leaves(self.__name__, leaves, arrays, named)
             with nullcontext() if job is None else job._host.preparing():
                 variant = self._variant(world, function, arrays, named, leaves, cache_key)
@@ -325,12 +340,11 @@ class Step(Generic[P, R]):
         world = current_world()
         if nnx.holds_objects(args, kwargs):
             return nnx.bind(self, args, kwargs)
-        args, kwargs = by_position(self.step, args, kwargs, (*self.static, *self.donate))
-        function, args = bind_static(
-            cast("Callable[..., R]", self.step), self.__name__, self.static, args
+        function, arrays, named = bind_static(
+            cast("Callable[..., R]", self.step), self.__name__, self.static, args, kwargs
         )
-        traced = stages.as_stage(self._trace(world, function, args, kwargs))
-        return traced, jax.tree.leaves((args, kwargs))
+        traced = stages.as_stage(self._trace(world, function, arrays, named))
+        return traced, jax.tree.leaves((arrays, named))
 
     def _agree(self, variant: Variant, host: Standalone) -> bool:
         """Makes sure that the ranks have agreed on the exchanges. Returns whether they did so in
@@ -367,41 +381,39 @@ class Step(Generic[P, R]):
         kwargs: Mapping[str, Any],
     ) -> Traced:
         mesh = world.rank_grid(self.axes)
-        static = [n for n, _, _ in getattr(function, "static", ())]
-        flagged = getattr(function, "has_commit_flag", False)  # as its last argument
-        count = len(args) + len(static) - flagged
-        donated = positions(self.donate, count)
-        if bad := [
-            m
-            for m, n in zip(self.donate, donated, strict=True)
-            if not 0 <= n < count or n in static
-        ]:
-            raise ValueError(
-                f"donate_argnums of `{self.__name__}` names argument {bad[0]}, but it was called "
-                f"with {count} positional arguments, and static ones cannot be donated."
-            )
-        donate = [n - sum(s < n for s in static) for n in donated]
+        static = [place for place, _, _ in getattr(function, "static", ())]
+        flagged = getattr(function, "has_commit_flag", False)  # as its last positional argument
+        count = len(args) + sum(isinstance(place, int) for place in static) - flagged
+        donated = self.donate.places(count, kwargs)
+        for place in donated:
+            if place in static:  # by a negative number
+                raise both_donated_and_static(self.__name__, place)
         return trace(
             function,
             args,
             kwargs,
             axes=mesh.sizes,
             wire=world.wire(),
-            donate_argnums=donate,
+            donate_argnums=_without_static(donated, static),
+            donate_argnames=[place for place in donated if isinstance(place, str)],
             commit_flag_argnums=(len(args) - 1,) if flagged else (),
         )
 
-    def _with_commit_flag(self, function: Callable[..., Any], count: int) -> Callable[..., Any]:
-        """Returns the step for a job that skips, called with `count` positional arguments, static
-        ones among them.
+    def _with_commit_flag(
+        self, function: Callable[..., Any], count: int, named: Collection[str]
+    ) -> Callable[..., Any]:
+        """Returns the step for a job that skips, called with `count` positional arguments and those
+        that are `named`, static ones among them.
         """
-        static = positions(self.static, count)
-        state = [
-            n - sum(s < n for s in static)
-            for n in positions(self.donate, count) or (0,)
-            if n not in static
-        ]
-        return with_commit_flag(function, self.__name__, state, donated=bool(self.donate))
+        static = self.static.places(count, named)
+        places = self.donate.places(count, named) if self.donate else (0,)
+        state = [place for place in places if place not in static]
+        return with_commit_flag(
+            function,
+            self.__name__,
+            [*_without_static(state, static), *(x for x in state if isinstance(x, str))],
+            donated=bool(self.donate),
+        )
 
     def _variant(
         self,
@@ -475,3 +487,9 @@ class Step(Generic[P, R]):
             change = describe_change(old_types, arg_types, args, kwargs) or change
             text = "`%s` is compiled again: %s. This notice comes once."
         _log.warning(text, self.__name__, change)
+
+
+def _without_static(places: Sequence[int | str], static: Sequence[int | str]) -> list[int]:
+    """Returns the numbers among `places`, counted without the static arguments."""
+    numbers = {place for place in static if isinstance(place, int)}
+    return [n - sum(s < n for s in numbers) for n in places if isinstance(n, int)]

@@ -7,10 +7,11 @@ from typing import Any
 
 from jaxcross.jobs.context import current_job
 from jaxcross.plan.estimate import Estimate
+from jaxcross.plan.memory import memory_limit
+from jaxcross.plan.profiled_cut import Profiles, profiles_of_step
 from jaxcross.program.trace import step_name
 from jaxcross.step.crossover import Axes, Step, crossover
 from jaxcross.step.measured_together import Subject, measure_on_all_ranks
-from jaxcross.step.profiled import Profiles, as_profiles
 from jaxcross.step.solo_cost import Settings
 from jaxcross.world import current_world
 
@@ -18,11 +19,11 @@ from jaxcross.world import current_world
 def estimate(
     step: Callable[..., Any],
     *args: Any,
-    k: int = 2,
+    jobs: int = 2,
     steps: int = 3,
     axes: Axes | None = None,
-    link_mbps: float | None = None,
-    memory_bytes: int | None = None,
+    mbps: float | None = None,
+    memory: int | str | None = None,
     profiles: Profiles | None = None,
 ) -> Estimate:
     """Predicts how much faster jobs of this step would run next to each other, from a few steps on
@@ -37,13 +38,13 @@ def estimate(
         step: A `crossover` step, or a function with named-axis collectives, for which `axes` is
             given.
         *args: Its positional arguments, as in training: the initial state, one batch of this rank.
-        k: Number of equal jobs for which the recommendation is made.
+        jobs: Number of equal jobs for which the recommendation is made.
         steps: Number of steps to time, after two that are not timed. The median counts.
         axes: As for `crossover`; only for a function that is not decorated.
-        link_mbps: Rate of a link in Mbit/s. Exchanges are taken to last at least as long as their
-            bytes need on it. A single rank then stands for one of two.
-        memory_bytes: Bytes of arrays that a rank may hold. By default what the device has, on CPUs
-            the rank's share of the machine's memory.
+        mbps: Rate of a link in Mbit/s. Exchanges are taken to last at least as long as their bytes
+            need on it. A single rank then stands for one of two.
+        memory: Bytes of arrays that a rank may hold, as a number or as `"80GB"`. By default what
+            the device has, on CPUs the rank's share of the machine's memory.
         profiles: A `plan.Profile` of the step, or several of it in several cuts: no step is timed
             then. One without its memory has the step compiled for that.
 
@@ -53,8 +54,8 @@ def estimate(
     Raises:
         TypeError: `step` is not a function, `axes` is missing or superfluous, or another argument
             is of another type.
-        ValueError: `k`, `steps`, `link_mbps` or `memory_bytes` is out of range, or `link_mbps`
-            stands next to profiles.
+        ValueError: `jobs`, `steps`, `mbps` or `memory` is out of range, or `mbps` stands next to
+            profiles.
         CutError: The step cannot be traced, exchanges nothing, or calls mpi4jax, or a profile is of
             another step or of another number of ranks.
         ExchangeError: The ranks have different steps or arguments, or the step fails on some rank.
@@ -64,17 +65,16 @@ def estimate(
     as `ExchangeError` on the others.
 
     Example:
-        >>> print(jaxcross.estimate(train_step, state, batch, k=2))
+        >>> print(jaxcross.estimate(train_step, state, batch, jobs=2))
     """
 
     def make_subject() -> Subject:
-        given = () if profiles is None else as_profiles(profiles)
-        if profiles is not None and not given:
-            raise TypeError(
-                f"`profiles` must be one `jaxcross.plan.Profile` or several, got {profiles!r:.60}."
-            )
         settings = Settings(
-            jobs=k, steps=steps, link_mbps=link_mbps, memory_bytes=memory_bytes, profiles=given
+            jobs=jobs,
+            steps=steps,
+            mbps=mbps,
+            memory_bytes=memory_limit(memory),
+            profiles=() if profiles is None else profiles_of_step(profiles),
         )
         decorated = _decorated(step, axes)
         traced, leaves = decorated.bind(*args)

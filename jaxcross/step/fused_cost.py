@@ -120,7 +120,7 @@ def _repeated(trial: Trial) -> Iterator[PyTree]:
     """
     step = trial.job._function
     assert isinstance(step, Step)
-    donated = any(n % 2 for n in step.donate)  # the second of two arguments
+    donated = any(n % 2 for n in step.donate.numbers)  # the second of two arguments
     return map(own_copy, repeat(trial.batch)) if donated else repeat(trial.batch)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import jax
 
-from jaxcross._arguments import positions
+from jaxcross._arguments import Selection, in_words
 from jaxcross._pytree import PyTree
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ObjectStep(Protocol):
     """
 
     __name__: str
-    static: tuple[int, ...]
+    static: Selection
 
     @property
     def step(self) -> Callable[..., PyTree]:
@@ -113,13 +113,11 @@ def pure_function(step: ObjectStep) -> Callable[..., PyTree]:
     from flax import nnx
 
     def pure(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        static = _static_positions(step, args)
+        static = step.static.places(len(args), kwargs)
         merged, merged_kwargs = nnx.from_tree(
-            (_without(args, static), kwargs), ctxtag=step, is_inner=True
+            _without(args, kwargs, static), ctxtag=step, is_inner=True
         )
-        out = step.step(
-            *(args[n] if n in static else a for n, a in enumerate(merged)), **merged_kwargs
-        )
+        out = step.step(*_with(merged, args, static), **_with_named(merged_kwargs, kwargs, static))
         return nnx.to_tree((*_only_objects((merged, merged_kwargs)), out), ctxtag=step)
 
     pure.__name__ = step.__name__
@@ -134,26 +132,41 @@ def _split(
     """
     from flax import nnx
 
-    static = _static_positions(step, args)
-    for n in static:
-        if holds_objects((args[n],), {}):
+    static = step.static.places(len(args), kwargs)
+    for place in static:
+        value = args[place] if isinstance(place, int) else kwargs[place]
+        if holds_objects((value,), {}):
             raise ValueError(
-                f"static argument {n} of `{step.__name__}` holds NNX objects, whose arrays cannot "
-                "be static. Leave it out of static_argnums: objects are split for the step, and "
-                "what is static in them stays static."
+                f"static argument {in_words(place)} of `{step.__name__}` holds NNX objects, whose "
+                "arrays cannot be static. Do not make it static: objects are split for the step, "
+                "and what is static in them stays static."
             )
-    split, split_kwargs = nnx.to_tree((_without(args, static), dict(kwargs)), ctxtag=step)
-    return [args[n] if n in static else a for n, a in enumerate(split)], split_kwargs
+    split, split_kwargs = nnx.to_tree(_without(args, kwargs, static), ctxtag=step)
+    return _with(split, args, static), _with_named(split_kwargs, kwargs, static)
 
 
-def _static_positions(step: ObjectStep, args: Sequence[PyTree]) -> tuple[int, ...]:
-    return tuple(n for n in positions(step.static, len(args)) if 0 <= n < len(args))
-
-
-def _without(args: Sequence[PyTree], static: Sequence[int]) -> tuple[PyTree, ...]:
+def _without(
+    args: Sequence[PyTree], kwargs: Mapping[str, PyTree], static: Sequence[int | str]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     # A static argument may be any object, including one that JAX takes for a pytree but cannot
     # flatten.
-    return tuple(None if n in static else a for n, a in enumerate(args))
+    return (
+        tuple(None if n in static else a for n, a in enumerate(args)),
+        {name: None if name in static else a for name, a in kwargs.items()},
+    )
+
+
+def _with(
+    split: Sequence[PyTree], args: Sequence[PyTree], static: Sequence[int | str]
+) -> list[PyTree]:
+    """Returns `split` with the static ones of `args` in their places."""
+    return [args[n] if n in static else a for n, a in enumerate(split)]
+
+
+def _with_named(
+    split: Mapping[str, PyTree], kwargs: Mapping[str, PyTree], static: Sequence[int | str]
+) -> dict[str, PyTree]:
+    return {name: kwargs[name] if name in static else a for name, a in split.items()}
 
 
 def _only_objects(tree: PyTree) -> PyTree:

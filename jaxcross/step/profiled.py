@@ -1,55 +1,14 @@
-"""Profiles in place of numbers: the cut that they choose, and whether they are of the step that is
-to run.
-"""
+"""Whether profiles are of the step that is to run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from jaxcross.errors import CutError
-from jaxcross.plan.make import by_job
 from jaxcross.plan.profile import Profile
-from jaxcross.plan.rates import fastest_alone
-from jaxcross.plan.twin import VOTE_S
-from jaxcross.program.cut import Cut
 from jaxcross.program.ir import Program, human_bytes
 
 _ALIKE_BYTES = 64  # and a hundredth: a metric more is not another step
-Profiles = Profile | Sequence[Profile]
-"""One profile of a step, or one for each cut that was measured."""
-
-
-def as_profiles(given: object) -> tuple[Profile, ...]:
-    """Returns the profiles of one job; none if something else is given.
-
-    Raises:
-        ValueError: They are of several jobs, of several numbers of ranks, or two of one cut.
-    """
-    several = (given,) if isinstance(given, Profile) else given
-    if isinstance(several, str) or not isinstance(several, Sequence):
-        return ()
-    profiles = tuple(each for each in several if isinstance(each, Profile))
-    if not profiles or len(profiles) < len(several):
-        return ()
-    names = {profile.name for profile in profiles}
-    if len(names) > 1:
-        raise ValueError(
-            "profiles of one step have one name, got "
-            f"{', '.join(f'`{name}`' for name in sorted(names))}"
-        )
-    by_job(profiles)
-    return profiles
-
-
-def cut_of(profiles: Sequence[Profile]) -> Cut:
-    """Returns the number of pieces in which the step is fastest alone, by its profiles and the
-    twin.
-
-    Raises:
-        ValueError: The step takes no time.
-    """
-    (cuts,) = by_job(profiles).values()
-    return fastest_alone(cuts, None, VOTE_S)[1]
 
 
 def check_profiles(profiles: Sequence[Profile], program: Program, ranks: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxcross.jobs.context import JobContext
+from jaxcross.plan.memory import memory_limit
 from jaxcross.runtime.job_record import Stopped
 from jaxcross.step.measured_together import Subject, measure_on_all_ranks
 from jaxcross.step.solo_cost import Settings
@@ -22,7 +23,7 @@ class Request:
     """The environment variable `JAXCROSS_ESTIMATE`, an object in JSON.
 
     Attributes:
-        k, steps, link_mbps, memory_bytes: As for `jaxcross.estimate`.
+        jobs, steps, mbps, memory: As for `jaxcross.estimate`.
         step: Name of the step to measure; the first that is called if None.
         json: File that rank 0 writes the estimate to, if any.
 
@@ -30,10 +31,10 @@ class Request:
         TypeError, ValueError: It is something else.
     """
 
-    k: int = 2
+    jobs: int = 2
     steps: int = 3
-    link_mbps: float | None = None
-    memory_bytes: int | None = None
+    mbps: float | None = None
+    memory: int | str | None = None
     step: str | None = None
     json: str | None = None
 
@@ -57,7 +58,10 @@ class Request:
     def settings(self) -> Settings:
         """Settings of the measurement."""
         return Settings(
-            jobs=self.k, steps=self.steps, link_mbps=self.link_mbps, memory_bytes=self.memory_bytes
+            jobs=self.jobs,
+            steps=self.steps,
+            mbps=self.mbps,
+            memory_bytes=memory_limit(self.memory),
         )
 
 

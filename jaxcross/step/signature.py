@@ -4,13 +4,13 @@ those that cannot be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
 import jax
 
-from jaxcross._arguments import positions
+from jaxcross._arguments import Selection, in_words
 from jaxcross._jax_compat import ArrayImpl, ShapedArray, Tracer, aval_of
 from jaxcross._pytree import PyTree, TreeDef
 
@@ -19,35 +19,49 @@ ArgType = ShapedArray | tuple[ShapedArray, jax.sharding.Sharding | None]
 """The part of an array that a recompilation depends on; its place only where there is more than
 one.
 """
-StaticValue = tuple[int, type, object]
-"""A static argument's number, type and value. The type, because 1 == True == 1.0."""
+StaticValue = tuple[int | str, type, object]
+"""A static argument's number or name, its type and value. The type, because 1 == True == 1.0."""
 
 
 def bind_static(
-    step: Callable[..., R], name: str, numbers: Sequence[int], args: Sequence[Any]
-) -> tuple[Callable[..., R], tuple[Any, ...]]:
-    """Returns the step as a function of its other positional arguments, and those.
+    step: Callable[..., R],
+    name: str,
+    static: Selection,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[Callable[..., R], tuple[Any, ...], Mapping[str, Any]]:
+    """Returns the step as a function of its other arguments, and those: by position, and by name.
 
     Args:
         step: The step.
         name: Its name.
-        numbers: Numbers of the static arguments.
+        static: The static arguments.
         args: All positional arguments.
+        kwargs: All arguments by name.
     """
-    if not numbers:
-        return step, tuple(args)
-    fixed = {n: args[n] for n in positions(numbers, len(args)) if 0 <= n < len(args)}
+    if not static:
+        return step, tuple(args), kwargs
+    places = static.places(len(args), kwargs)
+    fixed = {place: args[place] for place in places if isinstance(place, int)}
+    named = {place: kwargs[place] for place in places if isinstance(place, str)}
 
-    def bound(*rest: Any, **kwargs: Any) -> R:
+    def bound(*rest: Any, **others: Any) -> R:
         left = iter(rest)
         return step(
             *(fixed[n] if n in fixed else next(left) for n in range(len(fixed) + len(rest))),
-            **kwargs,
+            **named,
+            **others,
         )
 
     bound.__name__ = name
-    bound.static = tuple((n, type(x), x) for n, x in fixed.items())  # type: ignore[attr-defined]
-    return bound, tuple(a for n, a in enumerate(args) if n not in fixed)
+    bound.static = tuple(  # type: ignore[attr-defined]
+        (place, type(x), x) for place, x in (*fixed.items(), *named.items())
+    )
+    return (
+        bound,
+        tuple(a for n, a in enumerate(args) if n not in fixed),
+        {word: x for word, x in kwargs.items() if word not in named},
+    )
 
 
 def check_hashable(name: str, static: Sequence[StaticValue]) -> None:
@@ -56,15 +70,15 @@ def check_hashable(name: str, static: Sequence[StaticValue]) -> None:
     Raises:
         ValueError: A value cannot be hashed.
     """
-    for n, kind, value in static:
+    for place, kind, value in static:
         try:
             hash(value)
         except TypeError as error:
             raise ValueError(
-                f"static argument {n} of `{name}` cannot be hashed: it is or holds a "
+                f"static argument {in_words(place)} of `{name}` cannot be hashed: it is or holds a "
                 f"`{kind.__name__}` ({error}). What was compiled is found by the values of static "
                 "arguments: pass something hashable (a tuple, a frozen dataclass), or arrays as an "
-                "argument that is not in static_argnums."
+                "argument that is not static."
             ) from None
 
 
@@ -128,7 +142,7 @@ def check_leaves(name: str, leaves: Sequence[object], args: PyTree, kwargs: PyTr
             path = jax.tree_util.keystr(jax.tree.leaves_with_path((args, kwargs))[n][0][1:])
             raise ValueError(
                 f"argument {path} of `{name}` was donated to an earlier step and is gone. Use the"
-                " state that the step returned, or leave it out of donate_argnums."
+                " state that the step returned, or do not donate it."
             )
 
 

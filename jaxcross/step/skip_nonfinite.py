@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxcross._arguments import in_words
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError
 from jaxcross.jobs.latest_state import form
@@ -28,15 +29,15 @@ def commit_flag() -> jax.Array:
 
 
 def with_commit_flag(
-    function: Callable[..., PyTree], name: str, state: Sequence[int], *, donated: bool
+    function: Callable[..., PyTree], name: str, state: Sequence[int | str], *, donated: bool
 ) -> Callable[..., PyTree]:
     """Returns `function` with a `commit_flag` as its last positional argument: if it is False, the
     state is unchanged.
 
-    The state is the part of the results that corresponds to the arguments numbered `state`: for
-    each, the part with the same structure, shapes and types, wherever it stands; for an argument
-    that is a single array, a whole result. If `donated` is false there may be none: an evaluation
-    returns no state.
+    The state is the part of the results that corresponds to the arguments whose numbers or names
+    are in `state`: for each, the part with the same structure, shapes and types, wherever it
+    stands; for an argument that is a single array, a whole result. If `donated` is false there may
+    be none: an evaluation returns no state.
 
     Raises:
         CutError: (when traced) no donated argument is like a result, one is like several, or it
@@ -48,9 +49,12 @@ def with_commit_flag(
         *given, commits = args
         # A step may write into a dict or an NNX state that it was given, which would then hold the
         # new values.
-        own = [jax.tree.map(lambda leaf: leaf, argument) for argument in given]
+        own = {
+            place: jax.tree.map(lambda leaf: leaf, argument)
+            for place, argument in (*enumerate(given), *kwargs.items())
+        }
         results = _Results(function(*given, **kwargs), name)
-        states = {n: own[n] for n in state if n < len(own)}
+        states = {place: own[place] for place in state if place in own}
         lacking = results.keep(states, commits)
         if donated and not results.kept:
             raise CutError(
@@ -58,14 +62,16 @@ def with_commit_flag(
                 'types of an argument that it donates. With `nonfinite="skip"` a step returns its '
                 "new state, in a tuple with its metrics perhaps."
             )
-        fixed = [n for n, *_ in static]
-        numbers = [
-            n for n in range(len(own) + len(fixed)) if n not in fixed
-        ]  # as the caller counts
+        fixed = [place for place, *_ in static if isinstance(place, int)]
+        # As the caller counts.
+        numbers = [n for n in range(len(given) + len(fixed)) if n not in fixed]
+        called = {**dict(enumerate(numbers)), **{word: word for word in kwargs}}
         if donated:
-            results.check_scattered({numbers[n]: states[n] for n in lacking})
+            results.check_scattered({called[place]: states[place] for place in lacking})
         elif results.kept:
-            results.check_others({numbers[n]: old for n, old in enumerate(own) if n not in states})
+            results.check_others(
+                {called[place]: old for place, old in own.items() if place not in states}
+            )
         return results.tree()
 
     static = getattr(function, "static", ())
@@ -88,12 +94,12 @@ class _Results:
         """Returns the results in their original structure."""
         return jax.tree.unflatten(self._structure, self._leaves)
 
-    def keep(self, states: dict[int, PyTree], commits: jax.Array) -> list[int]:
+    def keep(self, states: dict[int | str, PyTree], commits: jax.Array) -> list[int | str]:
         """Replaces the parts that are state by their old values, unless the step `commits`.
 
-        Returns the numbers of the arguments that are like no part.
+        Returns the arguments that are like no part.
         """
-        lacking: list[int] = []
+        lacking: list[int | str] = []
         alike = _by_form(states)
         # The shallowest ones first: a part of a state may be like another argument.
         for kind, numbers in sorted(alike, key=lambda item: self._positions(item[0])[0]):
@@ -116,34 +122,34 @@ class _Results:
             lacking += numbers if not parts else []
         return lacking
 
-    def check_scattered(self, donated: dict[int, PyTree]) -> None:
+    def check_scattered(self, donated: dict[int | str, PyTree]) -> None:
         """Raises CutError if one of these arguments, which are like no part, is scattered over the
         results.
 
         Its arrays would change although the step is skipped.
         """
         free = Counter(form([leaf for n, leaf in enumerate(self._leaves) if n not in self.kept])[1])
-        for number, old in donated.items():
+        for place, old in donated.items():
             arrays = Counter(form(_arrays(old))[1])
             if arrays and not arrays - free:
                 raise CutError(
-                    f"`{self._name}` cannot skip a step: it donates argument {number} and returns "
-                    "arrays of the same shapes and types in another structure, while a skipped "
-                    "step would keep its other arguments alone. Return each argument that is state "
-                    "in the structure that it has, and donate no others."
+                    f"`{self._name}` cannot skip a step: it donates argument {in_words(place)} and "
+                    "returns arrays of the same shapes and types in another structure, while a "
+                    "skipped step would keep its other arguments alone. Return each argument that "
+                    "is state in the structure that it has, and donate no others."
                 )
 
-    def check_others(self, others: dict[int, PyTree]) -> None:
+    def check_others(self, others: dict[int | str, PyTree]) -> None:
         """Raises CutError if one of these arguments, which are not declared as state, seems to
         be.
         """
-        for number, old in others.items():
+        for place, old in others.items():
             kind = form(old)
             if _arrays(old) and not _bare(kind) and self._positions(kind)[1]:
                 raise CutError(
                     f"`{self._name}` cannot skip a step: its first argument is its state, as it "
-                    f"donates none, but argument {number} comes back in its structure as well. "
-                    "Name by `donate_argnums` all that are state."
+                    f"donates none, but argument {in_words(place)} comes back in its structure as "
+                    "well. Name by `donate_argnums` or `donate_argnames` all that are state."
                 )
 
     def _positions(self, kind: Form) -> tuple[int, list[list[int]]]:
@@ -165,9 +171,9 @@ class _Results:
         return least, [leaves for depth, leaves in found if depth == least]
 
 
-def _by_form(states: dict[int, PyTree]) -> list[tuple[Form, list[int]]]:
-    """Returns the arguments' numbers by their forms. Arguments without arrays are left out."""
-    found: list[tuple[Form, list[int]]] = []
+def _by_form(states: dict[int | str, PyTree]) -> list[tuple[Form, list[int | str]]]:
+    """Returns the arguments by their forms. Arguments without arrays are left out."""
+    found: list[tuple[Form, list[int | str]]] = []
     for number, state in states.items():
         own = form(state)
         alike = next((numbers for kind, numbers in found if kind == own), None)

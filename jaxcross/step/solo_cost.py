@@ -48,8 +48,8 @@ class Settings:
     Attributes:
         jobs: Number of jobs that is asked about.
         steps: Steps to time.
-        link_mbps: Rate of a link on which the exchanges are to be thought of, in Mbit/s; None for
-            what is there.
+        mbps: Rate of a link on which the exchanges are to be thought of, in Mbit/s; None for what
+            is there.
         memory_bytes: Bytes that a rank may use; None for what the device or the machine has.
         profiles: Those of the step, in place of a measurement; none if it is to be timed.
 
@@ -59,27 +59,24 @@ class Settings:
 
     jobs: int = 2
     steps: int = 3
-    link_mbps: float | None = None
+    mbps: float | None = None
     memory_bytes: int | None = None
     profiles: tuple[Profile, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in (("k", self.jobs), ("steps", self.steps)):
+        for name, value in (("jobs", self.jobs), ("steps", self.steps)):
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
             if value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        for name, value in (("link_mbps", self.link_mbps), ("memory_bytes", self.memory_bytes)):
-            if value is None:
-                continue
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                raise TypeError(f"`{name}` must be a number, or None, got {value!r}.")
-            if not 0 < value < float("inf"):
-                raise ValueError(f"`{name}` must be above 0, got {value!r}.")
-        if self.profiles and self.link_mbps is not None:
+        if self.mbps is not None:
+            if not isinstance(self.mbps, int | float) or isinstance(self.mbps, bool):
+                raise TypeError(f"`mbps` must be a number, or None, got {self.mbps!r}.")
+            if not 0 < self.mbps < float("inf"):
+                raise ValueError(f"`mbps` must be above 0, got {self.mbps!r}.")
+        if self.profiles and self.mbps is not None:
             raise ValueError(
-                "`link_mbps` is for a measurement: a profile says what exchanges took on its own "
-                "link."
+                "`mbps` is for a measurement: a profile says what exchanges took on its own link."
             )
 
     def as_data(self) -> dict[str, Any]:
@@ -120,7 +117,7 @@ class SoloCost:
         record = StepRecord(cut="whole", bucket_bytes=bucket_bytes)
         self._variant = Variant(traced, record, world, trial_args=tuple(leaves)).choose(leaves)
         self._sizes = dict(traced.axes)
-        if world.size == 1 and settings.link_mbps is not None:
+        if world.size == 1 and settings.mbps is not None:
             self._sizes = dict.fromkeys(traced.axes, _ONE_RANK_STANDS_FOR)
 
     def check(self) -> None:
@@ -188,7 +185,7 @@ class SoloCost:
             steps=0 if given else self._settings.steps,
             wire_bytes=wide,
             narrow_wire_bytes=narrow,
-            link_mbps=self._settings.link_mbps,
+            link_mbps=self._settings.mbps,
             limit_bytes=min(limits, default=None),
             shares_processor=jax.default_backend() == "cpu",
         )
@@ -252,10 +249,10 @@ class SoloCost:
 
     def _exchange_s(self, program: Program, segment: Segment, measured_s: float) -> float:
         measured_s = 0.0 if program.is_single_rank(segment) else measured_s
-        if self._settings.link_mbps is None:
+        if self._settings.mbps is None:
             return measured_s
         nbytes, _ = self._wire_bytes(segment.exchanges)
-        return max(measured_s, 8e-6 * nbytes / self._settings.link_mbps)
+        return max(measured_s, 8e-6 * nbytes / self._settings.mbps)
 
     def _cut_profile(self, program: Program, whole: Profile) -> Profile | None:
         """Returns the profile in four exchange segments; None where there are no more than before,

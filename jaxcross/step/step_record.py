@@ -24,8 +24,8 @@ class StepRecord:
     """State that all variants of a step share.
 
     Attributes:
-        cut, bucket_bytes: As given to `crossover`; the cut that its profiles choose.
-        profiles: Those that were given as the cut, and must be of this step.
+        cut, bucket_bytes: As given to `crossover`.
+        profiles: Those that chose the cut, if any, and must be of this step.
         warned: Source lines of loops and of `optax.MultiSteps` that a warning was logged for.
         chosen_cuts: The cut that `cut="auto"` chose first in this process, by the default program's
             signature. Kept here and not in a variant, because shapes may change on one rank alone,

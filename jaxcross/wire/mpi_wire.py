@@ -1,4 +1,4 @@
-"""The wire of one exchange lane: recogniser and lowerer over a world's communicators.
+"""The wire of the exchange lane: recogniser and lowerer over a world's communicators.
 
 Exchanges go over MPI in one of two ways, the world's choice. By *mpi4jax* they are calls inside one
 XLA executable. By *mpi4py* the host makes them between executables, on buffers of its own
@@ -43,36 +43,31 @@ class WireWorld(Protocol):
         grid: RankGrid,
         axes: Sequence[str],
         groups: Sequence[Sequence[int]] | None = None,
-        *,
-        lane: int = 0,
     ) -> Any: ...
 
 
 @final
 class MpiWire:
-    """`jaxcross.program.ir.Wire` over MPI. Immutable; its communicators belong to one lane.
+    """`jaxcross.program.ir.Wire` over MPI. Immutable.
 
     Args:
         world: The ranks and their communicators.
-        lane: The exchange lane that will run what is lowered. Two lanes never share a communicator.
         over: The library that makes the exchanges; the world's choice if None.
         max_count: Elements of the longest message; longer ones are split.
         comms: In place of the communicators that mpi4jax's own calls name.
     """
 
-    __slots__ = ("_comms", "_lane", "_max_count", "_over", "_world")
+    __slots__ = ("_comms", "_max_count", "_over", "_world")
 
     def __init__(
         self,
         world: WireWorld,
         *,
-        lane: int = 0,
         over: Over | None = None,
         max_count: int = MAX_COUNT,
         comms: Mapping[Key, Any] | None = None,
     ) -> None:
         self._world = world
-        self._lane = lane
         self._over = world.over if over is None else over
         self._max_count = max_count
         self._comms = dict(comms or {})
@@ -101,7 +96,7 @@ class MpiWire:
 
         def connect(names: Sequence[str], groups: Any) -> Channel:
             ranks = grid.group(names, groups)
-            comm = self._world.communicator(grid, names, groups, lane=self._lane)
+            comm = self._world.communicator(grid, names, groups)
             place = ranks.index(grid.rank)
             return Channel(
                 calls=calls, comm=comm, rank=place, size=len(ranks), max_count=self._max_count
@@ -130,7 +125,7 @@ class MpiWire:
         """
         grid = self._world.rank_grid(axes)
         for exchange in (x for x in exchanges if x.axes):  # mpi4jax's own calls have theirs
-            self._world.communicator(grid, *group_of(exchange, grid), lane=self._lane)
+            self._world.communicator(grid, *group_of(exchange, grid))
 
     def coords(self, axes: Mapping[str, int]) -> dict[str, int]:
         """Returns this rank's index along each axis. Pure."""
@@ -144,12 +139,11 @@ class MpiWire:
         return hash(self._identity())
 
     def _identity(self) -> tuple[Any, ...]:
-        """Returns all that executables depend on: they hold handles of this world's communicators
-        of this lane.
+        """Returns all that executables depend on: they hold handles of this world's
+        communicators.
         """
         return (
             id(self._world),
-            self._lane,
             self._over,
             self._max_count,
             tuple((k, id(c)) for k, c in sorted(self._comms.items())),

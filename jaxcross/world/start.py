@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxcross import _jax_compat as compat
-from jaxcross._arguments import is_whole
 from jaxcross._versions import mpi4jax_fault, mpi4jax_remedy
 from jaxcross.errors import ExchangeError, clause
 from jaxcross.health import process
@@ -62,7 +61,6 @@ def initialize(
     *,
     stall_timeout_s: float = 300.0,
     heartbeat_timeout_s: float = 30.0,
-    lanes: int = 1,
     wire: Over | None = None,
 ) -> World:
     """Joins the MPI world. Call it before the first JAX array; waits for every rank.
@@ -72,8 +70,8 @@ def initialize(
     nothing. SIGTERM is an interrupt with exit code 143. Where the variable `JAXCROSS_EVENTS` names
     a folder, each rank writes down there what it does, for `jaxcross doctor --post-mortem`. Outside
     a run, the ranks compare on every call that they call the same step, or on every n-th call if
-    the variable `JAXCROSS_CHECK_CALLS` is n on some rank. XLA's CPU pool is large enough for
-    `lanes` waiting exchanges, and several ranks on one node each take their own accelerator.
+    the variable `JAXCROSS_CHECK_CALLS` is n on some rank. XLA's CPU pool is large enough for a
+    waiting exchange, and several ranks on one node each take their own accelerator.
     Without a launcher the world has one rank. A second call returns the same world; it cannot ask
     for another one.
 
@@ -87,7 +85,6 @@ def initialize(
         heartbeat_timeout_s: Seconds after which a rank whose process does not show that it lives is
             reported, and all ranks are aborted; 0 for never. It shows it about once a second, from
             a thread of its own, whatever it computes.
-        lanes: Exchanges that your own code may have under way at once on a rank; a run has one.
         wire: The library that makes the exchanges, the same on every rank: `mpi4jax`, in XLA
             executables, or `mpi4py`, between them. If None, the variable `JAXCROSS_WIRE` decides.
             Without it, that's mpi4jax, but mpi4py on accelerators and where mpi4jax isn't
@@ -100,20 +97,20 @@ def initialize(
         ValueError: An argument or a variable that makes no sense, or an argument that differs from
             the first call's.
     """
-    _check_arguments(stall_timeout_s, heartbeat_timeout_s, lanes)
+    _check_arguments(stall_timeout_s, heartbeat_timeout_s)
     over = wire_choice.chosen(wire, os.environ)
     if _CURRENT:
         started = _CURRENT[0]
-        wanted = (stall_timeout_s, lanes, heartbeat_timeout_s)
+        wanted = (stall_timeout_s, heartbeat_timeout_s)
         if wanted not in (
-            (300.0, 1, 30.0),
-            (started.stall_timeout_s, started.lanes, started.heartbeat_timeout_s),
+            (300.0, 30.0),
+            (started.stall_timeout_s, started.heartbeat_timeout_s),
         ):
             raise ValueError(
                 "jaxcross is initialised already, with "
-                f"`stall_timeout_s={started.stall_timeout_s}` and `lanes={started.lanes}`, "
+                f"`stall_timeout_s={started.stall_timeout_s}` and "
                 f"`heartbeat_timeout_s={started.heartbeat_timeout_s}`: it cannot change to "
-                f"{stall_timeout_s}, {lanes}, {heartbeat_timeout_s}. Give them to the first call."
+                f"{stall_timeout_s} and {heartbeat_timeout_s}. Give them to the first call."
             )
         if wire not in (None, started.over):
             raise ValueError(
@@ -130,7 +127,7 @@ def initialize(
         install_interrupt()
     )  # else this is a rank of `jaxcross launch`, whose words these are
     try:
-        return _start(launch, stall_timeout_s, heartbeat_timeout_s, lanes, over)
+        return _start(launch, stall_timeout_s, heartbeat_timeout_s, over)
     except KeyboardInterrupt:
         if launch is None:
             raise
@@ -143,7 +140,6 @@ def _start(
     launch: Launch | None,
     stall_timeout_s: float,
     heartbeat_timeout_s: float,
-    lanes: int,
     over: Over | None,
 ) -> World:
     """Starts MPI, joins the other ranks and returns the world. Waits for every rank."""
@@ -175,7 +171,6 @@ def _start(
             vendor=vendor,
             stall_timeout_s=stall_timeout_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
-            lanes=lanes,
             over=over,
         )
     _CURRENT.append(joined)
@@ -185,7 +180,7 @@ def _start(
     return joined
 
 
-def _check_arguments(stall_timeout_s: Any, heartbeat_timeout_s: Any, lanes: Any) -> None:
+def _check_arguments(stall_timeout_s: Any, heartbeat_timeout_s: Any) -> None:
     never = "0 or more, 0 for never"
     for name, value, wanted in (
         ("stall_timeout_s", stall_timeout_s, "more than 0"),
@@ -194,8 +189,6 @@ def _check_arguments(stall_timeout_s: Any, heartbeat_timeout_s: Any, lanes: Any)
         seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
         if not (seconds > 0 or (seconds == 0 and wanted == never)):  # NaN is neither
             raise ValueError(f"`{name}` must be a number of seconds, {wanted}, got {value!r}.")
-    if not is_whole(lanes) or lanes < 1:
-        raise ValueError(f"`lanes` must be a whole number of at least 1, got {lanes!r}.")
 
 
 @contextmanager
@@ -230,7 +223,6 @@ def _join(
     vendor: str,
     stall_timeout_s: float,
     heartbeat_timeout_s: float,
-    lanes: int,
     over: Over | None,
 ) -> World:
     """Returns this rank's view of the world. Waits for every rank."""
@@ -248,7 +240,7 @@ def _join(
     # cores.
     own_cores = xla_pool.cores()
     cores = world.allreduce(own_cores, op=mpi.MAX)
-    size_of_pool = _prepare_pool(cores, own_cores, lanes)
+    size_of_pool = _prepare_pool(cores, own_cores)
     accelerators = _accelerators()
     wire = _load_wire(world, over, accelerators)
     _take_device(settings_of_node, local_rank=local_rank, accelerators=accelerators)
@@ -282,7 +274,6 @@ def _join(
         local_rank=local_rank,
         local_size=local_size,
         vendor=vendor,
-        lanes=lanes,
         over=wire,
         pool_size=size_of_pool,
         heartbeat_timeout_s=heartbeat_timeout_s,
@@ -380,11 +371,9 @@ def load_mpi4jax() -> Any:
     return mpi4jax
 
 
-def _prepare_pool(cores: int, own_cores: int, lanes: int) -> int:
-    wanted = xla_pool.needed(cores, lanes)
+def _prepare_pool(cores: int, own_cores: int) -> int:
     settings = xla_pool.plan_pool(
-        wanted,
-        minimum=lanes + 1,
+        xla_pool.needed(cores),
         started=compat.backends_started(),
         core_count=own_cores,
         environ=os.environ,

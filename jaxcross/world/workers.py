@@ -36,7 +36,6 @@ _NUMBERS = (
     "local_rank",
     "local_size",
     "vendor",
-    "lanes",
     "over",
     "pool_size",
     "heartbeat_timeout_s",

@@ -51,14 +51,13 @@ class World:
         local_rank: This process among those of its node.
         local_size: Ranks on this node.
         vendor: The MPI: `mpich`, `openmpi`, ...
-        lanes: Exchange lanes a rank may have.
         over: The library that makes the exchanges, `mpi4jax` or `mpi4py`; the same on every rank.
         arena: Memory into which exchanges over mpi4py receive.
         pool_size: Threads of XLA's CPU pool, the same on every rank: results depend on it in the
             last bits.
         control: Small agreements between all ranks, for one thread at a time.
         executables: Everything that this process has compiled, shared by like jobs.
-        make_wire: Makes the wire of one lane; see `wire`.
+        make_wire: Makes the wire; see `wire`.
         unpickle: Returns the world of the process that calls it.
         exchange_owner: Which thread or run may exchange now.
         heartbeat_timeout_s: Seconds after which a rank that does not beat is reported, and all
@@ -75,7 +74,6 @@ class World:
     local_rank: int
     local_size: int
     vendor: str
-    lanes: int
     pool_size: int
     heartbeat_timeout_s: float
     over: Over
@@ -117,29 +115,23 @@ class World:
         grid: RankGrid,
         axes: Sequence[str],
         groups: Sequence[Sequence[int]] | None = None,
-        *,
-        lane: int = 0,
     ) -> Any:
-        """The mpi4py communicator of this rank's group over `axes`, for one lane; made once, then
-        kept.
+        """The mpi4py communicator of this rank's group over `axes`; made once, then kept.
 
         The first call for a group waits until each of its members calls; others are not involved.
         Threads may ask for different groups in any order, and on different ranks in different
         orders.
 
         Raises:
-            ValueError: An unknown axis or lane.
+            ValueError: An unknown axis.
         """
         from mpi4py import MPI
 
-        if not 0 <= lane < self.lanes:
-            raise ValueError(f"Lane {lane} does not exist: `initialize(lanes={self.lanes})`.")
         ranks = grid.group(axes, groups)
         if len(ranks) == 1:
             return MPI.COMM_SELF
-        key = (lane, ranks)
         with self._slots_lock:
-            slot = self._slots.setdefault(key, _Slot())
+            slot = self._slots.setdefault(ranks, _Slot())
         with slot.lock:
             if slot.comm is None:
                 what = f"making a communicator of ranks {ranks}"
@@ -148,7 +140,7 @@ class World:
                 waiting_for = partial(missing_ranks, "", what, others, excuse_local=False)
                 with self.monitor(job="", step=0, segment=-1, what=what, waiting_for=waiting_for):
                     # MPI tells concurrent creations over one parent apart by their tag alone.
-                    slot.comm = self.new_communicator(ranks, repr(key))
+                    slot.comm = self.new_communicator(ranks, repr(ranks))
         return slot.comm
 
     def new_communicator(self, ranks: Sequence[int], what: str) -> Any:
@@ -161,9 +153,9 @@ class World:
         finally:
             group.Free()
 
-    def wire(self, lane: int = 0) -> MpiWire:
-        """Returns the wire over which programs exchange in one lane. Does not communicate."""
-        return self.make_wire(self, lane=lane)
+    def wire(self) -> MpiWire:
+        """Returns the wire over which programs exchange. Does not communicate."""
+        return self.make_wire(self)
 
     def gather_connected(
         self,

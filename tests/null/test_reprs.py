@@ -75,7 +75,7 @@ RESULTS: dict[str, tuple[Callable[[], Any], str]] = {
         ),
     ),
     "plan": (
-        lambda: plan.of(
+        lambda: plan.make(
             [plan.Profile.whole(f"job{n}", compute_s=0.2, exchange_s=0.1) for n in range(4)]
         ),
         "<Plan of 4 jobs in ",

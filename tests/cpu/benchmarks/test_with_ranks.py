@@ -37,7 +37,6 @@ def test_exchange_cost(smoke):
     assert result["exchanges"] > 0
     for name in (
         "alone",
-        "at once",
         "beside",
         "beside, niceness 5",
         "alone, sums up to none",

@@ -22,7 +22,7 @@ LIKE = {"w": np.zeros(3)}
 
 
 def best_of(folder):
-    state, step = jaxcross.load(folder, "a", LIKE, best=True)
+    state, step = jaxcross.load_checkpoint(folder, "a", LIKE, best=True)
     return state["w"].sum(), step
 
 
@@ -37,7 +37,7 @@ def test_the_best_state_is_kept_next_to_the_last(mode, step, keep, tmp_path):
     (job, _), _ = train(2, tmp_path, best=mode, keep=keep, n=2, save_every=1)
     assert best_of(tmp_path) == (w_of(job, step), step)
     assert steps_on_disk(tmp_path) == [step, *range(STEPS - keep + 1, STEPS + 1)]
-    state, last = jaxcross.load(tmp_path, "a", LIKE)
+    state, last = jaxcross.load_checkpoint(tmp_path, "a", LIKE)
     assert last == STEPS
     same(state, job.state)
 
@@ -88,7 +88,8 @@ def test_the_best_is_that_of_a_run_that_was_not_killed(stop, never_killed, tmp_p
     for rank in range(2):
         like = LIKE | ({"residual": np.zeros(2)} if own else {})
         mine, theirs = (
-            jaxcross.load(f, "a", like, best=True, rank=rank * own)[0] for f in (tmp_path, whole)
+            jaxcross.load_checkpoint(f, "a", like, best=True, rank=rank * own)[0]
+            for f in (tmp_path, whole)
         )
         same(mine, theirs)
         assert mine["w"].sum() == w_of_rank[rank]
@@ -120,9 +121,9 @@ def test_a_kill_at_any_write_or_deletion_keeps_a_best(moment, tmp_path, monkeypa
     monkeypatch.undo()
     like = LIKE | {"residual": np.zeros(2)}
     if steps_on_disk(tmp_path / "c") and moment > 1:
-        _, newest = jaxcross.load(tmp_path / "c", "a", like)
+        _, newest = jaxcross.load_checkpoint(tmp_path / "c", "a", like)
         if newest >= 2:
-            _, step = jaxcross.load(tmp_path / "c", "a", like, best=True)
+            _, step = jaxcross.load_checkpoint(tmp_path / "c", "a", like, best=True)
             assert step == max((s for s in SCORES if s <= newest), key=SCORES.__getitem__)
     train(2, tmp_path / "c", **common)
     assert steps_on_disk(tmp_path / "c") == [6, STEPS]
@@ -158,15 +159,15 @@ def test_arguments_are_checked(options, text):
 def test_load_refuses_what_is_not_there(tmp_path, saved):
     for folder in (tmp_path / "none", tmp_path):
         with pytest.raises(JobError, match="has no checkpoint in .* that is complete on all ranks"):
-            jaxcross.load(folder, "a", LIKE)
+            jaxcross.load_checkpoint(folder, "a", LIKE)
     like = LIKE | {"residual": np.zeros(2)}
     for rank in range(2):
-        state, step = jaxcross.load(saved, "a", like, rank=rank)
+        state, step = jaxcross.load_checkpoint(saved, "a", like, rank=rank)
         assert step == 8 and (state["residual"] == 2 * rank * (1 - 2**-9)).all()
     with pytest.raises(JobError, match="there is no rank 2"):
-        jaxcross.load(saved, "a", like, rank=2)
+        jaxcross.load_checkpoint(saved, "a", like, rank=2)
     with pytest.raises(JobError, match="of another model. What differs: .*residual"):
-        jaxcross.load(saved, "a", LIKE)
+        jaxcross.load_checkpoint(saved, "a", LIKE)
 
 
 @pytest.mark.mostly_integration("True-6")
@@ -176,7 +177,10 @@ def test_load_needs_all_parts_only_if_ranks_differ(own, step, tmp_path):
     train_plainly(2, tmp_path, names="a", own=own, steps=8)
     shutil.rmtree(newest(tmp_path) / "rank-0001")
     assert (
-        jaxcross.load(tmp_path, "a", LIKE | ({"residual": np.zeros(2)} if own else {}))[1] == step
+        jaxcross.load_checkpoint(tmp_path, "a", LIKE | ({"residual": np.zeros(2)} if own else {}))[
+            1
+        ]
+        == step
     )
 
 
@@ -189,4 +193,4 @@ def test_load_refuses_a_damaged_file(tmp_path, saved):
     )
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(JobError, match="cannot be loaded from .* bytes, not"):
-        jaxcross.load(tmp_path / "c", "a", LIKE | {"residual": np.zeros(2)})
+        jaxcross.load_checkpoint(tmp_path / "c", "a", LIKE | {"residual": np.zeros(2)})

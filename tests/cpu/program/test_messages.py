@@ -334,7 +334,7 @@ with warnings.catch_warnings():
     for n in (5, 6, 7):
         new, _ = train_step(new, jnp.ones((n, 2)))
     train_step(new, jnp.ones((7, 2)))
-    sharded = jaxcross.crossover(lambda v: v * 2, axes="batch", static_argnums=1)
+    sharded = jaxcross.crossover(lambda v, n: v * n, axes="batch", static_argnums=1)
     partial = jaxcross.crossover(functools.partial(max, 1), axes="b")
     print("name", train_step.__name__, partial.__name__)
 print("end")

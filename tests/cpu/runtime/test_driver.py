@@ -191,7 +191,7 @@ def test_backoff_ends_although_the_thread_is_suspended_for_longer(monkeypatch):
 def test_an_emulated_link_holds_exchanges_and_says_so():
     def work(world):
         log = SpanLog()
-        link = Link(rate_bytes_per_s=24e3, latency_s=0.001)
+        link = Link(0.192, latency_s=0.001)
         report = runner_of(world, instruments=[log], link=link).run()
         assert "emulated link" in str(report)
         return [s for s in log.spans if s.kind == "collective"]
@@ -202,13 +202,13 @@ def test_an_emulated_link_holds_exchanges_and_says_so():
 
 
 def test_links_parse():
-    assert Link.parse("500mbit") == Link(rate_bytes_per_s=62.5e6)
+    assert Link.parse("500mbit") == Link(500)
     assert str(Link.parse("0.5gbit")) == "emulated link 500mbit"
     assert Link.parse("none") is None
     with pytest.raises(ValueError, match=r"^`fast` is not a link rate\."):
         Link.parse("fast")
     with pytest.raises(ValueError, match=r"^a link needs a rate above 0"):
-        Link(rate_bytes_per_s=0)
+        Link(0)
 
 
 class BrokenExchange(FakeExecution):

@@ -43,7 +43,7 @@ assert alone.cost.limit_bytes > 10**8 and alone.fitting_jobs > 4
 
 # On a link that was asked for it stands for one of two, which receive as many bytes as the gradient
 # has.
-linked = jaxcross.estimate(step, state, X, k=7, steps=1, link_mbps=0.001, memory_bytes=10**9)
+linked = jaxcross.estimate(step, state, X, jobs=7, steps=1, mbps=0.001, memory="1GB")
 assert linked.cost.wire_bytes == 24 and linked.cost.narrow_wire_bytes == 12
 assert abs(linked.cost.exchange_s - 24 * 8 / 1000) < 1e-9, linked.cost
 assert abs(linked.cost.mbps - 0.001) < 1e-12
@@ -84,14 +84,12 @@ def says(start, *args, error="ValueError", **kwargs):
     text = raised(lambda: jaxcross.estimate(*args, **kwargs))
     assert text.startswith(f"{error}: {start}"), text
 
-says("`k` must be at least 1, got 0", step, state, X, k=0)
-says("`k` must be a whole number, got 1.5", step, state, X, k=1.5, error="TypeError")
+says("`jobs` must be at least 1, got 0", step, state, X, jobs=0)
+says("`jobs` must be a whole number, got 1.5", step, state, X, jobs=1.5, error="TypeError")
 says("`steps` must be at least 1, got 0", step, state, X, steps=0)
-says("`link_mbps` must be above 0, got -1", step, state, X, link_mbps=-1)
-says(
-    "`memory_bytes` must be a number, or None, got '4GB'",
-    step, state, X, memory_bytes="4GB", error="TypeError",
-)
+says("`mbps` must be above 0, got -1", step, state, X, mbps=-1)
+says("`memory` must be a number of bytes with a unit", step, state, X, memory="lots")
+says("`memory` must be a whole number of bytes", step, state, X, memory=0.5, error="TypeError")
 says("`plain` is not a `crossover` step: name its axes", plain, state, X, error="TypeError")
 says(
     "`axes` is for a function that is not decorated",

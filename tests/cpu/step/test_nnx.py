@@ -174,6 +174,25 @@ except ValueError as error:
 else:
     raise AssertionError("a static module passed")
 """,
+    "static and donated by name": """
+def half(m, o, x, *, kind):
+    return update(m, o, x, True, 1.0 if kind == "one" else 2.0)
+model, optimizer = fresh()
+step = jaxcross.crossover(half, axes="batch", static_argnames="kind", donate_argnames=("m", "o"))
+step(model, optimizer, X, kind="one")
+step(m=model, x=X, o=optimizer, kind="two")
+other = fresh()
+for scale in (1.0, 2.0):
+    update(*other, X, False, scale)
+same((model, optimizer), other)
+assert not X.is_deleted()
+try:
+    jaxcross.crossover(half, axes="batch", static_argnames="m")(optimizer, optimizer, X, kind="one")
+except ValueError as error:
+    assert str(error).startswith("static argument 0 of `half` holds NNX objects"), error
+else:
+    raise AssertionError("a static optimizer passed")
+""",
     "trace": """
 model, optimizer = fresh()
 step = jaxcross.crossover(lambda m, o, x: update(m, o, x, True), axes="batch")

@@ -157,6 +157,17 @@ def test_step_keeping_part_of_its_state_is_rejected(results, args, options, mess
         skipped(results, *args, **options)
 
 
+def test_a_state_that_is_given_by_name_is_kept():
+    def step(*_, **__):
+        return new(PARAMS), new(OPT), LOSS
+
+    flagged = with_commit_flag(step, "step", ("params", "opt"), donated=True)
+    got = flagged(BATCH, jnp.asarray(False), params=PARAMS, opt=OPT)
+    same(got, (PARAMS, OPT, LOSS))
+    with pytest.raises(CutError, match="argument `opt` comes back in its structure as well"):
+        with_commit_flag(step, "step", (0,), donated=False)(PARAMS, jnp.asarray(False), opt=OPT)
+
+
 def test_a_batch_may_be_donated_as_well():
     got = skipped((new(PARAMS), {"loss": LOSS}), PARAMS, {"x": BATCH}, state=(0, 1))
     same(got, (PARAMS, {"loss": LOSS}))

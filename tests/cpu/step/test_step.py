@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxcross._arguments import Selection
 from jaxcross._jax_compat import trace_context
 from jaxcross.errors import JobError
-from jaxcross.step.crossover import crossover, positions
+from jaxcross.step.crossover import crossover
 from jaxcross.world.exchange_owner import ExchangeOwner
 from tests.support import warm_python
 from tests.support.script_text import RAISED
@@ -146,12 +147,12 @@ def lines() -> list[str]:
     "sentence",
     [
         (
-            "ValueError: donate_argnums of `step` names argument -3, but it was called with 2 "
-            "positional arguments"
+            "ValueError: `donate_argnums` of `step` names argument -3, but `step` takes 2 "
+            "positional arguments."
         ),
         (
-            "ValueError: donate_argnums of `step` names argument -1, but it was called with 2 "
-            "positional arguments"
+            "ValueError: argument 1 of `step` is donated and static, but what is static has no "
+            "arrays"
         ),
         (
             "ValueError: static argument 1 of `step` cannot be hashed: it is or holds a `tuple` "
@@ -217,6 +218,10 @@ NUMBERS = (
     "it is the number of a positional argument, such as 0, or a sequence of numbers, such as (0, "
     "1)."
 )
+NAMES = (
+    "it is the name of an argument, such as 'state', or a sequence of names, such as ('state', "
+    "'batch')."
+)
 CUT = 'cut must be "whole", "auto" or a positive number of exchange segments, not '
 
 
@@ -260,10 +265,11 @@ CUT = 'cut must be "whole", "auto" or a positive number of exchange segments, no
             ValueError,
             "`bucket_bytes` is `-1`: it counts bytes and must be a whole number from 0",
         ),
-        ({"donate_argnums": None}, TypeError, f"`donate_argnums` is `None`: {NUMBERS}"),
+        ({"donate_argnums": 0.0}, TypeError, f"`donate_argnums` is `0.0`: {NUMBERS}"),
         ({"donate_argnums": True}, TypeError, f"`donate_argnums` is `True`: {NUMBERS}"),
-        ({"static_argnums": None}, TypeError, f"`static_argnums` is `None`: {NUMBERS}"),
         ({"static_argnums": "x"}, TypeError, f"`static_argnums` is `'x'`: {NUMBERS}"),
+        ({"donate_argnames": 0}, TypeError, f"`donate_argnames` is `0`: {NAMES}"),
+        ({"static_argnames": ("x", 1)}, TypeError, f"`static_argnames` is `('x', 1)`: {NAMES}"),
     ],
 )
 def test_invalid_options_are_rejected_where_given(options, error, sentence) -> None:
@@ -280,14 +286,15 @@ def test_numbers_of_numpy_are_numbers() -> None:
         "donate_argnums": two,
         "static_argnums": np.arange(2),
     }
-    step = crossover(lambda x: x, axes={"a": two, "b": -1}, **numbers)
-    found = (step.axes, step.cut, step.bucket_bytes, step.donate, step.static)
+    step = crossover(lambda x, y, z: x, axes={"a": two, "b": -1}, **numbers)
+    found = (step.axes, step.cut, step.bucket_bytes, step.donate.numbers, step.static.numbers)
     assert repr(found) == "({'a': 2, 'b': -1}, 2, 2, (2,), (0, 1))"
     assert crossover(lambda x: x, axes="batch", bucket_bytes=0).bucket_bytes == 0
 
 
-def test_positions_count_from_the_end() -> None:
-    assert positions((-1, 0, -2), 3) == (2, 0, 1)
+def test_negative_numbers_count_from_the_end() -> None:
+    assert Selection((-1, 0, -2)).places(3, ()) == (2, 0, 1)
+    assert Selection((1, -3), ("x", "y")).places(2, {"y": 1, "z": 2}) == (1, "y")
 
 
 def test_jax_configuration_is_part_of_the_compile_key() -> None:

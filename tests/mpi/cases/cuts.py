@@ -19,7 +19,7 @@ import optax
 from jax import lax
 
 import jaxcross
-from jaxcross.plan import Profile
+from jaxcross.plan import Profile, ProfiledCut
 
 WORLD = jaxcross.initialize(stall_timeout_s=60)
 RANK, P = WORLD.rank, WORLD.size
@@ -126,26 +126,27 @@ def kinds_that_cut_alike() -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def profiles() -> dict[str, Profile]:
-    """Profiles of the step by what they choose: one segment, two, or nothing, as they are of
+def profiled_cuts() -> dict[str, ProfiledCut]:
+    """Cuts by profiles, by what they choose: one segment, two, or nothing, as the profiles are of
     something else.
     """
     cost = jaxcross.estimate(jaxcross.crossover(two_layers, axes="batch"), LAYERS, X, steps=1).cost
     whole, cut = cost.whole, cost.cut
     assert cut is not None
-    return {
+    found = {
         "one": replace(whole, seconds=(1.0, 0.0, 0.0)),
         "two": replace(cut, seconds=tuple(0.1 for _ in cut.seconds)),
         "of other ranks": replace(whole, ranks=P + 1),
         "of another step": Profile.whole("a", compute_s=1.0, exchange_s=1.0, nbytes=10**6, ranks=P),
     }
+    return {name: jaxcross.plan.cut(profile) for name, profile in found.items()}
 
 
 def profiles_that_differ() -> None:
     """By the cut that they choose, or by what they are of: no rank runs, whichever rank has the
     other one.
     """
-    known = profiles()
+    known = profiled_cuts()
     pairs = (("one", "two"), ("two", "of other ranks"), ("of another step", "one"))
     for first, other in pairs:
         given = known[other if RANK else first]

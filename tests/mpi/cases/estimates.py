@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 import jaxcross
-from jaxcross.plan import Profile
+from jaxcross.plan import Profile, cut
 from jaxcross.plan.estimate import estimate_of
 
 WORLD = jaxcross.initialize(stall_timeout_s=60)
@@ -56,7 +56,7 @@ def raised(call):
 
 def the_same_on_every_rank():
     step, state = make_step(), fresh()
-    found = jaxcross.estimate(step, state, X, link_mbps=1, memory_bytes=10**9)
+    found = jaxcross.estimate(step, state, X, mbps=1, memory=10**9)
     assert len(set(WORLD.control.allgather_text(json.dumps(found.as_dict())))) == 1
     # each rank receives 2(P - 1)/P of 4 bytes a parameter; the link holds the exchange for at least
     # so long
@@ -98,7 +98,7 @@ def a_profile_in_place_of_a_measurement():
             lambda given=refused: jaxcross.estimate(make_step(), fresh(), X, profiles=given)
         )
         assert text.startswith("CutError: The profile") and words in text, text
-        text = raised(lambda given=refused: make_step(cut=given)(fresh(), X))
+        text = raised(lambda given=refused: make_step(cut=cut(given))(fresh(), X))
         assert text.startswith("CutError: The profile") and words in text, text
     mine = first.whole if RANK else other
     text = raised(lambda: jaxcross.estimate(make_step(), fresh(), X, profiles=mine))
@@ -129,7 +129,7 @@ def a_profile_in_place_of_a_cut():
         (fine, 2),
         (replace(slow, seconds=(1.0, 0.0, 0.0)), 1),
     ):
-        by_profile = make_step(cut=given)
+        by_profile = make_step(cut=cut(given))
         assert by_profile.cut == number, by_profile.cut
         found, wanted = by_profile(fresh(), X), make_step(cut=number)(fresh(), X)
         assert all((found[k] == wanted[k]).all() for k in found)
@@ -155,12 +155,12 @@ def in_a_job_of_several():
 
 
 def one_rank_that_asks_wrongly():
-    text = raised(lambda: jaxcross.estimate(make_step(), fresh(), X, k=RANK))
+    text = raised(lambda: jaxcross.estimate(make_step(), fresh(), X, jobs=RANK))
     wanted = (
-        "ValueError: `k` must be at least 1, got 0."
+        "ValueError: `jobs` must be at least 1, got 0."
         if RANK == 0
         else (
-            "ExchangeError: `train_step` cannot be measured, as rank 0 failed: ValueError: `k` "
+            "ExchangeError: `train_step` cannot be measured, as rank 0 failed: ValueError: `jobs` "
             "must be at least 1, got 0."
         )
     )

@@ -69,7 +69,7 @@ def main():
         mine,
         whole,
     )  # `b` was over, and logs nothing more
-    best, step = jaxcross.load(folder, "a", jnp.zeros(4), best=True)
+    best, step = jaxcross.load_checkpoint(folder, "a", jnp.zeros(4), best=True)
     texts = WORLD.control.allgather_text(f"{step} {np.asarray(best).tobytes().hex()} {mine[0][0]}")
     assert len(set(texts)) == 1 and step <= mine[0][0]
     print(f"passed on rank {WORLD.rank}", flush=True)

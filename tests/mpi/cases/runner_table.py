@@ -103,7 +103,7 @@ def emulated_link():
             for name, rate in RATES.items()
         ],
         world=WORLD,
-        link=Link(rate_bytes_per_s=1e6, latency_s=1e-3),
+        link=Link(8, latency_s=1e-3),
     )
     assert "emulated link" in str(report)
     exchanges = [s for s in report.spans if s.kind == "collective" and s.nbytes]
@@ -121,7 +121,7 @@ def compression_is_chosen_from_a_report():
         jaxcross.Job(name, make_step(), init(rate), data(4), steps=4)
         for name, rate in RATES.items()
     ]
-    report = jaxcross.run(jobs, world=WORLD, link=Link(rate_bytes_per_s=1e5, latency_s=1e-3))
+    report = jaxcross.run(jobs, world=WORLD, link=Link(0.8, latency_s=1e-3))
     params, logged = init(0.0)[0], []
     costs = [
         JobCost(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=params)

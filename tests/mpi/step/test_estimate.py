@@ -84,7 +84,7 @@ def test_a_script_ends_at_its_first_step(environ: dict[str, str], tmp_path: Path
     words = (
         "--step",
         "train_step",
-        "-k",
+        "--jobs",
         "3",
         "--json",
         str(tmp_path / "out.json"),
@@ -131,7 +131,7 @@ def test_a_script_that_exits_before_its_step_is_an_error(
 def test_the_sweep_of_the_examples(environ: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     words = (str(EXAMPLES / "mnist_sweep.py"), "--folder", str(tmp_path / "sweep"))
-    done = estimated("--link-mbps", "500", *words, env=environ)
+    done = estimated("--mbps", "500", *words, env=environ)
     assert done.returncode == 0, done.stderr
     assert "`train_step` of job `0 lr=" in done.stdout
     assert "test accuracy" not in done.stdout

@@ -229,11 +229,11 @@ def test_a_silent_singleton_is_refused():
 
 @pytest.mark.integration
 def test_a_pool_that_came_too_early_is_refused():
-    code = "import jax\njax.devices()\nfrom jaxcross.world import initialize\ninitialize(lanes=100)"
-    done = alone(code)
+    code = "import jax\njax.devices()\nfrom jaxcross.world import initialize\ninitialize()"
+    done = alone(code, NPROC="1")
     assert done.returncode != 0
     assert (
-        "ExchangeError: JAX started before `jaxcross.initialize()`, with a CPU pool of"
+        "ExchangeError: JAX started before `jaxcross.initialize()`, with a CPU pool of 1"
         in done.stderr
     )
 

@@ -50,7 +50,7 @@ def test_the_factors_are_medians(
     assert measured[0].module[:2] == [contention.RANK, "5.0"]
     (point,) = json.loads(file.read_text())
     assert point == {
-        "mbit_per_s": 419.0,
+        "mbps": 419.0,
         "compute": 1.2,
         "exchange": 1.1,
     }  # 25 MiB twice half, in 0.5 s
@@ -58,7 +58,7 @@ def test_the_factors_are_medians(
     assert len(shown.splitlines()) <= 10 and max(map(len, shown.splitlines()[:-1])) <= 100
     assert "Contention of 2 ranks on 2 hosts, mpich, cpu: 3 rounds, 30 exchanges of 26 MB" in shown
     assert "1.20   0.90 to 1.20 by round" in shown
-    assert f"jaxcross plan jobs.toml --contention {file} --link-mbps 419" in shown
+    assert f"jaxcross plan jobs.toml --contention {file} --mbps 419" in shown
 
 
 def test_rates_are_kept_next_to_each_other(measured: list[Any], tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_rates_are_kept_next_to_each_other(measured: list[Any], tmp_path: Path) 
     file.write_text(json.dumps(before.to_json()))
     assert cli.main(["contention", str(file)]) == 0
     assert [rate for rate, _ in MachineContention.load(file).measured] == [100.0, 419.0]
-    assert cli.main(["contention", str(file), "--link-mbps", "500"]) == 0
+    assert cli.main(["contention", str(file), "--mbps", "500"]) == 0
     assert [rate for rate, _ in MachineContention.load(file).measured] == [100.0, 419.0, 500.0]
 
 
@@ -105,7 +105,7 @@ def test_lanes_never_make_each_other_faster(
         (["c.json", "-n", "1"], "one rank exchanges nothing: `-n` must be at least 2, got 1."),
         (["c.json", "--seconds", "0"], "`--seconds` must be above 0, got 0."),
         (["c.json", "--seconds", "nan"], "`--seconds` must be above 0, got nan."),
-        (["c.json", "--link-mbps", "-1"], "`--link-mbps` must be above 0, got -1."),
+        (["c.json", "--mbps", "-1"], "`--mbps` must be above 0, got -1."),
         (["none/c.json"], "`none/c.json` cannot be written: there is no folder `none`."),
         (
             ["wrong.json"],

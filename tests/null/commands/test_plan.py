@@ -72,15 +72,13 @@ def test_the_link_s_rate_brings_contention(
     """A profile of a report does not name it; without it no contention counts."""
     words = (folder / "jobs.toml", "--contention", "two-cores", "--json", folder / "plan.json")
     made = []
-    for more in ((), ("--link-mbps", 500)):
+    for more in ((), ("--mbps", 500)):
         assert _run(*words, *more) == 0
         made.append(Plan.load(folder / "plan.json").progress)
-        assert ("or by `--link-mbps`" in " ".join(capsys.readouterr().out.split())) is not bool(
-            more
-        )
+        assert ("or by `--mbps`" in " ".join(capsys.readouterr().out.split())) is not bool(more)
     assert made[1] < made[0]
-    assert _run(*words, "--link-mbps", 0) == 2
-    assert "`--link-mbps` must be above 0" in capsys.readouterr().err
+    assert _run(*words, "--mbps", 0) == 2
+    assert "`--mbps` must be above 0" in capsys.readouterr().err
 
 
 def test_profiles_lie_in_a_folder_of_their_own(folder: Path, tmp_path: Path) -> None:
@@ -270,14 +268,14 @@ def test_wrong_options_are_found_before_the_plan(
     folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("jaxcross.plan.of", lambda *_, **__: pytest.fail("it was planned"))
+    monkeypatch.setattr("jaxcross.plan.make", lambda *_, **__: pytest.fail("it was planned"))
     assert _run("jobs.toml", *words) == 2
 
 
 def test_a_script_is_asked_for_before_the_plan(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxcross.plan.of", lambda *_, **__: pytest.fail("it was planned"))
+    monkeypatch.setattr("jaxcross.plan.make", lambda *_, **__: pytest.fail("it was planned"))
     (folder / "jobs.toml").write_text(JOBS.replace('script = "train.py"', ""))
     assert _run(folder / "jobs.toml", "--launch", "slurm", folder) == 2
 
@@ -399,7 +397,7 @@ def test_the_command_line_takes_all_options() -> None:
         "--most",
         "--floor",
         "--contention",
-        "--link-mbps",
+        "--mbps",
         "--json",
         "--picture",
         "--launch",

@@ -66,7 +66,7 @@ def test_a_twin_is_as_it_predicts_itself() -> None:
 
 
 def test_a_planned_group_is_as_planned() -> None:
-    plan = jaxcross.plan.of(JOBS, contention=MILD)
+    plan = jaxcross.plan.make(JOBS, contention=MILD)
     twin = jaxcross.plan.predict_group(plan.group_of("a"), JOBS, contention=MILD)
     found = twin.report.against(twin)
     _adds_up(found)

@@ -231,5 +231,5 @@ def test_all_numbers_are_json() -> None:
 
 
 def test_less_than_one_job_is_an_error() -> None:
-    with pytest.raises(ValueError, match="`k` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="`jobs` must be at least 1, got 0"):
         estimate_of(cost(), 0)

@@ -87,7 +87,7 @@ def _check(found: Grouping, loads: list[Load], most: int, memory: int | None) ->
 @pytest.mark.parametrize("seed", range(3))
 def test_eight_jobs_are_grouped_best(seed: int, memory: int | None, most: int) -> None:
     loads = _loads(seed, 7 + seed % 2)
-    found = group(loads, most=most, memory_bytes=memory)
+    found = group(loads, most=most, memory=memory)
     _check(found, loads, most, memory)
     fitting = (
         p
@@ -121,7 +121,7 @@ def test_a_thousand_jobs_are_near_the_pooled_bound(memory: int | None) -> None:
     """On 10,000 ranks, of jobs with 4, 8 and 16 ranks, with weights and a limit of memory."""
     loads = _loads(0, 1000, ranks=(4, 8, 16))
     assert sum(load.ranks for load in loads) > 9000
-    found = group(loads, most=4, memory_bytes=memory)
+    found = group(loads, most=4, memory=memory)
     _check(found, loads, 4, memory)
     assert found.pooled_rank_s >= 0.97 * found.rank_s
 
@@ -134,7 +134,7 @@ def test_a_thousand_jobs_are_near_the_pooled_bound(memory: int | None) -> None:
 )
 def test_any_grouping_is_one(seed: int, count: int, most: int, memory: int | None) -> None:
     loads = _loads(seed, count, ranks=(1, 2))
-    _check(group(loads, most=most, memory_bytes=memory), loads, most, memory)
+    _check(group(loads, most=most, memory=memory), loads, most, memory)
 
 
 def test_jobs_that_only_compute_stay_alone() -> None:
@@ -148,11 +148,13 @@ def test_jobs_that_only_compute_stay_alone() -> None:
         ([], {}, "at least one job"),
         ([Load(name="a", compute_s=1, exchange_s=1)] * 2, {}, "a name each"),
         ([Load(name="a", compute_s=1, exchange_s=1)], {"most": 0}, "`most=0`"),
-        ([LARGE], {"memory_bytes": 9}, "job `large` needs 10 bytes alone"),
+        ([LARGE], {"memory": 9}, "job `large` needs 10 bytes alone"),
+        ([LARGE], {"memory": "9B"}, "job `large` needs 10 bytes alone, and a rank has 9"),
+        ([LARGE], {"memory": "lots"}, "`memory` must be a number of bytes with a unit"),
     ],
 )
 def test_what_cannot_be_grouped_is_an_error(
-    loads: list[Load], options: dict[str, int], message: str
+    loads: list[Load], options: dict[str, int | str], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         group(loads, **options)

@@ -30,7 +30,7 @@ PROFILE = Profile(
     host_s=0.25,
     ranks=4,
     link="lab",
-    mbit_per_s=500,
+    mbps=500,
     memory=JobMemory(peak_bytes=9, boundary_bytes=8, exchange_temporary_bytes=1),
 )
 
@@ -151,11 +151,11 @@ def test_contention_is_read_back() -> None:
         [],
         {},
         [1],
-        [{"mbit_per_s": 1, "compute": 1}],
-        [{"mbit_per_s": 1, "compute": "1", "exchange": 1}],
-        [{"mbit_per_s": 1, "compute": 0.9, "exchange": 1}],
-        [{"mbit_per_s": 1, "compute": 1, "exchange": 1}] * 2,
-        [{"mbit_per_s": 0, "compute": 1, "exchange": 1}],
+        [{"mbps": 1, "compute": 1}],
+        [{"mbps": 1, "compute": "1", "exchange": 1}],
+        [{"mbps": 1, "compute": 0.9, "exchange": 1}],
+        [{"mbps": 1, "compute": 1, "exchange": 1}] * 2,
+        [{"mbps": 0, "compute": 1, "exchange": 1}],
     ],
 )
 def test_other_contention_is_refused(points: Any) -> None:

@@ -141,8 +141,8 @@ def test_contention_counts_for_a_job_alone_too() -> None:
 
 def test_jobs_that_do_not_fit_are_refused() -> None:
     jobs = [_cuts(name, 0.1, 0.1, peak_bytes=100, boundary_bytes=60) for name in "ab"]
-    assert "do not fit into the memory" in choose_rates(jobs, memory_bytes=159).refusal
-    assert not choose_rates(jobs, memory_bytes=160).refusal
+    assert "do not fit into the memory" in choose_rates(jobs, memory=159).refusal
+    assert not choose_rates(jobs, memory=160).refusal
 
 
 def test_one_job_takes_its_fastest_cut() -> None:

@@ -58,14 +58,11 @@ def test_vendors(text, vendor):
 
 def test_pool_is_never_starved():
     for cores in range(1, 65):
-        for lanes in range(1, 9):
-            assert xla_pool.needed(cores, lanes) >= max(cores, lanes + 1)
+        assert xla_pool.needed(cores) >= max(cores, 2)
 
 
-def plan(environ=None, *, started=False, cores=2, minimum=2):
-    return xla_pool.plan_pool(
-        4, minimum=minimum, started=started, core_count=cores, environ=environ or {}
-    )
+def plan(environ=None, *, started=False, cores=2):
+    return xla_pool.plan_pool(4, started=started, core_count=cores, environ=environ or {})
 
 
 def test_pool_settings():
@@ -220,8 +217,6 @@ def test_report_if_ranks_wait_for_different_things():
             {"heartbeat_timeout_s": None},
             "`heartbeat_timeout_s` must be a number of seconds, 0 or more, 0 for never, got None.",
         ),
-        ({"lanes": 0}, "`lanes` must be a whole number of at least 1, got 0."),
-        ({"lanes": 1.5}, "`lanes` must be a whole number of at least 1, got 1.5."),
     ],
 )
 def test_arguments_are_checked_before_mpi_starts(options, message):

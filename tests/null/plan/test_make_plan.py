@@ -8,7 +8,7 @@ import pytest
 import jaxcross
 from jaxcross.interleave.contention import Contention
 from jaxcross.plan.contention import TWO_CORES
-from jaxcross.plan.make import of, predict_group
+from jaxcross.plan.make_plan import make, predict_group
 from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.plan import Plan
 from jaxcross.plan.profile import Profile
@@ -34,7 +34,7 @@ def _groups(plan: Plan) -> list[tuple[str, ...]]:
 
 @pytest.mark.integration
 def test_unlike_jobs_share_ranks_and_none_starves() -> None:
-    plan = jaxcross.plan.of(UNLIKE)
+    plan = jaxcross.plan.make(UNLIKE)
     assert _groups(plan) == [("large", "small"), ("other",)]
     pair, single = plan.groups
     assert (pair.ranks, single.ranks) == (1, 4)
@@ -46,7 +46,7 @@ def test_unlike_jobs_share_ranks_and_none_starves() -> None:
 
 @pytest.mark.integration
 def test_the_prediction_of_a_group_is_the_plan_s() -> None:
-    plan = of(UNLIKE)
+    plan = make(UNLIKE)
     (pair, _) = plan.groups
     found = predict_group(pair, UNLIKE)
     assert found.rounds.period_s == pytest.approx(pair.period_s)
@@ -62,7 +62,7 @@ def test_the_prediction_of_a_group_is_the_plan_s() -> None:
 @pytest.mark.parametrize("step_s", [1e-300, 1e-5])
 def test_a_group_too_unlike_is_not_predicted(step_s: float) -> None:
     """A plan may be any file: its prediction takes no longer than those of `of`."""
-    (pair, _) = of(UNLIKE).groups
+    (pair, _) = make(UNLIKE).groups
     loaded = replace(pair, jobs=(pair.jobs[0], replace(pair.jobs[1], step_s=step_s)))
     with pytest.raises(
         ValueError, match="too unlike for a prediction, which would have more than 20000 steps"
@@ -73,7 +73,7 @@ def test_a_group_too_unlike_is_not_predicted(step_s: float) -> None:
 @pytest.mark.integration
 def test_jobs_that_would_starve_run_alone() -> None:
     """Two jobs that compute all the time, and more of them than either leaves room for."""
-    plan = of([_profile("a", 0.613, 0.023), _profile("b", 0.731, 0.129)], floor=0.5)
+    plan = make([_profile("a", 0.613, 0.023), _profile("b", 0.731, 0.129)], floor=0.5)
     assert _groups(plan) == [("b",), ("a",)]
     assert "next to `a`, `b` would run at 0.4" in plan.groups[0].why
     assert plan.progress == 1.0
@@ -83,7 +83,7 @@ def test_jobs_too_unlike_for_a_prediction_run_alone() -> None:
     """They make the plan neither slow nor fail, and the job that is unlike the others goes
     first.
     """
-    plan = of([_profile("a", 0.5, 0.5), _profile("b", 0.5, 0.5), _profile("tiny", 1e-5, 1e-5)])
+    plan = make([_profile("a", 0.5, 0.5), _profile("b", 0.5, 0.5), _profile("tiny", 1e-5, 1e-5)])
     assert _groups(plan) == [("a", "b"), ("tiny",)]
     assert plan.groups[1].why.startswith("with `a` and `b`, the longest step takes ")
     assert plan.groups[1].why.endswith(
@@ -94,20 +94,22 @@ def test_jobs_too_unlike_for_a_prediction_run_alone() -> None:
 @pytest.mark.integration
 def test_jobs_that_gain_nothing_run_alone() -> None:
     slow = Contention(compute=2.0, exchange=2.0)
-    plan = of([_profile("a", 0.1, 0.1), _profile("b", 0.1, 0.1)], contention=slow, floor=0.1)
+    plan = make([_profile("a", 0.1, 0.1), _profile("b", 0.1, 0.1)], contention=slow, floor=0.1)
     assert len(plan.groups) == 2
     assert "times as many steps together" in plan.groups[0].why
 
 
 def test_groups_of_like_jobs_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxcross.plan import make
+    from jaxcross.plan import make_plan
 
     made: list[int] = []
-    choose = make.choose_rates
+    choose = make_plan.choose_rates
     monkeypatch.setattr(
-        make, "choose_rates", lambda *args, **options: made.append(1) or choose(*args, **options)
+        make_plan,
+        "choose_rates",
+        lambda *args, **options: made.append(1) or choose(*args, **options),
     )
-    plan = of([_profile(f"lr-{n}", 0.1, 0.1) for n in range(8)], most=2)
+    plan = make([_profile(f"lr-{n}", 0.1, 0.1) for n in range(8)], most=2)
     assert [len(group.jobs) for group in plan.groups] == [2] * 4
     assert len(made) == 1
 
@@ -116,28 +118,28 @@ def test_groups_of_like_jobs_are_planned_once(monkeypatch: pytest.MonkeyPatch) -
 def test_memory_keeps_jobs_apart() -> None:
     memory = JobMemory(peak_bytes=50 * 10**9, boundary_bytes=40 * 10**9)
     jobs = [_profile(name, 0.1, 0.1, memory=memory) for name in "ab"]
-    assert _groups(of(jobs, memory="90GB")) == [("a", "b")]
-    assert of(jobs, memory="90GB").groups[0].memory_bytes == 90 * 10**9
-    assert len(of(jobs, memory="80GB").groups) == 2
+    assert _groups(make(jobs, memory="90GB")) == [("a", "b")]
+    assert make(jobs, memory="90GB").groups[0].memory_bytes == 90 * 10**9
+    assert len(make(jobs, memory="80GB").groups) == 2
     assert "memory of 1 jobs is not known" in str(
-        of([*jobs, _profile("c", 0.1, 0.1)], memory="90GB")
+        make([*jobs, _profile("c", 0.1, 0.1)], memory="90GB")
     )
 
 
 @pytest.mark.integration
 def test_measured_cuts_are_not_estimated() -> None:
     cut = _profile("large", 0.6, 0.1).cut_evenly(16)
-    plan = of([_profile("large", 0.6, 0.1), cut, _profile("small", 0.04, 0.1)])
+    plan = make([_profile("large", 0.6, 0.1), cut, _profile("small", 0.04, 0.1)])
     (job, *_) = plan.group_of("large").jobs
     assert (job.pieces, job.estimated) == (16, False)
 
 
 @pytest.mark.integration
 def test_contention_is_that_of_the_link_s_rate() -> None:
-    jobs = [_profile(name, 0.1, 0.1, mbit_per_s=1000.0) for name in "ab"]
-    at_rate = of(jobs, contention=TWO_CORES.at(1000), floor=0.1)
-    assert of(jobs, contention=TWO_CORES, floor=0.1) == at_rate
-    unnamed = of([_profile(name, 0.1, 0.1) for name in "ab"], contention=TWO_CORES)
+    jobs = [_profile(name, 0.1, 0.1, mbps=1000.0) for name in "ab"]
+    at_rate = make(jobs, contention=TWO_CORES.at(1000), floor=0.1)
+    assert make(jobs, contention=TWO_CORES, floor=0.1) == at_rate
+    unnamed = make([_profile(name, 0.1, 0.1) for name in "ab"], contention=TWO_CORES)
     assert any("without contention" in note for note in unnamed.notes)
 
 
@@ -159,4 +161,4 @@ def test_contention_is_that_of_the_link_s_rate() -> None:
 )
 def test_what_cannot_be_planned_is_an_error(jobs: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        of(jobs, **options)
+        make(jobs, **options)

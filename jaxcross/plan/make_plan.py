@@ -1,4 +1,4 @@
-"""`of`: the plan for a set of jobs, from their profiles."""
+"""`make`: the plan for a set of jobs, from their profiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from jaxcross.interleave.contention import Contention
 from jaxcross.plan.contention import MachineContention
 from jaxcross.plan.groups import Load, group
-from jaxcross.plan.memory import JobMemory, as_bytes, needed_bytes
+from jaxcross.plan.memory import JobMemory, memory_limit, needed_bytes
 from jaxcross.plan.plan import Plan, PlannedGroup, PlannedJob
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.rates import MOST_STEPS, PIECES, Cuts, Rates, choose_rates, cuts_of
@@ -22,7 +22,7 @@ ROUNDS = 8
 _WORTH = 1.05  # progress below which jobs run apart: the twin is off by as much
 
 
-def of(
+def make(
     profiles: Iterable[Profile],
     *,
     memory: int | str | None = None,
@@ -69,18 +69,18 @@ def of(
         >>> profiles = [
         ...     Profile.whole(name, compute_s=0.1, exchange_s=0.1, nbytes=10**7) for name in "ab"
         ... ]
-        >>> plan = jaxcross.plan.of(profiles, memory="80GB")
+        >>> plan = jaxcross.plan.make(profiles, memory="80GB")
         >>> print(len(plan.groups), plan.groups[0].policy.name, round(plan.progress, 1))
         1 round-robin 1.7
     """
     jobs = by_job(profiles)
-    limit = None if memory is None else _bytes(memory)
+    limit = memory_limit(memory)
     if floor is not None and not 0 < floor <= 1:
         raise ValueError(f"`floor` must be in (0, 1], got {floor}")
     loads = _loads(jobs, steps)
     found: list[PlannedGroup] = []
     known: dict[Any, tuple[Rates, PlannedGroup | None]] = {}
-    for names in group(loads, most=most, memory_bytes=limit).groups:
+    for names in group(loads, most=most, memory=limit).groups:
         found += _planned(
             {name: jobs[name] for name in names}, limit, contention, floor, vote_s, known
         )
@@ -174,13 +174,6 @@ def _steps_of(jobs: Sequence[PlannedJob]) -> list[int]:
     return [max(2, math.ceil(ROUNDS * longest.step_s / job.step_s)) for job in jobs]
 
 
-def _bytes(memory: int | str) -> int:
-    try:
-        return as_bytes(memory)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"`memory` {error}") from None
-
-
 def _loads(jobs: Mapping[str, Cuts], steps: Mapping[str, float] | None) -> list[Load]:
     if steps is not None and steps.keys() != jobs.keys():
         (name, *_) = sorted(steps.keys() ^ jobs.keys())
@@ -229,7 +222,7 @@ def _planned(
                 list(left.values()),
                 contention=there,
                 floor=floor,
-                memory_bytes=limit,
+                memory=limit,
                 vote_s=vote_s,
             )
             made = None if chosen.refusal else _group_of(left, chosen, there, vote_s, "")
@@ -265,7 +258,7 @@ def _planned(
             left = {}
     for name, reason in apart:
         there = _there(contention, [jobs[name][min(jobs[name])]])
-        rates = choose_rates([jobs[name]], contention=there, memory_bytes=limit, vote_s=vote_s)
+        rates = choose_rates([jobs[name]], contention=there, memory=limit, vote_s=vote_s)
         found.append(_group_of({name: jobs[name]}, rates, there, vote_s, reason))
     return found
 
@@ -333,7 +326,7 @@ def _there(
     """Returns the contention at the mean rate of the links that the profiles name."""
     if not isinstance(contention, MachineContention):
         return contention
-    rates = [profile.mbit_per_s for profile in profiles if profile.mbit_per_s]
+    rates = [profile.mbps for profile in profiles if profile.mbps]
     return contention.at(sum(rates) / len(rates)) if rates else None
 
 
@@ -347,11 +340,11 @@ def _notes(
             "contention."
         )
     elif isinstance(contention, MachineContention) and any(
-        not profile.mbit_per_s for profile in profiles
+        not profile.mbps for profile in profiles
     ):
         yield (
             "A group in which no profile names the rate of the link is planned without contention: "
-            "give it, as `mbit_per_s` of the profile or by `--link-mbps`."
+            "give it, as `mbps` of the profile or by `--mbps`."
         )
     unknown = [profile.name for profile in profiles if profile.memory is None]
     if limit is not None and unknown:

@@ -1,0 +1,79 @@
+"""`cut`: the cut of a step that runs alone, from its profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxcross.plan.make_plan import by_job
+from jaxcross.plan.profile import Profile
+from jaxcross.plan.rates import fastest_alone
+from jaxcross.plan.twin import VOTE_S
+
+Profiles = Profile | Sequence[Profile]
+"""One profile of a step, or one for each cut that was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledCut:
+    """The cut in which a step is fastest alone, for `crossover(cut=...)`; see `cut`.
+
+    Attributes:
+        pieces: The number of exchange segments.
+        profiles: The profiles that it follows from. A step that is cut by them must be theirs.
+    """
+
+    pieces: int
+    profiles: tuple[Profile, ...] = field(repr=False)
+
+
+def cut(profiles: Profiles) -> ProfiledCut:
+    """Returns the cut in which a step is fastest alone by its profiles, without a trial.
+
+    Decides from its arguments alone, and does not communicate. `crossover` refuses the cut when the
+    step is called if the profiles are of another step or of another number of ranks.
+
+    Args:
+        profiles: A `Profile` of the step, or several of it in several cuts. If there is one alone,
+            of the uncut step, times in more pieces are estimated from it.
+
+    Raises:
+        TypeError: They are no profiles.
+        ValueError: They are of several jobs, of several numbers of ranks, or two of one cut; or the
+            step takes no time.
+
+    Example:
+        >>> profile = Profile.whole("a", compute_s=1.0, exchange_s=1.0, nbytes=10**8, ranks=2)
+        >>> cut(profile)
+        ProfiledCut(pieces=32)
+    """
+    found = profiles_of_step(profiles)
+    (cuts,) = by_job(found).values()
+    return ProfiledCut(fastest_alone(cuts, None, VOTE_S)[1], found)
+
+
+def profiles_of_step(profiles: Profiles) -> tuple[Profile, ...]:
+    """Returns the profiles of one step as a tuple.
+
+    Raises:
+        TypeError: They are no profiles.
+        ValueError: They are of several jobs, of several numbers of ranks, or two of one cut.
+    """
+    found = (profiles,) if isinstance(profiles, Profile) else profiles
+    if (
+        isinstance(found, str)
+        or not isinstance(found, Sequence)
+        or not found
+        or not all(isinstance(each, Profile) for each in found)
+    ):
+        raise TypeError(
+            f"`profiles` must be one `jaxcross.plan.Profile` or several, got {profiles!r:.60}."
+        )
+    names = {profile.name for profile in found}
+    if len(names) > 1:
+        raise ValueError(
+            "profiles of one step have one name, got "
+            f"{', '.join(f'`{name}`' for name in sorted(names))}"
+        )
+    by_job(found)
+    return tuple(found)
