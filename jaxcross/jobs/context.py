@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
+from jaxcross._arguments import check_choice
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.rank_local import named_leaves
 from jaxcross.errors import JobError, first_line, shortened
@@ -25,7 +26,7 @@ from jaxcross.jobs.metrics import MetricLog
 from jaxcross.jobs.observer import JobObserver
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.thread import JobThread
-from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
+from jaxcross.runtime.job_record import Initial, NonFinite
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control

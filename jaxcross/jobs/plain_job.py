@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from jaxcross._arguments import check_choice
 from jaxcross.jobs.arguments import (
     check_loop,
     checked_early_stopping,
@@ -14,7 +15,7 @@ from jaxcross.jobs.arguments import (
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.early_stopping import Mode
 from jaxcross.jobs.evaluations import Evaluations
-from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
+from jaxcross.runtime.job_record import Initial, NonFinite
 
 
 class Job:

@@ -51,6 +51,7 @@ jaxcross.crossover(plain)  # error
 jaxcross.crosover  # error
 reveal_type(jaxcross.Runner())  # Runner
 reveal_type(jaxcross.current_world())  # World
+jaxcross.run([], progres=False)  # error
 """
 
 MYPY_SETTINGS = """

@@ -104,7 +104,7 @@ def loop(job, step, state, n=STEPS, mode="check", rank_local=()):
 
 def run(fn, *, checks=None, checkpoints=None, **arguments):
     runner = jaxcross.Runner(WORLD, check_replicas=checks, checkpoints=checkpoints)
-    job = runner.add("a", fn, **arguments)
+    job = runner.add("a", fn, arguments)
     with logged() as lines:
         report = runner.run()
     return job, report, lines

@@ -47,7 +47,7 @@ def narrow(job):
 
 
 runner = jaxcross.Runner(world)
-jobs = [runner.add(name, wide, steps=steps) for name, steps in (("good", 2), ("bad", 4))]
+jobs = [runner.add(name, wide, {"steps": steps}) for name, steps in (("good", 2), ("bad", 4))]
 narrow = runner.add("narrow", narrow)
 with pytest.raises(jaxcross.JobError, match="(?s)^Job `bad` failed on rank 1 in step 3, segment 0 .*boom"):
     runner.run()

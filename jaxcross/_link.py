@@ -1,0 +1,95 @@
+"""An emulated network link, for machines without a real slow one, and the words for a real one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+LINK_VARIABLE = "JAXCROSS_LINK"
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A link that holds each exchange for at least `latency_s + bytes / rate_bytes_per_s`, without
+    using a core.
+
+    It shows whether computation hides the exchanges, not how fast a network is: do not quote a
+    speed-up from it. The same on every rank.
+    """
+
+    rate_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.rate_bytes_per_s > 0 or not self.latency_s >= 0:
+            raise ValueError(
+                f"a link needs a rate above 0 and a latency of 0 or more, not {self!r}"
+            )
+
+    def seconds(self, nbytes: int) -> float:
+        """Returns how long a message of `nbytes` occupies the link."""
+        return self.latency_s + nbytes / self.rate_bytes_per_s
+
+    def __str__(self) -> str:
+        return f"emulated link {self.rate_bytes_per_s * 8 / 1e6:g}mbit"
+
+    @staticmethod
+    def parse(text: str) -> Link | None:
+        """Returns the link that a text like `500mbit` or `10gbit` describes; None for `none`.
+
+        Raises:
+            ValueError: The text is anything else.
+        """
+        if text == "none":
+            return None
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
+        if match is None:
+            raise ValueError(
+                f"`{text}` is not a link rate. Write it like `500mbit` or `10gbit`, or `none`."
+            )
+        return Link(rate_bytes_per_s=float(match[1]) * _UNITS[match[2]] / 8)
+
+
+_EMULATED: list[Link | None] = []  # those of the `with` blocks that are open, the innermost last
+
+
+@contextmanager
+def emulated_link(link: Link | None) -> Iterator[None]:
+    """Emulates a slow network: holds each exchange for as long as it would occupy `link`.
+
+    It applies to the runs that start inside the `with` block in this process, whatever their
+    thread, until they end. Their reports say that the link is emulated. Of nested blocks the
+    innermost counts, and None emulates nothing. Neither waits nor communicates: enter it on every
+    rank, with the same link.
+
+    Raises:
+        TypeError: `link` is neither a `Link` nor None.
+
+    Example:
+        >>> with jaxcross.lab.emulated_link(Link.parse("500mbit")):  # doctest: +SKIP
+        ...     report = jaxcross.run(jobs)
+    """
+    if link is not None and not isinstance(link, Link):
+        raise TypeError(
+            f"`link` must be a `Link`, such as `Link.parse('500mbit')`, or None, got {link!r}."
+        )
+    _EMULATED.append(link)
+    try:
+        yield
+    finally:
+        _EMULATED.remove(link)  # or an equal one, of another thread
+
+
+def current_link() -> Link | None:
+    """Returns the link that runs which start now emulate; None if they emulate nothing."""
+    return _EMULATED[-1] if _EMULATED else None
+
+
+def described_link(environ: Mapping[str, str]) -> str:
+    """Returns the description of the real link that `JAXCROSS_LINK` gives for reports; empty
+    without it.
+    """
+    return environ.get(LINK_VARIABLE, "").strip()
