@@ -125,7 +125,9 @@ def worker(args: Any) -> int:
         world.control.allgather_text("")
         start = time.perf_counter()
         with jaxcross.Runner(world, policies[order]()) as runner:
-            jobs = [runner.add(f"job{n}", train, number=n, steps=steps) for n in range(JOBS)]
+            jobs = [
+                runner.add(f"job{n}", train, {"number": n, "steps": steps}) for n in range(JOBS)
+            ]
             report = runner.run()
         world.control.allgather_text("")
         took_s = (time.perf_counter() - start) / (steps * JOBS)

@@ -122,7 +122,7 @@ def joins(world: Any, total: int) -> dict[str, Any]:
         job.restore(state)
         for done in range(0, total, AT_ONCE):
             added = [
-                runner.add(f"visitor-{n}", visitor, number=n)
+                runner.add(f"visitor-{n}", visitor, {"number": n})
                 for n in range(done, min(done + AT_ONCE, total))
             ]
             for one in added:

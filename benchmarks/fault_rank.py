@@ -154,7 +154,7 @@ if WORLD.rank == VICTIM and FAULT != "none":
     Injector()
 runner = jaxcross.Runner(WORLD, checkpoints=jaxcross.Checkpoints(FOLDER / "checkpoints"))
 for name, scale in (("a", 1.0), ("b", 2.0)):
-    runner.add(name, train, scale=scale)
+    runner.add(name, train, {"scale": scale})
 try:
     runner.run()
     ends = {job.name: (job.step, float(sum(jax.tree.leaves(job.state)))) for job in runner.jobs}

@@ -136,7 +136,11 @@ def depths(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str
             jaxcross.Job(f"job{n}", step, state, itertools.repeat(batch, steps))
             for n, state in enumerate(states)
         ]
-        spans = [s for s in jaxcross.run(jobs, depth=depth).spans if s.step in timed]
+        spans = [
+            s
+            for s in jaxcross.run(jobs, policy=jaxcross.RoundRobin(depth=depth)).spans
+            if s.step in timed
+        ]
         return (
             (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e9 / (2 * len(timed))
         )

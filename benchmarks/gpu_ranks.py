@@ -185,7 +185,8 @@ def _answer(world: subprocess.Popen[str]) -> list[float]:
 
 def rank_main(args: argparse.Namespace) -> None:
     import jaxcross
-    from jaxcross.runtime.emulated_link import Link
+    from jaxcross._link import Link
+    from jaxcross.lab import emulated_link
 
     prepare(args.stand_in)
     world = jaxcross.initialize()
@@ -209,7 +210,8 @@ def rank_main(args: argparse.Namespace) -> None:
         ]
         world.control.allreduce_min(np.zeros(1, np.int64))  # all ranks begin together
         start = time.monotonic()
-        report = jaxcross.run(jobs, policy=policy, world=world, link=link)
+        with emulated_link(link):
+            report = jaxcross.run(jobs, policy=policy, world=world)
         jax.block_until_ready([job.state for job in jobs])
         world.control.allreduce_min(np.zeros(1, np.int64))
         times = [start, time.monotonic()]

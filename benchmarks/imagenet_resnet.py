@@ -49,6 +49,7 @@ from workloads import parser, spread, write_json  # makes the examples importabl
 import jaxcross
 from jaxcross.data import SharedDecode, eval_batches, synthesise, train_batches
 from jaxcross.data.records import find_folder
+from jaxcross.lab import emulated_link
 from jaxcross.world.launch_env import read_launch
 
 SMOKE = ["--model", "resnet8", "--image-size", "24", "--batch-size", "8", "--steps", "8"]
@@ -146,11 +147,10 @@ def launch(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str,
         value = getattr(args, name)
         words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
 
-    def line(link: str) -> tuple[list[str], dict[str, str]]:
+    def line(*link: str) -> tuple[list[str], dict[str, str]]:
         # Ranks may share an accelerator: none takes most of its memory for itself.
         environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
-        own = [*words, *(["--link", link] if link else [])]
-        return ranks.command(mpirun, args.ranks, __file__, own, environ=environ)
+        return ranks.command(mpirun, args.ranks, __file__, [*words, *link], environ=environ)
 
     linkless = (
         "--rate none"
@@ -163,12 +163,12 @@ def launch(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str,
     crossed = {}
     if reason is None:
         with Lab(hosts=args.ranks, rate=args.rate) as lab:
-            command, environ = line(lab.description)
+            command, environ = line()
             run(lab.wrap(command), lab.environment(environ))
             crossed = {"bytes_crossed": bytes_crossed(lab, least=1e6)}
     else:
         print(f"no real link: {reason}", flush=True)
-        command, environ = line("" if linkless else f"emulate:{args.rate}")
+        command, environ = line(*([] if linkless else ["--emulate-link", args.rate]))
         run(command, environ)
     measured = json.loads(out.read_text())
     for name in (
@@ -357,11 +357,12 @@ class Ranks(NamedTuple):
                         break
             return state
 
-        with jaxcross.Runner(
-            self.world, POLICIES[policy](), link=args.emulated or args.link or None
-        ) as runner:
+        with (
+            emulated_link(args.emulated),
+            jaxcross.Runner(self.world, POLICIES[policy]()) as runner,
+        ):
             for name, state in states.items():
-                runner.add(name, train, state=state, data=shared.reader())
+                runner.add(name, train, {"state": state, "data": shared.reader()})
             jax.block_until_ready(states)
             self._barrier()
             start = time.perf_counter()

@@ -4,7 +4,7 @@
 
 Two networks on the ranks of this machine: `quick` has few layers, `deep` many, each written out, so
 that XLA takes much longer for it. Both make the same number of steps, in turns by
-`start="together"` and `start="as ready"`. early: steps that `quick` has made when `deep` begins its
+`start="together"` and `start="as_ready"`. early: steps that `quick` has made when `deep` begins its
 first one; early_over_later: their median time over that of its steps from there on; round_s: the
 report's period of a round of both jobs; steady: the share of the run in such rounds; first_s:
 seconds until `quick`'s first step began; wall_s: of the whole run. Medians over the repeats.
@@ -20,7 +20,7 @@ from typing import Any
 from ranks import start_workers
 from workloads import parser, write_json
 
-STARTS = ("together", "as ready")
+STARTS = ("together", "as_ready")
 
 
 def main() -> int:
@@ -69,7 +69,9 @@ def measured(world: Any, start: str, *, steps: int, layers: int, new: int) -> di
         jaxcross.Job(name, made_step(depth, new), state_of(depth), repeat(x), steps=steps)
         for name, depth in (("quick", 4), ("deep", layers))
     ]
-    report = jaxcross.run(jobs, world=world, start=start, instruments=[log])
+    report = jaxcross.run(
+        jobs, world=world, policy=jaxcross.RoundRobin(start=start), instruments=[log]
+    )
     spans = {
         name: [s for s in log.spans if s.job == name and s.kind == "compute"]
         for name in ("quick", "deep")

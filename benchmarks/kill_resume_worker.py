@@ -201,11 +201,13 @@ def main() -> None:
         runner.add(
             name,
             train,
-            made=made[name],
-            data=data[name],
-            killer=killer,
-            digests=digests[name],
-            patience=n,
+            {
+                "made": made[name],
+                "data": data[name],
+                "killer": killer,
+                "digests": digests[name],
+                "patience": n,
+            },
         )
         for name, n in (
             ("top-k", 3),

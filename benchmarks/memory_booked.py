@@ -101,7 +101,7 @@ def rank_main() -> None:
     def run() -> int:
         runner = jaxcross.Runner(world, memory="1TB", progress=False)
         for n in range(args.jobs):
-            runner.add(f"job{n}", train, seed=n)
+            runner.add(f"job{n}", train, {"seed": n})
         runner.run()
         return runner.booked_bytes
 

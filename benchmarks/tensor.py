@@ -349,7 +349,8 @@ def run(
 
     with jaxcross.Runner(world, policy) as runner:
         added = [
-            runner.add(f"job{n}", loop, work=work, step=step) for n, (work, step) in enumerate(jobs)
+            runner.add(f"job{n}", loop, {"work": work, "step": step})
+            for n, (work, step) in enumerate(jobs)
         ]
         report = runner.run()
     return report, [job.state for job in added]

@@ -161,8 +161,8 @@ def main():
     same = equal(repeated(plain, start, options.steps), alone)
 
     runner = jaxcross.Runner()
-    waves = runner.add("waves", basin_job, step=step, state=start, steps=options.steps)
-    trained = runner.add("training", train_job, rank=world.rank, steps=options.steps)
+    waves = runner.add("waves", basin_job, {"step": step, "state": start, "steps": options.steps})
+    trained = runner.add("training", train_job, {"rank": world.rank, "steps": options.steps})
     runner.run()
     together = equal(waves.state, alone)
     together &= equal(trained.state, training(jnp.zeros(16), world.rank, options.steps))

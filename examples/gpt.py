@@ -143,7 +143,7 @@ def train_all(world, policy, model, step, tx, data, args):
         return state, metrics["loss"]
 
     with jaxcross.Runner(world, policy=policy) as runner:
-        jobs = {lr: runner.add(f"lr-{lr}", train, lr=lr) for lr in args.lr}
+        jobs = {lr: runner.add(f"lr-{lr}", train, {"lr": lr}) for lr in args.lr}
         report = runner.run()
     return report, {lr: job.state for lr, job in jobs.items()}
 

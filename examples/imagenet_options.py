@@ -7,7 +7,7 @@ from typing import Any
 
 from resnet import MODELS
 
-from jaxcross.runtime.emulated_link import Link
+from jaxcross._link import Link
 
 
 def job(text: str) -> tuple[str, dict[str, Any]]:
@@ -83,9 +83,9 @@ def parse(description: str | None, argv: list[str] | None = None) -> argparse.Na
         help="whole, auto or parts",
     )
     add(
-        "--link",
-        default="",
-        help="a rate such as 500mbit: emulate it; other text names the real link in the reports",
+        "--emulate-link",
+        metavar="RATE",
+        help="hold exchanges as a link of this rate would, such as 500mbit",
     )
     add("--checkpoints", metavar="DIR", help="keep checkpoints there, and resume from them")
     add(
@@ -119,11 +119,9 @@ def parse(description: str | None, argv: list[str] | None = None) -> argparse.Na
         except OSError as error:
             parser.error(f"nothing can be written into {folder}: {error}")
     try:
-        args.emulated = Link.parse(args.link.removeprefix("emulate:")) if args.link else None
+        args.emulated = Link.parse(args.emulate_link) if args.emulate_link else None
     except ValueError as error:
-        if args.link.startswith("emulate:"):
-            parser.error(f"argument --link: {error}")
-        args.emulated = None  # a description of the real link
+        parser.error(f"argument --emulate-link: {error}")
     return args
 
 

@@ -11,7 +11,6 @@ turns of half the steps each, so that a machine that is busy for a while is so f
 that the states are equal.
 """
 
-from dataclasses import replace
 from functools import partial, update_wrapper
 from itertools import pairwise
 from typing import Any
@@ -27,6 +26,7 @@ from resnet import MODELS
 
 import jaxcross
 from jaxcross.data import Cache, SharedDecode, eval_batches, train_batches
+from jaxcross.lab import emulated_link
 from jaxcross.report import Comparison
 
 WARM_UP = 2  # steps before a comparison
@@ -121,15 +121,15 @@ def train(args, world, name, step, states, data):
         for job, state in states.items()
     ]
     policy = {"sequential": jaxcross.Sequential, "crossover": jaxcross.RoundRobin}[name]()
-    report = jaxcross.run(
-        jobs,
-        policy=policy,
-        world=world,
-        link=args.emulated,
-        checkpoints=args.checkpoints
-        and jaxcross.Checkpoints(args.checkpoints, every=args.checkpoint_every),
-    )
-    return replace(report, link=report.link or args.link), {job.name: job.state for job in jobs}
+    with emulated_link(args.emulated):
+        report = jaxcross.run(
+            jobs,
+            policy=policy,
+            world=world,
+            checkpoints=args.checkpoints
+            and jaxcross.Checkpoints(args.checkpoints, every=args.checkpoint_every),
+        )
+    return report, {job.name: job.state for job in jobs}
 
 
 def same_bits(one, other):

@@ -104,8 +104,7 @@ def main():
             runner.add(
                 job.__name__,
                 job,
-                hidden=args.hidden,
-                data=batches(args.steps, args.batch_size, world),
+                {"hidden": args.hidden, "data": batches(args.steps, args.batch_size, world)},
             )
             for job in (functional, objects)
         ]

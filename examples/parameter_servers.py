@@ -71,9 +71,7 @@ def run(world, policy, args):
             runner.add(
                 f"{n}, staleness {staleness:g}",
                 train,
-                staleness=staleness,
-                args=args,
-                rank=world.rank,
+                {"staleness": staleness, "args": args, "rank": world.rank},
             )
             for n, staleness in enumerate(args.staleness)
         ]

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # the one list of the public names
     from jaxcross import report as report
     from jaxcross import tensor as tensor
     from jaxcross import testing as testing
+    from jaxcross._link import Link as Link
     from jaxcross.checkpoint import Checkpoints as Checkpoints
     from jaxcross.checkpoint import load_checkpoint as load_checkpoint
     from jaxcross.errors import CutError as CutError
@@ -60,7 +61,6 @@ if TYPE_CHECKING:  # the one list of the public names
     from jaxcross.jobs.plain_loop import run as run
     from jaxcross.jobs.runner import Runner as Runner
     from jaxcross.report.sweep import SweepResult as SweepResult
-    from jaxcross.runtime.emulated_link import Link as Link
     from jaxcross.server import ParameterServer as ParameterServer
     from jaxcross.step.crossover import Step as Step
     from jaxcross.step.crossover import crossover as crossover

@@ -1,5 +1,5 @@
-"""Whole numbers among arguments, and the arguments that `donate_argnums`, `donate_argnames`,
-`static_argnums` and `static_argnames` select.
+"""Whole numbers and words among arguments, and the arguments that `donate_argnums`,
+`donate_argnames`, `static_argnums` and `static_argnames` select.
 """
 
 from __future__ import annotations
@@ -8,12 +8,24 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
     """Whether `value` is a whole number, of Python or NumPy; truth values are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_choice(value: object, choices: object, what: str) -> None:
+    """Makes sure that `value` is one of the words of a `Literal`.
+
+    Raises:
+        ValueError: It is not; names `what` and the words.
+    """
+    if value not in get_args(choices):
+        raise ValueError(
+            f"{what} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}."
+        )
 
 
 def as_numbers(value: Any, name: str) -> tuple[int, ...]:

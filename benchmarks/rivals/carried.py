@@ -213,7 +213,7 @@ class Jobs:
 
         with jaxcross.Runner(world, policy) as runner:
             for place in range(len(places)):
-                runner.add(f"job{place}", train, place=place)
+                runner.add(f"job{place}", train, {"place": place})
             report = runner.run()
         seconds = time.perf_counter() - begin
         return {"wall_s": seconds, "ends": ends, "summary": report.summary()}

@@ -102,9 +102,7 @@ class Jobs:
                 runner.add(
                     f"job{number}",
                     self._train,
-                    number=number,
-                    step=self.step(spec, wire, each),
-                    steps=steps,
+                    {"number": number, "step": self.step(spec, wire, each), "steps": steps},
                 )
             report = runner.run()
         jax.block_until_ready(self.states)

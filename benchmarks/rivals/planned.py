@@ -52,7 +52,11 @@ class Jobs:
         begin = time.perf_counter()
         with jaxcross.Runner(world, policy) as runner:
             for job in jobs:
-                runner.add(job["name"], self._train, facts=job, ends=ends[job["name"]], begin=begin)
+                runner.add(
+                    job["name"],
+                    self._train,
+                    {"facts": job, "ends": ends[job["name"]], "begin": begin},
+                )
             report = runner.run()
         jax.block_until_ready(list(self._states.values()))
         at_work = [span for span in report.spans if span.in_step]

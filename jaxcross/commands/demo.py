@@ -119,8 +119,8 @@ class Launch:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    from jaxcross._link import Link
     from jaxcross.commands.launch import find_mpirun
-    from jaxcross.runtime.emulated_link import Link
 
     # Errors of the arguments are found before anything is written.
     try:
@@ -232,7 +232,7 @@ def _launch(
     line, extra = mpirun_command(
         mpirun=mpirun,
         ranks=args.ranks,
-        program=python_program([str(example), *_options(args, data, link, emulate=lab is None)]),
+        program=python_program([str(example), *_options(args, data, emulate=slow and lab is None)]),
         root=os.geteuid() == 0,
         # in the lab each host has its own share of the cores
         cores=max(1, cores // args.ranks) if lab is not None and args.ranks <= cores else cores,
@@ -263,7 +263,7 @@ def _launch(
     )
 
 
-def _options(args: argparse.Namespace, data: Path, link: str, *, emulate: bool) -> list[str]:
+def _options(args: argparse.Namespace, data: Path, *, emulate: bool) -> list[str]:
     options = [
         "--data-dir",
         str(data.resolve()),
@@ -283,8 +283,8 @@ def _options(args: argparse.Namespace, data: Path, link: str, *, emulate: bool) 
     for job in range(args.jobs):
         options += ["--job", f"lr={0.01 * 2**job:g},seed={job}"]
     options += ["--policy", "compare", "--output", str(args.output.resolve())]
-    if link != "none":
-        options += ["--link", f"emulate:{args.link}" if emulate else link]
+    if emulate:
+        options += ["--emulate-link", args.link]
     return options
 
 

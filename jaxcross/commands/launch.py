@@ -494,7 +494,14 @@ def mpirun_command(
     return [*line, *program], {k: v for k, v in extra.items() if k not in environ}
 
 
-_TO_HOSTS = ("JAXCROSS_EVENTS", "PYTHONFAULTHANDLER", "NPROC", "PYTHONPATH", "LD_LIBRARY_PATH")
+_TO_HOSTS = (
+    "JAXCROSS_EVENTS",
+    "JAXCROSS_LINK",
+    "PYTHONFAULTHANDLER",
+    "NPROC",
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
+)
 
 
 def _placement(

@@ -37,8 +37,8 @@ class SharedDecode:
 
     Example:
         >>> shared = SharedDecode(train_batches(folder, batch_size=64))  # doctest: +SKIP
-        >>> runner.add("a", train, data=shared.reader())  # doctest: +SKIP
-        >>> runner.add("b", train, data=shared.reader())  # doctest: +SKIP
+        >>> runner.add("a", train, {"data": shared.reader()})  # doctest: +SKIP
+        >>> runner.add("b", train, {"data": shared.reader()})  # doctest: +SKIP
     """
 
     def __init__(self, batches: Batches, *, window: int = 8) -> None:

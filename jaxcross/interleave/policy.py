@@ -11,8 +11,13 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from jaxcross._arguments import check_choice, is_whole
+
+Start = Literal["together", "as_ready"]
+"""Whether jobs in crossover make their first steps once all are ready, or each as soon as it is."""
 
 
 @runtime_checkable
@@ -21,6 +26,9 @@ class Policy(Protocol):
 
     It decides from its arguments alone: the exchange lanes of all ranks ask the same question and
     must get the same answer.
+
+    A policy may also have the attributes `depth` and `start`, which mean what they mean for
+    `RoundRobin`. Without them its runs have the defaults.
     """
 
     @property
@@ -106,13 +114,32 @@ class Turns:
             self._finish_tags[job] += amount / self.policy.share(job)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRobin:
     """Crossover: all jobs run, and turns go round. A turn is one segment on the compute lane, or
     one exchange.
+
+    Args:
+        depth: Compute segments on the device at once; if None, as many as suit JAX's backend, so
+            far 2 on each.
+        start: `together`: the jobs that begin the run make their first steps once all of them have
+            compiled theirs, so that none trains next to another one's compiler. They wait for a job
+            as long as it traces and compiles, but for at most 30 s while it does anything else
+            before its first step. `as_ready`: each job begins as soon as it can. Results are the
+            same bit for bit.
+
+    Raises:
+        TypeError: `depth` is not a whole number.
+        ValueError: `depth` is below 1, or `start` is another word.
     """
 
-    name: str = "round-robin"
+    depth: int | None = None
+    start: Start = "together"
+    name: str = field(default="round-robin", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "depth", checked_depth(self.depth))
+        checked_start(self.start)
 
     def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
         return tuple(jobs)
@@ -138,15 +165,22 @@ class Weighted:
         shares: The share of each job, in the order in which the jobs were added. Only their ratios
             count. Same on every rank.
         joining: The share of each job that joins during the run; the mean of `shares` if None.
+        depth: As for `RoundRobin`.
+        start: As for `RoundRobin`.
 
     Raises:
-        TypeError: `shares` is not a sequence of numbers, or `joining` is not a number.
-        ValueError: A share is not a positive finite number.
+        TypeError: `shares` is not a sequence of numbers, `joining` is not a number, or `depth` is
+            not a whole number.
+        ValueError: A share is not a positive finite number, `depth` is below 1, or `start` is
+            another word.
     """
 
     shares: tuple[float, ...]
-    name: str = "weighted"
+    _: KW_ONLY
     joining: float | None = None
+    depth: int | None = None
+    start: Start = "together"
+    name: str = field(default="weighted", init=False, repr=False)
 
     def __post_init__(self) -> None:
         ordered = not isinstance(self.shares, str | Mapping | AbstractSet) and isinstance(
@@ -172,6 +206,8 @@ class Weighted:
             raise ValueError(
                 f"`joining` of `Weighted` must be a positive number, got {self.joining}."
             )
+        object.__setattr__(self, "depth", checked_depth(self.depth))
+        checked_start(self.start)
 
     def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
         return tuple(jobs)
@@ -185,13 +221,24 @@ class Weighted:
         return sum(self.shares) / len(self.shares) if self.joining is None else self.joining
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential:
     """One whole training loop after the other, in the order in which the jobs were added: the
     baseline.
+
+    Args:
+        depth: As for `RoundRobin`.
+
+    Raises:
+        TypeError: `depth` is not a whole number.
+        ValueError: `depth` is below 1.
     """
 
-    name: str = "sequential"
+    depth: int | None = None
+    name: str = field(default="sequential", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "depth", checked_depth(self.depth))
 
     def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
         return tuple(jobs[:1])
@@ -204,6 +251,32 @@ class Sequential:
     def share(self, job: int) -> float:
         del job
         return 1.0
+
+
+def checked_depth(depth: Any) -> int | None:
+    """Returns the `depth` of a policy.
+
+    Raises:
+        TypeError: It is neither a whole number nor None.
+        ValueError: It is below 1.
+    """
+    if depth is None:
+        return None
+    if not is_whole(depth):
+        raise TypeError(f"`depth` of a policy must be a whole number or None, got {depth!r}.")
+    if depth < 1:
+        raise ValueError(f"`depth` of a policy must be at least 1, got {depth}.")
+    return int(depth)  # ranks compare what a policy prints
+
+
+def checked_start(start: Any) -> Start:
+    """Returns the `start` of a policy.
+
+    Raises:
+        ValueError: It is another word.
+    """
+    check_choice(start, Start, "`start` of a policy")
+    return start
 
 
 def _in_turn(candidates: Collection[int], turns: Turns) -> int:

@@ -26,5 +26,6 @@ admission       whether the memory that a job needs is left on all ranks
 agreement       what ranks agree on before the jobs of a run begin, and after a stop
 submissions     jobs that rank 0 starts on all ranks by name
 outcome         what a run came to; `stop_text` says what a stopped one has saved
+options         what a run can be given
 arguments       checks of what is passed to runners and jobs
 """

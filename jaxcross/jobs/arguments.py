@@ -13,18 +13,16 @@ from typing import Any
 
 import jax
 
-from jaxcross._arguments import is_whole
+from jaxcross._arguments import check_choice, is_whole
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import clause, shortened
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.interleave.compute_queue import depth_of
 from jaxcross.interleave.instrument import Instrument
-from jaxcross.interleave.policy import Policy, Weighted
+from jaxcross.interleave.policy import Policy, Start, Weighted, checked_depth, checked_start
 from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
 from jaxcross.jobs.evaluations import Evaluation
 from jaxcross.plan.memory import as_bytes
-from jaxcross.runtime.emulated_link import Link
-from jaxcross.runtime.job_record import check_choice
 
 
 def check_world(world: Any) -> None:
@@ -94,31 +92,16 @@ def check_count(what: str, value: Any, *, least: float) -> None:
         raise ValueError(f"{what} must be at least {least}, got {value}.")
 
 
-def checked_depth(depth: int | None) -> int:
-    """Returns `depth`, by default that of the backend.
+def depth_and_start(policy: Policy) -> tuple[int, Start]:
+    """Returns a policy's depth, by default that of the backend, and how its jobs start.
 
     Raises:
-        TypeError: It is not a whole number.
-        ValueError: It is below 1.
+        TypeError: It is a policy of the user's, whose depth is not a whole number.
+        ValueError: Likewise, but its depth is below 1, or its start another word.
     """
-    if depth is None:
-        return depth_of(jax.default_backend())
-    check_count("`depth`", depth, least=1)
-    return depth
-
-
-def check_link(link: Any) -> None:
-    """Makes sure that `link` is an emulated link, a text about a real one, or None.
-
-    Raises:
-        TypeError: It is not.
-    """
-    if link is not None and not isinstance(link, Link | str):
-        words = (
-            "a `Link`, which holds exchanges, a text that describes a real link for the report, or "
-            "None"
-        )
-        raise _wrong("`link`", words, link)
+    depth = checked_depth(getattr(policy, "depth", None))
+    start = checked_start(getattr(policy, "start", "together"))
+    return depth_of(jax.default_backend()) if depth is None else depth, start
 
 
 def check_folder(what: str, folder: Any) -> None:
@@ -270,18 +253,31 @@ def check_job_name(name: Any) -> None:
         raise ValueError(f"the name of a job must be a text that is not empty, got {name!r}")
 
 
+def check_kwargs(job: str, kwargs: Any) -> None:
+    """Makes sure that `kwargs` are keywords of a call.
+
+    Raises:
+        TypeError: They are not a mapping, or some key is not a text.
+    """
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        words = "a mapping whose keys are texts, such as `{'lr': 0.1}`"
+        raise _wrong(f"`kwargs` of job `{job}`", words, kwargs)
+
+
 def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:
     """Makes sure that `fn(job, **kwargs)` can be called, and that the call runs it.
 
     Raises:
         ValueError: The name is no text, or empty.
-        TypeError: It cannot, or it would only make a generator or a coroutine.
+        TypeError: It cannot, it would only make a generator or a coroutine, or `kwargs` is not a
+            mapping of texts.
     """
     check_job_name(name)
     if not callable(fn):
         raise TypeError(
             f"Job `{name}` needs a function `fn(job, **kwargs)`, got a `{type(fn).__name__}`."
         )
+    check_kwargs(name, kwargs)
     if (
         inspect.isgeneratorfunction(fn)
         or inspect.iscoroutinefunction(fn)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
+from jaxcross._arguments import check_choice
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.rank_local import named_leaves
 from jaxcross.errors import JobError, first_line, shortened
@@ -30,7 +31,7 @@ from jaxcross.jobs.metrics import MetricLog
 from jaxcross.jobs.observer import JobObserver
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.thread import JobDone, JobThread
-from jaxcross.runtime.job_record import NonFinite, RestoreMode, check_choice
+from jaxcross.runtime.job_record import NonFinite, RestoreMode
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control

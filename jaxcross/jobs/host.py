@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import final, get_args
 
+from jaxcross._arguments import check_choice
 from jaxcross._pytree import PyTree, arrays_by_buffer
 from jaxcross.errors import CutError, JobError
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
@@ -26,7 +27,7 @@ from jaxcross.jobs.step_registry import StepRegistry, memory_of
 from jaxcross.jobs.thread import JobDone
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
-from jaxcross.runtime.job_record import NonFinite, check_choice
+from jaxcross.runtime.job_record import NonFinite
 from jaxcross.runtime.step_host import Agreement, T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control, all_equal

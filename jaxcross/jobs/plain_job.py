@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from jaxcross._arguments import check_choice
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError
 from jaxcross.jobs.arguments import (
@@ -19,7 +20,7 @@ from jaxcross.jobs.early_stopping import Mode
 from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.standing import JobStanding
 from jaxcross.jobs.thread import JobDone
-from jaxcross.runtime.job_record import NonFinite, RestoreMode, check_choice
+from jaxcross.runtime.job_record import NonFinite, RestoreMode
 
 
 class Job:

@@ -4,40 +4,29 @@ batch)`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Unpack
 
-from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import shortened
-from jaxcross.interleave.instrument import Instrument
-from jaxcross.interleave.policy import Policy
 from jaxcross.jobs.fused import FusedJob, Fusion
+from jaxcross.jobs.options import RunOptions
 from jaxcross.jobs.outcome import raise_first
 from jaxcross.jobs.plain_job import Job, check_batches_apart
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
-from jaxcross.runtime.emulated_link import Link
-from jaxcross.runtime.joint_start import Start
-from jaxcross.world import World
 
 
-def run(
-    jobs: Sequence[Job | FusedJob],
-    *,
-    policy: Policy | None = None,
-    world: World | None = None,
-    instruments: Iterable[Instrument] = (),
-    depth: int | None = None,
-    link: Link | str | None = None,
-    memory: int | str | None = None,
-    start: Start = "together",
-    events: str | os.PathLike[str] | None = None,
-    checkpoints: Checkpoints | None = None,
-    metrics: str | os.PathLike[str] | None = None,
-    progress: bool | float | None = None,
-) -> Report:
-    """Runs plain training loops that share this rank's device. Waits for all ranks; see `Runner`.
+def run(jobs: Sequence[Job | FusedJob], **options: Unpack[RunOptions]) -> Report:
+    """Runs plain training loops that share this rank's device. Waits for all ranks.
+
+    Args:
+        jobs: The jobs, the same on every rank.
+        options: `world`, `policy`, `checkpoints`, `metrics`, `instruments`, `memory`, `events` and
+            `progress`, as for `Runner`.
+
+    Returns:
+        The report, the same on every rank.
 
     Raises:
         TypeError: `jobs` are not all of the class `Job`, or an argument is of another type.
@@ -57,24 +46,12 @@ def run(
     check_batches_apart(
         each for job in found for each in (job.members if isinstance(job, FusedJob) else (job,))
     )
-    if fused and checkpoints is not None:
+    if fused and options.get("checkpoints") is not None:
         raise ValueError(
             f"`checkpoints` cannot keep the fused job `{fused[0].name}`: its jobs could not be "
             "restored one by one. Run the jobs without `jaxcross.fuse`, or without `checkpoints`."
         )
-    with Runner(
-        world,
-        policy,
-        instruments=instruments,
-        depth=depth,
-        link=link,
-        memory=memory,
-        start=start,
-        events=events,
-        checkpoints=checkpoints,
-        metrics=metrics,
-        progress=progress,
-    ) as runner:
+    with Runner(**options) as runner:
         contexts = {job: runner.add(job.name, job._run) for job in found}
         for job, context in contexts.items():
             job._attach(context)

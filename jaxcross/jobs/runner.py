@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from jaxcross._link import current_link, described_link
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError
 from jaxcross.health.abort import print_error
 from jaxcross.health.deferred_signals import defer_signals
 from jaxcross.interleave.instrument import Instrument, Listeners
-from jaxcross.interleave.policy import Policy, RoundRobin
+from jaxcross.interleave.policy import Policy, RoundRobin, Start
 from jaxcross.jobs import arguments
 from jaxcross.jobs.admission import MemoryAdmission
 from jaxcross.jobs.agreement import agree, agreed_exit, claim_metrics, open_session, taken_over
@@ -31,12 +31,9 @@ from jaxcross.jobs.submissions import RegisteredFunctions
 from jaxcross.report import Report
 from jaxcross.report.metric_files import MetricFiles
 from jaxcross.report.record import Recorder
-from jaxcross.runtime.chaos import Chaos, chaos_of
+from jaxcross.runtime.chaos import chaos_of
 from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.flight_notes import FlightNotes
-from jaxcross.runtime.job_record import check_choice
-from jaxcross.runtime.joint_start import Start
 from jaxcross.runtime.paused_run import nobody_resumes
 from jaxcross.runtime.stall_watch import after_run
 from jaxcross.world import World, current_world
@@ -49,29 +46,18 @@ class Runner:
         world: From `jaxcross.initialize()`; the one that was initialized if None.
         policy: `RoundRobin()` crosses the jobs over, `Weighted(shares)` too, by shares of device
             and link, `Sequential()` runs one after the other. Same on every rank.
+        checkpoints: Keep the jobs' states on disk, and resume from there; see `Checkpoints`. Same
+            on every rank, but for the directory.
+        metrics: A folder where rank 0 writes what jobs log, as a JSONL and a CSV each; given on
+            every rank. After a restart from `checkpoints` it has each step once.
         instruments: Told of spans and notes while it runs.
-        depth: Compute segments on the device at once; if None, as many as suit JAX's backend, so
-            far 2 on each.
-        link: Hold exchanges as a slow network would. A string describes a real link for the report.
         memory: Bytes of arrays that this rank may hold, as a number or a text such as `80GB`. A job
             whose step does not fit next to the others fails, alone and on every rank, before its
             first step. An array that several jobs' steps are given and don't donate, such as the
             base model under adapters, counts once. If None: what the device states; on CPUs the
             rank's share of the machine's memory, or of a control group's. May differ by rank.
-        start: `together`: the jobs that begin the run make their first steps once all of them have
-            compiled theirs, so that none trains next to another one's compiler. They wait for a job
-            as long as it traces and compiles, but 30 s at most for everything else it does before
-            its first step. `as ready`: each begins as soon as it can, as always under `Sequential`.
-            Results are the same to the bit. Same on every rank.
-        chaos: For tests: a seed by which the run's threads are late now and then, differently on
-            each rank. Results are the same to the bit. If None, `JAXCROSS_CHAOS` in the environment
-            names the seed.
         events: A folder where each rank writes down what it does, for `jaxcross doctor
             --post-mortem`; else what the variable `JAXCROSS_EVENTS` says.
-        checkpoints: Keep the jobs' states on disk, and resume from there; see `Checkpoints`. Same
-            on every rank, but for the directory.
-        metrics: A folder where rank 0 writes what jobs log, as a JSONL and a CSV each; given on
-            every rank. After a restart from `checkpoints` it has each step once.
         progress: Whether to show how far the jobs are. By default `jaxcross launch` draws a table
             on a terminal; elsewhere rank 0 prints a line a job to standard error, first after 3 s,
             then every 10 s, in a long run every minute. A number is the seconds between lines.
@@ -79,14 +65,14 @@ class Runner:
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: `depth` is below 1, `memory` is no number of bytes, `progress` is a number that
-            is not above 0, `start` is another word, or this rank cannot write to the folder
-            `events`.
+        ValueError: `memory` is no number of bytes, `progress` is a number that is not above 0, this
+            rank cannot write to the folder `events`, or `JAXCROSS_CHAOS` in the environment, which
+            is for tests, is no seed.
 
     Example:
         >>> with jaxcross.Runner(world) as runner:
-        ...     runner.add("lr-0.1", train, lr=0.1)
-        ...     runner.add("lr-0.4", train, lr=0.4)
+        ...     runner.add("lr-0.1", train, {"lr": 0.1})
+        ...     runner.add("lr-0.4", train, {"lr": 0.4})
         ...     report = runner.run()
     """
 
@@ -95,42 +81,32 @@ class Runner:
         world: World | None = None,
         policy: Policy | None = None,
         *,
-        instruments: Iterable[Instrument] = (),
-        depth: int | None = None,
-        link: Link | str | None = None,
-        memory: int | str | None = None,
-        start: Start = "together",
-        chaos: int | None = None,
-        events: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | None = None,
         metrics: str | os.PathLike[str] | None = None,
+        instruments: Iterable[Instrument] = (),
+        memory: int | str | None = None,
+        events: str | os.PathLike[str] | None = None,
         progress: bool | float | None = None,
     ) -> None:
         listening = arguments.checked_instruments(instruments)
         arguments.check_world(world)
         arguments.check_policy(policy)
-        arguments.check_link(link)
         limit = arguments.checked_memory(memory)
-        check_choice(start, Start, "`start`")
         arguments.check_folder("`events`", events)
         arguments.check_folder("`metrics`", metrics)
         arguments.check_checkpoints(checkpoints)
         arguments.check_progress(progress)
-        if chaos is not None:
-            arguments.check_count("`chaos`", chaos, least=-math.inf)
         self.world = world if world is not None else current_world()
         if (
             self.world.estimate_request
         ):  # one job runs to its first step, and nothing of the user's is written
             listening, policy, events, checkpoints, metrics = (), None, None, None, None
         self.policy = policy if policy is not None else RoundRobin()
-        self.chaos = (
-            chaos_of(os.environ, self.world.rank)
-            if chaos is None
-            else Chaos(chaos, self.world.rank)
-        )
-        self.depth, self.link, self.checkpoints = arguments.checked_depth(depth), link, checkpoints
-        self.start: Start = start
+        self.checkpoints = checkpoints
+        depth, start = arguments.depth_and_start(self.policy)
+        self._depth = depth
+        self._start: Start = start
+        self._chaos = chaos_of(os.environ, self.world.rank)
         self._admission = MemoryAdmission.of(self.world, limit)
         self._runs: list[JobRun] = []
         self.report: Report | None = None
@@ -184,7 +160,7 @@ class Runner:
     ) -> None:
         """Nothing is left to end: `run` ends its threads itself."""
 
-    def add(self, name: str, fn: Callable[..., Any], /, **kwargs: Any) -> JobContext:
+    def add(self, name: str, fn: Callable[..., Any], kwargs: Mapping[str, Any] = {}) -> JobContext:
         """Adds a job: `fn(job, **kwargs)` will run in a thread of its own. Returns what `fn` will
         receive as `job`.
 
@@ -196,11 +172,11 @@ class Runner:
         Raises:
             ValueError: The name is empty or taken.
             TypeError: `fn` cannot be called as `fn(job, **kwargs)`, or makes a generator or a
-                coroutine.
+                coroutine, or `kwargs` is not a mapping whose keys are texts.
             JobError: The run is over.
         """
         arguments.check_job(name, fn, kwargs)
-        return self._add(name, fn, kwargs)
+        return self._add(name, fn, {**kwargs})
 
     def _add(self, name: str, fn: Callable[..., Any], kwargs: dict[str, Any]) -> JobContext:
         with self._lock:
@@ -234,7 +210,7 @@ class Runner:
 
     def register(self, name: str, fn: Callable[..., Any]) -> None:
         """Registers `fn`, so that rank 0 can add jobs of it during the run: `submit(name, job=...,
-        **arguments)`.
+        kwargs={...})`.
 
         Call it with the same arguments on every rank.
 
@@ -244,17 +220,18 @@ class Runner:
         """
         self._functions.add(name, fn)
 
-    def submit(self, name: str, /, *, job: str, **arguments: Any) -> None:
-        """Adds a job on all ranks, from rank 0 alone: `fn(job, **arguments)` of the function
-        registered as `name`.
+    def submit(self, function: str, *, job: str, kwargs: Mapping[str, Any] = {}) -> None:
+        """Adds a job on all ranks, from rank 0 alone: `fn(job, **kwargs)` of the function that is
+        registered as `function`.
 
         In any thread, during the run. Does not wait. Ranks are sent the names and, as JSON, the
         arguments; never code.
 
         Raises:
-            ValueError: Nothing is registered as `name`, `job` is empty or taken, or the arguments
-                are too long.
-            TypeError: The arguments are not what JSON can say.
+            ValueError: Nothing is registered as `function`, `job` is empty or taken, or the
+                arguments are too long.
+            TypeError: `kwargs` is not a mapping whose keys are texts, or JSON cannot say what is in
+                it.
             JobError: The run has not begun or is over, or this is another rank.
         """
         if self.world.rank != 0:
@@ -263,7 +240,8 @@ class Runner:
                 "job on every rank, use `runner.add`."
             )
         check_job_name(job)
-        text = self._functions.request(name, job, arguments)
+        arguments.check_kwargs(job, kwargs)
+        text = self._functions.request(function, job, {**kwargs})
         with self._lock:
             if self._added_before(job) is not None:
                 return
@@ -330,6 +308,7 @@ class Runner:
         return report
 
     def _run(self) -> Report:
+        link = current_link()
         with self._lock:  # a thread that adds a job now waits until it can join
             if self._used:
                 raise JobError("This runner has run. Make a new Runner for another run.")
@@ -353,12 +332,12 @@ class Runner:
                 world=self.world,
                 jobs=[(run.name, run.make_thread) for run in runs],
                 policy=self.policy,
-                depth=self.depth,
+                depth=self._depth,
                 listeners=self._listeners,
-                link=self.link if isinstance(self.link, Link) else None,
+                link=link,
                 on_text=self._add_submitted,
-                chaos=self.chaos,
-                start=self.start,
+                chaos=self._chaos,
+                start=self._start,
             )
             for run, record in zip(runs, driver.records, strict=True):
                 run.attach(driver, record, self._session)
@@ -400,7 +379,7 @@ class Runner:
                 policy=self.policy.name,
                 start_ns=start_ns,
                 end_ns=end_ns,
-                link="" if self.link is None else str(self.link),
+                link=described_link(os.environ) if link is None else str(link),
                 watch=after_run(self.world, "report"),
             )
             if driver.router.paused_run.is_over:  # stopped, but by nobody's signal
@@ -439,7 +418,7 @@ class Runner:
         mine = {
             "jobs": [run.name for run in runs],
             "policy": repr(self.policy),
-            "start": self.start,
+            "start": self._start,
             "checkpoints": self.checkpoints and self.checkpoints.agreed,
             "metrics": self._writes_metrics,
         }

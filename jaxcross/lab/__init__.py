@@ -25,9 +25,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from jaxcross._link import LINK_VARIABLE, emulated_link
 from jaxcross.lab.transfer import START_S, measure_transfer
 
-__all__ = ["Lab", "available"]
+__all__ = ["Lab", "available", "emulated_link"]
 
 HOLDER = Path(__file__).with_name("holder.py")
 SBIN = os.pathsep.join(("/usr/local/sbin", "/usr/sbin", "/sbin"))
@@ -195,10 +196,12 @@ class Lab:
         links.
 
         Ranks of one host share that host's part of the machine's cores, set before Python starts.
+        Reports of their runs describe the link, by `JAXCROSS_LINK`.
         """
         folder = self._open["folder"]
         return {
             **(os.environ if base is None else base),
+            LINK_VARIABLE: self.description,
             # MPICH
             "HYDRA_LAUNCHER": "ssh",
             "HYDRA_LAUNCHER_EXEC": f"{folder}/enter",

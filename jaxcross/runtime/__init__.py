@@ -13,6 +13,5 @@ stall_watch       notices jobs that wait for ever between their steps
 paused_run        ends a run whose jobs are all paused, if nobody can resume them
 failure_text      one error, the same on every rank, of what the ranks say about a job
 flight_notes      facts about jobs for the flight recorder
-emulated_link     a slow network, for looking
 chaos             threads that are late now and then, for tests
 """

@@ -19,17 +19,17 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+from jaxcross._link import Link
 from jaxcross._pytree import PyTree
 from jaxcross.health.abort import INTERRUPTED, TERMINATED, Terminated
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import Listeners
 from jaxcross.interleave.interleaver import Interleaver
-from jaxcross.interleave.policy import Policy
+from jaxcross.interleave.policy import Policy, Start
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
 from jaxcross.runtime.chaos import Chaos, LateQueue
 from jaxcross.runtime.collective_call import CollectiveCall
-from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.job_record import (
     MAX_REFUSALS,
@@ -39,7 +39,7 @@ from jaxcross.runtime.job_record import (
     StepCall,
     Stopped,
 )
-from jaxcross.runtime.joint_start import Start, StartGate, StartLimit
+from jaxcross.runtime.joint_start import StartGate, StartLimit
 from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
 from jaxcross.runtime.router import Router
 from jaxcross.runtime.stall_watch import JobWaits
@@ -84,7 +84,7 @@ class Driver:
         listeners: Listeners | None = None,
         link: Link | None = None,
         chaos: Chaos | None = None,
-        start: Start = "as ready",
+        start: Start = "as_ready",
         on_text: Callable[[str], None] = lambda text: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:

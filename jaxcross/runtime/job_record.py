@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol, final, get_args
+from typing import Any, Literal, Protocol, final
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError, JobError
@@ -19,18 +19,6 @@ NonFinite = Literal["ignore", "raise", "skip", "eject"]
 
 RestoreMode = Literal["check", "broadcast", "local"]
 """How the ranks' values of the state that a job begins with become one."""
-
-
-def check_choice(value: object, choices: object, what: str) -> None:
-    """Makes sure that `value` is one of the words of a `Literal`.
-
-    Raises:
-        ValueError: It is not; names `what` and the words.
-    """
-    if value not in get_args(choices):
-        raise ValueError(
-            f"{what} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}."
-        )
 
 
 class Stopped(BaseException):

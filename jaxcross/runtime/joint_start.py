@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, final
+from typing import final
 
 from jaxcross.interleave.joint_start import Arrival
-
-Start = Literal["together", "as ready"]
-"""Whether jobs in crossover make their first steps once all are ready, or each as soon as it is."""
 
 START_LIMIT_S = 30.0
 """Seconds of work other than to trace and compile, after which a job is not waited for any more."""
@@ -106,6 +103,6 @@ def late_warning(job: str) -> str:
     """Returns the text for a job that is over the limit on some rank."""
     return (
         f"Job `{job}` spent {START_LIMIT_S:.0f} s, on some rank, on other work than compiling its "
-        'first step: the other jobs begin without it. If it waits for them, `Runner(start="as '
-        'ready")` saves that time.'
+        "first step: the other jobs begin without it. If it waits for them, a policy with "
+        '`start="as_ready"` saves that time.'
     )

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, final
 
+from jaxcross._link import Link
 from jaxcross.errors import ExchangeError
 from jaxcross.health.activity import Activity
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import TOGETHER, Listeners, Span
 from jaxcross.interleave.vote import Verdict
-from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.job_record import StepCall
 from jaxcross.runtime.router import Router
 from jaxcross.world import World

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, Literal, final
 
+from jaxcross._arguments import check_choice
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError, JobError, clause, first_line, shortened
 from jaxcross.jobs.context import current_job
@@ -17,7 +18,6 @@ from jaxcross.jobs.plain_job import Job, check_batches_apart
 from jaxcross.jobs.prefetch import close_unread
 from jaxcross.program import stages
 from jaxcross.runtime.failure_text import describe
-from jaxcross.runtime.job_record import check_choice
 from jaxcross.step import nnx
 from jaxcross.step.crossover import Step
 from jaxcross.step.fused_cost import Trial, measure, seconds

@@ -278,9 +278,7 @@ def _run(
                 runner.add(
                     each["name"],
                     trials.run,
-                    number=each["number"],
-                    params=each["params"],
-                    after=each["after"],
+                    {"number": each["number"], "params": each["params"], "after": each["after"]},
                 )
             try:
                 runner.run()
@@ -310,7 +308,7 @@ def _submit(runner: Runner, started: Started, name: str) -> None:
         "params": dict(started.parameters),
         "after": started.after,
     }
-    runner.submit(_TRIAL, job=name, **arguments)
+    runner.submit(_TRIAL, job=name, kwargs=arguments)
 
 
 def _agenda(trials: Trials, world: World, coordinator: Coordinator | None) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxcross._link import Link
 from jaxcross.commands.launch import Mpirun, mpirun_command, printed
 from jaxcross.errors import InternalError
 from jaxcross.lab import Lab
@@ -17,7 +18,6 @@ from jaxcross.program.ir import Aval, Exchange, Program, Segment
 from jaxcross.program.text import parse
 from jaxcross.program.verify import verify
 from jaxcross.report import Report
-from jaxcross.runtime.emulated_link import Link
 from jaxcross.world import xla_pool
 from jaxcross.world.launch_env import read_launch
 from tests.support.examples import scaled

@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "jaxcross"
 # State of a process that no object of the package could own.
 STATE = {
     ("world/start.py", "_CURRENT"),  # the current world
+    ("_link.py", "_EMULATED"),  # the links of the `with` blocks that are open
     ("_tracing.py", "_CURRENT"),  # of this context, and only while it traces a step
 }
 # Calls that make something which changes. An empty container at a module's top is there to be

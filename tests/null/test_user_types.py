@@ -53,6 +53,7 @@ jaxcross.crossover(plain)  # error
 jaxcross.crosover  # error
 reveal_type(jaxcross.Runner())  # Runner
 reveal_type(jaxcross.current_world())  # World
+jaxcross.run([], progres=False)  # error
 """
 
 MYPY_SETTINGS = """

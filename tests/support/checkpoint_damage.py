@@ -44,7 +44,7 @@ def refused(ranks, folder, match, fn=loop, **kwargs):
 
     def work(world):
         runner = Runner(world, checkpoints=Checkpoints(folder))
-        job = runner.add("a", fn, world=world, data=batches(world), **kwargs)
+        job = runner.add("a", fn, {"world": world, "data": batches(world), **kwargs})
         with pytest.raises(JobError, match=match):
             runner.run()
         return job.step

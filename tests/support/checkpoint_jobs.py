@@ -93,7 +93,9 @@ def train(
         for n, name in enumerate(names):
             mine = data(world, n)
             runner.add(
-                name, fn, world=world, data=mine if after is None else ending(mine, after), **kwargs
+                name,
+                fn,
+                {"world": world, "data": mine if after is None else ending(mine, after), **kwargs},
             )
         try:
             runner.run()

@@ -48,8 +48,10 @@ def failing_loop_results(ranks, guilty, start):
 
     def work(world):
         runner = Runner(world)
-        bad = runner.add("bad", *start(world)[:1], **start(world)[1])
-        good = runner.add("good", loop, step=make_step(world, "good"), data=[1.0, 2.0, 3.0, 4.0])
+        bad = runner.add("bad", *start(world))
+        good = runner.add(
+            "good", loop, {"step": make_step(world, "good"), "data": [1.0, 2.0, 3.0, 4.0]}
+        )
         with pytest.raises((JobError, ExchangeError)) as raised:
             runner.run()
         assert runner.report is not None

@@ -42,7 +42,7 @@ def run(ranks, **jobs):
     def work(world):
         runner = Runner(world)
         for name, arguments in jobs.items():
-            runner.add(name, train, world=world, **arguments)
+            runner.add(name, train, {"world": world, **arguments})
         runner.run()
         return [job.state for job in runner.jobs]
 

@@ -131,7 +131,7 @@ def test_joint_start(smoke):
     result = smoke("joint_start.py")
     assert result["together"]["early"] == 0
     assert all(
-        row["wall_s"] > 0 for start in ("together", "as ready") for row in result[start]["raw"]
+        row["wall_s"] > 0 for start in ("together", "as_ready") for row in result[start]["raw"]
     )
 
 

@@ -262,7 +262,7 @@ def test_state_changed_between_steps_is_saved(tmp_path, caplog):
 
     def run(folder, after, *, tells):
         runner = Runner(jaxcross.initialize(), checkpoints=folder and Checkpoints(folder))
-        job = runner.add("a", fn, after=after, tells=tells)
+        job = runner.add("a", fn, {"after": after, "tells": tells})
         if after is None:
             runner.run()
         else:
@@ -290,7 +290,7 @@ def test_resumed_job_counts_from_its_resume_point(tmp_path):
         log = SpanLog()
         runner = Runner(world, instruments=[log], checkpoints=Checkpoints(tmp_path))
         job = runner.add(
-            "a", loop, world=world, data=itertools.islice(batches(world), 9), every=100
+            "a", loop, {"world": world, "data": itertools.islice(batches(world), 9), "every": 100}
         )
         report = runner.run()
         assert job.step == 9

@@ -23,7 +23,7 @@ def train(folder):
 
     def work(world):
         runner = Runner(world, checkpoints=Checkpoints(folder))
-        runner.add("a", loop, step=make_step(world), data=[1.0])
+        runner.add("a", loop, {"step": make_step(world), "data": [1.0]})
         runner.run()
 
     run_ranks(2, work)
@@ -62,7 +62,7 @@ def test_a_folder_in_use_is_refused_on_every_rank(tmp_path, other):
 
     def work(world):
         runner = Runner(world, checkpoints=Checkpoints(tmp_path / "c"))
-        runner.add("a", loop, step=make_step(world), data=[1.0])
+        runner.add("a", loop, {"step": make_step(world), "data": [1.0]})
         with pytest.raises(
             JobError,
             match=f"process {other[1].pid} on this host is training with it now: wait until",

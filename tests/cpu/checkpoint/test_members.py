@@ -55,9 +55,9 @@ def train(folder, *, killed=None, by="submit", offers=True, added=()):
             step, state = make_step(world, "first"), job.restore({"w": np.arange(3.0)})
             for batch in job.batches(batches(world), STEPS):
                 if job.step == 3 and by == "submit" and world.rank == 0:
-                    runner.submit("offered", job="later", seed=3)
+                    runner.submit("offered", job="later", kwargs={"seed": 3})
                 if job.step == 3 and by == "add":
-                    runner.add("later", offered, seed=3)
+                    runner.add("later", offered, {"seed": 3})
                 if job.step == 5:
                     # Its checkpoint of step 3 is begun, so a kill leaves one. In a restart it may
                     # be over.
@@ -79,10 +79,10 @@ def train(folder, *, killed=None, by="submit", offers=True, added=()):
         if offers:
             runner.register("offered", offered)
         runner.add("first", first)
-        endless = runner.add("endless", offered, seed=1, steps=None)
-        rests = runner.add("rests", offered, seed=2)
+        endless = runner.add("endless", offered, {"seed": 1, "steps": None})
+        rests = runner.add("rests", offered, {"seed": 2})
         for name in added:
-            runner.add(name, offered, seed=3)
+            runner.add(name, offered, {"seed": 3})
         runner.run()
         return {job.name: (job.status, job.step, job.state) for job in runner.jobs}, rested
 

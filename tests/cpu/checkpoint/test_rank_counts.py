@@ -40,7 +40,7 @@ def test_other_rank_count_rejects_rank_local_state(before, after, tmp_path, capl
 
     def work(world):
         runner = Runner(world, checkpoints=Checkpoints(tmp_path))
-        runner.add("a", loop, world=world, data=batches(world), own=True)
+        runner.add("a", loop, {"world": world, "data": batches(world), "own": True})
         said = rf"cannot resume on {after} ranks? .*which {before} ranks? wrote.*`\['residual'\]`"
         with pytest.raises(JobError, match=said):
             runner.run()

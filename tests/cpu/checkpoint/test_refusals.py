@@ -120,7 +120,7 @@ def test_uncreatable_folder_is_an_error_on_every_rank(tmp_path):
     def work(world):
         directory = tmp_path / "file/checkpoints" if world.rank else tmp_path / "fine"
         runner = Runner(world, checkpoints=Checkpoints(directory))
-        runner.add("a", loop, world=world, data=batches(world))
+        runner.add("a", loop, {"world": world, "data": batches(world)})
         with pytest.raises(
             JobError, match="^Checkpoints cannot be kept in .*, on rank 1: .*Not a directory"
         ):
@@ -132,7 +132,7 @@ def test_uncreatable_folder_is_an_error_on_every_rank(tmp_path):
 def test_ranks_must_want_the_same_checkpoints(tmp_path):
     def work(world):
         runner = Runner(world, checkpoints=Checkpoints(tmp_path) if world.rank else None)
-        runner.add("a", loop, world=world, data=batches(world))
+        runner.add("a", loop, {"world": world, "data": batches(world)})
         with pytest.raises(JobError, match="want to run different things.*checkpoints"):
             runner.run()
 

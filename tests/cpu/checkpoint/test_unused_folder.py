@@ -32,7 +32,7 @@ def run(folder, ranks, *jobs):
         runner = Runner(world, checkpoints=Checkpoints(folder))
         for n, (fn, arguments) in enumerate(jobs):
             step = {"step": make_step(world)} if fn is loop else {}
-            runner.add(f"job-{n}", fn, **arguments, **step)
+            runner.add(f"job-{n}", fn, {**arguments, **step})
         with pytest.raises(JobError, match="boom"):
             runner.run()
 

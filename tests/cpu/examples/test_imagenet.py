@@ -186,10 +186,9 @@ def test_options(example: ModuleType) -> None:
         ("lr=0.2", {"lr": 0.2, "seed": 0}),
     ]
     assert parse(example).jobs == [("lr=0.1,seed=0", {"lr": 0.1, "seed": 0})]
-    assert str(parse(example, "--link", "emulate:500mbit").emulated) == "emulated link 500mbit"
-    assert str(parse(example, "--link", "500mbit").emulated) == "emulated link 500mbit"
-    assert parse(example, "--link", "500mbit between two hosts").emulated is None
-    assert parse(example, "--link", "none").emulated is None
+    assert str(parse(example, "--emulate-link", "500mbit").emulated) == "emulated link 500mbit"
+    assert parse(example, "--emulate-link", "none").emulated is None
+    assert parse(example).emulated is None
     assert parse(example, "--cut", "4").cut == 4
 
 
@@ -221,8 +220,8 @@ def test_bad_job(example: ModuleType, capsys: pytest.CaptureFixture[str], text: 
 
 def test_bad_link(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(example, "--link", "emulate:fast")
-    assert "argument --link: `fast` is not a link rate." in capsys.readouterr().err
+        parse(example, "--emulate-link", "fast")
+    assert "argument --emulate-link: `fast` is not a link rate." in capsys.readouterr().err
 
 
 @pytest.mark.integration

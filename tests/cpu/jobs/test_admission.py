@@ -46,7 +46,7 @@ def booked(bases: list[Any]) -> int:
     """Returns the bytes that adapters of these base models book together."""
     runner = Runner(jaxcross.initialize(), memory="1TB")
     for n, base in enumerate(bases):
-        runner.add(f"job{n}", train, base=base)
+        runner.add(f"job{n}", train, {"base": base})
     runner.run()
     return runner.booked_bytes - PROCESS_BYTES
 
@@ -67,8 +67,8 @@ def test_a_limit_refuses_only_jobs_that_bring_a_base_of_their_own() -> None:
     runner = Runner(jaxcross.initialize(), memory=PROCESS_BYTES + int(1.9 * BASE_BYTES))
 
     def parent(job: Any) -> Any:
-        late.append(runner.add("shares", train, base=base))
-        late.append(runner.add("brings its own", train, base=make_base()))
+        late.append(runner.add("shares", train, {"base": base}))
+        late.append(runner.add("brings its own", train, {"base": make_base()}))
         state = train(job, base)
         while not all(each.done.is_set() for each in late):
             job.run_on_all_ranks("waits", lambda _: None)
@@ -99,7 +99,7 @@ def test_arrays_that_jobs_replace_are_booked_for_each_of_them() -> None:
     def booked_with(weights: list[Any], batches: list[Any]) -> int:
         runner = Runner(jaxcross.initialize(), memory="1TB")
         for n, (own, data) in enumerate(zip(weights, batches, strict=True)):
-            runner.add(f"job{n}", loop, weights=own, batches=data)
+            runner.add(f"job{n}", loop, {"weights": own, "batches": data})
         runner.run()
         return runner.booked_bytes
 

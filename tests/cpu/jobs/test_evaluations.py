@@ -154,7 +154,7 @@ def errors_of(fn, *, ranks=2, checkpoints=None):
 
     def work(world):
         runner = Runner(world, checkpoints=checkpoints)
-        job = runner.add("a", fn, world=world)
+        job = runner.add("a", fn, {"world": world})
         with pytest.raises(JobError):
             runner.run()
         return f"{job.error} {job.error.__cause__}", job.step

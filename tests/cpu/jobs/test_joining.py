@@ -39,12 +39,12 @@ def test_jobs_join_that_ranks_add_in_other_orders(policy):
             for n, batch in enumerate(batches):
                 if n == 2:
                     for name in ("c", "d") if world.rank else ("d", "c"):
-                        runner.add(name, loop, step=make_step(world, name), data=[5.0, 6.0])
+                        runner.add(name, loop, {"step": make_step(world, name), "data": [5.0, 6.0]})
                 state = step(state, batch)
             return state
 
-        runner.add("a", parent, step=make_step(world, "a"))
-        runner.add("b", loop, step=make_step(world, "b"), data=batches)
+        runner.add("a", parent, {"step": make_step(world, "a")})
+        runner.add("b", loop, {"step": make_step(world, "b"), "data": batches})
         report = runner.run()
         assert report is runner.report
         return [(job.name, job.state, job.step, job.status) for job in runner.jobs], [
@@ -69,7 +69,7 @@ def test_control_thread_adds_a_job_and_waits_for_it():
 
         def control():
             begun.wait(60)
-            job = runner.add("b", loop, step=make_step(world, "b"), data=[1.0])
+            job = runner.add("b", loop, {"step": make_step(world, "b"), "data": [1.0]})
             assert job.done.wait(60)
             got.append((job.state, job.status))
 
@@ -79,7 +79,7 @@ def test_control_thread_adds_a_job_and_waits_for_it():
 
         thread = threading.Thread(target=control)
         thread.start()
-        runner.add("a", parent, step=make_step(world, "a"))
+        runner.add("a", parent, {"step": make_step(world, "a")})
         runner.run()
         thread.join()
         return got
@@ -96,10 +96,10 @@ def test_job_missing_on_a_rank_is_an_error_on_all():
         def parent(job, step):
             step(0.0, 1.0)
             if world.rank == 1:
-                runner.add("b", loop, step=make_step(world, "b"), data=[1.0])
+                runner.add("b", loop, {"step": make_step(world, "b"), "data": [1.0]})
             step(0.0, 1.0)
 
-        runner.add("a", parent, step=make_step(world, "a"))
+        runner.add("a", parent, {"step": make_step(world, "a")})
         with pytest.raises(
             JobError,
             match=r"^Jobs were added during the run but not on every rank, .*: `b` \(rank 1 of",
@@ -130,8 +130,8 @@ def test_one_rank_stops_a_job_and_the_others_go_on(ranks):
             until(job, make_step(world, "beat"), other.done.is_set)
             return state
 
-        runner.add("a", parent, step=make_step(world, "a"))
-        other = runner.add("b", endless, step=make_step(world, "b"))
+        runner.add("a", parent, {"step": make_step(world, "a")})
+        other = runner.add("b", endless, {"step": make_step(world, "b")})
         report = runner.run()
         other.stop()  # of no consequence, once it has left
         assert report.jobs[1].how == other.status == "stopped"
@@ -161,7 +161,7 @@ def test_jobs_that_nobody_can_resume_end_the_run(monkeypatch, ranks):
 
     def work(world):
         runner = Runner(world)
-        jobs = [runner.add(name, train, step=make_step(world, name)) for name in "ab"]
+        jobs = [runner.add(name, train, {"step": make_step(world, name)}) for name in "ab"]
         with pytest.raises(JobError) as raised:
             runner.run()
         assert str(raised.value).startswith(
@@ -193,8 +193,8 @@ def test_a_paused_job_takes_no_turn_until_it_goes_on():
             if world.rank == 0:
                 other.stop()
 
-        runner.add("a", parent, step=make_step(world, "a"))
-        other = runner.add("b", endless, step=make_step(world, "b", exchanges=2))
+        runner.add("a", parent, {"step": make_step(world, "a")})
+        other = runner.add("b", endless, {"step": make_step(world, "b", exchanges=2)})
         runner.run()
         assert begun == [False]
         assert other.state == solo(4, [1e-3] * other.step)  # two exchanges, each over two ranks
@@ -211,7 +211,7 @@ def test_a_paused_job_takes_no_turn_until_it_goes_on():
 
 def test_wishes_come_too_early_before_the_run():
     def work(world):
-        job = Runner(world).add("a", endless, step=None)
+        job = Runner(world).add("a", endless, {"step": None})
         with pytest.raises(
             JobError, match=r"^Job `a` is not running: it can be stopped or paused during"
         ):
@@ -228,12 +228,12 @@ def test_rank_0_submits_a_job_by_name():
         def parent(job, step):
             step(0.0, 1.0)
             if world.rank == 0:
-                runner.submit("double", job="late", start=3.0)
+                runner.submit("double", job="late", kwargs={"start": 3.0})
                 with pytest.raises(ValueError, match=r"^There is a job `late` already"):
-                    runner.submit("double", job="late", start=3.0)
+                    runner.submit("double", job="late", kwargs={"start": 3.0})
             # Nothing waits for it here: it is the last job's last act.
 
-        runner.add("a", parent, step=make_step(world, "a"))
+        runner.add("a", parent, {"step": make_step(world, "a")})
         runner.run()
         return [(job.name, job.state, job.status) for job in runner.jobs]
 
@@ -254,10 +254,11 @@ def test_invalid_submission_is_rejected_at_the_call():
 
         def parent(job):
             attempt("g", job="x")
-            attempt("f", job="x", data=b"code")
-            attempt("f", job="x", data=float("nan"))
-            attempt("f", job="x", data={1: 2})
-            attempt("f", job="x", data="x" * 70_000)
+            attempt("f", job="x", kwargs={"data": b"code"})
+            attempt("f", job="x", kwargs={"data": float("nan")})
+            attempt("f", job="x", kwargs={"data": {1: 2}})
+            attempt("f", job="x", kwargs={"data": "x" * 70_000})
+            attempt("f", job="x", kwargs=[("data", 2)])
             attempt("f", job="")
             attempt("f", job="a")
 
@@ -279,6 +280,7 @@ def test_invalid_submission_is_rejected_at_the_call():
         "Job `x`: its arguments do not survive JSON: {'data': nan}.",
         "Job `x`: its arguments do not survive JSON: {'data': {1: 2}}.",
         "Job `x`: its submission has 700",
+        "`kwargs` of job `x` must be a mapping whose keys are texts, such as `{'lr': 0.1}`, got [(",
         "the name of a job must be a text that is not empty, got ''",
         "There is a job `a` already.",
         "Job `x` cannot be submitted: jobs are, while `runner.run()` runs.",
@@ -306,7 +308,7 @@ def test_only_rank_0_submits_registered_functions():
                     runner.submit("f", job="x")
             step(0.0, 1.0)
 
-        runner.add("a", parent, step=make_step(world, "a"))
+        runner.add("a", parent, {"step": make_step(world, "a")})
         with pytest.raises(
             JobError,
             match=r"^Job `x` failed on rank 1 after step 0: JobError: rank 1 has registered no `f`",
@@ -331,7 +333,7 @@ def test_many_short_jobs_leave_nothing_behind():
         def parent(job, step):
             driver = job._life.driver
             for n in range(60):
-                one = runner.add(f"j{n}", child, step=make_step(world, f"j{n}"))
+                one = runner.add(f"j{n}", child, {"step": make_step(world, f"j{n}")})
                 until(job, step, lambda: one.done.is_set() and not threads[-1].is_alive())  # noqa: B023
                 peak.append(
                     (
@@ -341,7 +343,7 @@ def test_many_short_jobs_leave_nothing_behind():
                     )
                 )
 
-        runner.add("a", parent, step=make_step(world, "a"))
+        runner.add("a", parent, {"step": make_step(world, "a")})
         runner.run()
         assert [job.state for job in runner.jobs[1:]] == [2.0] * 60
         return [max(numbers) for numbers in zip(*peak, strict=True)]

@@ -69,7 +69,7 @@ def test_first_steps_wait_for_the_slow_compiler(ranks, policy):
                 state = make_step(world, "b")(state, batch)
             return state
 
-        a = runner.add("a", loop, step=make_step(world, "a"), data=DATA)
+        a = runner.add("a", loop, {"step": make_step(world, "a"), "data": DATA})
         b = runner.add("b", compiles)
         runner.run()
         assert ("b", "ready: all jobs begin") in hears.notes
@@ -78,12 +78,10 @@ def test_first_steps_wait_for_the_slow_compiler(ranks, policy):
     assert run_ranks(ranks, work) == [([], *[solo([DATA] * ranks)] * 2)] * ranks
 
 
-@pytest.mark.parametrize(
-    ("policy", "start"), [(RoundRobin(), "as ready"), (Sequential(), "together")]
-)
-def test_as_ready_a_job_begins_at_once(policy, start):
+@pytest.mark.parametrize("policy", [RoundRobin(start="as_ready"), Sequential()])
+def test_as_ready_a_job_begins_at_once(policy):
     def work(world):
-        runner = Runner(world, policy, start=start, instruments=[hears := Hears()])
+        runner = Runner(world, policy, instruments=[hears := Hears()])
         stepped = threading.Event()
 
         def first(job):
@@ -171,7 +169,7 @@ def pauses_itself(job, world, other):
 
 
 def adds_a_job(job, world, other, runner):
-    runner.add("new", loop, step=make_step(world, "new"), data=DATA).done.wait(50)
+    runner.add("new", loop, {"step": make_step(world, "new"), "data": DATA}).done.wait(50)
 
 
 def trains_by_a_server(job, world, other):
@@ -209,9 +207,9 @@ def test_no_kind_of_job_keeps_the_others_for_ever(kind, caplog):
 
     def work(world):
         runner = Runner(world)
-        a = runner.add("a", loop, step=make_step(world, "a"), data=DATA)
+        a = runner.add("a", loop, {"step": make_step(world, "a"), "data": DATA})
         more = {"runner": runner} if kind is adds_a_job else {}
-        runner.add("b", kind, world=world, other=a, **more)
+        runner.add("b", kind, {"world": world, "other": a, **more})
         if "raises" in kind.__name__:
             with pytest.raises(JobError, match="boom"):
                 runner.run()
@@ -260,8 +258,8 @@ def test_a_job_that_waits_unseen_is_excused_in_time(kind, limit, caplog):
 
     def work(world):
         runner = Runner(world, instruments=[hears := Hears()])
-        a = runner.add("a", loop, step=make_step(world, "a"), data=DATA)
-        runner.add("b", kind, world=world, other=a)
+        a = runner.add("a", loop, {"step": make_step(world, "a"), "data": DATA})
+        runner.add("b", kind, {"world": world, "other": a})
         runner.run()
         return a.state, ("b", "the other jobs begin without it") in hears.notes
 
@@ -285,7 +283,7 @@ def test_a_stop_of_the_run_ends_jobs_that_are_held_back():
             a.stop()
             a.done.wait(50)
 
-        a = runner.add("a", loop, step=make_step(world, "a"), data=DATA)
+        a = runner.add("a", loop, {"step": make_step(world, "a"), "data": DATA})
         runner.add("b", stops)
         runner.run()
         return a.step, a.status
@@ -295,16 +293,12 @@ def test_a_stop_of_the_run_ends_jobs_that_are_held_back():
 
 def test_another_start_on_another_rank_is_an_error():
     def work(world):
-        runner = Runner(world, start=("together", "as ready")[world.rank])
-        runner.add("a", loop, step=make_step(world), data=DATA)
-        with pytest.raises(JobError, match=r"with the same policy, `start`, checkpoints"):
+        runner = Runner(world, RoundRobin(start=("together", "as_ready")[world.rank]))
+        runner.add("a", loop, {"step": make_step(world), "data": DATA})
+        with pytest.raises(JobError, match=r"with the same policy, checkpoints"):
             runner.run()
 
     run_ranks(2, work)
-    with pytest.raises(
-        ValueError, match=r"^`start` must be one of 'together', 'as ready', got 'later'"
-    ):
-        run_ranks(1, lambda world: Runner(world, start="later"))
 
 
 def test_the_gate_opens_when_the_earlier_jobs_have_come():

@@ -66,8 +66,8 @@ def test_memory_of_a_job_that_left_is_released(how):
             probes["afterwards"] = len(arrays())
             return step(0.0, 1.0)
 
-        runner.add("watch", watch, step=make_step(world, "watch"))
-        other = runner.add("other", leave, step=make_step(world, "other"), held=Data())
+        runner.add("watch", watch, {"step": make_step(world, "watch")})
+        other = runner.add("other", leave, {"step": make_step(world, "other"), "held": Data()})
         if how == "failed":
             with pytest.raises(JobError):
                 runner.run()
@@ -235,7 +235,7 @@ def test_a_job_that_catches_everything_is_left_behind(ends, caplog):
 
         runner = Runner(world)
         bad = runner.add("deaf", deaf)
-        other = runner.add("other", loop, step=step, data=[1.0] * 5)
+        other = runner.add("other", loop, {"step": step, "data": [1.0] * 5})
 
         def stops(job):
             until(job, step, lambda: bad.step >= 3)

@@ -69,7 +69,7 @@ def test_every_rank_hears_of_a_folder_in_use(tmp_path):
 
     def work(world):
         runner = Runner(world, metrics=tmp_path)
-        runner.add("a", loop, world=world, data=iter(()))
+        runner.add("a", loop, {"world": world, "data": iter(())})
         with pytest.raises(ValueError, match="holds other files") as error:
             runner.run()
         return str(error.value)
@@ -81,7 +81,7 @@ def test_every_rank_hears_of_a_folder_in_use(tmp_path):
 def test_metrics_on_some_ranks_only_is_an_error():
     def work(world):
         runner = Runner(world, metrics=None if world.rank else "somewhere")
-        runner.add("a", loop, world=world, data=iter(()))
+        runner.add("a", loop, {"world": world, "data": iter(())})
         runner.run()
 
     with pytest.raises(jaxcross.JobError, match="and `metrics`, on every rank"):

@@ -29,8 +29,10 @@ def nonfinite_run(world, policy, **options):
         job.nonfinite = policy
         return loop(job, step, data)
 
-    bad = runner.add("bad", train, step=make_step(world, "bad", **options))
-    good = runner.add("good", loop, step=make_step(world, "good"), data=[1.0, 2.0, 3.0, 4.0])
+    bad = runner.add("bad", train, {"step": make_step(world, "bad", **options)})
+    good = runner.add(
+        "good", loop, {"step": make_step(world, "good"), "data": [1.0, 2.0, 3.0, 4.0]}
+    )
     try:
         runner.run()
     except JobError as error:
@@ -99,7 +101,7 @@ def test_a_job_that_would_skip_for_ever_fails(spoilt):
             return loop(job, step, [np.full(1, 1.0 if spoilt else np.nan)] * 25, state)  # pyright: ignore[reportArgumentType]
 
         runner = Runner(world)
-        bad = runner.add("bad", train, step=make_step(world, "bad", shape=(1,)))
+        bad = runner.add("bad", train, {"step": make_step(world, "bad", shape=(1,))})
         try:
             runner.run()
         except JobError as error:
@@ -135,7 +137,9 @@ def test_skipped_steps_count_on_after_a_restart(spoilt, tmp_path):
         found = []
         for after in (7, 20):
             runner = Runner(world, checkpoints=checkpoints)
-            bad = runner.add("bad", train, step=make_step(world, "bad", shape=(1,)), after=after)
+            bad = runner.add(
+                "bad", train, {"step": make_step(world, "bad", shape=(1,)), "after": after}
+            )
             with suppress(JobError):
                 runner.run()
             report = runner.report

@@ -171,7 +171,7 @@ def test_a_runner_writes_how_far_its_jobs_are(tmp_path):
                 step(0.0, batch)
 
         runner = Runner(world, events=tmp_path / str(world.rank))
-        runner.add("a", fn, step=make_step(world))
+        runner.add("a", fn, {"step": make_step(world)})
         runner.run()
         return read_progress(tmp_path / str(world.rank))
 

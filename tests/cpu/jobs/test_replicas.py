@@ -169,7 +169,7 @@ def trains_apart(job, donate, hands_over):
 def test_a_job_that_never_exchanges_is_warned_of_twice(caplog, donate, hands_over):
     def work(world):
         runner = Runner(world)
-        runner.add("a", trains_apart, donate=donate, hands_over=hands_over)
+        runner.add("a", trains_apart, {"donate": donate, "hands_over": hands_over})
         return runner.run().jobs[0].replicas
 
     with caplog.at_level(logging.WARNING, "jaxcross"):

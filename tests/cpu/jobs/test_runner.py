@@ -29,7 +29,9 @@ def test_jobs_in_crossover_equal_jobs_alone(ranks, policy):
         log = SpanLog()
         with Runner(world, policy, instruments=[log]) as runner:
             for name, batches in data.items():
-                runner.add(name, loop, step=make_step(world, name), data=batches[world.rank])
+                runner.add(
+                    name, loop, {"step": make_step(world, name), "data": batches[world.rank]}
+                )
             report = runner.run()
         order = [(s.job, s.step) for s in log.spans if s.kind == "collective"]
         return (
@@ -94,7 +96,7 @@ def test_a_job_is_shown_in_a_line():
 
     def work(world):
         runner = Runner(world)
-        job = runner.add("a", fails, step=make_step(world))
+        job = runner.add("a", fails, {"step": make_step(world)})
         shown = [repr(job)]
         with pytest.raises(JobError):
             runner.run()
@@ -114,7 +116,9 @@ def test_logs_are_read_back_in_order():
     def work(world):
         log = SpanLog()
         runner = Runner(world, instruments=[log])
-        job = runner.add("a", loop, step=make_step(world), data=[np.ones((4, 2), np.float32)] * 3)
+        job = runner.add(
+            "a", loop, {"step": make_step(world), "data": [np.ones((4, 2), np.float32)] * 3}
+        )
         report = runner.run()
         assert [n[2:] for n in log.notes if n[1] == "loss"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
         facts = report.rounds.jobs[0].facts
@@ -264,8 +268,6 @@ def test_bad_arguments():
             job.batches([])
         with pytest.raises(JobError, match=r"^Job `a` is not running\."):
             job.restore(0.0)
-        with pytest.raises(ValueError, match=r"^`depth` must be at least 1, got 0\.$"):
-            Runner(world, depth=0)
         with pytest.raises(
             TypeError,
             match=r"^`step` of job `x` must be a function of `\(state, batch\)`, got 1\.$",

@@ -3,9 +3,10 @@ instead.
 """
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from unittest import mock
 
 import jax
@@ -16,10 +17,11 @@ import pytest
 import jaxcross
 from jaxcross.interleave import compute_queue
 from jaxcross.interleave.instrument import SpanLog
+from jaxcross.interleave.policy import Turns
 from jaxcross.jobs.arguments import checked_interval, checked_names
+from jaxcross.jobs.options import RunOptions
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
-from jaxcross.runtime.emulated_link import Link
 from tests.support.fakes import run_ranks
 
 POLICIES = r"`jaxcross.Sequential\(\)`, `jaxcross.RoundRobin\(\)` or `jaxcross.Weighted\(shares\)`"
@@ -31,10 +33,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         f"`policy` must be {POLICIES}, got the class `RoundRobin`.",
     ),
-    ({"link": 5}, TypeError, "`link` must be a `Link`, .* got 5."),
-    ({"link": Link}, TypeError, "`link` must be .* got the class `Link`."),
-    ({"depth": 1.5}, TypeError, "`depth` must be a whole number, got 1.5."),
-    ({"depth": True}, TypeError, "`depth` must be a whole number, got True."),
     (
         {"progress": "no"},
         TypeError,
@@ -61,7 +59,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         "`memory` must be a whole number of bytes, .* got 1500000000.0.",
     ),
-    ({"depth": 0}, ValueError, "`depth` must be at least 1, got 0."),
     ({"instruments": SpanLog()}, TypeError, f"`instruments` must be {INSTRUMENTS}, got <"),
     (
         {"instruments": [SpanLog]},
@@ -108,30 +105,73 @@ def test_arguments_of_a_runner(
     run_ranks(1, work)
 
 
-def test_chaos_and_the_world_of_a_runner() -> None:
+def test_the_world_of_a_runner() -> None:
     def work(world: Any) -> None:
-        with pytest.raises(TypeError, match=r"^`chaos` must be a whole number, got 'yes'\.$"):
-            Runner(world, chaos="yes")  # type: ignore[arg-type]
         with pytest.raises(
             TypeError,
             match=r"^`world` must be what `jaxcross.initialize\(\)` returned, or None, got R",
         ):
             Runner(jaxcross.RoundRobin())  # type: ignore[arg-type]
-        Runner(world, None, instruments=iter([SpanLog()]), link="a cable", chaos=-1, depth=3)
+        Runner(world, None, instruments=iter([SpanLog()]))
 
     run_ranks(1, work)
+
+
+class Own:
+    """A policy of a user's, with the attributes that every policy has."""
+
+    name = "own"
+
+    def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
+        return tuple(jobs)
+
+    def next(self, candidates: Collection[int], turns: Turns) -> int:
+        return min(candidates)
+
+    def share(self, job: int) -> float:
+        return 1.0
 
 
 def test_depth_is_that_of_the_backend() -> None:
-    """Unless it is given: 2, or what was measured to be better."""
+    """Unless the policy has one: 2, or what was measured to be better."""
+    policies = (None, Own(), jaxcross.RoundRobin(depth=1))
 
     def work(world: Any) -> None:
         with mock.patch.object(compute_queue, "_OF_BACKEND", {"other": 5}):
-            assert (Runner(world).depth, Runner(world, depth=1).depth) == (2, 1)
+            assert [Runner(world, each)._depth for each in policies] == [2, 2, 1]
         with mock.patch.object(compute_queue, "_OF_BACKEND", {jax.default_backend(): 3}):
-            assert (Runner(world).depth, Runner(world, depth=1).depth) == (3, 1)
+            assert [Runner(world, each)._depth for each in policies] == [3, 3, 1]
 
     run_ranks(1, work)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "message"),
+    [
+        ("depth", 1.5, TypeError, "`depth` of a policy must be a whole number or None, got 1.5."),
+        ("depth", 0, ValueError, "`depth` of a policy must be at least 1, got 0."),
+        ("start", "later", ValueError, "`start` of a policy must be one of 'together', 'as_ready'"),
+    ],
+)
+def test_the_depth_and_start_of_a_users_policy_are_checked(
+    name: str, value: object, kind: type[Exception], message: str
+) -> None:
+    policy = Own()
+    setattr(policy, name, value)
+
+    def work(world: Any) -> None:
+        with pytest.raises(kind, match=f"^{message}"):
+            Runner(world, policy)
+
+    run_ranks(1, work)
+
+
+def test_the_options_of_a_run_are_those_of_a_runner() -> None:
+    parameters = inspect.signature(Runner).parameters
+    assert set(RunOptions.__annotations__) == set(parameters)
+    assert get_type_hints(RunOptions) == {
+        name: hint for name, hint in get_type_hints(Runner.__init__).items() if name != "return"
+    }
 
 
 def step(state: Any, batch: Any) -> Any:
@@ -274,6 +314,8 @@ async def makes_a_coroutine(job: Any) -> Any:
             {},
             "Job `a` needs a function that trains .* makes a coroutine,",
         ),
+        (lambda job, lr: None, 0.1, "`kwargs` of job `a` must be a mapping .* got 0.1."),
+        (lambda job, **_: None, {1: 2}, "`kwargs` of job `a` must be .* texts, .* got {1: 2}."),
     ],
 )
 def test_job_functions_are_checked_when_added(function: Any, kwargs: Any, message: str) -> None:
@@ -281,7 +323,7 @@ def test_job_functions_are_checked_when_added(function: Any, kwargs: Any, messag
 
     def work(world: Any) -> None:
         with pytest.raises(TypeError, match=f"^{message}"):
-            Runner(world).add("a", function, **kwargs)
+            Runner(world).add("a", function, kwargs)
 
     run_ranks(1, work)
 

@@ -36,7 +36,7 @@ def test_data_that_ends_on_one_rank_ends_loop_on_all():
 
     def work(world):
         runner = Runner(world)
-        job = runner.add("a", loop, step=make_step(world), data=data(world))
+        job = runner.add("a", loop, {"step": make_step(world), "data": data(world)})
         report = runner.run()
         (facts,) = report.jobs
         said = (
@@ -77,7 +77,7 @@ def test_a_loop_that_cannot_run_fails_its_job(data, steps, message):
     def work(world):
         runner = Runner(world)
         runner.add("a", lambda job: list(job.batches(data, steps)))
-        other = runner.add("b", loop, step=make_step(world), data=[1.0, 2.0])
+        other = runner.add("b", loop, {"step": make_step(world), "data": [1.0, 2.0]})
         with pytest.raises(
             JobError, match=f"^Job `a` failed on (ranks 0, 1|rank [01]) after step 0: {message}"
         ):
@@ -90,7 +90,7 @@ def test_a_loop_that_cannot_run_fails_its_job(data, steps, message):
 def test_steps_limit_the_batches():
     def work(world):
         job = (runner := Runner(world)).add(
-            "a", loop, step=make_step(world), data=iter(lambda: 1.0, None), steps=4
+            "a", loop, {"step": make_step(world), "data": iter(lambda: 1.0, None), "steps": 4}
         )
         runner.run()
         return job.step
@@ -108,7 +108,7 @@ def test_data_may_fill_one_buffer_again_and_again():
             yield memory[start : start + 1]
 
     def work(world):
-        job = (runner := Runner(world)).add("a", loop, step=make_step(world), data=data())
+        job = (runner := Runner(world)).add("a", loop, {"step": make_step(world), "data": data()})
         runner.run()
         return job.state.tolist()
 
@@ -136,7 +136,7 @@ def test_data_is_closed_if_its_loop_ends_early(steps):
                     break
 
         runner = Runner(world)
-        runner.add("a", fn, step=make_step(world))
+        runner.add("a", fn, {"step": make_step(world)})
         runner.run()
         return closed.get(timeout=60), next(held, "closed")
 
@@ -147,7 +147,7 @@ def test_data_is_closed_if_another_rank_has_less():
     def work(world):
         closed = queue.Queue()
         data = itertools.islice(counting(closed), 2) if world.rank else counting(closed)
-        job = (runner := Runner(world)).add("a", loop, step=make_step(world), data=data)
+        job = (runner := Runner(world)).add("a", loop, {"step": make_step(world), "data": data})
         runner.run()
         return job.step, world.rank or closed.get(timeout=60)
 
@@ -164,7 +164,7 @@ def test_data_continues_in_the_next_loop_then_is_freed():
             data = counting(closed)
             return [step(0.0, batch) for _ in range(2) for batch in job.batches(data, 3)]
 
-        job = (runner := Runner(world)).add("a", fn, step=make_step(world))
+        job = (runner := Runner(world)).add("a", fn, {"step": make_step(world)})
         runner.run()
         closed.get(timeout=60)  # nobody has it any more, although `runner` lives
         return job.state
@@ -203,7 +203,7 @@ def test_nested_loops_over_batches():
                 step(0.0, a)
             return seen
 
-        job = runner.add("a", fn, step=make_step(world))
+        job = runner.add("a", fn, {"step": make_step(world)})
         runner.run()
         return job.state
 
@@ -227,7 +227,7 @@ def test_examples_per_step_is_the_mean_of_its_batches():
                 evaluate(0.0, batch)
 
         for own in (False, True):
-            runner.add(f"{own}", fn, step=make_step(world), own=own)
+            runner.add(f"{own}", fn, {"step": make_step(world), "own": own})
         return [job.examples_per_step for job in runner.run().jobs]
 
     assert run_ranks(2, work) == [[6.0, 10.0]] * 2
@@ -281,7 +281,7 @@ def test_input_spans_name_the_level_that_waited(waited_s, level):
 
     def work(world):
         runner = Runner(world, instruments=[Labels()])
-        runner.add("a", loop, step=make_step(world), data=Slow(waited_s), steps=3)
+        runner.add("a", loop, {"step": make_step(world), "data": Slow(waited_s), "steps": 3})
         runner.run()
 
     run_ranks(1, work)

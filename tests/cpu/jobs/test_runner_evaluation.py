@@ -24,7 +24,7 @@ def test_work_without_exchanges_is_no_step():
                 assert evaluate(1.0, 2.0) == 3.0
             return evaluate(1.0, float(job.step))
 
-        jobs = [runner.add(name, fn, step=make_step(world, name)) for name in "ab"]
+        jobs = [runner.add(name, fn, {"step": make_step(world, name)}) for name in "ab"]
         runner.run()
         return [job.state for job in jobs]
 
@@ -42,7 +42,7 @@ def test_evaluation_with_exchanges_is_no_step():
                 evaluate(1.0, 2.0)
             return job.step
 
-        job = runner.add("a", fn, step=make_step(world))
+        job = runner.add("a", fn, {"step": make_step(world)})
         report = runner.run()
         assert report.rounds.rounds == 1  # the report does not count them
         assert job._host.planned_steps == 2
@@ -66,7 +66,7 @@ def test_steps_have_their_numbers_beside_evaluations():
                 step(0.0, batch)
                 evaluate(1.0, evaluate(1.0, 2.0))
 
-        runner.add("a", fn, step=make_step(world))
+        runner.add("a", fn, {"step": make_step(world)})
         with pytest.raises(
             JobError,
             match="after step 3: ValueError: boom. Every rank leaves the job after step 3,",
@@ -96,7 +96,7 @@ def test_an_evaluation_that_fails_is_not_called_a_step():
             return add(0, values)
 
         evaluate = make_step(world, "evaluate", compute=lambda segment, values: fails(values))
-        runner.add("a", fn, step=make_step(world), evaluate=evaluate)
+        runner.add("a", fn, {"step": make_step(world), "evaluate": evaluate})
         with pytest.raises(
             JobError, match=r"in a call after step 2, segment 0 .*leaves the job after step 2,"
         ):

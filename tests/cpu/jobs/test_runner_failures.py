@@ -127,8 +127,8 @@ def test_a_failed_job_prints_one_traceback_when_it_leaves(capsys, guilty):
             return step(state, 1.0)
 
         runner = Runner(world)
-        bad = runner.add("bad", fails, step=make_step(world, "bad"))
-        runner.add("good", waits, step=make_step(world, "good"))
+        bad = runner.add("bad", fails, {"step": make_step(world, "bad")})
+        runner.add("good", waits, {"step": make_step(world, "good")})
         with pytest.raises(JobError):
             runner.run()
 
@@ -148,7 +148,7 @@ def test_a_job_that_leaves_without_an_exception_prints_its_error_once(capsys):
                 step(0.0, 1.0)
 
         runner = Runner(world)
-        runner.add("bad", fn, step=make_step(world, "bad"))
+        runner.add("bad", fn, {"step": make_step(world, "bad")})
         with pytest.raises(JobError):
             runner.run()
 
@@ -280,7 +280,7 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step():
                 job.save(state)
 
         for name in "ab":
-            runner.add(name, endless, step=make_step(world, name))
+            runner.add(name, endless, {"step": make_step(world, name)})
         with pytest.raises(KeyboardInterrupt):
             runner.run()
         return [(job.step, job.state, job.error) for job in runner.jobs]
@@ -311,7 +311,7 @@ def test_exchanges_at_different_calls_are_reported():
 
         runner = Runner(world)
         bad = runner.add("bad", fn)
-        good = runner.add("good", loop, step=make_step(world, "good"), data=[1.0, 2.0])
+        good = runner.add("good", loop, {"step": make_step(world, "good"), "data": [1.0, 2.0]})
         with pytest.raises(
             ExchangeError,
             match="^Job `bad` takes a branch with exchanges at different calls: "

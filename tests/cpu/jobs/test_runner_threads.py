@@ -33,7 +33,7 @@ def test_nested_run_is_rejected_but_works_afterwards():
             return step(state, 1.0)
 
         outer = Runner(world)
-        job = outer.add("outer", fn, step=make_step(world))
+        job = outer.add("outer", fn, {"step": make_step(world)})
         outer.run()
         inner.run()
         return job.state, inner.jobs[0].state
@@ -141,7 +141,7 @@ def test_waits_for_ranks_from_other_thread_are_refused():
                 step(0.0, 1.0)
 
         runner = Runner(world)
-        runner.add("a", fn, step=make_step(world))
+        runner.add("a", fn, {"step": make_step(world)})
         with pytest.raises(
             JobError,
             match=r"^Job `a` failed on rank 0 after step 0: JobError: `job\.batches` of job",

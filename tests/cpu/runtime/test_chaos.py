@@ -12,7 +12,7 @@ from jaxcross.runtime.chaos import Chaos, LateQueue, chaos_of
 from tests.support.fakes import FakeCompiled, plain_program, run_ranks
 
 
-def trained(world, **options):
+def trained(world):
     """Three jobs of unlike steps and data, one of which fails: what each is left with."""
     programs = {
         name: plain_program(name, exchanges=n) for name, n in (("a", 1), ("b", 3), ("bad", 2))
@@ -33,20 +33,22 @@ def trained(world, **options):
             job.state = state
         return state
 
-    with Runner(world, **options) as runner:
+    with Runner(world) as runner:
         jobs = [runner.add(name, fn) for name in programs]
         with pytest.raises(
             JobError, match="^Job `bad` failed on rank 2 after step 2: ValueError: boom"
         ):
             runner.run()
-    return [(job.step, job.state) for job in jobs], runner.chaos
+    return [(job.step, job.state) for job in jobs], runner._chaos
 
 
-def test_results_do_not_depend_on_who_is_late_when():
+def test_results_do_not_depend_on_who_is_late_when(monkeypatch):
+    monkeypatch.delenv("JAXCROSS_CHAOS", raising=False)
     expected = run_ranks(3, trained)
     assert [[step for step, _ in jobs] for jobs, _ in expected] == [[4, 4, 2]] * 3
     for seed in (1, 2):
-        late = run_ranks(3, lambda world, seed=seed: trained(world, chaos=seed))
+        monkeypatch.setenv("JAXCROSS_CHAOS", str(seed))
+        late = run_ranks(3, trained)
         for (found, chaos), (wanted, none) in zip(late, expected, strict=True):
             assert found == wanted
             assert none is None

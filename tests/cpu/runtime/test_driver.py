@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jaxcross._link import Link, current_link, emulated_link
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import InternalError, JobError
 from jaxcross.interleave import messages as m
@@ -23,7 +24,6 @@ from jaxcross.jobs.step_registry import step_graph_of
 from jaxcross.jobs.thread import JobThread
 from jaxcross.runtime import lanes
 from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.job_record import JobRecord, StepCall
 from jaxcross.runtime.lanes import ComputeLane, LaneThread, backoff_s
 from tests.support.fakes import FakeCompiled, FakeExecution, ManualClock, plain_program, run_ranks
@@ -191,14 +191,24 @@ def test_backoff_ends_although_the_thread_is_suspended_for_longer(monkeypatch):
 def test_an_emulated_link_holds_exchanges_and_says_so():
     def work(world):
         log = SpanLog()
-        link = Link(0.192, latency_s=0.001)
-        report = runner_of(world, instruments=[log], link=link).run()
-        assert "emulated link" in str(report)
+        report = runner_of(world, instruments=[log]).run()
+        assert ("emulated link" in str(report)) is (current_link() is not None)
         return [s for s in log.spans if s.kind == "collective"]
 
-    (spans,) = run_ranks(1, work)
+    with emulated_link(Link(0.192, latency_s=0.001)):
+        (spans,) = run_ranks(1, work)
+    (unheld,) = run_ranks(1, work)
+    assert [s.label for s in unheld] == [""] * 2
     assert [s.label for s in spans] == ["emulated"] * 2
     assert all(s.end_ns - s.start_ns >= 2e6 for s in spans)  # 1 ms latency and 24 bytes at 24 kB/s
+
+
+def test_reports_have_the_description_of_a_real_link(monkeypatch):
+    monkeypatch.setenv("JAXCROSS_LINK", "a cable")
+    assert run_ranks(2, lambda world: runner_of(world).run().link) == ["a cable"] * 2
+    with emulated_link(Link(8000)):
+        (link,) = run_ranks(1, lambda world: runner_of(world).run().link)
+    assert link == "emulated link 8000mbit"
 
 
 def test_links_parse():

@@ -26,7 +26,9 @@ def failing(ranks, start):
     def work(world):
         runner = Runner(world)
         runner.add("bad", start(world))
-        good = runner.add("good", train, world=world, optimizer=optax.sgd(0.1), staleness=0)
+        good = runner.add(
+            "good", train, {"world": world, "optimizer": optax.sgd(0.1), "staleness": 0}
+        )
         with pytest.raises((JobError, ExchangeError)) as error:
             runner.run()
         return error.value, good.state
@@ -129,7 +131,7 @@ def test_an_interrupt_stops_all_ranks(staleness):
     def work(world):
         runner = Runner(world)
         for name in "ab":
-            runner.add(name, endless, world=world)
+            runner.add(name, endless, {"world": world})
         with pytest.raises(KeyboardInterrupt):
             runner.run()
         return [job.error for job in runner.jobs]
@@ -151,8 +153,10 @@ def test_one_ranks_wish_stops_its_job_alone(staleness):
 
     def work(world):
         runner = Runner(world)
-        endless_job = runner.add("endless", endless, world=world)
-        good = runner.add("good", train, world=world, optimizer=optax.sgd(0.1), staleness=0)
+        endless_job = runner.add("endless", endless, {"world": world})
+        good = runner.add(
+            "good", train, {"world": world, "optimizer": optax.sgd(0.1), "staleness": 0}
+        )
         report = runner.run()
         assert (
             [job.how for job in report.jobs]
@@ -228,7 +232,7 @@ def test_bad_arguments():
 
     def work(world):
         runner = Runner(world)
-        runner.add("a", fn, world=world)
+        runner.add("a", fn, {"world": world})
         runner.run()
 
     run_ranks(1, work)

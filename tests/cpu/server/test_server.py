@@ -94,7 +94,7 @@ def test_slow_worker_delays_others_only_at_the_bound(staleness):
 
     def work(world):
         runner = Runner(world)
-        job = runner.add("a", fn, world=world)
+        job = runner.add("a", fn, {"world": world})
         runner.run()
         return job.state, job.step
 
@@ -108,11 +108,13 @@ def test_workers_may_make_unlike_numbers_of_steps(staleness):
         job = runner.add(
             "a",
             train,
-            world=world,
-            optimizer=optax.sgd(0.1),
-            staleness=staleness,
-            steps=2 + 4 * world.rank,
-            gradient=constant,
+            {
+                "world": world,
+                "optimizer": optax.sgd(0.1),
+                "staleness": staleness,
+                "steps": 2 + 4 * world.rank,
+                "gradient": constant,
+            },
         )
         runner.run()
         return job.state, job.step
@@ -128,7 +130,7 @@ def test_the_report_counts_steps():
     def work(world):
         runner = Runner(world)
         jobs = [
-            runner.add(name, train, world=world, optimizer=optax.sgd(0.1), staleness=1)
+            runner.add(name, train, {"world": world, "optimizer": optax.sgd(0.1), "staleness": 1})
             for name in "ab"
         ]
         report = runner.run()
@@ -152,7 +154,9 @@ def test_the_report_counts_the_bytes_that_leave(ranks, monkeypatch):
 
     def work(world):
         runner = Runner(world)
-        runner.add("a", train, world=world, optimizer=optax.sgd(0.1), staleness=1, steps=4)
+        runner.add(
+            "a", train, {"world": world, "optimizer": optax.sgd(0.1), "staleness": 1, "steps": 4}
+        )
         (job,) = runner.run().rounds.jobs
         return job.bytes_per_step
 
@@ -181,7 +185,7 @@ def test_parameters_may_be_donated():
 
     def work(world):
         runner = Runner(world)
-        job = runner.add("a", fn, world=world)
+        job = runner.add("a", fn, {"world": world})
         runner.run()
         return job.state
 

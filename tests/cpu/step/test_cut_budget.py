@@ -61,7 +61,7 @@ def test_a_job_knows_how_many_steps_its_loops_have() -> None:
             seen.extend(job._host.steps_left for _ in job.batches([1.0]))
 
         runner = Runner(world)
-        runner.add("a", fn, step=make_step(world))
+        runner.add("a", fn, {"step": make_step(world)})
         runner.run()
         return seen
 

@@ -174,7 +174,7 @@ def test_best_trials_state_stays_on_disk(tmp_path):
 
     def load(world):
         with Runner(world, checkpoints=Checkpoints(tmp_path / "checkpoints")) as runner:
-            job = runner.add(result.best.name, training(world), **result.best.params)
+            job = runner.add(result.best.name, training(world), result.best.params)
             runner.run()
         return job.state
 

@@ -69,7 +69,7 @@ def test_by_mpirun_with_a_data_set(
         "--accuracy": 1.1,
         "--accuracy-steps": 4,
         "--evaluate-every": 2,
-        "--link": "emulate:500mbit",
+        "--emulate-link": "500mbit",
     }
     words = ["--smoke", *(str(word) for pair in options.items() for word in pair)]
     done = mpirun(2, str(BENCHMARK), *words, timeout=900, env=quick_compiler).check()

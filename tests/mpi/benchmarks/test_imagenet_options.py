@@ -107,7 +107,7 @@ def test_one_rank_has_no_link(
     monkeypatch.setattr(sys, "argv", ["imagenet_resnet.py", "--ranks", "1", "--data-dir", "data"])
     assert benchmark.launch(*benchmark.options(), tmp_path) == {"ranks": 1}
     assert [line[:3] for line in lines] == [["mpirun", "-n", "1"]]
-    assert "--link" not in lines[0]
+    assert "--emulate-link" not in lines[0]
     assert capsys.readouterr().out == "no real link: one rank has nobody to speak to\n"
 
 

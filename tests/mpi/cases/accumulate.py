@@ -61,7 +61,7 @@ def trains(job, tx):
 def run(*names):
     """All of these jobs in one run: their states and the bytes that each has received."""
     runner = jaxcross.Runner(world)
-    jobs = {name: runner.add(name, trains, tx=TXS[name]) for name in names}
+    jobs = {name: runner.add(name, trains, {"tx": TXS[name]}) for name in names}
     rows = {row["name"]: row for row in runner.run().summary()["jobs"]}
     assert all(rows[name]["steps"] == STEPS for name in names)
     return {name: job.state for name, job in jobs.items()}, {

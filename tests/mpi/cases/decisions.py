@@ -81,7 +81,7 @@ def a_job_leaves_and_another_stays():
         return state
 
     runner = jaxcross.Runner(WORLD)
-    forked, good = runner.add("forked", fn, bad=[0]), runner.add("good", fn, bad=[])
+    forked, good = runner.add("forked", fn, {"bad": [0]}), runner.add("good", fn, {"bad": []})
     ranks = ", ".join(map(str, range(P)))
     with pytest.raises(
         jaxcross.JobError,

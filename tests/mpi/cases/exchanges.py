@@ -157,7 +157,7 @@ def in_crossover(policy, *members):
 
     with jaxcross.Runner(world, policy) as runner:
         jobs = [
-            runner.add(f"{n}", loop, row=m[0], tx=m[1], step=m[2], shift=m[3])
+            runner.add(f"{n}", loop, {"row": m[0], "tx": m[1], "step": m[2], "shift": m[3]})
             for n, m in enumerate(members)
         ]
         runner.run()
@@ -185,7 +185,7 @@ def kept(rows):
     folder = everyone.bcast(tempfile.mkdtemp() if rank == 0 else None)
     for steps in (1, max(row.steps for row, *_ in rows)):
         with jaxcross.Runner(world, checkpoints=jaxcross.Checkpoints(folder)) as runner:
-            job = runner.add("all", train, steps=steps)
+            job = runner.add("all", train, {"steps": steps})
             runner.run()
     everyone.Barrier()
     if rank == 0:

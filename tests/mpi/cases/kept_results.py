@@ -55,7 +55,7 @@ def main():
         "delayed": exchange.delayed_mean(optax.sgd(0.1, momentum=0.9), "batch"),
     }.items():
         step, opt = make(tx)
-        runner.add(name, train, step=step, opt=opt, bad=BAD if name == "mean" else ())
+        runner.add(name, train, {"step": step, "opt": opt, "bad": BAD if name == "mean" else ()})
     runner.run()
     for name, kept in KEPT.items():
         for n, (values, then) in enumerate(kept):

@@ -50,7 +50,7 @@ def trains(job, tx, seen, fails):
 
 def run(tx, folder=None, fails=False):
     seen, runner = [], jaxcross.Runner(world, checkpoints=folder and jaxcross.Checkpoints(folder))
-    job = runner.add("a", trains, tx=tx, seen=seen, fails=fails)
+    job = runner.add("a", trains, {"tx": tx, "seen": seen, "fails": fails})
     try:
         report = runner.run()
     except jaxcross.JobError:

@@ -202,8 +202,8 @@ def an_inner_loop_that_no_rank_ends():
         return state
 
     runner = jaxcross.Runner(WORLD)
-    runner.add("slow", fn, slow=True)
-    good = runner.add("good", fn, slow=False)
+    runner.add("slow", fn, {"slow": True})
+    good = runner.add("good", fn, {"slow": False})
     with pytest.raises(jaxcross.JobError, match="`slow`.* did not come to the end of an inner one"):
         runner.run()
     assert int(good.state) == 3 * 2 * 20 * P

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxcross
-from jaxcross import JobError, Runner
+from jaxcross import JobError, RoundRobin, Runner
 from jaxcross.interleave.instrument import SpanLog
 
 WORLD = jaxcross.initialize(stall_timeout_s=60)
@@ -103,7 +103,7 @@ def jobs_join_and_leave():
         for n, batch in enumerate(job.batches(data(30))):
             if n == 3:
                 for name in ("b", "c") if WORLD.rank % 2 else ("c", "b"):
-                    runner.add(name, train, step=step, n=5, seed=1)
+                    runner.add(name, train, {"step": step, "n": 5, "seed": 1})
             state, _ = step(state, batch)
         while not all_see(job, lambda: len(late) == 1 and late[0].done.is_set()):
             pass
@@ -111,7 +111,7 @@ def jobs_join_and_leave():
 
     def control():
         begun.wait()
-        late.append(runner.add("d", train, step=step, n=4, seed=2))
+        late.append(runner.add("d", train, {"step": step, "n": 4, "seed": 2}))
 
     late, thread = [], threading.Thread(target=control)
     first = runner.add("a", parent)
@@ -131,15 +131,15 @@ def jobs_begin_together():
     however they do.
     """
     expected = {}
-    for start in ("together", "as ready"):
+    for start in ("together", "as_ready"):
         log, steps = SpanLog(), {"a": make_step(), "b": make_step(cut=2)}
-        runner = Runner(WORLD, instruments=[log], start=start)
-        jobs = [runner.add(name, train, step=step, n=4) for name, step in steps.items()]
+        runner = Runner(WORLD, RoundRobin(start=start), instruments=[log])
+        jobs = [runner.add(name, train, {"step": step, "n": 4}) for name, step in steps.items()]
         runner.run()
         compiled = [span.end_ns for span in log.spans if span.kind == "compile"]
         began = min(span.start_ns for span in log.spans if span.kind in ("compute", "collective"))
         assert len(compiled) == 2
-        assert start == "as ready" or max(compiled) <= began
+        assert start == "as_ready" or max(compiled) <= began
         for job in jobs:
             same(job.state, expected.setdefault(job.name, alone(steps[job.name], 4)))
 
@@ -157,7 +157,7 @@ def one_is_stopped():
         return state
 
     first = runner.add("a", parent)
-    other = runner.add("b", train, step=step, n=10**6, seed=1)
+    other = runner.add("b", train, {"step": step, "n": 10**6, "seed": 1})
     report = runner.run()
     same(first.state, alone(step, 20))
     assert [job.how for job in report.jobs] == ["ended", "stopped"]
@@ -185,7 +185,7 @@ def one_rests():
         return state
 
     first = runner.add("a", parent)
-    other = runner.add("b", train, step=step, n=10**6, seed=1)
+    other = runner.add("b", train, {"step": step, "n": 10**6, "seed": 1})
     report = runner.run()
     same(first.state, alone(step, 20))
     same(other.state, alone(step, equal_on_ranks(other.step), seed=1))
@@ -208,14 +208,14 @@ def one_is_ejected():
     """
     step = make_step()
     runner = Runner(WORLD)
-    bad = runner.add("bad", train, step=step, n=8, bad=(3,), nonfinite="eject")
-    good = runner.add("good", train, step=step, n=8, seed=1)
+    bad = runner.add("bad", train, {"step": step, "n": 8, "bad": (3,), "nonfinite": "eject"})
+    good = runner.add("good", train, {"step": step, "n": 8, "seed": 1})
     report = runner.run()
     assert (bad.step, bad.status, good.status) == (3, "ejected", "ended")
     same(bad.state, alone(step, 3))
     by_request = Runner(WORLD)
-    left = by_request.add("bad", train, step=step, n=3)
-    other = by_request.add("good", train, step=step, n=8, seed=1)
+    left = by_request.add("bad", train, {"step": step, "n": 3})
+    other = by_request.add("good", train, {"step": step, "n": 8, "seed": 1})
     by_request.run()
     same(good.state, other.state)
     same(bad.state, left.state)
@@ -225,8 +225,8 @@ def one_is_ejected():
 
 def one_raises_for_it():
     step, runner = make_step(cut=2, bucket_bytes=0), Runner(WORLD)
-    bad = runner.add("bad", train, step=step, n=8, bad=(2,), nonfinite="raise")
-    good = runner.add("good", train, step=step, n=8, seed=1)
+    bad = runner.add("bad", train, {"step": step, "n": 8, "bad": (2,), "nonfinite": "raise"})
+    good = runner.add("good", train, {"step": step, "n": 8, "seed": 1})
     with pytest.raises(
         JobError,
         match=r"^Job `bad` failed on ranks? \d.* in step 3, .*FloatingPointError: `psum batch f",
@@ -240,9 +240,11 @@ def one_raises_for_it():
 def one_skips():
     """As if the batches had not been there, on any rank."""
     step, runner = make_step(), Runner(WORLD)
-    skips = runner.add("skips", train, step=step, n=8, bad=(2, 5), nonfinite="skip")
-    without = runner.add("without", train, step=step, n=8, skip=(2, 5), nonfinite="skip")
-    beside = runner.add("beside", train, step=step, n=8, seed=1)
+    skips = runner.add("skips", train, {"step": step, "n": 8, "bad": (2, 5), "nonfinite": "skip"})
+    without = runner.add(
+        "without", train, {"step": step, "n": 8, "skip": (2, 5), "nonfinite": "skip"}
+    )
+    beside = runner.add("beside", train, {"step": step, "n": 8, "seed": 1})
     runner.run()
     same(skips.state, without.state)
     same(beside.state, alone(step, 8, seed=1))
@@ -258,7 +260,7 @@ def jobs_are_submitted():
         state = job.restore(init())
         for n, batch in enumerate(job.batches(data(6))):
             if n == 2 and WORLD.rank == 0:
-                runner.submit("train", job="late", n=5, seed=3)
+                runner.submit("train", job="late", kwargs={"n": 5, "seed": 3})
             state, _ = step(state, batch)
         return state
 
@@ -270,7 +272,7 @@ def jobs_are_submitted():
 
 
 def memory_is_freed():
-    step, runner, alive = make_step(), Runner(WORLD, start="as ready"), []
+    step, runner, alive = make_step(), Runner(WORLD, RoundRobin(start="as_ready")), []
 
     def count():
         gc.collect()
@@ -285,7 +287,7 @@ def memory_is_freed():
         alive.append(count())
 
     runner.add("a", parent)  # which makes no step
-    other = runner.add("b", train, step=step, n=10, bad=(6,), nonfinite="eject")
+    other = runner.add("b", train, {"step": step, "n": 10, "bad": (6,), "nonfinite": "eject"})
     before = count()
     runner.run()
     assert other.step == 6

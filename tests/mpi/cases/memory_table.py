@@ -71,7 +71,7 @@ def run(*widths, memory: int | str = "1 TB", **options):
     """Runs a job for each width; returns the runner, and the error on all ranks."""
     runner = Runner(WORLD, memory=memory, **options)
     for number, width in enumerate(widths):
-        runner.add(f"job{number}", train, width=width)
+        runner.add(f"job{number}", train, {"width": width})
     try:
         runner.run()
     except JobError as error:
@@ -127,8 +127,8 @@ def the_last_of_equal_jobs_is_refused():
         return train(job, BIG)
 
     runner.add("slow", slow)
-    runner.add("b", train, width=BIG)
-    runner.add("c", train, width=BIG, first=came.set)
+    runner.add("b", train, {"width": BIG})
+    runner.add("c", train, {"width": BIG, "first": came.set})
     with pytest.raises(JobError) as raised:
         runner.run()
     refused(str(raised.value), "c", 0)
@@ -140,14 +140,14 @@ def a_job_that_joins_is_refused():
     late = []
 
     def parent(job):
-        late.append(runner.add("late", train, width=BIG))
+        late.append(runner.add("late", train, {"width": BIG}))
         state = train(job, SMALL, n=6)
         while not all_see(job, late[0].done.is_set):
             pass
         return state
 
     alone = Runner(WORLD)
-    expected = alone.add("a", train, width=SMALL, n=6)
+    expected = alone.add("a", train, {"width": SMALL, "n": 6})
     alone.run()
     runner = Runner(WORLD, memory=alone.booked_bytes)
     first = runner.add("a", parent)
@@ -167,17 +167,17 @@ def a_job_that_leaves_makes_room():
             if n == 3:
                 while not all_see(job, big.done.is_set):
                     pass
-                late.append(runner.add("too early", train, width=BIG))
+                late.append(runner.add("too early", train, {"width": BIG}))
                 while not all_see(job, late[0].done.is_set):
                     pass
                 big.state = late[0].state = None
-                late.append(runner.add("late", train, width=BIG))
+                late.append(runner.add("late", train, {"width": BIG}))
         return state
 
     late, limit = [], run(SMALL, BIG)[0].booked_bytes
     runner = Runner(WORLD, memory=limit)
     runner.add("a", parent)
-    big = runner.add("big", train, width=BIG)
+    big = runner.add("big", train, {"width": BIG})
     with pytest.raises(
         JobError, match=r"States of jobs that are over hold 1\.2 MB: set their `job\.state` to None"
     ) as e:
@@ -214,7 +214,9 @@ def a_base_that_jobs_share_is_booked_once():
         runner = Runner(WORLD, memory=PROCESS_BYTES + int(1.9 * base.nbytes))
         for n in range(4):
             runner.add(
-                f"job{n}", adapt, base=jnp.copy(base) if copies and WORLD.rank == LAST else base
+                f"job{n}",
+                adapt,
+                {"base": jnp.copy(base) if copies and WORLD.rank == LAST else base},
             )
         if copies:
             with pytest.raises(JobError) as raised:

@@ -182,7 +182,7 @@ def check_jobs():
         return w
 
     runner = jaxcross.Runner()
-    jobs = {name: runner.add(name, repeat, name=name) for name in STEPS}
+    jobs = {name: runner.add(name, repeat, {"name": name}) for name in STEPS}
     trained = runner.add("train", train)
     runner.run()
     for name, job in jobs.items():

@@ -104,7 +104,7 @@ def loop(job, step, state, n=STEPS, mode="check", rank_local=(), check_replicas=
 
 def run(fn, *, checkpoints=None, **arguments):
     runner = jaxcross.Runner(WORLD, checkpoints=checkpoints)
-    job = runner.add("a", fn, **arguments)
+    job = runner.add("a", fn, arguments)
     with logged() as lines:
         report = runner.run()
     return job, report, lines

@@ -108,8 +108,8 @@ def a_rate_of_each_rank_is_raised_and_another_job_untouched():
     bad, state = averaged(rate=1.0 + RANK)
     runner = jaxcross.Runner(WORLD)
     jobs = [
-        runner.add("bad", loop, step=bad, state=state, check_replicas=3),
-        runner.add("good", loop, step=good, state=start, check_replicas=3),
+        runner.add("bad", loop, {"step": bad, "state": state, "check_replicas": 3}),
+        runner.add("good", loop, {"step": good, "state": start, "check_replicas": 3}),
     ]
     with logged() as lines, pytest.raises(jaxcross.ExchangeError) as caught:
         runner.run()
@@ -132,7 +132,7 @@ def a_rate_of_each_rank_is_raised_and_another_job_untouched():
 def what_is_not_due_any_more_is_raised_at_the_end():
     step, state = averaged(rate=1.0 + RANK)
     runner = jaxcross.Runner(WORLD)
-    job = runner.add("a", loop, step=step, state=state, check_replicas=100)
+    job = runner.add("a", loop, {"step": step, "state": state, "check_replicas": 100})
     with pytest.raises(jaxcross.ExchangeError, match=f"differ after step {STEPS}"):
         runner.run()
     assert job.status == "ended" and job.step == STEPS
@@ -381,7 +381,7 @@ def comparisons_change_no_bit():
 def ranks_must_want_the_same_checks():
     step, state = averaged()
     runner = jaxcross.Runner(WORLD)
-    runner.add("a", loop, step=step, state=state, check_replicas=2 + RANK)
+    runner.add("a", loop, {"step": step, "state": state, "check_replicas": 2 + RANK})
     with pytest.raises(jaxcross.JobError, match="check_replicas"):
         runner.run()
 

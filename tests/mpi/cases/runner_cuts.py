@@ -106,12 +106,12 @@ def joined_while_it_is_searched_for():
 
     def race(*args):
         if not added:
-            added.append(runner.add("b", fn, n=6, begun=begun))
+            added.append(runner.add("b", fn, {"n": 6, "begun": begun}))
             assert begun.wait(60)
         measure(*args)
         return 2.0, 1.0  # the finest wins, on all ranks
 
-    a = runner.add("a", fn, n=4, begun=threading.Event())
+    a = runner.add("a", fn, {"n": 4, "begun": threading.Event()})
     with mock.patch.object(cut_tuner, "_race", race):
         runner.run()
     (b,) = added
@@ -137,7 +137,7 @@ def resumed_beside_another():
 
     def run(steps, *names):
         runner = Runner(WORLD, checkpoints=jaxcross.Checkpoints(folder))
-        jobs = [runner.add(name, fn, steps=steps) for name in names]
+        jobs = [runner.add(name, fn, {"steps": steps}) for name in names]
         runner.run()
         assert all(job.step == steps for job in jobs)
         return jobs

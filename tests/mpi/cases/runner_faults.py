@@ -28,7 +28,7 @@ def failure_of_one_job():
 
     runner = Runner(WORLD)
     bad = runner.add("bad", fn)
-    good = runner.add("good", train, step=step, rate=0.2, n=6)
+    good = runner.add("good", train, {"step": step, "rate": 0.2, "n": 6})
     with pytest.raises(
         JobError, match=rf"^Job `bad` failed on rank {last} after step 3: ValueError: boom\."
     ):
@@ -55,7 +55,7 @@ def failure_of_a_job_that_saves_nothing():
 
     runner = Runner(WORLD)
     bad = runner.add("bad", fn)
-    good = runner.add("good", train, step=step, rate=0.2, n=6)
+    good = runner.add("good", train, {"step": step, "rate": 0.2, "n": 6})
     with pytest.raises(
         JobError, match=rf"^Job `bad` failed on rank {last} after step 3: ValueError: boom\."
     ):
@@ -71,7 +71,7 @@ def unlike_exchanges():
     step = jaxcross.crossover(lambda s, b: s + jax.lax.pmean(b, "batch"), axes="batch")
     runner = Runner(WORLD)
     runner.add("bad", lambda job: step(jnp.float32(0), jnp.ones((2 + (WORLD.rank == 1),))))
-    good = runner.add("good", train, step=make_step(), rate=0.2, n=4)
+    good = runner.add("good", train, {"step": make_step(), "rate": 0.2, "n": 4})
     with pytest.raises(
         jaxcross.ExchangeError, match=r"^Job `bad`, step 1: ranks 0 and 1 exchange different things"
     ):
@@ -117,14 +117,14 @@ def unlike_shapes():
         return state
 
     runner = Runner(WORLD)
-    jobs = [runner.add(f"cut {cut}", fn, step=make(cut)) for cut in ("whole", 2)]
+    jobs = [runner.add(f"cut {cut}", fn, {"step": make(cut)}) for cut in ("whole", 2)]
     runner.run()
     for job in jobs:
         assert job.state == fn(None, make("whole"))
 
     runner = Runner(WORLD)
-    bad = runner.add("bad", fn, step=make("auto"))
-    good = runner.add("good", train, step=make_step(), rate=0.2, n=4)
+    bad = runner.add("bad", fn, {"step": make("auto")})
+    good = runner.add("good", train, {"step": make_step(), "rate": 0.2, "n": 4})
     with pytest.raises(
         JobError,
         match="^Job `bad` does different things on different ranks after step 2: "
@@ -154,7 +154,7 @@ def failure_to_compile_on_one_rank():
 
     good_step, runner = make_step(), Runner(WORLD)
     bad = runner.add("bad", fn)
-    good = runner.add("good", train, step=good_step, rate=0.2, n=4)
+    good = runner.add("good", train, {"step": good_step, "rate": 0.2, "n": 4})
     with pytest.raises(
         JobError, match=rf"^Job `bad` failed on rank {last} .*a_target_that_this_rank_lacks"
     ):
@@ -175,7 +175,7 @@ def unlike_numbers_of_steps():
 
     runner = Runner(WORLD)
     bad = runner.add("bad", fn)
-    good = runner.add("good", train, step=step, rate=0.2, n=4)
+    good = runner.add("good", train, {"step": step, "rate": 0.2, "n": 4})
     with pytest.raises(
         JobError,
         match=r"^Job `bad` does different things on different ranks after step 2: rank 0 called",
@@ -201,7 +201,7 @@ def data_that_raises_on_one_rank():
 
     runner = Runner(WORLD)
     bad = runner.add("bad", fn)
-    good = runner.add("good", train, step=step, rate=0.2, n=4)
+    good = runner.add("good", train, {"step": step, "rate": 0.2, "n": 4})
     with pytest.raises(
         JobError,
         match=rf"^Job `bad` failed on rank {last} after .*OSError: disk gone \(raised by the data",
@@ -280,8 +280,8 @@ def a_branch_at_different_calls():
             n, x = every_third(n, x)
 
     runner = Runner(WORLD)
-    bad = runner.add("bad", fn, first=int(WORLD.rank == 1))
-    good = runner.add("good", train, step=make_step(), rate=0.2, n=4)
+    bad = runner.add("bad", fn, {"first": int(WORLD.rank == 1)})
+    good = runner.add("good", train, {"step": make_step(), "rate": 0.2, "n": 4})
     with pytest.raises(
         jaxcross.ExchangeError,
         match="^Job `bad` takes a branch with exchanges at different calls: "
@@ -290,6 +290,6 @@ def a_branch_at_different_calls():
         runner.run()
     assert (bad.status, good.status, good.step) == ("failed", "ended", 4)
     alike = Runner(WORLD)
-    job = alike.add("alike", fn, first=0)
+    job = alike.add("alike", fn, {"first": 0})
     alike.run()
     assert (job.status, job.step) == ("ended", 6)

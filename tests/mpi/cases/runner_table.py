@@ -24,9 +24,9 @@ from runner_faults import (
 from runner_steps import RATES, WORLD, alone, data, init, make_step, same, train
 
 import jaxcross
-from jaxcross import RoundRobin, Runner, Sequential
+from jaxcross import RoundRobin, Runner, Sequential, lab
+from jaxcross._link import Link
 from jaxcross.plan import JobCost, choose_compression
-from jaxcross.runtime.emulated_link import Link
 
 
 def crossover_equals_alone():
@@ -37,7 +37,7 @@ def crossover_equals_alone():
         for policy in (RoundRobin(), Sequential()):
             with Runner(WORLD, policy) as runner:
                 for name, rate in RATES.items():
-                    runner.add(name, train, step=step, rate=rate, n=lengths[name])
+                    runner.add(name, train, {"step": step, "rate": rate, "n": lengths[name]})
                 report = runner.run()
             for job in runner.jobs:
                 same(job.state, expected[job.name])
@@ -88,7 +88,7 @@ def evaluation_beside_training():
 
         runner = Runner(WORLD)
         a = runner.add("a", fn)
-        b = runner.add("b", train, step=step, rate=0.2, n=9)
+        b = runner.add("b", train, {"step": step, "rate": 0.2, "n": 9})
         runner.run()
     same(a.state, alone(step, 0.1, 4))
     same(b.state, alone(step, 0.2, 9))
@@ -97,14 +97,12 @@ def evaluation_beside_training():
 
 def emulated_link():
     """Exchanges last as long as the link would, and every output says that it is emulated."""
-    report = jaxcross.run(
-        [
-            jaxcross.Job(name, make_step(), init(rate), data(6), steps=6)
-            for name, rate in RATES.items()
-        ],
-        world=WORLD,
-        link=Link(8, latency_s=1e-3),
-    )
+    jobs = [
+        jaxcross.Job(name, make_step(), init(rate), data(6), steps=6)
+        for name, rate in RATES.items()
+    ]
+    with lab.emulated_link(Link(8, latency_s=1e-3)):
+        report = jaxcross.run(jobs, world=WORLD)
     assert "emulated link" in str(report)
     exchanges = [s for s in report.spans if s.kind == "collective" and s.nbytes]
     assert exchanges
@@ -121,7 +119,8 @@ def compression_is_chosen_from_a_report():
         jaxcross.Job(name, make_step(), init(rate), data(4), steps=4)
         for name, rate in RATES.items()
     ]
-    report = jaxcross.run(jobs, world=WORLD, link=Link(0.8, latency_s=1e-3))
+    with lab.emulated_link(Link(0.8, latency_s=1e-3)):
+        report = jaxcross.run(jobs, world=WORLD)
     params, logged = init(0.0)[0], []
     costs = [
         JobCost(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=params)

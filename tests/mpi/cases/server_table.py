@@ -199,7 +199,10 @@ def two_jobs_in_crossover_equal_jobs_alone():
     expected = [train(staleness=0, rate=rate) for rate in (0.05, 0.02)]
     for policy in (None, Sequential()):
         with Runner(WORLD, policy) as runner:
-            jobs = [runner.add(f"{rate}", train, staleness=0, rate=rate) for rate in (0.05, 0.02)]
+            jobs = [
+                runner.add(f"{rate}", train, {"staleness": 0, "rate": rate})
+                for rate in (0.05, 0.02)
+            ]
             report = runner.run()
         for job, want in zip(jobs, expected, strict=True):
             same(job.state, want)
@@ -220,7 +223,8 @@ def beside_an_ordinary_job():
 
     with Runner(WORLD) as runner:
         jobs = [
-            runner.add(f"stale {s}", train, staleness=s, steps=30, rate=0.01) for s in (1, math.inf)
+            runner.add(f"stale {s}", train, {"staleness": s, "steps": 30, "rate": 0.01})
+            for s in (1, math.inf)
         ]
         other = runner.add("ordinary", ordinary)
         runner.run()
@@ -238,7 +242,7 @@ def failure_of_a_job_beside_another():
 
     runner = Runner(WORLD)
     runner.add("bad", bad)
-    good = runner.add("good", train, staleness=0)
+    good = runner.add("good", train, {"staleness": 0})
     with pytest.raises(JobError) as error:
         runner.run()
     assert re.search(

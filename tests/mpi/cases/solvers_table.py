@@ -50,7 +50,7 @@ for name, step in chosen.items():
     for a, b in zip(jax.tree.leaves(alone[name]), wanted[name], strict=True):
         np.testing.assert_allclose(a, b, rtol=RTOL, atol=RTOL * np.max(np.abs(b)), err_msg=name)
 runner = jaxcross.Runner(world)
-jobs = {name: runner.add(name, solves, name=name) for name in ("natural gradient", "by hand")}
+jobs = {name: runner.add(name, solves, {"name": name}) for name in ("natural gradient", "by hand")}
 runner.run()
 assert all(same(job.state, alone[name]) for name, job in jobs.items()), "crossover is solo"
 print(f"rank {world.rank}: solved", flush=True)

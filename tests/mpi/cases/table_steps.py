@@ -60,7 +60,8 @@ def main() -> None:
     if jobs == 0:
         results.append(make_steps(table, inputs, steps, seed))
     else:
-        with jaxcross.Runner(world, chaos=seed) as runner:
+        os.environ["JAXCROSS_CHAOS"] = str(seed)
+        with jaxcross.Runner(world) as runner:
             for number in range(jobs):
 
                 def train(job, number=number):

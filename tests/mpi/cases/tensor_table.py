@@ -126,7 +126,7 @@ for name, mesh in MESHES.items():
     check_replicas(params, training)
 
     with jaxcross.Runner(world) as runner:
-        jobs = [runner.add(f"{name} {n}", loop, **how) for n in range(2)]
+        jobs = [runner.add(f"{name} {n}", loop, how) for n in range(2)]
         runner.run()
     for job in jobs:
         same_bits(job.state, alone, f"{name}, job {job.name}")
@@ -154,7 +154,7 @@ if world.size == 4:
     how = dict(zip(("step", "start", "rows"), averaging(), strict=True))
     unlike["averages"] = how, loop(None, **how)
     with jaxcross.Runner(world) as runner:
-        jobs = {name: runner.add(name, loop, **how) for name, (how, _) in unlike.items()}
+        jobs = {name: runner.add(name, loop, how) for name, (how, _) in unlike.items()}
         runner.run()
     for name, job in jobs.items():
         same_bits(job.state, unlike[name][1], f"unlike jobs, {name}")

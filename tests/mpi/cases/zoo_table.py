@@ -120,7 +120,7 @@ def in_crossover(row, state, alone):
         return mine, metrics
 
     with jaxcross.Runner(world) as runner:
-        jobs = {step: runner.add(f"{n}", loop, step=step) for n, step in enumerate(alone)}
+        jobs = {step: runner.add(f"{n}", loop, {"step": step}) for n, step in enumerate(alone)}
         runner.run()
     problems = []
     for step, job in jobs.items():

@@ -48,7 +48,7 @@ def narrow(job):
 
 
 runner = jaxcross.Runner(world)
-jobs = [runner.add(name, wide, steps=steps) for name, steps in (("good", 2), ("bad", 4))]
+jobs = [runner.add(name, wide, {"steps": steps}) for name, steps in (("good", 2), ("bad", 4))]
 narrow = runner.add("narrow", narrow)
 failure = "(?s)^Job `bad` failed on rank 1 in step 3, segment 0 .*boom"
 with pytest.raises(jaxcross.JobError, match=failure):

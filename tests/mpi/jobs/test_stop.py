@@ -26,7 +26,7 @@ def train(job, stops):
 
 checkpoints = jaxcross.Checkpoints(sys.argv[2]) if len(sys.argv) > 2 else None
 runner = jaxcross.Runner(world, checkpoints=checkpoints, progress=False)
-jobs = [runner.add(name, train, stops=sys.argv[1] != "none") for name in "ab"]
+jobs = [runner.add(name, train, {"stops": sys.argv[1] != "none"}) for name in "ab"]
 try:
     runner.run()
 finally:

@@ -84,6 +84,7 @@ def test_ranks_meet_over_the_link():
     mpirun = find_mpirun()
     assert mpirun is not None
     with Lab(hosts=2, rate="500mbit") as lab:
+        assert lab.environment()["JAXCROSS_LINK"] == lab.description
         before = lab.bytes_crossed()
         done = lab.run(
             [mpirun.path, "-n", "2", sys.executable, "-c", RANK],

@@ -302,8 +302,8 @@ def test_an_emulated_link_says_so_everywhere():
     mpirun = Mpirun(path="mpirun", vendor="mpich")
     launch = demo._launch(args, Path("example.py"), mpirun, Path("data"), None, slow=True)
     assert launch.link == "emulated link 100mbit"
-    assert list(launch.line[-2:]) == ["--link", "emulate:100mbit"]
-    assert launch.shown.endswith("--link emulate:100mbit")
+    assert list(launch.line[-2:]) == ["--emulate-link", "100mbit"]
+    assert launch.shown.endswith("--emulate-link 100mbit")
 
 
 def test_without_a_link_nothing_is_emulated():
@@ -313,5 +313,5 @@ def test_without_a_link_nothing_is_emulated():
     mpirun = Mpirun(path="mpirun", vendor="mpich")
     launch = demo._launch(args, Path("example.py"), mpirun, Path("data"), None, slow=False)
     assert launch.link == "none"
-    assert "--link" not in launch.line
+    assert "--emulate-link" not in launch.line
     assert launch.line.count("--job") == 3

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from jaxcross.interleave.policy import RoundRobin, Sequential, Turns, Weighted
@@ -72,6 +73,30 @@ def test_a_share_is_a_positive_number(shares):
         match=r"^`shares` of `Weighted` must be positive numbers, one for each job, got \(",
     ):
         Weighted(shares)
+
+
+POLICIES = [RoundRobin, lambda **options: Weighted((4, 1), **options), Sequential]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_depth_of_a_policy_is_a_number_of_segments(policy):
+    assert (policy().depth, policy(depth=3).depth) == (None, 3)
+    assert repr(policy(depth=np.int64(3))) == repr(policy(depth=3)) != repr(policy())
+    for wrong in (1.5, True, "2"):
+        with pytest.raises(TypeError, match=f"^`depth` of a policy .* or None, got {wrong!r}\\.$"):
+            policy(depth=wrong)
+    with pytest.raises(ValueError, match=r"^`depth` of a policy must be at least 1, got 0\.$"):
+        policy(depth=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2])
+def test_the_start_of_a_policy_is_a_word(policy):
+    assert (policy().start, policy(start="as_ready").start) == ("together", "as_ready")
+    assert repr(policy(start="as_ready")) != repr(policy())
+    with pytest.raises(
+        ValueError, match=r"^`start` of a policy must be one of 'together', 'as_ready', got 'later'"
+    ):
+        policy(start="later")
 
 
 def test_shares_that_are_equal_print_alike():

@@ -1,10 +1,13 @@
-"""An emulated network link, for machines without a real slow one."""
+"""An emulated network link, for machines without a real slow one, and the words for a real one."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+LINK_VARIABLE = "JAXCROSS_LINK"
 _MBPS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 
@@ -58,3 +61,45 @@ class Link:
                 f"`{text}` is not a link rate. Write it like `500mbit` or `10gbit`, or `none`."
             )
         return Link(float(match[1]) * _MBPS[match[2]])
+
+
+_EMULATED: list[Link | None] = []  # those of the `with` blocks that are open, the innermost last
+
+
+@contextmanager
+def emulated_link(link: Link | None) -> Iterator[None]:
+    """Emulates a slow network: holds each exchange for as long as it would occupy `link`.
+
+    It applies to the runs that start inside the `with` block in this process, whatever their
+    thread, until they end. Their reports say that the link is emulated. Of nested blocks the
+    innermost counts, and None emulates nothing. Neither waits nor communicates: enter it on every
+    rank, with the same link.
+
+    Raises:
+        TypeError: `link` is neither a `Link` nor None.
+
+    Example:
+        >>> with jaxcross.lab.emulated_link(Link.parse("500mbit")):  # doctest: +SKIP
+        ...     report = jaxcross.run(jobs)
+    """
+    if link is not None and not isinstance(link, Link):
+        raise TypeError(
+            f"`link` must be a `Link`, such as `Link.parse('500mbit')`, or None, got {link!r}."
+        )
+    _EMULATED.append(link)
+    try:
+        yield
+    finally:
+        _EMULATED.remove(link)  # or an equal one, of another thread
+
+
+def current_link() -> Link | None:
+    """Returns the link that runs which start now emulate; None if they emulate nothing."""
+    return _EMULATED[-1] if _EMULATED else None
+
+
+def described_link(environ: Mapping[str, str]) -> str:
+    """Returns the description of the real link that `JAXCROSS_LINK` gives for reports; empty
+    without it.
+    """
+    return environ.get(LINK_VARIABLE, "").strip()
