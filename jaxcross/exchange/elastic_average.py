@@ -135,8 +135,10 @@ def elastic_average(
         return updates, ElasticAverageState(since, centre, inner_state)
 
     return exchange_once(
-        "elastic_average", names, optax.GradientTransformationExtraArgs(init, update)
-    )  # pyright: ignore[reportArgumentType]
+        "elastic_average",
+        names,
+        optax.GradientTransformationExtraArgs(init, update),  # pyright: ignore[reportArgumentType]
+    )
 
 
 def _check(alpha: float, pull: float, ranks: int) -> None:

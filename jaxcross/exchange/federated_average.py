@@ -137,8 +137,10 @@ def federated_average(
         return updates, FederatedAverageState(since, state.round + (since == 0), inner_state)
 
     return exchange_once(
-        "federated_average", axes, optax.GradientTransformationExtraArgs(init, update)
-    )  # pyright: ignore[reportArgumentType]
+        "federated_average",
+        axes,
+        optax.GradientTransformationExtraArgs(init, update),  # pyright: ignore[reportArgumentType]
+    )
 
 
 def _positive(weights: object) -> list[float]:

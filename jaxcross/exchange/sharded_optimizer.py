@@ -116,8 +116,10 @@ def sharded_optimizer(
         return out, PerRankState(own)
 
     return exchange_once(
-        "sharded_optimizer", axes, optax.GradientTransformationExtraArgs(init, update)
-    )  # pyright: ignore[reportArgumentType]
+        "sharded_optimizer",
+        axes,
+        optax.GradientTransformationExtraArgs(init, update),  # pyright: ignore[reportArgumentType]
+    )
 
 
 def _part(leaf: jax.Array, size: int, rank: jax.typing.ArrayLike) -> jax.Array:

@@ -178,8 +178,10 @@ def sparse_loco(
         return updates, SparseLoCoState(since, anchor, residual, outer_state, inner_state)
 
     return exchange_once(
-        "sparse_loco", settings.names, optax.GradientTransformationExtraArgs(init, update)
-    )  # pyright: ignore[reportArgumentType]
+        "sparse_loco",
+        settings.names,
+        optax.GradientTransformationExtraArgs(init, update),  # pyright: ignore[reportArgumentType]
+    )
 
 
 _Merged = tuple[optax.Params, PyTree, optax.OptState]

@@ -122,8 +122,10 @@ def bounded_stale(
         return updates, BoundedStaleState(step, queue, inner_state)
 
     return exchange_once(
-        "bounded_stale", names, optax.GradientTransformationExtraArgs(init, update)
-    )  # pyright: ignore[reportArgumentType]
+        "bounded_stale",
+        names,
+        optax.GradientTransformationExtraArgs(init, update),  # pyright: ignore[reportArgumentType]
+    )
 
 
 def asynchronous(

@@ -191,8 +191,10 @@ def streaming_diloco(
         return moving.updates, state
 
     return exchange_once(
-        "streaming_diloco", names, optax.GradientTransformationExtraArgs(init, update)
-    )  # pyright: ignore[reportArgumentType]
+        "streaming_diloco",
+        names,
+        optax.GradientTransformationExtraArgs(init, update),  # pyright: ignore[reportArgumentType]
+    )
 
 
 class _Moving(NamedTuple):

@@ -327,6 +327,7 @@ class JobContext:
                 state, self.run_on_all_ranks, local=mode == "local", named=named
             )
         if resumption is not None and found is not None:
+            self._host.first_step = resumption.first_step
             self._host.step = resumption.first_step
             driver, record = self._life.running()
             driver.resumed(record, self.step)

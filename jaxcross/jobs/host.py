@@ -41,6 +41,7 @@ class JobHost:
     Attributes:
         name: The job's name.
         step: Number of steps that the job has made.
+        first_step: Number of those that earlier runs made.
         cuts: The number of segments of each step that `cut="auto"` cut, by the step's key; 0 for
             the cut next to other jobs, so that a restart does the same.
         nonfinite: Policy for exchanged values that are not finite.
@@ -73,6 +74,7 @@ class JobHost:
         self._world = world
         self.name = life.name
         self.step = 0
+        self.first_step = 0
         self.cuts: dict[str, int] = {}
         self.nonfinite: NonFinite = "ignore"
         self.latest = LatestState()
@@ -112,8 +114,7 @@ class JobHost:
     @property
     def steps_made(self) -> int:
         """The number of steps that the job made in this run."""
-        resumption = self._life.resumption
-        return self.step if resumption is None else self.step - resumption.first_step
+        return self.step - self.first_step
 
     @property
     def save_every(self) -> int | None:

@@ -274,10 +274,12 @@ class Job:
         for batch in job.batches(self._batches, self._steps):
             result = self._function(job.state, batch)
             if not isinstance(result, tuple) or len(result) != 2:
+                got = f"`{type(result).__name__}`"
+                if isinstance(result, tuple):
+                    got = f"tuple of {len(result)}"
                 raise TypeError(
                     f"`step` of job `{self.name}` must return a pair `(state, metrics)`, got a "
-                    f"{f'tuple of {len(result)}' if isinstance(result, tuple) else f'`{type(result).__name__}`'}."
-                    " Metrics may be an empty dict."
+                    f"{got}. Metrics may be an empty dict."
                 )
             job.state, metrics = result
             step += 1

@@ -260,8 +260,9 @@ class ReplicaChecks:
             each = f"each of the {self._ranks} ranks {trains or 'trains'} a model of its own"
             _log.warning(
                 "Job `%s` %s and has not exchanged anything with other ranks%s%s. Put "
-                '`@jaxcross.crossover(axes="batch")` on its step in place of `jax.jit`, and `grads '
-                '= jax.lax.pmean(grads, "batch")` into it. A job that only evaluates needs neither.',
+                '`@jaxcross.crossover(axes="batch")` on its step in place of `jax.jit`, and '
+                '`grads = jax.lax.pmean(grads, "batch")` into it. A job that only evaluates needs '
+                "neither.",
                 self._job,
                 when,
                 ": " if trains else ". If it trains, ",

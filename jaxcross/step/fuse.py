@@ -68,7 +68,10 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
             Or: in a job.
 
     Example:
-        >>> jobs = [jaxcross.Job(f"lr-{lr}", train_step, make_state(lr), data(), steps=500) for lr in rates]
+        >>> jobs = [
+        ...     jaxcross.Job(f"lr-{lr}", train_step, make_state(lr), data(), steps=500)
+        ...     for lr in rates
+        ... ]
         >>> report = jaxcross.run(jaxcross.fuse(jobs))
     """
     found = list(jobs) if isinstance(jobs, Iterable) else []

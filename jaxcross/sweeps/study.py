@@ -51,7 +51,9 @@ class StudySearch:
         import optuna
 
         study = search.study if isinstance(search, Optuna) else None
-        self._space = search.space if isinstance(search, Optuna) else None
+        # `Optuna` has made distributions of the lists in its space.
+        space: Any = search.space if isinstance(search, Optuna) else None
+        self._space: Callable[[Any], Mapping[str, Any]] | dict[str, Any] | None = space
         self._known = known
         self._trials = trials
         self._sweep = sweep

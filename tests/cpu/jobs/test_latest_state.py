@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxcross.jobs import latest_state
 from jaxcross.jobs.latest_state import LatestState, holds_state, own_copy, select_state
+from tests.support.interleavings import interrupted
 
 
 def state(value):
@@ -207,3 +209,23 @@ def test_what_holds_a_state():
     state = ({"w": jnp.ones(3)}, {"m": jnp.ones(3)})
     assert holds_state(state, state) and holds_state(state, (*state, jnp.float32(1)))
     assert not holds_state(state, (jnp.ones(3), jnp.float32(1)))
+
+
+def test_another_thread_may_read_while_the_job_ends():
+    """The exchange lane of another job asks for the state, while the job's thread sets it and drops
+    the results.
+    """
+    inside, at = True, 0
+    while inside:
+        at += 1
+        latest = LatestState()
+        latest.set({"w": 0, "b": 0}, 0)
+        latest.note_results(({"w": 1, "b": 1}, 2), 1)
+
+        def end(latest=latest):
+            latest.adopt_results()
+            latest.release()
+
+        (state, step), inside = interrupted(latest.latest, at, end, module=latest_state)
+        assert (state, step) == ({"w": 1, "b": 1}, 1), f"before bytecode {at}"
+    assert at > 20

@@ -123,7 +123,8 @@ def train(job, tx):
 
 runner = jaxcross.Runner(world, checkpoints=jaxcross.Checkpoints(sys.argv[1]))
 runner.add("top_k", train, {"tx": exchange.top_k(0.25, "batch")})
-runner.add("one_bit_adam", train, {"tx": exchange.one_bit_adam(1, "batch", ranks=world.size, block=8)})
+one_bit = exchange.one_bit_adam(1, "batch", ranks=world.size, block=8)
+runner.add("one_bit_adam", train, {"tx": one_bit})
 runner.add("gtop_k", train, {"tx": exchange.gtop_k(0.25, "batch")})
 runner.add("power_sgd", train, {"tx": exchange.power_sgd(1, "batch")})
 runner.add("asynchronous", train, {"tx": exchange.asynchronous(optax.sgd(0.1), "batch", delays=2)})
