@@ -157,7 +157,7 @@ def test_print_in_a_notebook_is_text(
         lambda name: Report.build(
             [], jobs=[JobSummary(name=name, steps=1)], start_ns=0, end_ns=S, policy="round-robin"
         ),
-        lambda name: plan.of([plan.Profile.whole(name, compute_s=0.2, exchange_s=0.1)]),
+        lambda name: plan.make([plan.Profile.whole(name, compute_s=0.2, exchange_s=0.1)]),
         lambda name: SweepResult(
             metric=name,
             mode="min",

@@ -51,7 +51,7 @@ def test_status_is_final_once_it_is_there(fn, seen, monkeypatch):
 
     def work(world):
         runner = Runner(world)
-        job = runner.add("a", fn, step=make_step(world))
+        job = runner.add("a", fn, {"step": make_step(world)})
         with pytest.raises(JobError, match="boom") if fn is fails else nullcontext():
             runner.run()
         return job.status, job.error is not None

@@ -255,8 +255,8 @@ def test_each_job_is_checked_as_it_asks():
     def work(world):
         runner = Runner(world)
         rate = 1.0 + world.rank
-        checked = runner.add("checked", trains_together, rate=rate, check_replicas=2)
-        other = runner.add("other", trains_together, rate=rate)
+        checked = runner.add("checked", trains_together, {"rate": rate, "check_replicas": 2})
+        other = runner.add("other", trains_together, {"rate": rate})
         with pytest.raises(ExchangeError, match="Job `checked`: its replicas differ after step 2"):
             runner.run()
         assert runner.report is not None
@@ -273,7 +273,7 @@ def test_ranks_that_check_at_other_steps_are_told_on_every_rank(mode, other):
     def work(world):
         runner = Runner(world)
         every = other if world.rank else 2
-        runner.add("a", trains_together, rate=1.0, check_replicas=every, mode=mode)
+        runner.add("a", trains_together, {"rate": 1.0, "check_replicas": every, "mode": mode})
         with pytest.raises(
             JobError, match=r"different things on different ranks.*rank 0.*check_replicas=2"
         ) as raised:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxcross import tensor
-from jaxcross.tensor import Mesh
+from jaxcross.tensor import Mesh, summa
 from jaxcross.tensor.summa import ab
 from tests.support.tensor_case import GRIDS, on_ranks
 
@@ -53,7 +53,7 @@ def test_product_and_both_gradients_equal_serial_ones(name: str, mesh: Mesh) -> 
     def call(a: Any, b: Any, g: Any) -> Any:
         def product(a: Any, b: Any) -> Any:
             b = tensor.copy_to(b, depth) if weights[1] else b
-            c = getattr(tensor, name)(a, b, mesh.row, mesh.col)
+            c = getattr(summa, name)(a, b, mesh.row, mesh.col)
             return (
                 c if any(weights) else tensor.reduce_from(c, depth)
             )  # A^T B is itself a sum over depth
@@ -128,7 +128,7 @@ def test_sixteen_bits_are_accumulated_in_float32(name: str, dtype: Any) -> None:
     a, b = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
     def loss(a: Any, b: Any) -> Any:
-        return jnp.sum(getattr(tensor, name)(a, b, (), ()))
+        return jnp.sum(getattr(summa, name)(a, b, (), ()))
 
     found = products(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(a, b).jaxpr)
     assert len(found) == 3
