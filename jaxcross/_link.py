@@ -63,7 +63,7 @@ class Link:
         return Link(float(match[1]) * _MBPS[match[2]])
 
 
-_EMULATED: list[Link | None] = []  # those of the `with` blocks that are open, the innermost last
+_EMULATED: dict[object, Link | None] = {}  # one for each open `with` block, the innermost last
 
 
 @contextmanager
@@ -86,16 +86,17 @@ def emulated_link(link: Link | None) -> Iterator[None]:
         raise TypeError(
             f"`link` must be a `Link`, such as `Link.parse('500mbit')`, or None, got {link!r}."
         )
-    _EMULATED.append(link)
+    block = object()
+    _EMULATED[block] = link
     try:
         yield
     finally:
-        _EMULATED.remove(link)  # or an equal one, of another thread
+        del _EMULATED[block]
 
 
 def current_link() -> Link | None:
     """Returns the link that runs which start now emulate; None if they emulate nothing."""
-    return _EMULATED[-1] if _EMULATED else None
+    return next(reversed(_EMULATED.values()), None)
 
 
 def described_link(environ: Mapping[str, str]) -> str:

@@ -22,7 +22,6 @@ from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import Policy, Start, Weighted, checked_depth, checked_start
 from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
 from jaxcross.jobs.evaluations import Evaluation
-from jaxcross.plan.memory import as_bytes
 
 
 def check_world(world: Any) -> None:
@@ -185,21 +184,6 @@ def check_progress(progress: Any) -> None:
         raise ValueError(
             f"`progress` must be more than 0 seconds between lines, False for none, got {progress}."
         )
-
-
-def checked_memory(memory: Any) -> int | None:
-    """The number of bytes that `memory` says, if it says one.
-
-    Raises:
-        TypeError: It is neither a whole number nor a text.
-        ValueError: It is another text, or not above 0.
-    """
-    if memory is None:
-        return None
-    try:
-        return as_bytes(memory)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"`memory` {error}.") from None
 
 
 def check_jobs(count: int, policy: Policy) -> None:

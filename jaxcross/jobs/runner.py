@@ -28,6 +28,7 @@ from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, repo
 from jaxcross.jobs.progress import ProgressReporter
 from jaxcross.jobs.stop_text import stop_text
 from jaxcross.jobs.submissions import RegisteredFunctions
+from jaxcross.plan.memory import memory_limit
 from jaxcross.report import Report
 from jaxcross.report.metric_files import MetricFiles
 from jaxcross.report.record import Recorder
@@ -91,7 +92,7 @@ class Runner:
         listening = arguments.checked_instruments(instruments)
         arguments.check_world(world)
         arguments.check_policy(policy)
-        limit = arguments.checked_memory(memory)
+        limit = memory_limit(memory)
         arguments.check_folder("`events`", events)
         arguments.check_folder("`metrics`", metrics)
         arguments.check_checkpoints(checkpoints)

@@ -22,6 +22,13 @@ def test_the_innermost_emulated_link_counts():
     assert current_link() is None
 
 
+def test_equal_links_may_be_nested():
+    with emulated_link(SLOW), emulated_link(FAST):
+        with emulated_link(SLOW):
+            assert current_link() == SLOW
+        assert current_link() == FAST
+
+
 def test_a_failure_ends_the_emulation():
     with pytest.raises(KeyError), emulated_link(SLOW):
         raise KeyError
