@@ -185,7 +185,7 @@ def _answer(world: subprocess.Popen[str]) -> list[float]:
 
 def rank_main(args: argparse.Namespace) -> None:
     import jaxcross
-    from jaxcross._link import Link
+    from jaxcross import Link
     from jaxcross.lab import emulated_link
 
     prepare(args.stand_in)

@@ -7,7 +7,7 @@ from typing import Any
 
 from resnet import MODELS
 
-from jaxcross._link import Link
+from jaxcross import Link
 
 
 def job(text: str) -> tuple[str, dict[str, Any]]:

@@ -35,9 +35,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # the one list of the public names
     from jaxcross import data as data
+    from jaxcross import errors as errors
     from jaxcross import exchange as exchange
     from jaxcross import lab as lab
     from jaxcross import plan as plan
+    from jaxcross import program as program
     from jaxcross import report as report
     from jaxcross import tensor as tensor
     from jaxcross import testing as testing

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 
 LINK_VARIABLE = "JAXCROSS_LINK"
 _MBPS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
@@ -23,7 +25,8 @@ class Link:
         latency_s: Seconds that each exchange takes on top.
 
     Raises:
-        ValueError: The rate is not above 0, or the latency is negative.
+        TypeError: An argument is not a number.
+        ValueError: The rate is not above 0, the latency is negative, or one is infinite.
 
     Example:
         >>> Link(500).seconds(62_500_000)
@@ -34,7 +37,13 @@ class Link:
     latency_s: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not self.mbps > 0 or not self.latency_s >= 0:
+        for name, value in (("mbps", self.mbps), ("latency_s", self.latency_s)):
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(
+                    f"`{name}` of `Link` must be a number, got {value!r}. `Link.parse` reads a "
+                    "text such as `500mbit`."
+                )
+        if not (0 < self.mbps < math.inf and 0 <= self.latency_s < math.inf):
             raise ValueError(
                 f"a link needs a rate above 0 and a latency of 0 or more, not {self!r}"
             )
@@ -79,12 +88,12 @@ def emulated_link(link: Link | None) -> Iterator[None]:
         TypeError: `link` is neither a `Link` nor None.
 
     Example:
-        >>> with jaxcross.lab.emulated_link(Link.parse("500mbit")):  # doctest: +SKIP
+        >>> with jaxcross.lab.emulated_link(jaxcross.Link(500)):  # doctest: +SKIP
         ...     report = jaxcross.run(jobs)
     """
     if link is not None and not isinstance(link, Link):
         raise TypeError(
-            f"`link` must be a `Link`, such as `Link.parse('500mbit')`, or None, got {link!r}."
+            f"`link` must be a `Link`, such as `jaxcross.Link(500)`, or None, got {link!r}."
         )
     block = object()
     _EMULATED[block] = link

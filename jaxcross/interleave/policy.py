@@ -206,6 +206,8 @@ class Weighted:
             raise ValueError(
                 f"`joining` of `Weighted` must be a positive number, got {self.joining}."
             )
+        if self.joining is not None:
+            object.__setattr__(self, "joining", float(self.joining))
         object.__setattr__(self, "depth", checked_depth(self.depth))
         checked_start(self.start)
 

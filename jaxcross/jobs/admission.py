@@ -254,5 +254,5 @@ def remedies(program: Program) -> str:
     if len(program.collectives) > 1:
         ways.append('leave the step uncut (`cut="whole"`), ')
     if not program.donated:
-        ways.append("let the step overwrite its state (`donate_argnums`), ")
+        ways.append("let the step overwrite its state (`donate_argnums` or `donate_argnames`), ")
     return "".join(ways) + "or "

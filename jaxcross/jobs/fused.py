@@ -180,7 +180,8 @@ class FusedJob:
                 standing.status, standing.error = job.status, job.error
             elif job.status == "ended":  # what was found after the run concerns all of them
                 standing.error = standing.error or job.error
-            standing.done.set()
+            if standing.status is not None:  # otherwise the run was refused before it began
+                standing.done.set()
 
 
 @final

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import TypedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.interleave.instrument import Instrument
@@ -28,3 +28,18 @@ class RunOptions(SharedOptions, total=False):
 
     checkpoints: Checkpoints | None
     metrics: str | os.PathLike[str] | None
+
+
+def check_options(function: str, options: Mapping[str, Any], kind: type[SharedOptions]) -> None:
+    """Checks the names of a function's options.
+
+    Raises:
+        TypeError: `kind` has no option of that name.
+    """
+    known = sorted(kind.__optional_keys__)
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"`{function}` has no argument `{name}`; of the options of a run it takes "
+                f"{', '.join(known)}."
+            )

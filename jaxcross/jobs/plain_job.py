@@ -34,7 +34,8 @@ class Job:
         name: Unique among the jobs.
         state: The latest state; until the run has restored it, the one that it begins with. The
             same on all ranks for data-parallel steps.
-        step: How many steps it has made.
+        step: How many steps it has made, counted as `JobContext.step` counts them: a step that
+            exchanges nothing doesn't count.
         history: `(step, metrics)` of each step that was read back; complete after the run.
         examples_per_step: Examples that all ranks together use in a step.
         unit: The name of an example in reports.
@@ -90,6 +91,7 @@ class Job:
         self._mode: RestoreMode = mode
         self._check_replicas = checked_interval(f"`check_replicas` of job `{name}`", check_replicas)
         self._settings: list[Callable[[Evaluations], None]] = []
+        self._shown: dict[str, Any] = {}  # `examples_per_step` and `unit`, if the user has set them
         # What the job shows; the context of its run once that is about to begin.
         self._face: JobStanding | JobContext = JobStanding(name, state, nonfinite=nonfinite)
         # What has its state, steps and history; the context once it has restored the state.
@@ -120,6 +122,7 @@ class Job:
 
     @examples_per_step.setter
     def examples_per_step(self, examples: float | None) -> None:
+        self._shown["examples_per_step"] = examples
         self._face.examples_per_step = examples
 
     @property
@@ -128,6 +131,7 @@ class Job:
 
     @unit.setter
     def unit(self, unit: str) -> None:
+        self._shown["unit"] = unit
         self._face.unit = unit
 
     @property
@@ -174,7 +178,8 @@ class Job:
             JobError: The run has begun.
         """
         evaluation = checked_evaluation(self.name, n, fn, rank, name)
-        self._check_before_run("job.every")
+        if self._in_run:
+            raise JobError(f"Job `{self.name}`: call `job.every` before the run, which has begun.")
         self._settings.append(lambda evaluations: evaluations.add(evaluation))
 
     def stop_early(
@@ -201,7 +206,10 @@ class Job:
             patience_steps=patience_steps,
             min_delta=min_delta,
         )
-        self._check_before_run("job.stop_early")
+        if self._in_run:
+            raise JobError(
+                f"Job `{self.name}`: call `job.stop_early` before the run, which has begun."
+            )
         self._settings.append(lambda evaluations: evaluations.stop_early(early))
 
     def stop(self) -> None:
@@ -230,24 +238,33 @@ class Job:
         """
         self._face.resume()
 
-    def _check_before_run(self, what: str) -> None:
+    @property
+    def _in_run(self) -> bool:
         face = self._face
         if isinstance(face, JobStanding):
-            in_run = bool(face.fused_into)
+            begun = bool(face.fused_into)
         else:
-            in_run = face._life.record is not None
-        if in_run and not face.done.is_set():
-            raise JobError(f"Job `{self.name}`: call `{what}` before the run, which has begun.")
+            begun = face._life.record is not None
+        return begun and not face.done.is_set()
 
     def _attach(self, job: JobContext) -> None:
-        """Shows from now on what `job` does, whose function is `_run`. Before the run."""
-        before, self._face = self._face, job
+        """Shows from now on what `job` does, whose function is `_run`. Before the run.
+
+        Raises:
+            JobError: The job is in a run already.
+        """
+        if self._in_run:
+            raise JobError(
+                f"Job `{self.name}` is in a run already. Wait for its end (`job.done.wait()`), or "
+                "make another `jaxcross.Job` for the second run."
+            )
+        before = self._face
+        self._face = job
         job.nonfinite = before.nonfinite
         if not before.done.is_set():  # somebody may wait for it
             job._host.done = before.done
-        if isinstance(before, JobStanding):
-            job.examples_per_step = before.examples_per_step
-            job.unit = before.unit
+        for name, value in self._shown.items():
+            setattr(job, name, value)
 
     def _fuse(self, into: str) -> JobStanding:
         """Shows from now on what is set in the result, by the fused job `into`. Before the run."""
@@ -268,7 +285,8 @@ class Job:
             check_replicas=self._check_replicas,
         )
         self._results = job  # drops the state that it began with
-        every, step = job._host.save_every, job.step
+        every = job._host.save_every
+        batches = job.step
         for apply in self._settings:
             apply(job._host.evaluations)
         for batch in job.batches(self._batches, self._steps):
@@ -282,9 +300,9 @@ class Job:
                     f"{got}. Metrics may be an empty dict."
                 )
             job.state, metrics = result
-            step += 1
+            batches += 1
             job.log(metrics)
-            if every is not None and step % every == 0:
+            if every is not None and batches % every == 0:
                 job.save(job.state)
         return job.state
 

@@ -10,7 +10,7 @@ from typing import Unpack
 
 from jaxcross.errors import shortened
 from jaxcross.jobs.fused import FusedJob, Fusion
-from jaxcross.jobs.options import RunOptions
+from jaxcross.jobs.options import RunOptions, check_options
 from jaxcross.jobs.outcome import raise_first
 from jaxcross.jobs.plain_job import Job, check_batches_apart
 from jaxcross.jobs.runner import Runner
@@ -37,6 +37,7 @@ def run(jobs: Sequence[Job | FusedJob], **options: Unpack[RunOptions]) -> Report
     Example:
         >>> report = jaxcross.run([jaxcross.Job("a", step, state, batches, steps=100)])
     """
+    check_options("run", options, RunOptions)
     found = list(jobs) if isinstance(jobs, Iterable) else []
     if not isinstance(jobs, Iterable) or not all(isinstance(job, Job | FusedJob) for job in found):
         raise TypeError(

@@ -418,7 +418,7 @@ class Runner:
         """
         mine = {
             "jobs": [run.name for run in runs],
-            "policy": repr(self.policy),
+            "policy": _text_of(self.policy),
             "start": self._start,
             "checkpoints": self.checkpoints and self.checkpoints.agreed,
             "metrics": self._writes_metrics,
@@ -431,3 +431,14 @@ class Runner:
             if self._metric_files is None
             else self._metric_files.begin(name, step, without=without)
         )
+
+
+def _text_of(policy: Policy) -> str:
+    """Returns what ranks compare of their policies.
+
+    The default `repr` of a user's class has an address, which differs between ranks.
+    """
+    cls = type(policy)
+    if cls.__repr__ is object.__repr__:
+        return f"{cls.__module__}.{cls.__qualname__}"
+    return repr(policy)

@@ -56,8 +56,7 @@ class RegisteredFunctions:
             )
         if not callable(function):
             raise TypeError(
-                f"`{name}` must be a function `fn(job, **arguments)`, not "
-                f"`{type(function).__name__}`"
+                f"`{name}` must be a function `fn(job, **kwargs)`, not `{type(function).__name__}`"
             )
         self._functions[name] = function
 

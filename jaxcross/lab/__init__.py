@@ -8,6 +8,8 @@ and the processes in them. No root is needed where the kernel lets users make na
 the machine is changed, and several labs can run side by side.
 
     python -m jaxcross.lab --rate 500mbit -- mpirun -n 2 python train.py
+
+`emulated_link` needs no namespaces: it holds each exchange of a run as long as a link would.
 """
 
 from __future__ import annotations

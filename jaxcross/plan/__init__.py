@@ -63,3 +63,7 @@ __all__ = [
 
 if not TYPE_CHECKING:  # what knows arrays is imported on first use: the rest runs without JAX
     __getattr__, *_ = on_first_use(__name__)
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

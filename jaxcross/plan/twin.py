@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxcross.interleave.compute_queue import DEPTH
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.instrument import Span
-from jaxcross.interleave.policy import Policy, RoundRobin, Sequential, Weighted
+from jaxcross.interleave.policy import Policy, RoundRobin, Sequential, Weighted, checked_depth
 from jaxcross.interleave.script import Script, Step, Think
 from jaxcross.interleave.simulator import Simulation
 from jaxcross.plan.difference import Difference, difference
@@ -42,7 +42,7 @@ class Prediction:
         steps: Steps of each job.
         spans: Its spans, for a picture.
         wall_s: Seconds from its begin to its end, the filling of the pipeline included.
-        profiles, policy, contention, depth, vote_s: What it was made from; see `predict`.
+        profiles, policy, contention, vote_s: What it was made from; see `predict`.
     """
 
     rounds: TimeBreakdown
@@ -52,7 +52,6 @@ class Prediction:
     profiles: tuple[Profile, ...]
     policy: Policy
     contention: Contention
-    depth: int
     vote_s: float
 
     def again(self, *, profiles: Sequence[Profile], contention: Contention) -> Prediction:
@@ -62,7 +61,6 @@ class Prediction:
             policy=self.policy,
             contention=contention,
             steps=self.steps,
-            depth=self.depth,
             vote_s=self.vote_s,
         )
 
@@ -112,7 +110,6 @@ def predict(
     policy: Policy | None = None,
     contention: Contention | None = None,
     steps: int | Sequence[int] = 20,
-    depth: int = DEPTH,
     vote_s: float = VOTE_S,
 ) -> Prediction:
     """Predicts a run of these jobs together. Uses no device and no ranks; all ranks are taken to be
@@ -124,7 +121,6 @@ def predict(
         contention: How much lanes slow each other down; not at all if None.
         steps: Steps of each job, or of the slowest: the others make as many as fit into the same
             time alone.
-        depth: As in `Runner`.
         vote_s: Seconds of a vote.
 
     Raises:
@@ -135,7 +131,7 @@ def predict(
     policy = policy if policy is not None else RoundRobin()
     contention = contention if contention is not None else Contention()
     scripts = [_script(profile, count) for profile, count in zip(profiles, made, strict=True)]
-    simulation = _simulation(profiles, scripts, policy, depth, contention, vote_s)
+    simulation = _simulation(profiles, scripts, policy, contention, vote_s)
     result = simulation.run(events=1_000 * MAX_STEPS)[0]
     spans = tuple(replace(span, job=profiles[int(span.job)].name) for span in result.spans)
     summaries = [
@@ -152,7 +148,6 @@ def predict(
         profiles=tuple(profiles),
         policy=policy,
         contention=contention,
-        depth=depth,
         vote_s=vote_s,
     )
 
@@ -163,7 +158,6 @@ def step_rates(
     policy: Policy,
     until_s: float,
     contention: Contention | None = None,
-    depth: int = DEPTH,
     vote_s: float = VOTE_S,
 ) -> tuple[float, ...]:
     """Predicts the steps a second of each job while all of them go on; 0 for a job that makes none
@@ -177,7 +171,6 @@ def step_rates(
         policy: Likewise.
         until_s: Seconds of the run that are looked at.
         contention: As in `predict`.
-        depth: Likewise.
         vote_s: Likewise.
 
     Raises:
@@ -185,7 +178,7 @@ def step_rates(
     """
     _check_jobs(profiles, policy)
     scripts = [_script(profile, None) for profile in profiles]
-    simulation = _simulation(profiles, scripts, policy, depth, contention, vote_s)
+    simulation = _simulation(profiles, scripts, policy, contention, vote_s)
     spans = simulation.run(events=1_000 * MAX_STEPS, until_s=until_s)[0].spans
     ends: list[dict[int, list[float]]] = [{} for _ in profiles]
     for span in spans:
@@ -221,15 +214,15 @@ def _simulation(
     profiles: Sequence[Profile],
     scripts: Sequence[Script],
     policy: Policy,
-    depth: int,
     contention: Contention | None,
     vote_s: float,
 ) -> Simulation:
+    depth = checked_depth(getattr(policy, "depth", None))
     # Ranks that are equally fast do the same at the same time: one of them shows what all do.
     return Simulation(
         [scripts],
         policy=policy,
-        depth=depth,
+        depth=DEPTH if depth is None else depth,
         exchange_s=lambda job, step, segment: profiles[job].seconds[segment],
         vote_s=vote_s,
         contention=contention,

@@ -127,7 +127,8 @@ def explain_failed_trace(step: Callable[..., Any], error: Exception, name: str) 
     if "Non-hashable static arguments" in str(error):
         raise CutError(
             f"`{name}` was called with an array where its `jax.jit` has a static argument: name "
-            "the static ones by `static_argnums` of `crossover` as well, or leave the `jit` away."
+            "the static ones by `static_argnums` or `static_argnames` of `crossover` as well, or "
+            "leave the `jit` away."
         ) from error
 
 
@@ -184,7 +185,7 @@ def remedy_for(leaf: object, tree: PyTree) -> str:
         )
     return (
         "Register the class as a pytree (flax.struct.dataclass), name a hashable argument by "
-        "`static_argnums`, or close over it."
+        "`static_argnums` or `static_argnames`, or close over it."
     )
 
 

@@ -28,8 +28,8 @@ def check_profiles(profiles: Sequence[Profile], program: Program, ranks: int) ->
         if profile.ranks != ranks:
             raise CutError(
                 f"The profile `{profile.name}` was measured on {profile.ranks} ranks, and "
-                f"`{program.name}` runs on {ranks}. Give that of a run on as many ranks, or "
-                "numbers instead of a profile."
+                f"`{program.name}` runs on {ranks}. Give the profile of a run on as many ranks, or "
+                "a number of segments as `cut`."
             )
         if (
             measured
@@ -39,5 +39,5 @@ def check_profiles(profiles: Sequence[Profile], program: Program, ranks: int) ->
             raise CutError(
                 f"The profile `{profile.name}` is of a step that exchanges {measured} bytes "
                 f"({human_bytes(measured)}), and `{program.name}` exchanges {exchanged}. It is of "
-                "another step: measure this one, or give numbers instead of a profile."
+                "another step: measure this one, or give a number of segments as `cut`."
             )

@@ -15,7 +15,7 @@ from typing import Any, Literal, Unpack
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import ExchangeError, InternalError, JobError
 from jaxcross.jobs import arguments
-from jaxcross.jobs.options import SharedOptions
+from jaxcross.jobs.options import SharedOptions, check_options
 from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
@@ -124,7 +124,7 @@ def sweep(
     options["world"] = world
 
     def check() -> tuple[SweepSettings, list[Parameters]]:
-        _check_options(options)
+        check_options("sweep", options, SharedOptions)
         arguments.check_folder("`folder`", folder)
         checks.check_numbers(concurrent=concurrent, trials=trials, keep=keep)
         checks.check_metric(metric, mode)
@@ -171,16 +171,6 @@ def sweep(
         log.close()
 
 
-def _check_options(options: SharedOptions) -> None:
-    known = sorted(SharedOptions.__optional_keys__)
-    for name in options:
-        if name not in known:
-            raise TypeError(
-                f"`sweep` has no argument `{name}`; of the options of a run it takes "
-                f"{', '.join(known)}."
-            )
-
-
 def _mode(
     search: AnySearch, metric: str, mode: Literal["max", "min"] | None
 ) -> Literal["max", "min"]:
@@ -191,7 +181,7 @@ def _mode(
     if mode is None:
         raise ValueError(
             f'`mode` must say which `{metric}` is better: `mode="max"` for the largest, '
-            '`mode="min"` for the smallest. Only `Optuna` says it itself, by its study.'
+            '`mode="min"` for the smallest. Only the study of `Optuna` has a direction.'
         )
     return mode
 

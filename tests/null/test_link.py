@@ -29,6 +29,23 @@ def test_equal_links_may_be_nested():
         assert current_link() == FAST
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("500mbit",), r"^`mbps` of `Link` must be a number, got '500mbit'\. `Link.parse` reads"),
+        ((True,), "^`mbps` of `Link` must be a number, got True"),
+    ],
+)
+def test_a_rate_is_a_number(arguments, error):
+    with pytest.raises(TypeError, match=error):
+        Link(*arguments)
+
+
+def test_a_rate_is_finite():
+    with pytest.raises(ValueError, match="^a link needs a rate above 0"):
+        Link(float("inf"))
+
+
 def test_a_failure_ends_the_emulation():
     with pytest.raises(KeyError), emulated_link(SLOW):
         raise KeyError

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxcross.errors import JobError
+from jaxcross.interleave.policy import RoundRobin
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.plain_job import Job
 from jaxcross.jobs.plain_loop import run
@@ -222,3 +223,55 @@ def test_a_job_runs_again_from_where_it_ended() -> None:
 
     twice = solo([[1.0, 2.0, 1.0, 2.0]] * 2)
     assert run_ranks(2, work) == [(twice, 2, 4)] * 2
+
+
+def test_a_job_that_runs_already_is_refused_and_keeps_its_face() -> None:
+    """`jaxcross.run` is called with it in another thread."""
+
+    def work(world: Any) -> Any:
+        job = plain(world, [1.0, 2.0])
+
+        def second(state: Any) -> dict[str, float]:
+            with pytest.raises(JobError, match="^Job `a` is in a run already"):
+                job._attach(Runner(world).add("a", job._run))
+            assert job.step == 1
+            return {}
+
+        job.every(1, lambda state: second(state) if job.step == 1 else None)
+        run([job], world=world)
+        return job.status
+
+    assert run_ranks(1, work) == ["ended"]
+
+
+def test_what_was_set_holds_in_each_run() -> None:
+    def work(world: Any) -> Any:
+        data = [1.0]
+        job = plain(world, data)
+        job.examples_per_step = 7.0
+        job.unit = "tokens"
+        run([job], world=world)
+        job.examples_per_step = 9.0
+        report = run([job], world=world)
+        return report.jobs[0].examples_per_step, report.jobs[0].unit
+
+    assert run_ranks(1, work) == [(9.0, "tokens")]
+
+
+def test_an_unknown_option_of_a_run_is_named() -> None:
+    with pytest.raises(TypeError, match="^`run` has no argument `start`; of the options of a run"):
+        run([], start="together")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+
+def test_ranks_may_have_a_policy_of_their_own_without_a_repr() -> None:
+    """The default `repr` has an address, which differs between ranks."""
+
+    class Mine(RoundRobin):
+        __repr__ = object.__repr__
+
+    def work(world: Any) -> Any:
+        job = plain(world, [1.0])
+        run([job], world=world, policy=Mine())
+        return job.status
+
+    assert run_ranks(2, work) == ["ended", "ended"]

@@ -24,8 +24,7 @@ from runner_faults import (
 from runner_steps import RATES, WORLD, alone, data, init, make_step, same, train
 
 import jaxcross
-from jaxcross import RoundRobin, Runner, Sequential, lab
-from jaxcross._link import Link
+from jaxcross import Link, RoundRobin, Runner, Sequential, lab
 from jaxcross.plan import JobCost, choose_compression
 
 

@@ -98,6 +98,13 @@ def test_contention_slows_both_lanes() -> None:
     assert period == pytest.approx(2 * (0.1 * 1.3 - 0.3 * (0.1 * 1.3 - 0.1 * 1.1) / 1.3), rel=0.03)
 
 
+def test_depth_is_the_policys() -> None:
+    """More segments at once on the device change the order in which two jobs compute."""
+    jobs = [Profile.whole(name, compute_s=0.1, exchange_s=0.3) for name in "ab"]
+    found = [predict(jobs, policy=jaxcross.RoundRobin(depth=d), vote_s=0.0) for d in (1, 2)]
+    assert found[0].spans != found[1].spans
+
+
 @pytest.mark.parametrize(
     ("jobs", "options", "message"),
     [
