@@ -17,8 +17,11 @@ _copy_array = jax.jit(jnp.copy)  # 13 us a scalar to dispatch, where `jnp.copy` 
 
 
 class LatestState:
-    """A job's state as its function last set it, and the results of its latest committed step. On one rank; used by
-    the job's thread, and by the runner after it.
+    """A job's state as its function last set it, and the results of its latest committed step, on one rank.
+
+    Only the job's thread changes it, and the runner after that thread. Once a vote has ended the job, another job's
+    exchange lane may call `latest` at the same time, to see how much memory this job still holds. So the results are
+    one attribute, which is read once, and `release` drops them only after the state has been set.
 
     Only references to one step's results are held: arrays that the next step donates are deleted here as well. The
     results are held as leaves, because the job's function may write into the dicts and NNX states that hold them.
@@ -30,7 +33,7 @@ class LatestState:
     """
 
     __slots__ = (
-        "_changed", "_kind", "_part", "_results", "_results_step", "_state_step", "_structure", "is_guess", "state"
+        "_changed", "_kind", "_part", "_results", "_results_step", "_state_step", "is_guess", "state"
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -40,8 +43,7 @@ class LatestState:
         self._kind = jax.tree.structure(None)  # the structure of the results to which `_part` belongs
         self._part: slice | None = None  # the leaves of the results that are like the state; None: unknown
         self._state_step = 0
-        self._results: list[PyTree] = []  # as leaves, and their structure
-        self._structure = jax.tree.structure(None)
+        self._results = jax.tree.flatten(None)
         self._results_step = 0
 
     @property
@@ -55,17 +57,17 @@ class LatestState:
 
     def note_arguments(self, arguments: Sequence[object]) -> None:
         """Notes whether the next step takes the latest one's results, or others that the function made of them."""
-        if self._changed or not self._results or self._state_step == self._results_step:
+        leaves, structure = self._results
+        if self._changed or not leaves or self._state_step == self._results_step:
             return
-        if self._structure != self._kind:  # compared once for each structure: this runs before every step
-            self._kind, self._part = self._structure, self._part_like_state()
+        if structure != self._kind:  # compared once for each structure: this runs before every step
+            self._kind, self._part = structure, self._part_like_state(jax.tree.unflatten(structure, leaves))
         if self._part is None:
             return
         given = set(map(id, arguments))
-        self._changed = any(id(leaf) not in given for leaf in self._results[self._part] if isinstance(leaf, jax.Array))
+        self._changed = any(id(leaf) not in given for leaf in leaves[self._part] if isinstance(leaf, jax.Array))
 
-    def _part_like_state(self) -> slice | None:
-        results = self._all_results()
+    def _part_like_state(self, results: PyTree) -> slice | None:
         found = select_state(self.state, results)
         if form(found) != form(self.state):
             return None
@@ -75,14 +77,11 @@ class LatestState:
         start = len(jax.tree.leaves(before))
         return slice(start, start + len(jax.tree.leaves(found)))
 
-    def _all_results(self) -> PyTree:
-        return jax.tree.unflatten(self._structure, self._results)
-
     def note_results(self, results: PyTree, step: int) -> None:
         """Notes the results of a call that all ranks committed, after `step` calls of the training step."""
         # Another function's results are not the state, unless it took the training step's results by donation.
-        if step > self._results_step or has_deleted(self._results):
-            self._results, self._structure = jax.tree.flatten(results)
+        if step > self._results_step or has_deleted(self._results[0]):
+            self._results = jax.tree.flatten(results)
             self._results_step = step
 
     def latest(self) -> tuple[PyTree, int]:
@@ -90,8 +89,9 @@ class LatestState:
 
         It is `state`, or the one of the last committed step.
         """
-        if self._results_step and (self._state_step < self._results_step or has_deleted(self.state)):
-            found = select_state(self.state, self._all_results())
+        leaves, structure = self._results
+        if leaves and (self._state_step < self._results_step or has_deleted(self.state)):
+            found = select_state(self.state, jax.tree.unflatten(structure, leaves))
             if not has_deleted(found):
                 return found, self._results_step
         return self.state, self._state_step
@@ -105,7 +105,7 @@ class LatestState:
 
     def release(self) -> None:
         """Drops the step's results."""
-        self._results, self._structure = jax.tree.flatten(None)
+        self._results = jax.tree.flatten(None)
 
 
 def select_state(state: PyTree, results: PyTree) -> PyTree:

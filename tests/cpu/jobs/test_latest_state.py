@@ -1,10 +1,13 @@
 """Which state a job is left with."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxcross.jobs import latest_state
 from jaxcross.jobs.latest_state import LatestState, holds_state, own_copy, select_state
 
 
@@ -199,3 +202,48 @@ def test_what_holds_a_state():
     state = ({"w": jnp.ones(3)}, {"m": jnp.ones(3)})
     assert holds_state(state, state) and holds_state(state, (*state, jnp.float32(1)))
     assert not holds_state(state, (jnp.ones(3), jnp.float32(1)))
+
+
+def interrupted(function, at, meanwhile):
+    """Calls a function, and `meanwhile` before its bytecode number `at`, as if another thread ran there.
+
+    Returns its result, and whether it has that many bytecodes.
+    """
+    passed = 0
+
+    def trace(frame, event, arg):
+        nonlocal passed
+        if frame.f_code.co_filename != latest_state.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            passed += 1
+            if passed == at:
+                meanwhile()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return function(), passed >= at
+    finally:
+        sys.settrace(before)
+
+
+def test_another_thread_may_read_while_the_job_ends():
+    """The exchange lane of another job asks for the state, while the job's thread sets it and drops the results."""
+    interrupted(LatestState().latest, 1, list)  # Python 3.12 traces no bytecode of the first call
+    inside, at = True, 0
+    while inside:
+        at += 1
+        latest = LatestState()
+        latest.set({"w": 0, "b": 0}, 0)
+        latest.note_results(({"w": 1, "b": 1}, 2), 1)
+
+        def end(latest=latest):
+            latest.adopt_results()
+            latest.release()
+
+        (state, step), inside = interrupted(latest.latest, at, end)
+        assert (state, step) == ({"w": 1, "b": 1}, 1), f"before bytecode {at}"
+    assert at > 20
