@@ -167,8 +167,20 @@ class JobCheckpointer:
         elif is_paused:
             self._log.warn("is paused, as in an earlier run, until it is resumed")
         if done and not is_stopped:
-            self._mark("left", None)
+            self._unmark_left(done)
         return is_stopped, is_paused
+
+    def _unmark_left(self, status: str) -> None:
+        """Deletes this rank's mark that the job is over, unless the job has been stopped since the mark was read."""
+
+        def write() -> None:
+            try:
+                if self._folders.marked("left") == status:
+                    self._folders.mark("left", None)
+            except OSError as error:
+                self._log.warn(f"a restart will not know that it is going on: {error}")
+
+        self._writer.submit(write)
 
     def mark_done(self, status: str) -> None:
         """Marks that the job itself is over, not only the run. Does not wait; on disk before any later checkpoint."""

@@ -344,6 +344,10 @@ class Watchdog:
         if wait is None or not self._asking:
             return
         ranks = None if waiting_for is None else waiting_for(answers)
+        # The wait may have ended while its reason was read, which then names the wrong ranks.
+        if self._lasts(token) is None:
+            self._asking = False
+            return
         # No rank to blame. A rank that does not answer for a while is left to the heartbeats, where there are any.
         if ranks is not None and not ranks and (self._heartbeat is not None or None not in answers.values()):
             self._asking = False

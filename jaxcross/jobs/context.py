@@ -261,7 +261,7 @@ class JobContext:
         if resumption is not None:
             found = resumption.restore(state, self.run_on_all_ranks, local=mode == "local", named=named)
         if resumption is not None and found is not None:
-            self.host.step = resumption.first_step
+            self.host.step = self.host.first_step = resumption.first_step
             driver, record = self._life.running()
             driver.resumed(record, self.step)
             if self._world.rank == 0:

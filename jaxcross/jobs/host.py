@@ -37,6 +37,7 @@ class JobHost:
     Attributes:
         name: The job's name.
         step: Number of steps that the job has made.
+        first_step: Number of those that earlier runs made.
         cuts: The number of segments of each step that `cut="auto"` cut, by the step's key.
         nonfinite: Policy for exchanged values that are not finite.
         latest: The job's latest state.
@@ -68,6 +69,7 @@ class JobHost:
         self._world = world
         self.name = life.name
         self.step = 0
+        self.first_step = 0
         self.cuts: dict[str, int] = {}
         self.nonfinite: NonFinite = "ignore"
         self.latest = LatestState()
@@ -105,8 +107,7 @@ class JobHost:
     @property
     def steps_made(self) -> int:
         """The number of steps that the job made in this run."""
-        resumption = self._life.resumption
-        return self.step if resumption is None else self.step - resumption.first_step
+        return self.step - self.first_step
 
     def unsavable_reason(self) -> str:
         """Returns why a restart could not go on from the state; empty if it can."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
@@ -116,12 +117,16 @@ class Prefetcher(Iterator[Any]):
         self.position, self._resumable = start, resumable
         self._buffer_size, self._batch_bytes = buffer_size, 0
         self.first_batch: frozenset[Hashable] = frozenset()
-        self._free = threading.Semaphore(buffer_size)
+        # Tokens rather than a semaphore, and a lock that its holder may take again, because Python may collect an
+        # abandoned loop at any allocation in any thread, even in one that holds the lock. Its generator calls `close`.
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(buffer_size):
+            self._free.put(None)
         self._batches: deque[tuple[Any, str | None, str]] = deque()
         self.storage = ""
         self._taken = 0  # batches handed out since `start`
         self.left_over = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._error: BaseException | None = None
         self._waiting = False  # `next` is about to ask for a batch, or waits for it
         self.closed = False
@@ -155,7 +160,7 @@ class Prefetcher(Iterator[Any]):
         self._taken += 1
         batch, state, self.storage = self._batches.popleft()
         self.position = DataPosition(self.position.n_batches + 1, state)
-        self._free.release()
+        self._free.put(None)
         return batch
 
     def close(self) -> None:
@@ -164,7 +169,7 @@ class Prefetcher(Iterator[Any]):
             self.closed, batches = True, self._batches
             self._batches = deque()
         batches.clear()  # not under the lock: destructors of user objects may run here
-        self._free.release()
+        self._free.put(None)
 
     def _run(self) -> None:
         with jax.enable_x64(self._x64):
@@ -180,7 +185,7 @@ class Prefetcher(Iterator[Any]):
             if self._steps != 0:
                 seek(self.position, source, lambda: self._driver.batch_dropped(self._job))
             while self._steps is None or count < self._steps:
-                self._free.acquire()
+                self._free.get()
                 if self.closed:
                     break
                 try:
@@ -204,7 +209,7 @@ class Prefetcher(Iterator[Any]):
             if not self.closed:
                 self._driver.stream_ended(self._job, self.stream, count)
             while not self.closed:
-                self._free.acquire()
+                self._free.get()
             if self._steps is None or self._taken < self._steps:
                 close_unread(source)
         except BaseException as error:

@@ -15,7 +15,7 @@ _END = object()
 
 @final
 class Source:
-    """One job's batches, on the device. Used by one thread at a time.
+    """One job's batches, on the device. Used by one thread at a time, but any thread may close it.
 
     Args:
         data: The batches.
@@ -30,10 +30,19 @@ class Source:
         self._iterator: Iterator[Any] | None = None
         self._left = steps
         self._given_back: deque[Any] = deque()
+        self._taking = threading.Lock()
+        self._closing = False
         self.error: BaseException | None = None
 
     def take(self) -> Any:
         """Returns the next batch, or a mark that there is none. Waits for the user's iterator."""
+        with self._taking:
+            batch = self._take()
+        if self._closing:
+            self._close_unless_taking()
+        return batch
+
+    def _take(self) -> Any:
         if self._given_back:
             return self._given_back.popleft()
         if self._left == 0 or self._data is None:
@@ -65,11 +74,24 @@ class Source:
         return batch is _END
 
     def close(self) -> None:
-        """Closes the user's iterator, unless it came to its end."""
-        self._given_back.clear()
-        if self._data is not None and self._iterator is not None:
-            close_unread(self._iterator)
-        self._data = None
+        """Closes the user's iterator, unless it came to its end. Does not wait.
+
+        If a step fails while the next batch is being read, another thread is inside the iterator. A running generator
+        can't be closed, so that thread closes it afterwards.
+        """
+        self._closing = True
+        self._close_unless_taking()
+
+    def _close_unless_taking(self) -> None:
+        if not self._taking.acquire(blocking=False):
+            return
+        try:
+            self._given_back.clear()
+            data, self._data = self._data, None
+            if data is not None and self._iterator is not None:
+                close_unread(self._iterator)
+        finally:
+            self._taking.release()
 
 
 @final

@@ -321,7 +321,7 @@ class _Rewriter:
         takes it, on which they agree by another maximum; a rank that does not take it is inactive there.
 
         Raises:
-            CutError: The conditional also calls mpi4jax.
+            CutError: The conditional also calls mpi4jax, or writes to a mutable array.
         """
         branches, operands, index = eqn.params["branches"], values[1:], _index(eqn, values)
         equality = self.equality
@@ -332,6 +332,7 @@ class _Rewriter:
                 " decide it differently: their exchanges would be taken for one another's. Let all ranks decide alike,"
                 " as by `jax.lax.pmax(predicate, axis)`, or move the calls or the exchanges out of it."
             )
+        _check_no_refs(eqn)
         types = [*map(compat.array_type, eqn.outvars), jax.ShapeDtypeStruct((), jnp.int32)]
         zeros = lambda *_: [lax.full(t.shape, 0, t.dtype) for t in types]  # noqa: E731
         mine = [lax.eq(index, jnp.int32(n)) for n in takers]
@@ -349,13 +350,24 @@ class _Rewriter:
 
 
 def _check_no_refs(eqn: Equation) -> None:
-    """Refuses a loop with a vote that writes to a mutable array: a select cannot undo what an inactive rank writes."""
-    if any(isinstance(a.aval, AbstractRef) for a in eqn.invars):
+    """Refuses a mutable array in a loop or conditional that an inactive rank runs as well: its writes can't be undone.
+
+    Results are selected afterwards, so an inactive rank's are dropped; what it has written stays.
+    """
+    if not any(isinstance(a.aval, AbstractRef) for a in eqn.invars):
+        return
+    if eqn.primitive.name == "cond":
         raise CutError(
-            f"the loop at {compat.source_of(eqn)} exchanges, writes to a mutable array from outside of it, and may make"
-            " another number of iterations on each rank: a rank that is through would go on writing. Carry the array"
-            " through the loop as a value."
+            f"the conditional at {compat.source_of(eqn)} exchanges in a branch, uses a mutable array from outside of"
+            " it, and ranks may decide it differently. A rank that does not take the branch runs it as well, for the"
+            " sake of the exchange, and would write to the array. Let the branch return the array as a value, or let"
+            " all ranks decide alike, e.g. by `jax.lax.pmax(predicate, axis)`."
         )
+    raise CutError(
+        f"the loop at {compat.source_of(eqn)} exchanges, writes to a mutable array from outside of it, and may make"
+        " another number of iterations on each rank: a rank that is through would go on writing. Carry the array"
+        " through the loop as a value."
+    )
 
 
 def _index(eqn: Equation, values: Sequence[Array]) -> Array:

@@ -28,7 +28,8 @@ class Recorder(Instrument):
 
     def spans(self) -> tuple[Span, ...]:
         """Returns the spans that were kept, oldest first."""
-        return tuple(self._spans)
+        # Up to Python 3.11, a collection of garbage may run other threads while `tuple` iterates. `copy` is one call.
+        return tuple(self._spans.copy())
 
     @property
     def dropped(self) -> int:

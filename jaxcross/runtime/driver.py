@@ -399,10 +399,11 @@ class Driver:
         # The lock: an instruction that is being followed is followed to its end, and none after it.
         with self._lock:
             if self._fatal is None:
-                self._fatal = error
                 if self.world.size > 1:
                     text = "".join(traceback.format_exception(error))
                     self.world.abort(f"a lane of the runner broke\n{text}")
                 self.router.break_off(error)
                 self.start_gate.open()
+                # Last: a job that sees this without the lock raises the error that its record has got by now.
+                self._fatal = error
         self._over.set()

@@ -73,7 +73,8 @@ class ExchangeOwner:
         """Returns a context in which one run may exchange, from before its first message to its last one.
 
         Raises:
-            JobError: Another run is in progress, or one that broke has left a lane.
+            JobError: Another run is in progress, one that broke has left a lane, or another thread is in a step outside
+                any run.
         """
         refusal = JobError(
             "A run is in progress in this process, and two at once would mix up their messages. Add these jobs to "
@@ -81,10 +82,20 @@ class ExchangeOwner:
         )
         if not self._run.acquire(blocking=False):
             raise refusal
+        context = _releasing(self._run)
         if self.lane_threads:
-            self._run.release()
+            context.close()
             raise refusal
-        return _releasing(self._run)
+        if not self._step.acquire(blocking=False):
+            thread, name = self._holder()
+            context.close()
+            raise JobError(
+                f"The run cannot begin, because thread `{thread}` is in `{name}`, outside the run, and their messages"
+                " would be mixed up. Wait for that thread first, or make its work a job of the runner."
+            )
+        self._caller = (threading.get_ident(), "runner.run()")
+        context.callback(self._step.release)
+        return context
 
     def step(self, name: str) -> ExitStack:
         """Returns a context in which this thread may make the exchanges of a step outside any run.
@@ -93,23 +104,28 @@ class ExchangeOwner:
             ExchangeError: A step has failed halfway on this rank.
             JobError: Another thread is in a step.
         """
-        if self.broken_step:
-            raise ExchangeError(
-                f"`{name}` cannot exchange: `{self.broken_step}` failed halfway on this rank. Other ranks may be in the"
-                " rest of its exchanges, and what comes now would be mixed with them. Restart all ranks. A job of a"
-                " `jaxcross.Runner` that fails leaves on all ranks at once."
-            )
         if not self._step.acquire(blocking=False):
-            ident, theirs = self._caller
-            other = next((t.name for t in threading.enumerate() if t.ident == ident), ident)
+            other, theirs = self._holder()
             raise JobError(
                 f"`{name}` was called from thread `{threading.current_thread().name}` while thread `{other}` is in"
                 f" `{theirs}`. Ranks meet in the order of the calls, and which of two threads calls first may differ"
                 " between them: one step's sums would be mixed with the other's. Call steps from one thread, or make"
                 " the threads' work jobs of a `jaxcross.Runner`, which agrees on an order."
             )
+        if self.broken_step:  # looked at only now: until the lock was free, another thread could break its step
+            self._step.release()
+            raise ExchangeError(
+                f"`{name}` cannot exchange: `{self.broken_step}` failed halfway on this rank. Other ranks may be in the"
+                " rest of its exchanges, and what comes now would be mixed with them. Restart all ranks. A job of a"
+                " `jaxcross.Runner` that fails leaves on all ranks at once."
+            )
         self._caller = (threading.get_ident(), name)
         return _releasing(self._step)
+
+    def _holder(self) -> tuple[str, str]:
+        """Returns the name of the thread that holds `_step`, and what it is in."""
+        ident, name = self._caller
+        return next((t.name for t in threading.enumerate() if t.ident == ident), str(ident)), name
 
     def check_due(self) -> bool:
         """Counts a call outside a run that is about to exchange. Returns whether the ranks compare what they call.

@@ -10,7 +10,6 @@ import shutil
 import tempfile
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self, final
 
 from jaxcross._arguments import is_whole
-from jaxcross.data.cache.feed import Feed
+from jaxcross.data.cache.feed import Feeds
 from jaxcross.data.cache.locks import Claims, FileLock, Users, has_users
 from jaxcross.data.cache.origin import Origin
 from jaxcross.data.cache.page_store import PageStore
@@ -90,7 +89,7 @@ class Cache:
         self.ahead_records = ahead_records
         self.stop = threading.Event()
         self._statistics = Statistics()
-        self._feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
+        self._feeds = Feeds(self.stop)
         self._reported_s = time.monotonic()
         self._memory = _memory_folder(self.folder, memory_folder)
         _claim_folder(self.folder, self._memory)
@@ -206,12 +205,9 @@ class Cache:
 
     def close(self) -> None:
         """Stops reading ahead and leaves the levels. The last user frees the memory; the disk keeps its records."""
-        if self.stop.is_set():
+        if not self._feeds.close():
             return
-        self.stop.set()
         atexit.unregister(self.close)
-        for feed in list(self._feeds):
-            feed.close()
         self._report()
         with self._mutex:
             for store in (self._levels.disk, self._levels.memory, self._levels.images):

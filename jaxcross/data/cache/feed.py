@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol, final
@@ -220,3 +221,47 @@ class Feed:
         with self._changed:
             self._arrivals[position] = arrival
             self._changed.notify_all()
+
+
+@final
+class Feeds:
+    """The feeds of one cache, which all end when it is closed.
+
+    A feed that started while another thread closes the cache would read on, with descriptors that are closed or belong
+    to other files by now. So a feed starts under the lock, or not at all.
+
+    Args:
+        stop: Is set when the cache is closed.
+    """
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._lock = threading.Lock()
+        self._feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
+        self._stop = stop
+
+    def add(self, start: Callable[[], Feed]) -> Feed:
+        """Starts a feed.
+
+        Raises:
+            RuntimeError: The cache was closed.
+        """
+        with self._lock:
+            if self._stop.is_set():
+                raise RuntimeError(
+                    "The data cache was closed, so no further stream of batches can begin in it. Open a `Cache` again, "
+                    "or close it after the last stream."
+                )
+            feed = start()
+            self._feeds.add(feed)
+        return feed
+
+    def close(self) -> bool:
+        """Ends all feeds, after what they are reading. Returns whether this is the first call."""
+        with self._lock:
+            if self._stop.is_set():
+                return False
+            self._stop.set()
+            feeds = list(self._feeds)
+        for feed in feeds:
+            feed.close()
+        return True

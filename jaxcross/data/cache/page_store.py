@@ -79,9 +79,12 @@ class PageStore:
         folder.mkdir(parents=True, exist_ok=True)
         self._users = Users(folder / "users")
         self._lock = FileLock(folder / "lock")
+        self._data = -1
         try:
             self._open(budget_bytes)
         except BaseException:
+            if self._data != -1:
+                os.close(self._data)
             self._users.leave()
             self._lock.close()
             raise
@@ -129,7 +132,8 @@ class PageStore:
         self._users.leave()
 
     def __contains__(self, number: int) -> bool:
-        return number < len(self._rows) and bool(self._rows[number, FIRST])
+        rows = self._rows  # read once: another thread may close the level meanwhile
+        return number < len(rows) and bool(rows[number, FIRST])
 
     def get(self, number: int, salt: int = 0) -> bytes | None:
         """Reads one record, or returns None. A record whose checksum is wrong, or has another salt, is dropped."""
@@ -357,12 +361,21 @@ def _size(path: Path) -> int:
 
 
 def _resize(path: Path, nbytes: int) -> None:
-    """Gives a file this size and its place on the disk, since a mapped file that lacks it would end the process."""
+    """Gives a file this size, and allocates all of it on the disk.
+
+    A page of a mapped file that the disk has no room for would end the process with SIGBUS. So if the disk is full, the
+    file keeps its old size: otherwise the next process would find the right size, and a hole behind it.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        before = os.fstat(fd).st_size
         os.ftruncate(fd, nbytes)
         if nbytes:
-            os.posix_fallocate(fd, 0, nbytes)
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+            except OSError:
+                os.ftruncate(fd, min(before, nbytes))
+                raise
     finally:
         os.close(fd)
 

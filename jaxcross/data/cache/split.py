@@ -5,14 +5,13 @@ from __future__ import annotations
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
-from jaxcross.data.cache.feed import Feed, Passes
+from jaxcross.data.cache.feed import Feed, Feeds, Passes
 from jaxcross.data.cache.locks import Claims
 from jaxcross.data.cache.origin import Origin
 from jaxcross.data.cache.page_store import PageStore
@@ -64,7 +63,7 @@ class CachedSplit:
         base: int,
         salt: int,
         ahead_records: int,
-        feeds: weakref.WeakSet[Feed],
+        feeds: Feeds,
         on_group: Callable[[], None],
     ) -> None:
         self.statistics = levels.statistics
@@ -85,11 +84,15 @@ class CachedSplit:
         return self._parse(self.read(record)[0])
 
     def feed(self, record_at: Callable[[int], int], *, length: int, start: int, stop: int) -> Feed:
-        """Starts reading a stream ahead, whose passes of `length` positions go from `start` to before `stop`."""
+        """Starts reading a stream ahead, whose passes of `length` positions go from `start` to before `stop`.
+
+        Raises:
+            RuntimeError: The cache was closed.
+        """
         passes = Passes(record_at, length)
-        feed = Feed(self, passes, length=length, start=start, stop=stop, ahead_records=self._ahead_records)
-        self._feeds.add(feed)
-        return feed
+        return self._feeds.add(
+            lambda: Feed(self, passes, length=length, start=start, stop=stop, ahead_records=self._ahead_records)
+        )
 
     def announce(self, passes: Passes, *, length: int, start: int, stop: int) -> OwnStream:
         """Tells the levels, in all processes, when a stream needs each record."""

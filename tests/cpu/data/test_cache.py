@@ -271,3 +271,13 @@ def test_info_shows_levels_and_hits(folder, open_cache, capsys):
     rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
     assert str(IMAGES) in rows["memory"] and str(IMAGES) in rows["origin"]
     assert str(IMAGES) in rows["disk"]
+
+
+def test_no_stream_begins_in_a_closed_cache(folder, open_cache):
+    cache = open_cache(disk_bytes=10**6)
+    digests(train_batches(folder, steps=3, cache=cache, **STREAM))
+    records = open_records(folder, cache=cache)
+    cache.close()
+    cache.close()
+    with pytest.raises(RuntimeError, match="The data cache was closed, so no further stream"):
+        records.cached.feed(lambda position: position, length=IMAGES, start=0, stop=IMAGES)

@@ -346,3 +346,50 @@ def test_a_store_closes_behind_a_write(tmp_path, monkeypatch):
     assert [os.fstat(fd).st_size for fd in mine] == [0] * 8
     for fd in mine:
         os.close(fd)
+
+
+def test_a_store_may_be_closed_while_a_record_is_looked_up(tmp_path):
+    """Another thread closes it between two looks at its rows."""
+    store = open_store(tmp_path / "level")
+    store.put(3, content(3))
+    rows = store._rows
+
+    class Closing:
+        """The rows, behind which the store is closed after the first look."""
+
+        def __len__(self):
+            store.close()
+            return len(rows)
+
+        def __getitem__(self, where):
+            return rows[where]
+
+    store._rows = Closing()
+    assert 3 in store
+    assert 3 not in store
+
+
+def test_a_file_that_the_disk_has_no_place_for_keeps_its_size(tmp_path, monkeypatch):
+    """Otherwise the next process would find the right size, map the file, and end with SIGBUS."""
+    path = tmp_path / "rows"
+    path.write_bytes(b"x" * 100)
+
+    def full(fd, offset, nbytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(page_store.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        page_store._resize(path, 5000)
+    assert path.read_bytes() == b"x" * 100
+
+
+def test_a_store_that_cannot_be_opened_leaves_no_descriptor(tmp_path, monkeypatch):
+    def broken(path):
+        raise OSError(errno.ENOMEM, "no memory to map it")
+
+    open_store(tmp_path / "level").close()
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(page_store, "_map", broken)
+    with pytest.raises(OSError, match="no memory"):
+        open_store(tmp_path / "level")
+    assert set(os.listdir("/proc/self/fd")) == before

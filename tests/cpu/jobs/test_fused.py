@@ -1,5 +1,6 @@
 """Fused jobs on ranks that are threads: who leaves where, what becomes of the others, and what is refused."""
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,29 @@ def test_what_nobody_received_is_given_back() -> None:
     assert sources[0].take() == 3
     sources[0].close()
     assert closed == [True] and sources[0].ended
+
+
+def test_data_are_closed_behind_the_batch_that_is_being_read(caplog: Any) -> None:
+    """A step fails while the next batch is read. A generator that is running can't be closed by another thread."""
+    reading, released, closed = threading.Event(), threading.Event(), []
+
+    def data() -> Any:
+        try:
+            reading.set()
+            assert released.wait(60)
+            yield 1
+        finally:
+            closed.append(threading.current_thread())
+
+    source = Source(data(), None)
+    reader = threading.Thread(target=source.take)
+    reader.start()
+    assert reading.wait(60)
+    source.close()
+    released.set()
+    reader.join(60)
+    assert closed == [reader] and source.ended
+    assert not caplog.records
 
 
 def test_each_member_names_its_own_leaves() -> None:

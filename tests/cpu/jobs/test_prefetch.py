@@ -1,11 +1,17 @@
 """What becomes of a batch on its way to the device, and of its source."""
 
+import threading
+from collections import deque
+from queue import SimpleQueue
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxcross.jobs.prefetch import to_device
+from jaxcross.jobs import prefetch
+from jaxcross.jobs.prefetch import Prefetcher, to_device
+from jaxcross.runtime.job_record import JobRecord
 
 
 def aligned(shape, dtype=np.float32):
@@ -61,3 +67,29 @@ def test_every_kind_of_leaf():
     assert batch["device"] is device
     with pytest.raises(TypeError, match="(?i)^dtype object is not a valid JAX array type"):
         to_device(np.array([None]))
+
+
+class Driver:
+    """Takes what a prefetcher tells it."""
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+def test_a_loop_that_is_collected_while_it_is_closed_ends(monkeypatch):
+    """Python may collect an abandoned loop at any allocation, and the loop's generator then closes it a second time."""
+    record = JobRecord(0, "a", threading.Thread, SimpleQueue())
+    loop = Prefetcher(driver=Driver(), job=record, stream=0, data=[1, 2, 3])
+
+    class Collecting(deque):
+        def __init__(self):
+            super().__init__()
+            monkeypatch.setattr(prefetch, "deque", deque)
+            loop.close()
+
+    monkeypatch.setattr(prefetch, "deque", Collecting)
+    closer = threading.Thread(target=loop.close, daemon=True)
+    closer.start()
+    closer.join(60)
+    loop._thread.join(60)
+    assert loop.closed and not closer.is_alive() and not loop._thread.is_alive()

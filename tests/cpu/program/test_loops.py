@@ -190,6 +190,25 @@ def test_mutable_array_from_outside_is_refused() -> None:
         cut(step, jnp.int32(1), X)
 
 
+def test_mutable_array_in_a_branch_that_not_all_ranks_take_is_refused() -> None:
+    """A rank that doesn't take the branch runs it as well, for the exchange, and would keep what that writes."""
+
+    def step(n: Any, x: Any) -> Any:
+        def outer(c: Any, _: Any) -> Any:
+            ref = jax.new_ref(c)
+
+            def taken(v: Any) -> Any:
+                ref[...] = v + 1
+                return lax.psum(v, "batch")
+
+            return lax.cond(n > 0, taken, lambda v: v, c) + ref[...], None
+
+        return lax.scan(outer, x, None, length=2)[0]
+
+    with pytest.raises(CutError, match=r"the conditional at .*test_loops\.py.*mutable array from outside"):
+        cut(step, jnp.int32(1), X)
+
+
 def test_loop_in_an_untaken_branch_ends() -> None:
     """On zeros the body would run for ever."""
 

@@ -280,3 +280,6 @@ def test_values_before_a_stop_are_not_lost(at, tmp_path):
     again, _ = run_all(tmp_path / "stopped", False)
     whole, _ = run_all(tmp_path / "whole", False)
     assert facts(again) == facts(whole)
+    jobs = [job for report in again.reports for job in report.jobs]
+    assert any(job.first_step > 0 for job in jobs)
+    assert all(job.first_step + job.steps == 6 for job in jobs)  # the report counts this run's steps only
