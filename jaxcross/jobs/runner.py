@@ -344,7 +344,9 @@ class Runner:
                     run.close()
                 if self._metric_files is not None:
                     self._metric_files.close()
-                self._runs.sort(key=lambda run: run.order)  # added in other orders elsewhere, perhaps
+                # Added in other orders elsewhere, perhaps. A new list: while `sort` works, a list is empty, and another
+                # thread that asks for `jobs` would see none.
+                self._runs = sorted(self._runs, key=lambda run: run.order)
             jobs = self.jobs
             if self._session is not None:
                 for run in self._runs:
