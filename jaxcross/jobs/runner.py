@@ -282,7 +282,8 @@ class Runner:
             The report, the same on every rank.
 
         Raises:
-            JobError: It has run, or another run is in progress, this call being in one of its jobs perhaps.
+            JobError: It has run, or another run is in progress, this call being in one of its jobs perhaps, or another
+                thread is in a step outside any run.
             JobError, ExchangeError: Jobs failed, or were added and never joined because some rank did not add them:
                 raised on every rank after the others have ended, the first one with notes on further ones. `report`
                 then holds what was measured.

@@ -58,7 +58,7 @@ class ExchangeOwner:
         self.functions = 0
         self._run = threading.Lock()
         self._step = threading.Lock()
-        self._caller = (0, "")  # the thread that holds `_step`, and the step that it is in
+        self._caller = (0, "")  # the thread that holds `_step`, and the step or run that it is in
         self.broken_step = ""
         self.must_agree = False
         self.lane_threads: set[threading.Thread] = set()
@@ -73,7 +73,8 @@ class ExchangeOwner:
         """Returns a context in which one run may exchange, from before its first message to its last one.
 
         Raises:
-            JobError: Another run is in progress, or one that broke has left a lane.
+            JobError: Another run is in progress, or one that broke has left a lane, or a thread is in a step outside
+                any run.
         """
         refusal = JobError(
             "A run is in progress in this process, and two at once would mix up their messages. Add these jobs to "
@@ -84,32 +85,49 @@ class ExchangeOwner:
         if self.lane_threads:
             self._run.release()
             raise refusal
-        return _releasing(self._run)
+        # A run's first messages, before it has a lane, would be mixed with those of a step that has begun already. Nor
+        # may a step begin between them.
+        if not self._step.acquire(blocking=False):
+            theirs, other = self._in_step()
+            self._run.release()
+            raise JobError(
+                f"A run was to begin in thread `{threading.current_thread().name}` while thread `{other}` is in"
+                f" `{theirs}`: the run's messages would be mixed with that step's. Begin the run after it, or make that"
+                " thread's work a job of the runner (`runner.add(name, fn)`, on every rank)."
+            )
+        self._caller = (threading.get_ident(), "runner.run()")
+        return _releasing(self._step, self._run)
 
     def step(self, name: str) -> ExitStack:
         """Returns a context in which this thread may make the exchanges of a step outside any run.
 
         Raises:
             ExchangeError: A step has failed halfway on this rank.
-            JobError: Another thread is in a step.
+            JobError: Another thread is in a step, or in a run.
         """
-        if self.broken_step:
-            raise ExchangeError(
-                f"`{name}` cannot exchange: `{self.broken_step}` failed halfway on this rank. Other ranks may be in the"
-                " rest of its exchanges, and what comes now would be mixed with them. Restart all ranks. A job of a"
-                " `jaxcross.Runner` that fails leaves on all ranks at once."
-            )
         if not self._step.acquire(blocking=False):
-            ident, theirs = self._caller
-            other = next((t.name for t in threading.enumerate() if t.ident == ident), ident)
+            theirs, other = self._in_step()
             raise JobError(
                 f"`{name}` was called from thread `{threading.current_thread().name}` while thread `{other}` is in"
                 f" `{theirs}`. Ranks meet in the order of the calls, and which of two threads calls first may differ"
                 " between them: one step's sums would be mixed with the other's. Call steps from one thread, or make"
                 " the threads' work jobs of a `jaxcross.Runner`, which agrees on an order."
             )
+        # Asked last: the thread that had the turn before may have failed halfway until it gave the turn back.
+        if self.broken_step:
+            self._step.release()
+            raise ExchangeError(
+                f"`{name}` cannot exchange: `{self.broken_step}` failed halfway on this rank. Other ranks may be in the"
+                " rest of its exchanges, and what comes now would be mixed with them. Restart all ranks. A job of a"
+                " `jaxcross.Runner` that fails leaves on all ranks at once."
+            )
         self._caller = (threading.get_ident(), name)
         return _releasing(self._step)
+
+    def _in_step(self) -> tuple[str, str]:
+        """Returns what holds `_step`, and the name of its thread."""
+        ident, theirs = self._caller
+        return theirs, next((t.name for t in threading.enumerate() if t.ident == ident), str(ident))
 
     def check_due(self) -> bool:
         """Counts a call outside a run that is about to exchange. Returns whether the ranks compare what they call.
@@ -138,8 +156,10 @@ class ExchangeOwner:
             )
 
 
-def _releasing(lock: threading.Lock) -> ExitStack:
-    # The caller holds the lock already: a refusal is raised in its own frame, not in one of `contextlib`.
+def _releasing(*locks: threading.Lock) -> ExitStack:
+    # The caller holds the locks already: a refusal is raised in its own frame, not in one of `contextlib`. They are
+    # given back in this order.
     context = ExitStack()
-    context.callback(lock.release)
+    for lock in reversed(locks):
+        context.callback(lock.release)
     return context
