@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -155,8 +155,15 @@ class JobCheckpointer:
             done, paused = self._folders.marked("left"), self._folders.marked("paused")
         except OSError as error:
             error_text, cause = f"{type(error).__name__}: {error}", error
+
+        def forget(gathered: Sequence[tuple[str, bool, str]]) -> None:
+            if done and not any(status == "stopped" or text for status, _, text in gathered):
+                self._mark("left", None)
+
         ranks = RankGather(self._log, run_on_all_ranks)
-        gathered = ranks.gather("its job markers", [done, paused, error_text])
+        # Forgotten in the lane, where the ranks vote on requests, too: a stop that they agree on right afterwards makes
+        # a new mark, and it must come later.
+        gathered = ranks.gather("its job markers", [done, paused, error_text], then=forget)
         ranks.check(UNREADABLE, [text for *_, text in gathered], cause)
         # One rank's mark is enough: a kill may have come between the writes of two ranks.
         is_stopped = any(status == "stopped" for status, *_ in gathered)
@@ -166,21 +173,7 @@ class JobCheckpointer:
             self._log.warn(f"was stopped in an earlier run, and stays so. To let it go on, delete `{marks}`")
         elif is_paused:
             self._log.warn("is paused, as in an earlier run, until it is resumed")
-        if done and not is_stopped:
-            self._unmark_left(done)
         return is_stopped, is_paused
-
-    def _unmark_left(self, status: str) -> None:
-        """Deletes this rank's mark that the job is over, unless the job has been stopped since the mark was read."""
-
-        def write() -> None:
-            try:
-                if self._folders.marked("left") == status:
-                    self._folders.mark("left", None)
-            except OSError as error:
-                self._log.warn(f"a restart will not know that it is going on: {error}")
-
-        self._writer.submit(write)
 
     def mark_done(self, status: str) -> None:
         """Marks that the job itself is over, not only the run. Does not wait; on disk before any later checkpoint."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxcross.errors import JobError, clause
-from jaxcross.world.control_plane import gather
+from jaxcross.world.control_plane import Control, gather
 
 _log = logging.getLogger("jaxcross")
 RunOnAllRanks = Callable[[str, Callable[[Any], Any]], Any]
@@ -46,9 +46,23 @@ class RankGather:
         """Returns every rank's text, by rank."""
         return self.run_on_all_ranks(f"checkpoint: {what}", lambda control: control.allgather_text(text))
 
-    def gather(self, what: str, value: object) -> list[Any]:
-        """Returns every rank's value, by rank. Values travel as JSON: tuples arrive as lists."""
-        return self.run_on_all_ranks(f"checkpoint: {what}", lambda control: gather(control, value))
+    def gather(self, what: str, value: object, *, then: Callable[[list[Any]], None] | None = None) -> list[Any]:
+        """Returns every rank's value, by rank. Values travel as JSON: tuples arrive as lists.
+
+        Args:
+            what: A few words for it.
+            value: This rank's value.
+            then: Called with all values in the same slot of the exchange lane, hence before any later vote of the
+                ranks. Must not wait.
+        """
+
+        def work(control: Control) -> list[Any]:
+            values = gather(control, value)
+            if then is not None:
+                then(values)
+            return values
+
+        return self.run_on_all_ranks(f"checkpoint: {what}", work)
 
     def check(self, what: str, errors: Sequence[str], cause: Exception | None = None) -> None:
         """Raises if the text of a rank is not empty.

@@ -67,9 +67,10 @@ class FlightRecorder:
         folder = Path(folder).absolute()  # the script may change its working directory
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self._rank}.jsonl"
-        if path != self._path:
-            self._path = path
-            self._start_file()
+        with self._rotating:  # another thread may be changing the file that is about to be left
+            if path != self._path:
+                self._path = path
+                self._start_file()
 
     def begin(self, activity: Activity) -> int:
         """Records the begin of an activity and returns the token to give to `end`."""
@@ -179,10 +180,16 @@ class FlightRecorder:
 
     def _write(self, line: str) -> None:
         try:
-            self._written_bytes += os.write(self._file, line.encode())
+            text = line.encode()  # before the file is read: another thread may run here, and change it
+            written = os.write(self._file, text)
+            self._written_bytes += written  # apart from the write, in which other threads run and count too
             if self._written_bytes > LIMIT_BYTES and self._rotating.acquire(blocking=False):
                 try:
-                    self._start_file()
+                    # The count may be that of the file before, if another thread has just changed it. Changed once more
+                    # for that, the history would be gone: the file itself knows how long it is.
+                    self._written_bytes = os.fstat(self._file).st_size
+                    if self._written_bytes > LIMIT_BYTES:
+                        self._start_file()
                 finally:
                     self._rotating.release()
         except OSError as error:

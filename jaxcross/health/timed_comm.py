@@ -93,6 +93,11 @@ class TimedComm:
         while not self._stop.wait(between_s):
             lasting = {number: lasting.get(number, -between_s) + between_s for number in self._calls.copy()}
             for number, seconds in lasting.items():
-                if seconds > self._limit_s:
-                    self._on_stuck(self._calls.get(number))
-                    return
+                if seconds <= self._limit_s:
+                    continue
+                try:
+                    rank = self._calls[number]
+                except KeyError:  # it has come to its end since `copy`
+                    continue
+                self._on_stuck(rank)
+                return

@@ -134,7 +134,10 @@ class JobRun:
         record = life.record
         if record is not None:
             status = record.status and life.final_status(record.status)
-            context.status, context.error = status or "left out", record.error
+            stopped_early = status == "ended" and host.evaluations.stop_reason
+            # Other threads read these at any time. So a status is there only with its error, and never changes.
+            context.error = record.error
+            context.status = "stopped early" if stopped_early else status or "left out"
             context.skipped = host.skipped.before + record.skipped
             if context.error is not None:
                 if record.prints_error:
@@ -142,10 +145,8 @@ class JobRun:
                 forget_locals(context.error)
             if status != "ended":
                 host.latest.adopt_results()
-            host.replicas.finish(context.status, self.step)
+            host.replicas.finish(status or "left out", self.step)
             host.latest.release()
-            if status == "ended" and host.evaluations.stop_reason:
-                context.status = "stopped early"
         failure = self._metrics.read_remaining()
         if failure is not None and context.error is None:  # of a failed step's metrics the job's own error says more
             context.unread = failure

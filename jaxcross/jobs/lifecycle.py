@@ -106,7 +106,10 @@ class JobLifecycle:
         Raises:
             JobError: The run has not begun.
         """
-        driver, record = self.driver, self.record  # read once: the job's thread clears them when the job leaves
+        # Read once, because the job's thread clears the driver when the job leaves, and the record first, because the
+        # run sets it last. With the driver read before the run begins and the record after that, the job would be taken
+        # for one that is over, and the request would be lost without a word.
+        record, driver = self.record, self.driver
         if record is None:
             raise JobError(f"Job `{self.name}` is not running: it can be stopped or paused during `runner.run()` only.")
         if driver is not None:

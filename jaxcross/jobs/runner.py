@@ -282,7 +282,8 @@ class Runner:
             The report, the same on every rank.
 
         Raises:
-            JobError: It has run, or another run is in progress, this call being in one of its jobs perhaps.
+            JobError: It has run, or another run is in progress, this call being in one of its jobs perhaps, or another
+                thread is in a step outside any run.
             JobError, ExchangeError: Jobs failed, or were added and never joined because some rank did not add them:
                 raised on every rank after the others have ended, the first one with notes on further ones. `report`
                 then holds what was measured.
@@ -344,7 +345,9 @@ class Runner:
                     run.close()
                 if self._metric_files is not None:
                     self._metric_files.close()
-                self._runs.sort(key=lambda run: run.order)  # added in other orders elsewhere, perhaps
+                # Added in other orders elsewhere, perhaps. A new list: while `sort` works, a list is empty, and another
+                # thread that asks for `jobs` would see none.
+                self._runs = sorted(self._runs, key=lambda run: run.order)
             jobs = self.jobs
             if self._session is not None:
                 for run in self._runs:

@@ -52,7 +52,8 @@ class RegisteredFunctions:
             TypeError: The arguments are not what JSON can say: texts, numbers, booleans, None, lists, dicts of them.
         """
         if name not in self._functions:
-            known = ", ".join(f"`{each}`" for each in self._functions) or "nothing"
+            names = list(self._functions)  # a copy: another thread may register one meanwhile
+            known = ", ".join(f"`{each}`" for each in names) or "nothing"
             raise ValueError(f"Job `{job}`: no function is registered as `{name}`; there are: {known}.")
         try:
             text = json.dumps({"function": name, "job": job, "arguments": arguments})

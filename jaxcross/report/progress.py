@@ -128,12 +128,14 @@ class LatestMetric:
 
     def look(self, history: Sequence[tuple[int, object]], name: str) -> str:
         """Takes all that the job has logged until now; returns the metric as text, "" if it was not logged yet."""
-        for _, values in reversed(history[self._seen :]):
+        new = history[self._seen :]
+        for _, values in reversed(new):
             value = dict(flat(values)).get(name)
             if isinstance(value, int | float):
                 self._text = f"{name} {number(value)}"
                 break
-        self._seen = len(history)
+        # Not simply all that is there: the job may have logged on since `new` was read. It may also drop entries.
+        self._seen = min(self._seen + len(new), len(history))
         return self._text
 
 

@@ -60,5 +60,6 @@ class TensorBoard(Instrument):
 
     def close(self) -> None:
         """Writes what is left of the other jobs, as the process does at its end."""
-        while self._writers:
-            self._writers.popitem()[1].close()
+        while jobs := list(self._writers):
+            for job in jobs:  # a thread that is left may note the end of one at the same time
+                self.note(job=job, kind="closed")

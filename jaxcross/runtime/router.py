@@ -111,12 +111,13 @@ class Router:
             job.error.__cause__ = job.cause
             job.error.cause_rank = end.texts.index(end.texts[self._rank])
             job.prints_error = self._rank in printing_ranks(end.texts)
+        # Before `done`: from then on the job's thread may note the job's end, which is its last note.
+        if end.status != "ended":  # the job itself notes its end, after its last metrics
+            self._listeners.note(job=job.name, kind="status", step=end.step, value=str(job.error or end.status))
         # Last of the job's fields: its thread and `Runner.run` read them as soon as this is set.
         job.done.set()
         if job.thread is None:
             del self.jobs[job.number]
-        if end.status != "ended":  # the job itself notes its end, after its last metrics
-            self._listeners.note(job=job.name, kind="status", step=end.step, value=str(job.error or end.status))
 
     def _call(self, number: int, call_number: int) -> StepCall:
         # Each instruction names the call that it is for: one that came late must not touch the next call's values.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, update_wrapper
@@ -181,6 +182,7 @@ class Step(Generic[P, R]):
         self._noticed = False  # that it was compiled again
         self.may_change = False  # whether other arguments are expected, and need no notice
         self._standalone: Standalone | None = None  # the host outside a runner, once it was needed
+        self._host_lock = threading.Lock()
         self._agreed: Variant | None = None  # what all ranks ran last, outside a runner
         self._signature: int | None = None  # of its exchanges
         self._record = StepRecord(cut=cut, bucket_bytes=bucket_bytes, profiles=profiles)
@@ -228,14 +230,12 @@ class Step(Generic[P, R]):
     def _run_standalone(self, variant: Variant, world: World, leaves: Sequence[object]) -> PyTree:
         """Runs one step without a runner, in the turn of this thread."""
         assert variant.program is not None
-        host = self._standalone
-        if host is None or host.world is not world:
-            host = self._standalone = Standalone(world, self.__name__)
-        host.calls += 1
         if world.size == 1 or (variant is not self._agreed and not variant.program.exchanges):
+            host = self._counting_host(world)
             return host.run(prepare(variant, host), leaves, self._record)
         owner = world.exchange_owner
         with owner.step(self.__name__):
+            host = self._counting_host(world)  # a call that is refused here isn't counted: other ranks may not make it
             compare = None if self._agree(variant, host) else comparison_of_calls(variant, host)
             try:
                 compiled = prepare(variant, host)
@@ -245,6 +245,18 @@ class Step(Generic[P, R]):
                 owner.must_agree = True
                 raise
             return host.run(compiled, leaves, self._record, compare=compare)
+
+    def _counting_host(self, world: World) -> Standalone:
+        """Returns the host outside a runner, which counts this call too."""
+        # Under a lock, because a call that exchanges nothing has no turn to wait for. If two threads each made a host,
+        # and the one whose host the ranks have numbered stored it first, this rank would call the step by another
+        # number than the other ranks from then on.
+        with self._host_lock:
+            host = self._standalone
+            if host is None or host.world is not world:
+                host = self._standalone = Standalone(world, self.__name__)
+            host.calls += 1
+            return host
 
     def pure_step(self) -> Step[..., PyTree]:
         """Returns the step over NNX graphs and states; made once, so that it is compiled once."""

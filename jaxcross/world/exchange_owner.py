@@ -58,7 +58,7 @@ class ExchangeOwner:
         self.functions = 0
         self._run = threading.Lock()
         self._step = threading.Lock()
-        self._caller = (0, "")  # the thread that holds `_step`, and the step that it is in
+        self._caller = (0, "")  # the thread that holds `_step`, and the step or run that it is in
         self.broken_step = ""
         self.must_agree = False
         self.lane_threads: set[threading.Thread] = set()
@@ -73,7 +73,7 @@ class ExchangeOwner:
         """Returns a context in which one run may exchange, from before its first message to its last one.
 
         Raises:
-            JobError: Another run is in progress, one that broke has left a lane, or another thread is in a step outside
+            JobError: Another run is in progress, or one that broke has left a lane, or a thread is in a step outside
                 any run.
         """
         refusal = JobError(
@@ -82,37 +82,39 @@ class ExchangeOwner:
         )
         if not self._run.acquire(blocking=False):
             raise refusal
-        context = _releasing(self._run)
         if self.lane_threads:
-            context.close()
+            self._run.release()
             raise refusal
+        # A run's first messages, before it has a lane, would be mixed with those of a step that has begun already. Nor
+        # may a step begin between them.
         if not self._step.acquire(blocking=False):
-            thread, name = self._holder()
-            context.close()
+            theirs, other = self._in_step()
+            self._run.release()
             raise JobError(
-                f"The run cannot begin, because thread `{thread}` is in `{name}`, outside the run, and their messages"
-                " would be mixed up. Wait for that thread first, or make its work a job of the runner."
+                f"A run was to begin in thread `{threading.current_thread().name}` while thread `{other}` is in"
+                f" `{theirs}`: the run's messages would be mixed with that step's. Begin the run after it, or make that"
+                " thread's work a job of the runner (`runner.add(name, fn)`, on every rank)."
             )
         self._caller = (threading.get_ident(), "runner.run()")
-        context.callback(self._step.release)
-        return context
+        return _releasing(self._step, self._run)
 
     def step(self, name: str) -> ExitStack:
         """Returns a context in which this thread may make the exchanges of a step outside any run.
 
         Raises:
             ExchangeError: A step has failed halfway on this rank.
-            JobError: Another thread is in a step.
+            JobError: Another thread is in a step, or in a run.
         """
         if not self._step.acquire(blocking=False):
-            other, theirs = self._holder()
+            theirs, other = self._in_step()
             raise JobError(
                 f"`{name}` was called from thread `{threading.current_thread().name}` while thread `{other}` is in"
                 f" `{theirs}`. Ranks meet in the order of the calls, and which of two threads calls first may differ"
                 " between them: one step's sums would be mixed with the other's. Call steps from one thread, or make"
                 " the threads' work jobs of a `jaxcross.Runner`, which agrees on an order."
             )
-        if self.broken_step:  # looked at only now: until the lock was free, another thread could break its step
+        # Asked last: the thread that had the turn before may have failed halfway until it gave the turn back.
+        if self.broken_step:
             self._step.release()
             raise ExchangeError(
                 f"`{name}` cannot exchange: `{self.broken_step}` failed halfway on this rank. Other ranks may be in the"
@@ -122,10 +124,10 @@ class ExchangeOwner:
         self._caller = (threading.get_ident(), name)
         return _releasing(self._step)
 
-    def _holder(self) -> tuple[str, str]:
-        """Returns the name of the thread that holds `_step`, and what it is in."""
-        ident, name = self._caller
-        return next((t.name for t in threading.enumerate() if t.ident == ident), str(ident)), name
+    def _in_step(self) -> tuple[str, str]:
+        """Returns what holds `_step`, and the name of its thread."""
+        ident, theirs = self._caller
+        return theirs, next((t.name for t in threading.enumerate() if t.ident == ident), str(ident))
 
     def check_due(self) -> bool:
         """Counts a call outside a run that is about to exchange. Returns whether the ranks compare what they call.
@@ -154,8 +156,10 @@ class ExchangeOwner:
             )
 
 
-def _releasing(lock: threading.Lock) -> ExitStack:
-    # The caller holds the lock already: a refusal is raised in its own frame, not in one of `contextlib`.
+def _releasing(*locks: threading.Lock) -> ExitStack:
+    # The caller holds the locks already: a refusal is raised in its own frame, not in one of `contextlib`. They are
+    # given back in this order.
     context = ExitStack()
-    context.callback(lock.release)
+    for lock in reversed(locks):
+        context.callback(lock.release)
     return context

@@ -10,12 +10,16 @@ import pytest
 
 import jaxcross
 from jaxcross.checkpoint import Checkpoints
+from jaxcross.checkpoint.checkpointer import JobCheckpointer
+from jaxcross.checkpoint.layout import Folders
+from jaxcross.checkpoint.rank_gather import JobLog
+from jaxcross.checkpoint.writer import Writer
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import SpanLog
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
 from tests.support.checkpoint_jobs import STEPS, BrokenError, batches, init, loop, make_step, resumes, same, train
-from tests.support.fakes import run_ranks
+from tests.support.fakes import FakeControl, FakeWorld, run_ranks
 
 
 @pytest.mark.integration
@@ -284,3 +288,21 @@ def test_states_are_numpy_s_and_python_s_own(tmp_path):
     for state in run_ranks(2, work):
         assert state["w"].tolist() == [2, 2]
         assert state["n"] == 2 and type(state["n"]) is int
+
+
+def test_stop_right_after_the_marks_is_remembered(tmp_path):
+    """The ranks may agree on a stop once the lane has read the marks, and before the job's thread goes on."""
+    folders, writer = Folders(tmp_path, rank=0, ranks=1), Writer()
+    (control,) = FakeControl.group(1)
+    log, world = JobLog("a", print), FakeWorld(control)
+    job = JobCheckpointer(log, world=world, folders=folders, keep=2, environment={}, writer=writer)
+    folders.mark("left", "failed")
+
+    def lane(label, work):
+        found = work(control)
+        job.mark_done("stopped")
+        return found
+
+    assert job.markers(lane) == (False, False)
+    writer.close()
+    assert folders.marked("left") == "stopped"

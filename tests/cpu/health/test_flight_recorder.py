@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import threading
+from functools import partial
 
 import pytest
 
@@ -11,6 +13,7 @@ from jaxcross.health.activity import Activity
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.process import this_process
 from jaxcross.report.event_files import read
+from tests.support.interleavings import WatchedLock, interrupted
 
 
 @pytest.fixture
@@ -101,6 +104,52 @@ def test_activity_during_file_rotation_is_recorded(flight, tmp_path, monkeypatch
     (record,) = read(tmp_path / "events")
     assert [(token, begun.what) for token, begun in record.under_way.items()] == [(tokens[2], "exchange")]
     assert (record.entered, record.unread) == (2, 0)
+
+
+def test_threads_that_fill_a_file_change_it_once(tmp_path, monkeypatch):
+    """Another thread may fill the file and change it at any point of a write. Changed twice, the history is gone."""
+    monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
+    inside, at = True, 0
+    while inside:
+        at += 1
+        flight, folder = FlightRecorder([this_process()], 0), tmp_path / str(at)
+        flight.record_to(folder)
+        flight.note("history" + "x" * 1500)
+        mine, theirs = (partial(flight.note, word + "x" * 1300) for word in ("mine", "theirs"))
+        _, inside = interrupted(mine, at, theirs, module=flight_module)
+        text = "".join(path.read_text() for path in folder.iterdir())
+        words = ["history", "mine", *["theirs"] * inside]
+        assert [word for word in words if word not in text] == [], f"before bytecode {at}"
+        assert (folder / "rank-0.old.jsonl").exists()
+    assert at > 100
+
+
+def test_another_folder_waits_for_a_change_of_file(flight, tmp_path, monkeypatch):
+    """A new runner may record to a folder of its own while a thread changes the file."""
+    monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
+    replace, lock = os.replace, WatchedLock()
+    monkeypatch.setattr(flight, "_rotating", lock)
+
+    def record():
+        flight.record_to(tmp_path / "other")
+        lock.awaited.set()
+
+    thread = threading.Thread(target=record)
+
+    def interrupted_replace(*paths):
+        if not thread.ident:
+            thread.start()
+            assert lock.awaited.wait(60)
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", interrupted_replace)
+    while not thread.ident:
+        flight.note("before" + "x" * 500)
+    thread.join()
+    flight.note("after")
+    assert {path.name for path in (tmp_path / "events").iterdir()} == {"rank-0.jsonl", "rank-0.old.jsonl"}
+    (other,) = (tmp_path / "other").iterdir()
+    assert other.name == "rank-0.jsonl" and "after" in other.read_text()
 
 
 def test_disk_failure_ends_only_the_recording(flight, caplog):

@@ -2,6 +2,7 @@
 
 import threading
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,3 +44,28 @@ def test_calls_that_return_or_raise_are_forgotten():
     with pytest.raises(ValueError, match="torn"):
         guarded.recv(source=1, tag=7)
     assert guarded._calls == {}
+
+
+class EndsMeanwhile(dict):
+    """The calls under way. Call 7 returns just after the guard has counted the turn in which it lasts too long."""
+
+    turn = 0
+
+    def copy(self):
+        found = dict(self)
+        self.turn += 1
+        if self.turn == 12:
+            del self[7]
+        return found
+
+
+@pytest.mark.parametrize(("calls", "stuck"), [({7: 1}, []), ({7: 1, 8: 3}, [3])])
+def test_call_that_returns_at_its_limit_is_not_stuck(calls, stuck):
+    """The run would be aborted although the call has returned."""
+    found, turns = [], iter([False] * 12 + [True])
+    guarded = TimedComm(Comm(), limit_s=10, on_stuck=found.append)
+    guarded._calls = EndsMeanwhile(calls)
+    guarded._stop = SimpleNamespace(wait=lambda seconds: next(turns))
+    guarded._watch()
+    assert found == stuck
+    assert guarded._calls.turn == 12

@@ -1,7 +1,5 @@
 """Which state a job is left with."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 
 from jaxcross.jobs import latest_state
 from jaxcross.jobs.latest_state import LatestState, holds_state, own_copy, select_state
+from tests.support.interleavings import interrupted
 
 
 def state(value):
@@ -204,35 +203,8 @@ def test_what_holds_a_state():
     assert not holds_state(state, (jnp.ones(3), jnp.float32(1)))
 
 
-def interrupted(function, at, meanwhile):
-    """Calls a function, and `meanwhile` before its bytecode number `at`, as if another thread ran there.
-
-    Returns its result, and whether it has that many bytecodes.
-    """
-    passed = 0
-
-    def trace(frame, event, arg):
-        nonlocal passed
-        if frame.f_code.co_filename != latest_state.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            passed += 1
-            if passed == at:
-                meanwhile()
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        return function(), passed >= at
-    finally:
-        sys.settrace(before)
-
-
 def test_another_thread_may_read_while_the_job_ends():
     """The exchange lane of another job asks for the state, while the job's thread sets it and drops the results."""
-    interrupted(LatestState().latest, 1, list)  # Python 3.12 traces no bytecode of the first call
     inside, at = True, 0
     while inside:
         at += 1
@@ -244,6 +216,6 @@ def test_another_thread_may_read_while_the_job_ends():
             latest.adopt_results()
             latest.release()
 
-        (state, step), inside = interrupted(latest.latest, at, end)
+        (state, step), inside = interrupted(latest.latest, at, end, module=latest_state)
         assert (state, step) == ({"w": 1, "b": 1}, 1), f"before bytecode {at}"
     assert at > 20

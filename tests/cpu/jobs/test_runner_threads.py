@@ -8,6 +8,7 @@ import pytest
 
 from jaxcross.errors import JobError
 from jaxcross.jobs.context import current_job
+from jaxcross.jobs.job_run import JobRun
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
 from tests.support.fakes import run_ranks
@@ -164,3 +165,23 @@ def test_a_step_in_a_thread_that_is_no_job_is_refused():
         return caught[0].startswith("`train_step` was called from thread `mine`, which is not a job of the runner")
 
     assert run_ranks(1, work) == [True]
+
+
+def test_jobs_are_seen_while_they_are_put_in_order(monkeypatch):
+    """Another thread may ask for the jobs of a run that ends, such as the one that shows its progress."""
+    seen, order = [], JobRun.order.fget
+
+    def work(world):
+        runner = Runner(world)
+
+        def looking(run):
+            seen.append([job.name for job in runner.jobs])
+            return order(run)
+
+        monkeypatch.setattr(JobRun, "order", property(looking))
+        for name in ("a", "b"):
+            runner.add(name, lambda job: None)
+        runner.run()
+
+    run_ranks(1, work)
+    assert seen == [["a", "b"]] * 2

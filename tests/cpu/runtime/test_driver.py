@@ -408,3 +408,36 @@ def test_interrupt_does_not_mention_jobs_that_left():
     )  # fmt: skip
     Driver._interrupted(driver, KeyboardInterrupt())
     assert noted == ["b"]
+
+
+def test_last_note_of_a_failed_job_is_its_end(monkeypatch):
+    """A job's thread may note the job's end as soon as the driver lets it, before the driver's thread goes on."""
+    log, closed = SpanLog(), threading.Event()
+
+    class SlowEvent(threading.Event):
+        """Its `set` comes back late: the job's thread has noted the end."""
+
+        def set(self):
+            super().set()
+            assert closed.wait(60)
+
+    class Closed(Instrument):
+        def note(self, *, job, kind, step=-1, value=None):
+            if kind == "closed":
+                closed.set()
+
+    def slow_record(*args):
+        record = JobRecord(*args)
+        record.done = SlowEvent()
+        return record
+
+    monkeypatch.setattr("jaxcross.runtime.driver.JobRecord", slow_record)
+
+    def work(world):
+        runner = Runner(world, instruments=[log, Closed()])
+        runner.add("a", lambda job: 1 / 0)
+        with pytest.raises(JobError, match="division by zero"):
+            runner.run()
+
+    run_ranks(1, work)
+    assert [kind for _, kind, _, _ in log.notes] == ["status", "closed"]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jaxcross.errors import ExchangeError
+from jaxcross.errors import ExchangeError, JobError
 from jaxcross.runtime.standalone import Standalone
 from jaxcross.step.agreement import ExchangeAgreement, comparison_of_calls
-from tests.support.fakes import FakeWorld, plain_program, run_ranks
+from jaxcross.step.crossover import Step, crossover
+from tests.support.fakes import FakeControl, FakeWorld, plain_program, run_ranks
+from tests.support.interleavings import WatchedLock
 
 F, G = "`f` (function 1 of the script)", "`g` (function 2 of the script)"
 Call = Callable[[FakeWorld], None]
@@ -111,3 +115,41 @@ def test_steps_are_numbered_in_the_order_in_which_the_ranks_agree_on_them() -> N
         return [each.number for each in hosts]
 
     assert run_ranks(1, work) == [[2, 1]]
+
+
+@pytest.mark.parametrize("exchanges", [0, 1])
+def test_threads_that_call_a_step_first_have_one_host(exchanges: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks number it once. With two hosts, the numbered one might be lost, and later calls would differ."""
+    (control, _), lock = FakeControl.group(2), WatchedLock()
+    world: Any = FakeWorld(control)
+    step: Any = crossover(lambda x: x, axes="batch")
+
+    def call(exchanges: int) -> int:
+        variant = SimpleNamespace(program=plain_program(exchanges=exchanges), tunes_cut=False)
+        return step._run_standalone(variant, world, [])
+
+    def other() -> None:
+        with suppress(JobError):  # it is refused if this thread has the turn
+            call(1)
+        lock.awaited.set()
+
+    thread = threading.Thread(target=other)
+
+    def make(world: Any, name: str) -> Standalone:
+        made = Standalone(world, name)
+        if thread.ident is None:
+            lock.awaited.clear()
+            thread.start()
+            assert lock.awaited.wait(60)
+        return made
+
+    module = "jaxcross.step.crossover"
+    monkeypatch.setattr(step, "_host_lock", lock, raising=False)
+    monkeypatch.setattr(f"{module}.Standalone", make)
+    monkeypatch.setattr(f"{module}.prepare", lambda variant, host: None)
+    monkeypatch.setattr(Step, "_agree", lambda self, variant, host: host.agreed() or True)
+    monkeypatch.setattr(Standalone, "run", lambda self, compiled, leaves, record, compare=None: self.number)
+    call(exchanges)
+    thread.join()
+    assert call(1) == 1
+    assert world.exchange_owner.functions == 1

@@ -10,6 +10,7 @@ from rich.console import Console
 from jaxcross.report.progress import (
     FILE,
     JobProgress,
+    LatestMetric,
     Pace,
     RunProgress,
     doing_text,
@@ -180,3 +181,31 @@ def test_texts_of_the_file_cannot_move_the_cursor(tmp_path):
     (tmp_path / FILE).write_text(json.dumps(fields))
     run = read_progress(tmp_path)
     assert run is not None and run.jobs[0].name == "a [2J"
+
+
+class LoggedMeanwhile(list[tuple[int, object]]):
+    """A job's history. Each time that its end is read, the job logs or drops something right afterwards."""
+
+    def __init__(self, *changes):
+        super().__init__([(1, {"loss": 1.0})])
+        self.changes = list(changes)
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        if self.changes:
+            self.changes.pop(0)(self)
+        return found
+
+
+def test_metric_logged_during_a_look_is_in_the_next():
+    """No entry is lost: what the job logs while one look is at work is new to the next one."""
+    latest, history = LatestMetric(), LoggedMeanwhile(lambda logged: logged.append((2, {"loss": 2.0})))
+    assert [latest.look(history, "loss") for _ in range(2)] == ["loss 1.00", "loss 2.00"]
+
+
+def test_metric_logged_after_a_drop_is_seen():
+    """An evaluation that is made again drops what it logged before: the history is shorter then."""
+    latest, history = LatestMetric(), LoggedMeanwhile(list[tuple[int, object]].clear)
+    assert latest.look(history, "loss") == "loss 1.00"
+    history.append((1, {"loss": 3.0}))
+    assert latest.look(history, "loss") == "loss 3.00"

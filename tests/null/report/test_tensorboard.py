@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from jaxcross.report import TensorBoard
+from jaxcross.report import TensorBoard, tensorboard
+from tests.support.interleavings import interrupted
 
 
 def points(folder: Path) -> Iterator[tuple[str, int, float]]:
@@ -34,3 +37,26 @@ def test_event_files_hold_the_numbers(tmp_path: Path) -> None:
     assert list(points(tmp_path / "a%2Fb")) == found
     sink.close()  # a job that failed
     assert list(points(tmp_path / "other")) == [("loss", 7, 3.0)]
+
+
+class Writer:
+    """Counts how often it was closed."""
+
+    closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_job_may_end_while_the_process_does(tmp_path: Path) -> None:
+    """A thread of a run that broke may be left, and note the end of its job, at any point of `close`."""
+    inside, at = True, 0
+    while inside:
+        at += 1
+        sink, writers = TensorBoard(tmp_path), [Writer(), Writer()]
+        sink._writers.update(a=writers[0], b=writers[1])
+        noted = partial(sink.note, job="a", kind="closed")
+        _, inside = interrupted(sink.close, at, noted, module=tensorboard)
+        assert [writer.closed for writer in writers] == [1, 1], f"before bytecode {at}"
+        atexit.unregister(sink.close)
+    assert at > 20

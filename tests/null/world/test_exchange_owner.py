@@ -1,51 +1,62 @@
-"""Who may exchange: one run, or one thread that calls a step outside any run."""
+"""Who may exchange: one run, or one thread in a step."""
+
+from __future__ import annotations
 
 import threading
 
 import pytest
 
 from jaxcross.errors import ExchangeError, JobError
+from jaxcross.world import exchange_owner
 from jaxcross.world.exchange_owner import ExchangeOwner
+from tests.support.interleavings import interrupted
 
 
-def test_a_run_is_refused_while_another_thread_is_in_a_step():
-    owner = ExchangeOwner()
-    with (
-        owner.step("train_step"),
-        pytest.raises(
-            JobError, match=f"thread `{threading.current_thread().name}` is in `train_step`, outside the run"
-        ),
-    ):
-        owner.run()
-    with owner.run(), pytest.raises(JobError, match=r"A run is in progress"):
-        owner.run()
+def test_run_is_rejected_while_a_thread_is_in_a_step() -> None:
+    """The run's first messages would be mixed with the step's exchanges. Once the step is over, it may begin."""
+    owner, name = ExchangeOwner(), threading.current_thread().name
+    with owner.step("mine"):
+        with pytest.raises(
+            JobError, match=f"^A run was to begin in thread `{name}` while thread `{name}` is in `mine`"
+        ):
+            owner.run()
+        with pytest.raises(JobError, match="^`second` was called"):
+            owner.step("second")
     with owner.run():
         pass
 
 
-def test_a_step_is_refused_while_a_run_begins():
-    """The run's lanes don't live yet, so `check_not_stray` lets the step pass."""
+def test_step_is_rejected_before_a_run_has_lanes() -> None:
+    """No thread of the run lives yet, or any more, while it makes its first messages and its last ones."""
     owner = ExchangeOwner()
-    with owner.run(), pytest.raises(JobError, match=r"`train_step` was called from .* is in `runner\.run\(\)`"):
-        owner.step("train_step")
-    with owner.step("train_step"):
+    with owner.run():
+        with pytest.raises(JobError, match=r"^`mine` was called from thread .* is in `runner\.run\(\)`\. Ranks meet"):
+            owner.step("mine")
+        with pytest.raises(JobError, match="^A run is in progress in this process"):
+            owner.run()
+    with owner.step("mine"):
         pass
 
 
-def test_a_step_that_another_thread_breaks_meanwhile_is_refused():
-    """The other thread's step fails halfway between this thread's call and the moment at which it gets its turn."""
-    owner = ExchangeOwner()
-    mine = owner._step
+def test_no_step_begins_after_one_that_failed_halfway() -> None:
+    """A step of another thread may fail halfway, and give its turn back, at any point of this one's beginning."""
+    inside, at, errors = True, 0, set[type[Exception]]()
+    while inside:
+        at += 1
+        owner = ExchangeOwner()
+        turn = owner.step("theirs")
 
-    class Breaking:
-        def acquire(self, *, blocking):
-            owner.broken_step = "train_step"
-            return mine.acquire(blocking=blocking)
+        def fail(owner: ExchangeOwner = owner, turn=turn) -> None:
+            owner.broken_step = "theirs"
+            turn.close()
 
-        def release(self):
-            mine.release()
+        def begin(owner: ExchangeOwner = owner) -> None:
+            with pytest.raises((JobError, ExchangeError)) as refused:
+                owner.step("mine")
+            errors.add(refused.type)
 
-    owner._step = Breaking()
-    for _ in range(2):  # the refusal leaves the lock free
-        with pytest.raises(ExchangeError, match="`eval_step` cannot exchange: `train_step` failed halfway"):
-            owner.step("eval_step")
+        _, inside = interrupted(begin, at, fail, module=exchange_owner)
+        if inside:
+            with pytest.raises(ExchangeError, match="^`next` cannot exchange: `theirs` failed halfway"):
+                owner.step("next")
+    assert errors == {JobError, ExchangeError}
