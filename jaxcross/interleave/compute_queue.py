@@ -1,4 +1,4 @@
-"""The order of compute segments on this rank's device. It may differ between ranks."""
+"""The order of compute segments on this rank's device, which may differ between ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from jaxcross.interleave.policy import Policy, Turns
 
 Key = tuple[int, int, int]  # job, its call, segment
 DEPTH = 2
-"""Compute segments on a device at once where none was measured to be better: one runs, and the next
-one is queued.
+"""The number of compute segments on a device at once, unless a better one was measured.
+
+One segment runs while the next one is already queued.
 """
-_OF_BACKEND: Mapping[str, int] = {
-    "cpu": DEPTH
-}  # others once `benchmarks/gpu.py --cases depth` has measured them
+# Other backends follow once `benchmarks/gpu.py --cases depth` has measured them.
+_OF_BACKEND: Mapping[str, int] = {"cpu": DEPTH}
 
 
 def depth_of(backend: str) -> int:
-    """Returns the number of compute segments to have at once on a device of this backend of JAX."""
+    """Returns how many compute segments to keep on a device of this JAX backend."""
     return _OF_BACKEND.get(backend, DEPTH)
 
 
@@ -26,7 +26,7 @@ class ComputeQueue:
 
     Args:
         jobs: Number of jobs.
-        policy: The policy that gives turns.
+        policy: Decides whose turn it is.
         depth: Number of segments that may be on the device at once.
     """
 
@@ -37,24 +37,24 @@ class ComputeQueue:
         self._turns = Turns(policy, jobs)  # in nanoseconds
 
     def join(self, job: int) -> None:
-        """Adds a job."""
         self._turns.add(job)
 
     def leave(self, job: int) -> None:
-        """Removes a job. Its segments on the device still come to their end there."""
+        """Removes a job. Its segments on the device still run to completion."""
         self._ready.pop(job, None)
         self._turns.remove(job)
 
     def set_ready(self, job: int, segment: int | None) -> None:
-        """Sets the job's ready segment, or that it has none."""
+        """Sets the job's ready segment, or None if it has none."""
         if segment is None:
             self._ready.pop(job, None)
         else:
             self._ready[job] = segment
 
     def next(self) -> tuple[int, int] | None:
-        """Begins the next turn: returns its job and segment, if there is one and the device has
-        room.
+        """Begins the next turn and returns its job and segment.
+
+        Returns None if the device is full or no job has a ready segment.
         """
         if len(self.on_device) >= self.depth or not self._ready:
             return None
@@ -63,11 +63,11 @@ class ComputeQueue:
         return job, self._ready[job]
 
     def ended(self, key: Key, ns: int = 0) -> None:
-        """Notes that the segment has left the device, which it had for `ns` nanoseconds."""
+        """Records that a segment left the device after occupying it for `ns` nanoseconds."""
         self.on_device.discard(key)
         if ns:
             self._turns.charge(key[0], ns)
 
     def busy(self, job: int, *, but: int = 0) -> bool:
-        """Whether the device has a segment of the job, of another call than `but`."""
+        """Whether a segment of the job is on the device, ignoring those of call `but`."""
         return any(key[0] == job and key[1] != but for key in self.on_device)

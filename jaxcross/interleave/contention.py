@@ -1,4 +1,4 @@
-"""The progress of work that takes longer while something else runs on the same machine."""
+"""Simulated work that slows down while something else runs on the same machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """The factors by which the two lanes of a machine take longer next to each other than alone.
+    """How much longer the two lanes of a machine take when they run at the same time.
 
-    Where the processor computes and drives the network, an exchange takes cycles, caches and memory
-    from a computation.
+    If the processor both computes and drives the network, an exchange takes cycles, caches and
+    memory away from a computation.
 
     Attributes:
-        compute: Factor on a computation while an exchange runs, at least 1.
-        exchange: Factor on an exchange while any of its ranks computes, at least 1.
+        compute: Factor by which a computation takes longer while an exchange runs, at least 1.
+        exchange: Factor by which an exchange takes longer while any of its ranks computes, at least
+            1.
 
     Raises:
         ValueError: A factor is below 1 or not finite.
@@ -33,13 +34,12 @@ class Contention:
 
 
 class Work:
-    """Work in progress: so many seconds if nothing disturbs it, at a pace that may change on the
-    way.
+    """Work in progress whose pace may change before it ends.
 
     Args:
-        seconds: Seconds that it takes undisturbed.
-        at: Calls a function at a time.
-        on_end: Called at its end.
+        seconds: How long the work takes if nothing slows it down.
+        at: Schedules a function to be called at a given time.
+        on_end: Called when the work ends.
     """
 
     def __init__(
@@ -57,15 +57,14 @@ class Work:
         self.start_s = 0.0
 
     def start(self, now_s: float, factor: float) -> None:
-        """Begins, and takes `factor` times as long as undisturbed until the pace changes."""
+        """Begins the work. `factor` applies until the pace changes; see `change_pace`."""
         self.start_s = self._since_s = now_s
         self._go_on(factor)
 
     def change_pace(self, now_s: float, factor: float) -> None:
-        """Takes `factor` times as long from now on."""
-        if (
-            factor == self._factor
-        ):  # an end that does not change is not computed again: it would be another number
+        """From now on, the work takes `factor` times as long as undisturbed."""
+        if factor == self._factor:
+            # Don't compute an unchanged end again: rounding would move it a little.
             return
         self._left_s = max(0.0, self._left_s - (now_s - self._since_s) / self._factor)
         self._since_s = now_s
@@ -78,7 +77,6 @@ class Work:
         self._at(self._since_s + self._left_s * factor, lambda: self._end(version))
 
     def _end(self, version: int) -> None:
-        if (
-            version == self._version
-        ):  # else the pace has changed since, and another call is on its way
+        if version == self._version:
+            # Otherwise the pace has changed since, and a later call was scheduled.
             self._on_end()

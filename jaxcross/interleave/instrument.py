@@ -1,4 +1,4 @@
-"""Spans and notes of a run, and the base class of their listeners."""
+"""The spans and notes of a run, and the base class for listeners that receive them."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from dataclasses import dataclass
 from typing import Literal
 
 PARAMETER_SERVER = "parameter server"
-"""Label of the spans of a job's exchange with parameter servers: it has no counterpart on other
-ranks.
+"""Label of a job's exchanges with parameter servers.
+
+Such a span has no counterpart on other ranks.
 """
 
 TOGETHER = "together"
-"""Label of the spans of `job.run_on_all_ranks`: work on all ranks' exchange lanes at once, as
-saving.
-"""
+"""Label of `job.run_on_all_ranks`: all exchange lanes work at once, e.g. to save a checkpoint."""
 
 SpanKind = Literal["compute", "collective", "vote", "input", "compile", "host"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One interval on one rank, in that rank's `time.monotonic_ns`.
+    """One interval on one rank, measured by that rank's `time.monotonic_ns`.
 
     Attributes:
         rank: The rank that measured it.
-        job: Name of the job, or "" for a span that belongs to no job (a vote).
-        step: Step of the job, counted from 1: step n makes state n. 0 for work before the first
-            step. For a call that does not count as a step, the step before it.
-        segment: Index of the segment in its program, -1 for none.
-        kind: The kind of work. `input` is the preparation of a batch, `host` a job's own work.
-        lane: Number of the lane of that kind.
-        start_ns: The time when it began; for compute, when the device could begin it.
-        end_ns: The time when its outputs were there.
-        ready_ns: The time when its own inputs were available; `start_ns - ready_ns` is time spent
-            in a queue.
-        nbytes: Bytes handed to the wire (collective), or held by the batch (input).
-        label: Free text; an exchange held back by an emulated link is labelled `emulated`, the
-            input of a batch by the level of storage that reading it waited for.
-        in_step: False for a call that is not a step of the job, such as an evaluation.
-        other_calls: Number of such calls of the job that exchange, up to and including this one.
+        job: Name of the job, or "" if the span belongs to no job (e.g. a vote).
+        step: The job's step, counted from 1, so step n produces state n. 0 for work before the
+            first step. A call that doesn't count as a step has the number of the step before it.
+        segment: Index of the segment in its program, or -1 if there's none.
+        kind: The kind of work. `input` is the preparation of a batch, and `host` is the job's own
+            work on the host.
+        lane: Index of the lane among those of its kind.
+        start_ns: When the work began. For compute, when the device was free to begin it.
+        end_ns: When its outputs were available.
+        ready_ns: When its inputs were available. `start_ns - ready_ns` is time spent in a queue.
+        nbytes: Bytes put on the wire (collective), or the size of the batch (input).
+        label: Free text. An exchange that an emulated link delayed is labelled `emulated`. A
+            batch's input is labelled with the storage level that reading it waited for.
+        in_step: False for a call that isn't a step of the job, such as an evaluation.
+        other_calls: How many of the job's calls up to and including this one exchanged something
+            but weren't steps.
     """
 
     rank: int
@@ -58,44 +58,43 @@ class Span:
 
     @property
     def number(self) -> int:
-        """Identifies a call of the job; the same on all ranks for a call that exchanges."""
+        """Identifies a call of the job. Identical across ranks for a call that exchanges."""
         return self.step + self.other_calls
 
 
 class Instrument:
-    """Base class of the listeners of a run. A hook that is not overridden is never called.
+    """Base class for listeners of a run. A hook that you don't override is never called.
 
-    Hooks are called from lane and job threads, one at a time for each thread: they must be quick
-    and thread-safe, and must not raise.
+    Hooks are called from lane and job threads, and several threads may call at once. So a hook must
+    be quick and thread-safe, and it must not raise.
     """
 
     def writes_to(self) -> str:
-        """Returns the file or folder that only this instrument may write in a run; empty if there
-        is none.
-        """
+        """Returns the file or folder that no other instrument may write; empty if there is none."""
         return ""
 
     def span(self, span: Span) -> None:
-        """Called when something ended on this rank."""
+        """Called when a piece of work has ended on this rank."""
 
     def note(
         self, *, job: str, kind: str, step: int = -1, value: float | str | None = None
     ) -> None:
-        """Called with a fact for a person.
+        """Called with a fact for the user.
 
-        `kind` is `loss` with a number or `status` with a text. A job's last note is `done` if it
-        came to its end, and `closed` if it did not, each with its status: nothing more that it
-        logged is read back after that.
+        `kind` is `loss` with a number, or `status` with a text. A job's last note has the kind
+        `done` if the job ran to its end, and `closed` if it didn't; its value is the job's status.
+        After that note, nothing else that the job logged is read back.
         """
 
     def metrics(self, *, job: str, step: int, values: object) -> None:
-        """Called with what a job logged after a step, once it is read back: a tree of NumPy's
-        arrays and numbers.
+        """Called with what a job logged after a step, once the values have been read back.
+
+        `values` is a tree of NumPy arrays and numbers.
         """
 
 
 class Listeners:
-    """The hooks of several instruments, without those that are not overridden."""
+    """The hooks of several instruments, except those that aren't overridden."""
 
     def __init__(self, instruments: Iterable[Instrument] = ()) -> None:
         instruments = tuple(instruments)
@@ -139,7 +138,7 @@ def _name_instrument(error: Exception, hook: Callable[..., None]) -> None:
 
 
 class SpanLog(Instrument):
-    """Keeps every span and note in order of arrival. Appending to a list is atomic in CPython."""
+    """Keeps all spans and notes in order of arrival. List appends are atomic in CPython."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

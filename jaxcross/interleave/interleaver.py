@@ -64,11 +64,11 @@ _MAX_BACKOFF_LEVEL = 16  # the driver's waits stop growing long before this leve
 
 
 class Interleaver:
-    """The state of one rank's run of several jobs.
+    """One rank's state in a run of several jobs.
 
     Args:
-        jobs: Number of jobs, the same on all ranks.
-        policy: The policy that gives turns, the same on all ranks.
+        jobs: Number of jobs, identical across ranks.
+        policy: Decides whose turn it is, identical across ranks.
         depth: Number of compute segments that may be on the device at once.
     """
 
@@ -78,37 +78,37 @@ class Interleaver:
                 f"`jobs` and `depth` of an interleaver must be at least 1, got {jobs} and {depth}"
             )
         self.shared = SharedState(jobs, policy)
-        self._jobs = {job: LocalJob() for job in range(jobs)}  # those that have not left
+        self._jobs = {job: LocalJob() for job in range(jobs)}  # jobs that haven't left, by number
         self._compute = ComputeQueue(jobs, policy, depth)
         self._ballot_writer = BallotWriter(jobs)
-        self._slot: Slot | None = None  # the slot of the exchange lane in progress
-        self._backing_off = False  # a backoff was begun for the coming slot
-        self._idle_votes = 0  # votes in a row that changed nothing
+        self._slot: Slot | None = None  # the exchange lane's current slot
+        self._backing_off = False  # a backoff has begun for the next slot
+        self._idle_votes = 0  # consecutive votes that changed nothing
         self._starting = False  # a joint start holds back first steps
         self._moves = 0  # exchanges, calls that returned, and votes that changed something
         self._out: list[m.Instruction] = []
 
     @property
     def finished(self) -> bool:
-        """Whether every job is over on every rank, and the exchange lane has its `Finish`."""
+        """Whether all jobs have ended on all ranks and the exchange lane has its `Finish`."""
         return self._slot is not None and self._slot.kind == "done"
 
     def step(self, job: int) -> int:
-        """Returns how many steps a job has made here: committed ones, and later ones that exchanged
-        nothing.
-        """
+        """Returns a job's step count on this rank: committed steps plus local ones since then."""
         return (
             self.shared.jobs[job].step + self._jobs[job].local_steps - self._jobs[job].other_calls
         )
 
     def announcement(self) -> str:
-        """Returns this rank's text for a `GatherAnnouncements`. To be called once, when that is
-        entered.
+        """Returns this rank's text for a `GatherAnnouncements`.
+
+        Call this once per gathering, when the gathering begins, because it hands over the submitted
+        texts.
         """
         return self._ballot_writer.pending.announcement()
 
     def pending_waits(self) -> dict[int, Wait]:
-        """Returns what each job waits for that is not held back and has no exchange to come."""
+        """Returns what each job waits for, unless it's held back or has an exchange to come."""
         found = {}
         for number, mine in self._jobs.items():
             shared = self.shared.jobs[number]
@@ -120,8 +120,9 @@ class Interleaver:
         return found
 
     def all_paused(self) -> list[int]:
-        """Returns all jobs that are left if each is paused and its thread waits for a `resume`;
-        else none.
+        """Returns the remaining jobs if all are paused and their threads wait for a `resume`.
+
+        Otherwise returns an empty list.
         """
         left = {number: job for number, job in self.shared.jobs.items() if not job.finished}
         if self.shared.stopping or not all(
@@ -130,21 +131,19 @@ class Interleaver:
             return []
         for number in left:
             mine = self._jobs[number]
-            # A paused job still gets a batch, and its function then runs until it calls its step.
+            # A paused job still gets a batch. Its function then runs until it calls its step.
             at_rest = mine.point is not None and mine.point.kind != "batch"
             if mine.thread_started and not at_rest:
                 return []
         return list(left)
 
     def coming(self) -> list[int]:
-        """Returns the jobs that a joint start awaits on this rank."""
+        """Returns the jobs that a joint start awaits and that aren't ready on this rank yet."""
         awaited = self.shared.start.awaited(self.shared.running)
         return [job for job in awaited if self._jobs[job].at_start is AtStart.COMING]
 
     def handle(self, event: m.Event) -> tuple[m.Instruction, ...]:
-        """Applies an event and returns the instructions that follow from it. Neither waits nor
-        communicates.
-        """
+        """Applies an event and returns the resulting instructions. Never waits or communicates."""
         job: int | None = getattr(event, "job", None)
         if job is None or job in self._jobs:
             self._apply(event)
@@ -163,9 +162,9 @@ class Interleaver:
         return out
 
     def _apply(self, event: m.Event) -> None:
-        """Applies what the driver reports of the run and of its lanes."""
+        """Applies an event of the run or of its lanes."""
         match event:
-            # First what comes with every segment: cases are tried in their order.
+            # The events that come with every segment are first, because cases are tried in order.
             case m.SegmentDispatched(job):
                 self._jobs[job].note(event)
             case m.SegmentCompleted(job, call, segment, ns):
@@ -195,8 +194,8 @@ class Interleaver:
             case m.TextsCompared(job, texts):
                 self._expect("compare", job)
                 self.shared.queued_done()
-                # A rank that noticed nothing reports where it waits. If any rank really failed, the
-                # job has failed.
+                # A rank that noticed no failure sends the point at which its job waits. The job was
+                # ejected only if some rank ejected it and no rank failed.
                 kinds = {text.partition("\n")[0] for text in texts}
                 self._finish_job(
                     job,
@@ -216,7 +215,7 @@ class Interleaver:
                 self._apply_to_job(event)
 
     def _apply_to_job(self, event: m.Event) -> None:
-        """Applies what a job's own threads report."""
+        """Applies an event from one of the job's own threads."""
         match event:
             case m.StepCalled(job):
                 self._jobs[job].begin_call(event, self.step(job))
@@ -230,13 +229,14 @@ class Interleaver:
                 mine = self._jobs[job]
                 shared = self.shared.jobs[job]
                 for known in (mine.prepared, mine.limits, shared.streams):
+                    # The stream read last stays, because ballots still report on it.
                     for stream in known.keys() - {
                         *still_open,
                         mine.stream,
-                    }:  # ballots still speak of the last one
+                    }:
                         del known[stream]
             case m.StepsRestored(job, step):
-                self.shared.jobs[job].step = step  # a number for people: nothing is decided by it
+                self.shared.jobs[job].step = step  # for reports only: no decision depends on it
             case m.JobRaised(job, text):
                 self._jobs[job].fail(text)
             case m.JobRequested(job, _, request):
@@ -257,7 +257,7 @@ class Interleaver:
                 raise InternalError(f"the interleaver does not know the event {event!r}")
 
     def _apply_to_absent_job(self, event: m.Event) -> None:
-        """Applies an event of a job that has left, or has not joined yet."""
+        """Applies an event of a job that has left or hasn't joined yet."""
         match event:
             case m.SegmentCompleted(job, call, segment) | m.SegmentFailed(job, call, segment):
                 self._compute.ended((job, call, segment))
@@ -287,15 +287,13 @@ class Interleaver:
             self._ballot_writer.join(number, self.shared.rows)
             self._out.append(m.JobJoined(number, name))
         if delivered:
-            # These texts may add jobs before the next slot. A gathering lets them join, even if no
-            # job is left.
+            # The delivered texts may add jobs before the next slot. Queue another gathering, so
+            # that those jobs can join even if no other job is left.
             self.shared.queue.append(Slot("gather"))
             self._out += [m.TextDelivered(text) for text in delivered]
 
     def _update_job(self, job: int) -> None:
-        """Follows up on any change of a job: its thread may go on, and its ready segment and its
-        ballot may differ.
-        """
+        """Updates what follows from a job's state: its thread's answer, ready segment, ballot."""
         self._answer_thread(job)
         self._note_ready(job)
         self._ballot_writer.touch(job)
@@ -319,9 +317,8 @@ class Interleaver:
         mine = self._jobs[job]
         shared = self.shared.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        step = shared.step - (
-            mine.other_calls - mine.other_local_calls
-        )  # the count of steps that all ranks have made
+        # Steps that all ranks have made.
+        step = shared.step - (mine.other_calls - mine.other_local_calls)
         self._out.append(m.JobFinished(job, status, step, texts, stop_requested=shared.stop))
         if mine.is_waiting and not ended:
             self._answer(job, m.Raised(job))
@@ -330,10 +327,10 @@ class Interleaver:
         self._ballot_writer.leave(job, shared.row)
 
     def _answer_thread(self, job: int) -> None:
-        """Answers a job's thread whose step is complete.
+        """Answers a job's thread if its step is complete.
 
-        Proposes the end of a job whose function returned, once none of its segments can fail on the
-        device any more.
+        Once a job's function has returned, proposes the job's end, but only after its last segment
+        has left the device: until then a segment could still fail.
         """
         mine = self._jobs[job]
         if (
@@ -443,7 +440,8 @@ class Interleaver:
             if outcome.job in self._jobs:
                 self._update_job(outcome.job)
         if self.shared.running is not running:
-            for job in self._jobs:  # other jobs than before may begin a step now
+            for job in self._jobs:
+                # Different jobs may begin a step now.
                 self._note_ready(job)
 
     def _apply_outcome(self, outcome: Outcome) -> None:
@@ -456,7 +454,8 @@ class Interleaver:
             "skipped",
             "ended",
             "stopped",
-        ):  # now all ranks have made the same steps
+        ):
+            # At this point all ranks have made the same steps.
             self.shared.jobs[job].step += self._jobs[job].local_steps
             self._jobs[job].local_steps = self._jobs[job].other_local_calls = 0
         if outcome.kind == "admitted":
@@ -480,8 +479,9 @@ class Interleaver:
             self._grant_batch(job)
 
     def check(self) -> None:
-        """Raises InternalError if the state contradicts itself. For tests: it costs as much as an
-        event.
+        """Raises InternalError if the state contradicts itself.
+
+        This is for tests, because it costs about as much as an event.
         """
         check_lanes(self._compute, self._jobs, self.shared)
         if self._out:

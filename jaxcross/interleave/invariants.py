@@ -1,4 +1,4 @@
-"""The invariants of an interleaver: they hold between any two events."""
+"""The interleaver's invariants, which hold between any two events."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from jaxcross.interleave.shared_state import SharedState
 
 
 def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: SharedState) -> None:
-    """Raises InternalError if a segment ran too early, or the compute lane idles although one is
-    ready.
-    """
-    # Called after every event: no text is made unless it is needed.
+    """Raises InternalError if a segment ran too early, or the compute lane idles without need."""
+    # This is called after every event, so don't build a message unless it's needed.
     on_device = compute.on_device
     depth = compute.depth
     if len(on_device) > depth:

@@ -1,14 +1,14 @@
-"""The joint start: no job makes its first step before all jobs that began the run have come to
-theirs.
+"""The joint start: no job makes its first step before all initial jobs are ready for theirs.
 
-Part of the state that all ranks share: it changes by the verdicts of votes, and by what ends,
-pauses or resumes jobs.
+This is part of the shared state. It changes only with vote verdicts, and when jobs end, pause or
+resume, so it's identical across ranks.
 
-**Why it cannot hang.** A job is waited for while it may run, has not come to its first step on all
-ranks, and no rank has excused it. So it must come, leave, be paused or be excused. A rank excuses a
-job whose thread spends too long on other work than to prepare its first step, as one that waits for
-another job's results does. Only the first steps are held back: until then a job's batches, its work
-on all ranks, and calls that are no steps go on.
+**Why it can't deadlock.** The others wait for a job only while the job may run, hasn't reached its
+first step on all ranks, and no rank has excused it. So the wait ends when the job arrives, leaves,
+is paused or is excused. A rank excuses a job if its thread spends too long on anything other than
+preparing its first step; a job that waits for another job's results would do so. Only first steps
+are held back. Until then, a job can still read batches, work on all ranks, and make calls that
+aren't steps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Literal, final
 from jaxcross.interleave.vote import AtStart
 
 Arrival = Literal["coming", "excused", "late", "here"]
-"""How far a job is at a joint start. The others wait for one that is `coming`; `late` is excused
-for its time alone.
+"""A job's progress at a joint start. The others wait only for a job that's `coming`.
+
+A `late` job is one that was excused because it took too long.
 """
 
 _EXCUSES: Mapping[AtStart, Arrival] = {AtStart.EXCUSED: "excused", AtStart.LATE: "late"}
@@ -28,9 +29,7 @@ _EXCUSES: Mapping[AtStart, Arrival] = {AtStart.EXCUSED: "excused", AtStart.LATE:
 
 @final
 class JointStart:
-    """The jobs whose first steps are held back; none where there is no joint start, and once it is
-    over.
-    """
+    """The jobs whose first steps are held back: none if there's no joint start or it has ended."""
 
     __slots__ = ("_arrivals",)
 
@@ -38,29 +37,29 @@ class JointStart:
         self._arrivals: dict[int, Arrival] = {}
 
     def begin(self, jobs: Iterable[int]) -> None:
-        """Holds back the first steps of these jobs, those that begin the run."""
+        """Holds back the first steps of these jobs, which are those that begin the run."""
         self._arrivals = dict.fromkeys(jobs, "coming")
 
     def __bool__(self) -> bool:
         return bool(self._arrivals)
 
     def holds(self, job: int) -> bool:
-        """Whether the job's first step is held back."""
         return job in self._arrivals
 
     def is_here(self, job: int) -> bool:
-        """Whether the job's first step is held back, and the job has come to it on all ranks."""
+        """Whether the job's first step is held back although all ranks have reached it."""
         return self._arrivals.get(job) == "here"
 
     def awaited(self, running: Collection[int]) -> tuple[int, ...]:
-        """Returns the jobs that the others wait for, of those that may run."""
+        """Returns those of the running jobs that the others wait for."""
         return tuple(
             job for job, arrival in self._arrivals.items() if arrival == "coming" and job in running
         )
 
     def apply(self, verdicts: Mapping[int, AtStart]) -> list[tuple[int, Arrival]]:
-        """Applies a vote's outcome about some jobs, and returns those that have come, or are
-        excused, by it.
+        """Applies what a vote decided about some jobs.
+
+        Returns the jobs that this vote found to have arrived or to be excused.
         """
         changed: list[tuple[int, Arrival]] = []
         for job, verdict in verdicts.items():
@@ -73,10 +72,10 @@ class JointStart:
         return changed
 
     def leave(self, job: int) -> None:
-        """Forgets a job that is over."""
+        """Drops a finished job."""
         self._arrivals.pop(job, None)
 
     def settle(self, running: Collection[int]) -> None:
-        """Ends the joint start if no job that may run is waited for any more."""
+        """Ends the joint start if no running job is awaited any more."""
         if not self.awaited(running):
             self._arrivals = {}

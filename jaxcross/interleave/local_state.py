@@ -1,6 +1,4 @@
-"""The part of the interleaver's state that is local to this rank: calls, and the waits of jobs'
-threads.
-"""
+"""This rank's own part of the state: calls in progress, and what the jobs' threads wait for."""
 
 from __future__ import annotations
 
@@ -17,10 +15,9 @@ PointKind = Literal["step", "batch", "sync", "end"]
 
 
 class Wait(NamedTuple):
-    """A job's wait between two exchanges: for the other ranks or (`own`) for something of this
-    rank.
+    """A job's wait between two exchanges: for the other ranks or, if `own`, for its own rank.
 
-    `moved` changes whenever something moves on during the wait.
+    `moved` changes whenever there's progress during the wait.
     """
 
     step: int
@@ -30,15 +27,13 @@ class Wait(NamedTuple):
 
     @property
     def point(self) -> tuple[int, str, bool]:
-        """Identifies the wait, without its progress."""
+        """Identifies the wait, leaving out its progress."""
         return self.step, self.what, self.own
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Something that a job's thread waits to do on all ranks: call a step with exchanges, take a
-    batch, sync, end.
-    """
+    """An action for which a job's thread waits for all ranks, e.g. a step that exchanges."""
 
     kind: PointKind
     hash: int
@@ -52,20 +47,19 @@ class LocalCall:
 
     number: int
     graph: StepGraph
-    counts: bool = True  # whether it is a step of the job
+    counts: bool = True  # whether the call is a step of the job
     issued: set[int] = field(default_factory=set)  # compute segments handed to the lane
     dispatched: set[int] = field(default_factory=set)  # compute segments handed to the device
     exchanged: set[int] = field(default_factory=set)
     admitted: bool = False
     committed: bool = False
-    finite: bool = True  # the exchanged values, as far as they were checked
-    skipped: bool = False  # the step keeps its state
-    broken: bool = False  # a segment of it failed
-    _unmet: list[int] = field(
-        init=False
-    )  # for each segment, the number of its needs neither issued nor exchanged
-    # The compute segments without unmet needs that were not issued yet, in order: those that may
-    # run before the commit, and those that have to wait for it.
+    finite: bool = True  # whether the exchanged values are finite, as far as they were checked
+    skipped: bool = False  # the step leaves its state unchanged
+    broken: bool = False  # one of its segments failed
+    # For each segment, how many of the segments it needs were neither issued nor exchanged.
+    _unmet: list[int] = field(init=False)
+    # Compute segments that need nothing more and weren't issued yet, in order: those that may run
+    # before the commit, and those that have to wait for it.
     _ready_before: list[int] = field(init=False)
     _ready_after: list[int] = field(init=False)
 
@@ -83,19 +77,19 @@ class LocalCall:
         return min(first, default=None)
 
     def issue(self, segment: int) -> None:
-        """Notes that the ready segment goes to the lane."""
+        """Records that a ready segment goes to the lane."""
         del self._ready_list(segment)[0]
         self.issued.add(segment)
         self._provide(segment)
 
     def may_exchange(self, segment: int) -> bool:
-        """Whether all that a collective segment needs was dispatched or exchanged."""
+        """Whether everything that a collective segment needs was dispatched or exchanged."""
         return all(
             need in self.dispatched or need in self.exchanged for need in self.graph.needs[segment]
         )
 
     def exchange_done(self, segment: int, *, finite: bool) -> None:
-        """Notes that a collective segment was run, and whether its values were finite."""
+        """Records that a collective segment ran, and whether its values were finite."""
         self.exchanged.add(segment)
         self.finite &= finite
         self._provide(segment)
@@ -110,15 +104,16 @@ class LocalCall:
         return self._ready_after if segment in self.graph.after_commit else self._ready_before
 
     def goes_on(self) -> bool:
-        """Whether it is made to its end although its job has failed: it may have overwritten the
-        state by now.
+        """Whether the call runs to its end even if its job has failed.
+
+        It has to if it may already have overwritten the state.
         """
         return not self.broken and (
             self.committed or (bool(self.issued) and not self.graph.collectives)
         )
 
     def complete(self) -> bool:
-        """Whether the caller can have its results."""
+        """Whether the caller can have the call's results."""
         return len(self.dispatched) + len(self.exchanged) == len(self.graph.kinds) and (
             self.committed or not self.graph.collectives
         )
@@ -126,34 +121,32 @@ class LocalCall:
 
 @dataclass(slots=True)
 class LocalJob:
-    """The state of a job that this rank alone knows."""
+    """A job's rank-local state."""
 
     thread_started: bool = False
-    local_steps: int = (
-        0  # steps since the last one that all ranks made together: they exchanged nothing
-    )
-    other_calls: int = 0  # calls that are made like steps and do not count, such as evaluations
-    other_local_calls: int = 0  # those of them that are in `local_steps`
+    # Steps since the last one that all ranks made together; they exchanged nothing.
+    local_steps: int = 0
+    other_calls: int = 0  # calls made like steps that don't count as steps, e.g. evaluations
+    other_local_calls: int = 0  # how many of them are in `local_steps`
     call: LocalCall | None = None
     calls: int = 0
     is_waiting: bool = False  # the thread waits for an answer
-    point: Point | None = None  # the point at which it waits for the other ranks
+    point: Point | None = None  # where the thread waits for the other ranks
     failed: str | None = None
-    failed_segment: m.SegmentFailed | None = (
-        None  # the first one, or the first of a call that has a commit
-    )
-    ejects: bool = False  # it failed by a rule that ejects it
+    # The first failed segment, or the first one of a call that has a commit.
+    failed_segment: m.SegmentFailed | None = None
+    ejects: bool = False  # the failure is one that ejects the job
     returned: bool = False  # its function returned
     request: JobRequest = JobRequest.NONE  # not yet cast in a vote
     stream: int = -1
     syncs: int = 0
     at_start: AtStart = AtStart.COMING
-    replayed: int = 0  # batches dropped on the way to the position of a restart
+    replayed: int = 0  # batches dropped so far to get to a restart's position
     prepared: dict[int, int] = field(default_factory=dict)
     limits: dict[int, int] = field(default_factory=dict)
 
     def begin_call(self, event: m.StepCalled, made: int) -> None:
-        """The thread calls a step after it has made `made` of them."""
+        """Records that the job's thread calls a step, having made `made` steps before."""
         if self.call is not None or self.is_waiting:
             raise InternalError(f"job {event.job} called a step before its last call returned")
         graph = event.graph
@@ -163,9 +156,9 @@ class LocalJob:
             self.at_start = AtStart.HERE
         point = None
         if graph.collectives:
-            # The steps since the last common one are part of the point: otherwise ranks whose
-            # exchanges look alike at different calls would mix their steps. So is the function:
-            # several may make equal exchanges.
+            # The steps since the last common one are part of the point. Otherwise ranks at
+            # different calls whose exchanges look alike would mix up their steps. The function is
+            # part of it as well, because several functions may make equal exchanges.
             text = (
                 f"called step {made + 1}{graph.function and f' by {graph.function}'}\n{graph.text}"
             )
@@ -175,23 +168,24 @@ class LocalJob:
         self.wait_at(point)
 
     def want_sync(self, label: str) -> None:
-        """The thread asks for a communication of its own."""
+        """Records that the thread requests its own communication."""
         self.syncs += 1
         self.wait_at(Point("sync", point_hash("sync", label, self.syncs), label))
 
     def want_batch(self, stream: int, index: int) -> None:
-        """The thread asks for a batch."""
+        """Records that the thread requests a batch."""
         self.stream = stream
         text = f"asked for batch {index + 1} of data {stream + 1}"
         self.wait_at(Point("batch", point_hash("batch", stream, index), text, index))
 
     def batch_granted(self, prepared: int, limit: int | None) -> bool | None:
-        """Returns whether there is the batch that the thread waits for; None if it waits for none,
-        or on.
+        """Returns whether the thread gets the batch it waits for, or None if that's still open.
+
+        Returns None as well if the thread waits for no batch or the job has failed here.
 
         Args:
-            prepared: Batches of its stream that all ranks have prepared.
-            limit: Batches until a rank's stream ended, if one did.
+            prepared: How many batches of the stream all ranks have prepared.
+            limit: How many batches there are before some rank's stream ended, if one has.
         """
         if self.point is None or self.point.kind != "batch" or self.failed is not None:
             return None
@@ -200,13 +194,13 @@ class LocalJob:
         return False if limit is not None and self.point.index >= limit else None
 
     def fail(self, text: str, *, ejects: bool = False) -> None:
-        """The job fails on this rank; its first failure counts."""
+        """Records that the job failed on this rank. Only the first failure counts."""
         if self.failed is None:
             self.failed = text
             self.ejects = ejects
 
     def segment_failed(self, event: m.SegmentFailed) -> None:
-        """The job fails on this rank by a segment."""
+        """Records that the job failed on this rank because a segment failed."""
         if self.failed_segment is None or not self.failed_segment.commits:
             self.failed_segment = event
         call = self.current(event.call)
@@ -215,33 +209,31 @@ class LocalJob:
         self.fail(_told(event), ejects=event.ejects)
 
     def position(self, call: LocalCall, made: int) -> tuple[int, int]:
-        """Returns the step that a call makes or follows, and the number of calls by then that are
-        not steps.
+        """Returns the step that a call makes or follows, and the number of non-step calls by then.
 
         Args:
             call: The call.
             made: Steps that the job has made here.
         """
-        if (
-            call.committed or not call.graph.is_step
-        ):  # work without exchanges happens between two steps
+        if call.committed or not call.graph.is_step:
+            # Work without exchanges happens between two steps.
             return made, self.other_calls
         return (made + 1, self.other_calls) if call.counts else (made, self.other_calls + 1)
 
     def count(self, call: LocalCall) -> None:
-        """Counts a call that is complete, if it exchanged nothing."""
+        """Counts a complete call if it exchanged nothing."""
         local = call.graph.local_step
         self.local_steps += local
         self.other_calls += local and not call.counts
         self.other_local_calls += local and not call.counts
 
     def wait_at(self, point: Point | None) -> None:
-        """The thread waits: for all ranks at `point`, or for its own segments alone."""
+        """Records that the thread waits: for all ranks at `point`, or only for its own segments."""
         self.is_waiting = True
         self.point = point
 
     def note(self, event: m.Event) -> None:
-        """Notes an event that changes nothing but this job's local state."""
+        """Applies an event that changes only this job's local state."""
         match event:
             case m.SegmentDispatched(_, call, segment):
                 current = self.current(call)
@@ -262,40 +254,37 @@ class LocalJob:
                     self.at_start = AtStart.LATE if late else AtStart.EXCUSED
 
     def current(self, call: int) -> LocalCall | None:
-        """Returns the call of that number, unless it is over."""
+        """Returns the call with that number, or None if it has ended."""
         return self.call if self.call is not None and self.call.number == call else None
 
     def add_request(self, request: JobRequest) -> None:
-        """Takes a request on this rank: the last one counts, but a stop is final."""
+        """Stores a request made on this rank. The latest one wins, but a stop is final."""
         if self.request is not JobRequest.STOP:
             self.request = request
 
     def ready(self, *, may_begin: bool) -> int | None:
-        """Returns the compute segment that may go to the lane next, of a call that has begun or may
-        begin.
-        """
+        """Returns the next compute segment for the lane, if its call has begun or may begin."""
         call = self.call
         if call is None or not (call.admitted or call.issued or may_begin):
             return None
         return call.ready() if self.failed is None or call.goes_on() else None
 
     def goes_on(self) -> bool:
-        """Whether a call is under way that is made to its end even if the job has failed."""
+        """Whether a call is in progress that runs to its end even if the job has failed."""
         return self.call is not None and self.call.goes_on()
 
     def open_call(self) -> int:
-        """Returns the number of the call whose results are neither returned nor committed; 0 if
-        there is none.
-        """
+        """Returns the number of the call that has neither returned nor committed, or 0."""
         return 0 if self.call is None or self.call.committed else self.call.number
 
     def received_commit(self) -> bool:
-        """Whether this rank has received the results of its last committed step, or never will."""
+        """Whether this rank has received its last committed step's results, or never will."""
         return self.call is None or not self.call.committed or self.call.broken
 
     def called(self) -> tuple[int, ...] | str:
-        """Returns the collective segments of the step that it called, or the kind of any other
-        point.
+        """Returns the collective segments of the step that the job called.
+
+        If the job waits at a point of another kind, returns that kind.
         """
         assert self.point is not None
         if self.point.kind != "step":
@@ -304,7 +293,7 @@ class LocalJob:
         return self.call.graph.collectives
 
     def has_update(self) -> bool:
-        """Whether a vote could change something for the job, as far as this rank knows."""
+        """Whether, as far as this rank can tell, a vote could change something for the job."""
         if self.failed is not None:
             return self.received_commit()
         if self.point is None or self.point.kind != "batch":
@@ -314,12 +303,12 @@ class LocalJob:
         return prepared > self.point.index or (limit is not None and limit <= self.point.index)
 
     def pending_wait(self, committed: int, progress: int) -> Wait | None:
-        """Returns the wait between two exchanges that the job is in, if any.
+        """Returns the job's wait between two exchanges, if it's in one.
 
         Args:
             committed: Number of committed steps.
-            progress: A number that changes whenever any job moves on: the job's end may wait for
-                that.
+            progress: A number that changes whenever any job makes progress: a job's end may have to
+                wait for that.
         """
         step = committed + 1
         if self.failed is not None:
@@ -340,7 +329,6 @@ class LocalJob:
         return Wait(step, "call of the step", moved=self.calls)
 
     def ballot(self) -> JobBallot:
-        """Returns this rank's ballot on the job."""
         return JobBallot(
             point=self.point.hash if self.point is not None else None,
             good=self.failed is None,
@@ -354,15 +342,14 @@ class LocalJob:
         )
 
     def text(self) -> str:
-        """Returns this rank's text for a comparison: the failure, or the point at which the job
-        waits.
-        """
+        """Returns this rank's text for a comparison: the failure, or where the job waits."""
         if self.failed is not None:
             text = self.failed
             of = self.failed_segment
             call = self.call
-            # Not known when it failed: the vote may have been under way, and a call may end before
-            # its last segment.
+            # Only now do we know whether the failed segment's step was committed: the vote may have
+            # been in flight when the segment failed, and a call may return before its last segment
+            # completes.
             if (
                 of is not None
                 and of.commits

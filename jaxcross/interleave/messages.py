@@ -1,7 +1,7 @@
-"""The input of the interleaver (events) and its output (instructions). Plain data.
+"""The interleaver's input (events) and output (instructions), as plain data.
 
-`job` is a job's number; `call` counts its calls of any step on this rank, and tells a late event
-from the next call's.
+`job` is a job's number. `call` counts the job's calls of any step on this rank, so that a late
+event can't be mistaken for one of the next call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest, Verdict
 
 FinalStatus = Literal["ended", "stopped", "failed", "ejected"]
-"""The way in which a job is over."""
+"""How a job ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """The lanes are ready; the first event. `together`: first steps wait for each other; the same
-    on every rank.
+    """The first event: the lanes are ready.
+
+    `together`: the jobs wait for each other before their first steps. Identical across ranks.
     """
 
     together: bool = False
@@ -35,24 +36,24 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StopRequested(Event):
-    """A person interrupts the run: all jobs are to stop, on all ranks, between two steps."""
+    """A user interrupts the run: all jobs should stop between two steps, on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackoffElapsed(Event):
-    """The time of a `Backoff` is over."""
+    """The wait of a `Backoff` has elapsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobAdded(Event):
-    """A job was added here during the run; it joins once all ranks have added one of that name."""
+    """A job was added here during the run. It joins once all ranks have added that name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobRequested(Event):
-    """A request that a job stops, pauses or goes on. `job` is -1 while it has not joined."""
+    """A request to stop, pause or resume a job. `job` is -1 until the job has joined."""
 
     job: int
     name: str
@@ -61,15 +62,16 @@ class JobRequested(Event):
 
 @dataclass(frozen=True, slots=True)
 class TextSubmitted(Event):
-    """A text to be delivered on all ranks, by a `TextDelivered` on each."""
+    """A text to deliver on all ranks, by one `TextDelivered` each."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class StepCalled(Event):
-    """A job's thread called a step; answered by `StepReturned` or `Raised`. An evaluation does not
-    count as a step.
+    """A job's thread called a step. The answer is `StepReturned` or `Raised`.
+
+    `counts` is False for a call that isn't a step of the job, such as an evaluation.
     """
 
     job: int
@@ -79,15 +81,16 @@ class StepCalled(Event):
 
 @dataclass(frozen=True, slots=True)
 class FirstStepMade(Event):
-    """A job has made its first step without the lanes, as with a parameter server."""
+    """A job has made its first step without the lanes, e.g. with a parameter server."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class StartExcused(Event):
-    """At a joint start the other jobs need not wait for this one: it waits for them, or takes too
-    long (`late`).
+    """The other jobs need not wait for this one at a joint start.
+
+    The job itself waits for them, or takes too long (`late`).
     """
 
     job: int
@@ -96,7 +99,7 @@ class StartExcused(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepsRestored(Event):
-    """A job goes on after `step` steps that another run made; the same on every rank."""
+    """A job continues after `step` steps that an earlier run made. Identical across ranks."""
 
     job: int
     step: int
@@ -104,7 +107,7 @@ class StepsRestored(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchWanted(Event):
-    """A job's thread wants batch `index` of a stream; answered by `BatchGranted` or `Raised`."""
+    """A job's thread requests batch `index` of a stream. Answer: `BatchGranted` or `Raised`."""
 
     job: int
     stream: int
@@ -113,9 +116,7 @@ class BatchWanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class SyncWanted(Event):
-    """A job's thread wants to communicate on the exchange lane; answered by `SyncReturned` or
-    `Raised`.
-    """
+    """A job's thread requests a turn on the exchange lane. Answer: `SyncReturned` or `Raised`."""
 
     job: int
     label: str
@@ -123,16 +124,14 @@ class SyncWanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchDropped(Event):
-    """The prefetcher has dropped one batch on the way to the position of a restart."""
+    """The prefetcher has dropped a batch to get to a restart's position."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class StreamBegun(Event):
-    """A job's thread begins another stream. It may still read the earlier streams in
-    `still_open`.
-    """
+    """A job's thread begins another stream. It may still read the earlier ones in `still_open`."""
 
     job: int
     still_open: tuple[int, ...]
@@ -140,7 +139,7 @@ class StreamBegun(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchPrepared(Event):
-    """`count` batches of a stream are or were ready on this rank."""
+    """So far, `count` batches of a stream have been ready on this rank."""
 
     job: int
     stream: int
@@ -149,7 +148,7 @@ class BatchPrepared(Event):
 
 @dataclass(frozen=True, slots=True)
 class StreamEnded(Event):
-    """A stream is known to have `count` batches in all on this rank."""
+    """This rank now knows that a stream has `count` batches in total."""
 
     job: int
     stream: int
@@ -165,7 +164,7 @@ class JobReturned(Event):
 
 @dataclass(frozen=True, slots=True)
 class JobRaised(Event):
-    """A job's function, or its data, raised."""
+    """A job's function or its data raised."""
 
     job: int
     text: str
@@ -173,7 +172,7 @@ class JobRaised(Event):
 
 @dataclass(frozen=True, slots=True)
 class SegmentDispatched(Event):
-    """A compute segment was handed to the device: its outputs exist as promises."""
+    """A compute segment was handed to the device. Its outputs may not be computed yet."""
 
     job: int
     call: int
@@ -182,7 +181,7 @@ class SegmentDispatched(Event):
 
 @dataclass(frozen=True, slots=True)
 class SegmentCompleted(Event):
-    """A compute segment's outputs are computed; it had the device for `ns` nanoseconds."""
+    """A compute segment's outputs are computed. It occupied the device for `ns` nanoseconds."""
 
     job: int
     call: int
@@ -192,11 +191,11 @@ class SegmentCompleted(Event):
 
 @dataclass(frozen=True, slots=True)
 class SegmentFailed(Event):
-    """A segment raised, when dispatched or later.
+    """A segment raised, either at dispatch or later.
 
-    A compute segment has then left the lane; an exchange is still made, with zeros, and reported by
-    `ExchangeDone`. `commits`: its call has a commit. `ejects`: it raised nothing, but found values
-    for which its job is to be ejected.
+    A compute segment has then left the lane. An exchange still takes place, with zeros, and is
+    reported by `ExchangeDone`. `commits`: the segment's call has a commit. `ejects`: the segment
+    raised nothing, but it found values for which the job has to be ejected.
     """
 
     job: int
@@ -210,9 +209,7 @@ class SegmentFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeDone(Event):
-    """A collective segment's outputs are there. If they are not `finite`, the step keeps its
-    state.
-    """
+    """An exchange's outputs are available. If not `finite`, the step leaves its state unchanged."""
 
     job: int
     segment: int
@@ -221,14 +218,14 @@ class ExchangeDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class VoteDone(Event):
-    """A vote is over."""
+    """A vote has ended."""
 
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class TextsCompared(Event):
-    """Every rank's text about a job, by rank."""
+    """All ranks' texts about a job, in rank order."""
 
     job: int
     texts: tuple[str, ...]
@@ -236,21 +233,21 @@ class TextsCompared(Event):
 
 @dataclass(frozen=True, slots=True)
 class AnnouncementsGathered(Event):
-    """Every rank's announcement of jobs that may join, by rank."""
+    """All ranks' announcements of jobs that may join, in rank order."""
 
     texts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SyncDone(Event):
-    """The communication that a job's thread asked for is done."""
+    """The communication that a job's thread requested has ended."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An instruction to the driver, to be followed in the order given."""
+    """An instruction to the driver, which must follow instructions in the order given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +259,9 @@ class StartJob(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class JobJoined(Instruction):
-    """The job of that name, added during the run, has joined on all ranks. `StartJob` follows when
-    its turn comes.
+    """A job that was added during the run has joined on all ranks.
+
+    `StartJob` follows once the policy lets it run.
     """
 
     job: int
@@ -272,7 +270,7 @@ class JobJoined(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class JobPaused(Instruction):
-    """The job was paused on all ranks, or (not `paused`) goes on."""
+    """The job was paused on all ranks or, if not `paused`, resumed."""
 
     job: int
     paused: bool
@@ -280,8 +278,9 @@ class JobPaused(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class JobAtStart(Instruction):
-    """A job has come to its first step on all ranks, or is excused. `awaited`: those to come; if
-    none, all begin.
+    """A job has reached its first step on all ranks, or is excused.
+
+    `awaited` are the jobs that haven't. If it's empty, all jobs begin.
     """
 
     job: int
@@ -291,14 +290,15 @@ class JobAtStart(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class TextDelivered(Instruction):
-    """A text that some rank submitted; on all ranks in the same order."""
+    """A text that some rank submitted. All ranks get these in the same order."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch(Instruction):
-    """Compute lane: hand a segment to the device; report it dispatched, later completed.
+    """Compute lane: hand a segment to the device. Report its dispatch, and later its completion.
+
     `other_calls`: see `Span`.
     """
 
@@ -311,9 +311,9 @@ class Dispatch(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class RunExchange(Instruction):
-    """Exchange lane: wait for the segment's inputs, run it, wait for its outputs.
+    """Exchange lane: wait for the segment's inputs, run it, and wait for its outputs.
 
-    `zero`: run it with zeros, at once. `other_calls`: see `Span`.
+    `zero`: run it immediately, with zeros. `other_calls`: see `Span`.
     """
 
     job: int
@@ -333,7 +333,7 @@ class CastVote(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class CompareTexts(Instruction):
-    """Exchange lane: gather every rank's text about a job that cannot go on, after `step` steps."""
+    """Exchange lane: gather all ranks' texts about a job that can't continue after `step` steps."""
 
     job: int
     text: str
@@ -342,14 +342,15 @@ class CompareTexts(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class GatherAnnouncements(Instruction):
-    """Exchange lane: gather every rank's announcement of jobs that may join
-    (`Interleaver.announcement()`).
+    """Exchange lane: gather all ranks' announcements of jobs that may join.
+
+    `Interleaver.announcement` returns this rank's.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class RunSync(Instruction):
-    """Exchange lane: run the work that the job's thread asked for, after `step` steps."""
+    """Exchange lane: run the work that the job's thread requested after `step` steps."""
 
     job: int
     step: int = field(default=0, compare=False)
@@ -357,8 +358,9 @@ class RunSync(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Backoff(Instruction):
-    """Exchange lane: nothing to do; report after a time that grows with `level`, unless an
-    instruction comes first.
+    """Exchange lane: there's nothing to do, so report back after a while.
+
+    The wait grows with `level`. It ends early if another instruction arrives.
     """
 
     level: int
@@ -366,15 +368,17 @@ class Backoff(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Finish(Instruction):
-    """Exchange lane: every job is finished on every rank. `left_out`: jobs that never joined."""
+    """Exchange lane: all jobs have ended on all ranks. `left_out`: jobs that never joined."""
 
     left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepReturned(Instruction):
-    """Answer: the step's segments were dispatched; `step` are committed now. `skipped`: this one
-    kept the state.
+    """Answer: all segments of the step were dispatched.
+
+    `step` is the number of steps that the job has made by now. `skipped`: this one left the state
+    unchanged.
     """
 
     job: int
@@ -384,8 +388,9 @@ class StepReturned(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SkipStep(Instruction):
-    """The step is committed, but keeps its state. Comes before the segments that wait for the
-    commit are dispatched.
+    """The step is committed but leaves its state unchanged.
+
+    This comes before the dispatch of the segments that wait for the commit.
     """
 
     job: int
@@ -394,7 +399,7 @@ class SkipStep(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class BatchGranted(Instruction):
-    """Answer: take the batch, or (`more` false) the loop ends here on every rank."""
+    """Answer: take the batch or, if not `more`, end the loop here on every rank."""
 
     job: int
     more: bool
@@ -402,8 +407,9 @@ class BatchGranted(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SyncReturned(Instruction):
-    """Answer: the communication was done. `is_only_job`: up to that slot there has never been
-    another job.
+    """Answer: the communication has ended.
+
+    `is_only_job`: the run had never had another job up to this slot.
     """
 
     job: int
@@ -412,17 +418,17 @@ class SyncReturned(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Raised(Instruction):
-    """Answer: the job is finished; its thread must raise (the reason came with `JobFinished`)."""
+    """Answer: the job has ended, so its thread must raise. `JobFinished` brought the reason."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class JobFinished(Instruction):
-    """The job is over on every rank, after `step` committed steps.
+    """The job has ended on every rank, after `step` committed steps.
 
-    `texts`: by rank, if it failed or was ejected. `stop_requested`: this job was to stop, and not
-    only the whole run.
+    `texts`: the ranks' texts in rank order if the job failed or was ejected. `stop_requested`: a
+    stop was requested for this job, rather than only for the whole run.
     """
 
     job: int

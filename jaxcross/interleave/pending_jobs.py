@@ -1,6 +1,4 @@
-"""Jobs that were added during the run and wait until every rank has added them; texts for all
-ranks.
-"""
+"""Jobs added during the run that wait until every rank has added them, and texts for all ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ from jaxcross.interleave.vote import Ballot, JobRequest
 
 
 class PendingJobs:
-    """The pending jobs and texts of one rank. Ranks may add jobs in any order: a job joins once all
-    have added it.
+    """One rank's pending jobs and texts.
+
+    Ranks may add jobs in any order. A job joins once all ranks have added it.
     """
 
     def __init__(self) -> None:
@@ -23,28 +22,27 @@ class PendingJobs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the jobs that wait."""
         return tuple(self._waiting)
 
     def add(self, name: str) -> None:
-        """Notes that a job was added here."""
+        """Records that a job was added on this rank."""
         self._waiting[name] = LocalJob()
         self._has_added = True
 
     def request(self, name: str, request: JobRequest) -> None:
-        """Takes a request for a job that has not joined; it is cast once the job has."""
+        """Stores a request for a job that hasn't joined. It's cast once the job has joined."""
         if name in self._waiting:
             self._waiting[name].add_request(request)
 
     def submit(self, text: str) -> None:
-        """Takes a text that is to be delivered on all ranks."""
+        """Accepts a text for delivery on all ranks."""
         self._texts.append(text)
 
     def write(self, ballot: Ballot) -> None:
-        """Writes into the coming vote whether ranks should gather.
+        """Writes into the next vote whether the ranks should gather their announcements.
 
-        An added job counts in one vote only: otherwise ranks would gather for ever while one of
-        them lacks it.
+        An added job counts as news in one vote only. Otherwise the ranks would gather over and over
+        while one of them hasn't added the job yet.
         """
         ballot.set_announcements(
             has_pending=bool(self._waiting), has_added=self._has_added, has_texts=bool(self._texts)
@@ -52,7 +50,7 @@ class PendingJobs:
         self._has_added = False
 
     def announcement(self) -> str:
-        """Returns this rank's text for a gathering. Texts are sent once."""
+        """Returns this rank's text for a gathering. Each submitted text is sent once."""
         texts = self._texts
         self._texts = []
         return json.dumps({"jobs": list(self._waiting), "texts": texts})
@@ -61,7 +59,7 @@ class PendingJobs:
         """Applies the announcements of all ranks.
 
         Returns:
-            The jobs that join now, in the order of rank 0, and all texts, in the order of ranks.
+            The jobs that join now, in rank 0's order, and all submitted texts in rank order.
         """
         gathered = [json.loads(text) for text in texts]
         common = [

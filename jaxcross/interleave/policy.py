@@ -1,8 +1,8 @@
-"""Policies give turns on a lane. They see job numbers and the past use of the lane, on both lanes
-and on all ranks.
+"""Policies, which decide whose turn it is on a lane.
 
-A job's number is its place in the order in which jobs were added or joined; it is never given to
-another job.
+The same policy serves both lanes of every rank. Its only inputs are job numbers and the lane's past
+use. A job's number is its place in the order in which jobs were added or joined, and is never
+reused.
 """
 
 from __future__ import annotations
@@ -22,46 +22,53 @@ Start = Literal["together", "as_ready"]
 
 @runtime_checkable
 class Policy(Protocol):
-    """The rule by which jobs get turns. Immutable, with neither clock nor random numbers.
+    """The rule by which jobs get turns. It's immutable and uses neither a clock nor random numbers.
 
-    It decides from its arguments alone: the exchange lanes of all ranks ask the same question and
-    must get the same answer.
+    A policy must decide from its arguments alone, because the exchange lanes of all ranks ask it
+    the same question and must get the same answer.
 
-    A policy may also have the attributes `depth` and `start`, which mean what they mean for
-    `RoundRobin`. Without them its runs have the defaults.
+    A policy may also have the attributes `depth` and `start`, which mean the same as for
+    `RoundRobin`. Without them, the run uses the defaults.
     """
 
     @property
     def name(self) -> str:
-        """A word for reports."""
+        """A short name for reports."""
         ...
 
     def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
         """Selects the jobs that may run now, at least one.
 
         Args:
-            jobs: Those that are neither over nor paused, in ascending order.
+            jobs: The jobs that have neither ended nor been paused, in ascending order.
         """
         ...
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        """Returns the job among `candidates` (not empty) that gets the next turn: none is passed
-        over for ever.
+        """Returns the job that gets the next turn.
+
+        No candidate may be passed over forever.
+
+        Args:
+            candidates: The jobs to choose from, at least one.
+            turns: The past turns on this lane.
         """
         ...
 
     def share(self, job: int) -> float:
-        """Returns the job's share of a lane, relative to the other jobs."""
+        """Returns the job's share of a lane, relative to the other jobs' shares."""
         ...
 
 
 class Turns:
-    """The past turns on one lane, by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996,
-    section 2).
+    """The past turns on one lane, accounted for by start-time fair queueing.
+
+    See Goyal, Vin and Cheng, SIGCOMM 1996, section 2.
 
     Attributes:
+        policy: Decides whose turn it is.
         jobs: The jobs on the lane, in ascending order.
-        last: The job that had the previous turn; -1 before the first one.
+        last: The job that had the previous turn, or -1 before the first turn.
     """
 
     def __init__(self, policy: Policy, jobs: int) -> None:
@@ -70,7 +77,7 @@ class Turns:
         self._finish_tags = dict.fromkeys(self.jobs, 0.0)
 
     def add(self, job: int) -> None:
-        """Adds a job. It has no claim on the past of the lane."""
+        """Adds a job. It gets no credit for the time before it joined."""
         insort(self.jobs, job)
         self._finish_tags[job] = self._virtual_time
 
@@ -80,23 +87,22 @@ class Turns:
         del self._finish_tags[job]
 
     def next(self, candidates: Collection[int]) -> int:
-        """Returns the policy's choice."""
+        """Returns the job that the policy chooses."""
         return self.policy.next(candidates, self)
 
     def start_tag(self, job: int) -> float:
-        """Returns the start tag of the job's next turn: its use of the lane so far, divided by its
-        share.
+        """Returns the start tag of the job's next turn: its past use of the lane over its share.
 
-        A job that was away does not catch up: it starts at the lane's virtual time.
+        A job that was idle doesn't catch up, because its tag is at least the lane's virtual time.
         """
         return max(self._virtual_time, self._finish_tags[job])
 
     def distance(self, job: int) -> int:
-        """Returns the number of turns until the job's, when turns go round."""
+        """Returns how many turns away the job's turn is in round-robin order."""
         return (bisect_left(self.jobs, job) - bisect_right(self.jobs, self.last)) % len(self.jobs)
 
     def round(self) -> Iterator[int]:
-        """Yields all jobs in the order of their turns, when turns go round."""
+        """Yields all jobs in round-robin order, starting after the last turn."""
         first = bisect_right(self.jobs, self.last)
         yield from self.jobs[first:]
         yield from self.jobs[:first]
@@ -107,30 +113,33 @@ class Turns:
         self._virtual_time = self._finish_tags[job] = self.start_tag(job)
 
     def charge(self, job: int, amount: float) -> None:
-        """Charges a job for its use of the lane, in bytes or nanoseconds: the same unit in all
-        calls.
+        """Charges a job for its use of the lane, in bytes or nanoseconds.
+
+        Use the same unit in all calls.
         """
-        if job in self._finish_tags:  # its last segments may come to their end after it has left
+        if job in self._finish_tags:
+            # A job's last segments may complete after it has left.
             self._finish_tags[job] += amount / self.policy.share(job)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRobin:
-    """Crossover: all jobs run, and turns go round. A turn is one segment on the compute lane, or
-    one exchange.
+    """Crossover in which all jobs run and take turns.
+
+    A turn is one segment on the compute lane, or one exchange on the exchange lane.
 
     Args:
-        depth: Compute segments on the device at once; if None, as many as suit JAX's backend, so
-            far 2 on each.
-        start: `together`: the jobs that begin the run make their first steps once all of them have
-            compiled theirs, so that none trains next to another one's compiler. They wait for a job
-            as long as it traces and compiles, but for at most 30 s while it does anything else
-            before its first step. `as_ready`: each job begins as soon as it can. Results are the
-            same bit for bit.
+        depth: Number of compute segments on the device at once. If None, the number that suits
+            JAX's backend; so far, this is 2 on every backend.
+        start: With `together`, the jobs that begin the run make their first steps only once all of
+            them have compiled theirs, so that no job trains while another one compiles. They wait
+            for a job as long as it traces and compiles, but for at most 30 s while it does anything
+            else before its first step. With `as_ready`, each job begins as soon as it can. The
+            results are bitwise identical either way.
 
     Raises:
         TypeError: `depth` is not a whole number.
-        ValueError: `depth` is below 1, or `start` is another word.
+        ValueError: `depth` is below 1, or `start` is neither `together` nor `as_ready`.
     """
 
     depth: int | None = None
@@ -154,17 +163,17 @@ class RoundRobin:
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """Crossover by shares: a job gets its share of the device's time and of the link's bytes,
-    whatever its steps' size.
+    """Crossover in which each job gets a given share of the device's time and of the link's bytes.
 
-    The other jobs get the part that it does not use. A segment or an exchange that has begun is not
-    interrupted, so a job's step waits at most for one of each other job: cut large jobs into
+    A job gets its share no matter how large its steps are; whatever it doesn't use goes to the
+    other jobs. A segment or an exchange in progress isn't interrupted, so a job's step waits for at
+    most one segment or exchange of each other job. To keep that wait short, cut large jobs into
     segments no longer than the small job's.
 
     Args:
         shares: The share of each job, in the order in which the jobs were added. Only their ratios
-            count. Same on every rank.
-        joining: The share of each job that joins during the run; the mean of `shares` if None.
+            matter. Must be identical across ranks.
+        joining: The share of each job that joins during the run. If None, the mean of `shares`.
         depth: As for `RoundRobin`.
         start: As for `RoundRobin`.
 
@@ -172,7 +181,7 @@ class Weighted:
         TypeError: `shares` is not a sequence of numbers, `joining` is not a number, or `depth` is
             not a whole number.
         ValueError: A share is not a positive finite number, `depth` is below 1, or `start` is
-            another word.
+            neither `together` nor `as_ready`.
     """
 
     shares: tuple[float, ...]
@@ -199,8 +208,8 @@ class Weighted:
                 "`shares` of `Weighted` must be positive numbers, one for each job, got "
                 f"{self.shares}."
             )
-        # Ranks compare what a policy prints: equal shares, in a list or an array here and a tuple
-        # there, print alike.
+        # Ranks compare their policies' printed forms. Convert the shares, so that a list or an
+        # array on one rank prints like an equal tuple on another.
         object.__setattr__(self, "shares", tuple(map(float, numbers)))
         if self.joining is not None and not (math.isfinite(self.joining) and self.joining > 0):
             raise ValueError(
@@ -225,8 +234,9 @@ class Weighted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential:
-    """One whole training loop after the other, in the order in which the jobs were added: the
-    baseline.
+    """Runs one whole training loop after the other, in the order in which jobs were added.
+
+    This is the baseline that crossover is compared with.
 
     Args:
         depth: As for `RoundRobin`.
@@ -246,8 +256,8 @@ class Sequential:
         return tuple(jobs[:1])
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        # There are several after a pause: the job that goes on now, and the one that ran until then
-        # and ends its call.
+        # After a pause there can be several: the job that runs now, and the one that ran until the
+        # pause and still has to finish its call.
         return _in_turn(candidates, turns)
 
     def share(self, job: int) -> float:
@@ -256,7 +266,7 @@ class Sequential:
 
 
 def checked_depth(depth: Any) -> int | None:
-    """Returns the `depth` of a policy.
+    """Returns a policy's `depth` as an int or None.
 
     Raises:
         TypeError: It is neither a whole number nor None.
@@ -272,23 +282,23 @@ def checked_depth(depth: Any) -> int | None:
 
 
 def checked_start(start: Any) -> Start:
-    """Returns the `start` of a policy.
+    """Returns a policy's `start`.
 
     Raises:
-        ValueError: It is another word.
+        ValueError: It is neither `together` nor `as_ready`.
     """
     check_choice(start, Start, "`start` of a policy")
     return start
 
 
 def _in_turn(candidates: Collection[int], turns: Turns) -> int:
-    # Nearly always the first job. A minimum over distances would cost as much as the rest of an
-    # event with 64 jobs.
+    # Nearly always, the first job is a candidate. With 64 jobs, taking the minimum over all
+    # distances would cost as much as the rest of the event.
     return next(job for job in turns.round() if job in candidates)
 
 
 def _is_number(value: object) -> bool:
-    """Whether `value` is a real number of Python, NumPy or JAX; texts and booleans are not."""
+    """Whether `value` is a real number of Python, NumPy or JAX. Texts and booleans aren't."""
     if isinstance(value, bool | str | bytes):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Jobs of the simulator: generators that yield the actions of a job's thread."""
+"""Job scripts for the simulator: generators that yield the actions of a job's thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxcross.interleave.step_graph import StepGraph
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """The job's thread is busy with work of its own."""
+    """The job's thread is busy with its own work."""
 
     seconds: float
 
@@ -27,11 +27,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """The `count`-th batch of a stream will be ready after a while, perhaps as its `last`. Does not
-    wait.
+    """Batch number `count` of a stream will be ready after `seconds`. Doesn't wait.
 
-    A stream begins with its first batch. The job may still read earlier streams that have not ended
-    for it.
+    `last` says that the stream has no further batch. A stream begins with its first batch. The job
+    may still read earlier streams that haven't ended for it.
     """
 
     seconds: float
@@ -42,7 +41,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Waits for a batch; the script receives whether there is one."""
+    """Waits for a batch. The script receives whether there is one."""
 
     stream: int
     index: int
@@ -50,7 +49,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """Waits for a communication of the job's own."""
+    """Waits for the job's own communication."""
 
     label: str
 
@@ -64,9 +63,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Adds a job on this rank; it joins once all ranks have added one of that name. Does not
-    wait.
-    """
+    """Adds a job on this rank; it joins once all ranks have added that name. Doesn't wait."""
 
     name: str
     script: Generator[Any, Any, None]
@@ -74,8 +71,9 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Waits, in its own code, until another job of this rank is over. Its rank excuses it from a
-    joint start.
+    """Waits, in the job's own code, until another job of this rank has ended.
+
+    If that takes too long, the rank excuses the waiting job from a joint start.
     """
 
     job: int

@@ -1,9 +1,8 @@
-"""The part of the interleaver's state that every rank shares, and the order of the exchange lane
-that follows from it.
+"""The state that's identical across ranks, and the exchange lane's order, which follows from it.
 
-Nothing in here depends on a clock, a device or anything else that only one rank knows. It changes
-by two things, both the same on all ranks: the end of a slot of the exchange lane, and the verdict
-of a vote. So `slot()` returns the same next slot on all ranks, although they ask at different
+Nothing here depends on a clock, a device or anything else that is rank-local. The state changes
+only when a slot of the exchange lane ends or a vote delivers its verdict, and both are identical
+across ranks. So `slot()` returns the same next slot on all ranks, even though they ask at different
 times.
 """
 
@@ -41,8 +40,8 @@ OutcomeKind = Literal[
 class Slot:
     """One action on the exchange lane.
 
-    A vote is `deferrable` where no exchange remains: a rank may delay it. Its `job` is the one
-    whose turn it is, -1 if all are paused.
+    If no exchange remains, a vote is `deferrable`: a rank may delay it. Such a vote's `job` is the
+    one whose turn it is, or -1 if all jobs are paused.
     """
 
     kind: SlotKind
@@ -53,7 +52,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One thing that a vote decided about one job."""
+    """One decision of a vote about one job."""
 
     kind: OutcomeKind
     job: int
@@ -61,7 +60,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Stream:
-    """The progress of all ranks in one stream of batches, as far as it is known."""
+    """What is known of all ranks' progress in one stream of batches."""
 
     prepared: int = 0
     limit: int | None = None
@@ -69,18 +68,21 @@ class Stream:
 
 @dataclass(slots=True)
 class SharedJob:
-    """The state of a job that all ranks share.
+    """A job's state, as far as it's identical across ranks.
 
     Attributes:
-        row: Its row in the ballot. A job that joins gets the row of one that has left.
+        row: The job's row in the ballot. A job that joins may reuse the row of one that has left.
         step: Committed steps.
-        remaining: Exchanges of the admitted step that are still to be made.
-        started: The policy has let it run.
-        held: It begins no step for now: it is paused, or the policy lets other jobs go first.
-        stop: A rank has requested that it stops.
-        finished: It makes no more steps; the ranks' texts about it may still have to be compared.
-        streams: Its streams of batches, by number. No slot follows from them, so a rank may forget
-            closed ones.
+        remaining: The admitted step's exchanges that are still to come.
+        started: Whether the policy has ever let the job run.
+        held: The job may not begin a step for now, because it's paused or the policy lets other
+            jobs run first.
+        paused: Whether the job is paused.
+        stop: Whether some rank has requested that the job stop.
+        finished: The job makes no more steps. The ranks may still have to compare their texts about
+            it.
+        streams: The job's streams of batches, by number. No slot depends on them, so a rank may
+            drop closed ones.
     """
 
     row: int
@@ -98,51 +100,50 @@ _OPENING_VOTES = 16  # about half a second of backoff
 
 
 class SharedState:
-    """Merges the jobs' exchanges, one at a time, and places the votes between them."""
+    """Merges the jobs' exchanges into one sequence, and places the votes between them."""
 
     def __init__(self, jobs: int, policy: Policy) -> None:
-        self.jobs: dict[
-            int, SharedJob
-        ] = {}  # those that have not left, by number, in ascending order
-        self.count = 0  # all jobs ever, those that have left included
-        self.rows = 0  # rows of the ballot
+        # Jobs that haven't left, by number, in ascending order.
+        self.jobs: dict[int, SharedJob] = {}
+        self.count = 0  # how many jobs there have ever been, including those that have left
+        self.rows = 0  # number of rows in the ballot
         self.policy = policy
-        self.turns = Turns(policy, 0)  # in bytes
-        self.commit: int | None = None  # the job whose step's last exchange was just made
+        self.turns = Turns(policy, 0)  # charged in bytes
+        self.commit: int | None = None  # the job whose step's last exchange has just ended
         self.voted = False  # whether there was a vote since the last exchange
         self.stopping = False
-        # Votes that may still wait for every job's first step before the first exchange.
+        # Votes that may still be spent on waiting for all jobs' first steps before the first
+        # exchange.
         self.opening = _OPENING_VOTES
         self.start = JointStart()
-        self.queue: deque[Slot] = (
-            deque()
-        )  # comparisons, syncs, gatherings: they precede everything but a commit vote
+        # Comparisons, syncs and gatherings. They precede everything except a commit vote.
+        self.queue: deque[Slot] = deque()
         self.running: tuple[int, ...] = ()  # the jobs that the policy lets run now
-        self._free: list[int] = []  # rows of jobs that have left, a heap
+        self._free: list[int] = []  # a heap of the rows that departed jobs have freed
         self._job_of_row: dict[int, int] = {}
-        self._next: Slot | None = None  # the answer of `slot`, until something changes
+        self._next: Slot | None = None  # caches the answer of `slot` until something changes
         self._previous: Verdict | None = None
-        # Jobs whose row of the last verdict was not acted upon: the next vote looks at them again,
-        # changed or not.
+        # Jobs whose row in the last verdict couldn't be acted upon yet. The next vote looks at
+        # these jobs again, even if their rows haven't changed.
         self._unapplied: set[int] = set()
         for _ in range(jobs):
             self._add()
         self._choose_running()
 
     def start_together(self) -> None:
-        """Holds back the first steps of several jobs that may run until all have come to theirs.
+        """Holds back the first steps of all jobs until each of them has reached its own.
 
-        Called once, before the first slot.
+        Does nothing if fewer than two jobs may run. Call this once, before the first slot.
         """
         if len(self.running) > 1:
             self.start.begin(self.jobs)
 
     def may_begin(self, job: int, *, is_step: bool) -> bool:
-        """Whether a call of the job's may begin before it is admitted."""
+        """Whether one of the job's calls may begin before it's admitted."""
         return not (self.jobs[job].held or (is_step and self.start.holds(job)))
 
     def join(self) -> int:
-        """Adds a job, between two votes, and returns its number."""
+        """Adds a job between two votes and returns its number."""
         number = self._add()
         self._choose_running()
         return number
@@ -162,7 +163,7 @@ class SharedState:
         return number
 
     def leave(self, number: int) -> SharedJob:
-        """Removes a job that is over."""
+        """Removes a finished job and returns its state."""
         job = self.jobs.pop(number)
         heappush(self._free, job.row)
         del self._job_of_row[job.row]
@@ -176,9 +177,10 @@ class SharedState:
         able = [n for n, job in self.jobs.items() if not (job.paused or job.finished)]
         self.running = self.policy.running(able) if able else ()
         self._next = None
-        # A job can stop only where it waits on all ranks. If it is paused (or another job has its
-        # turn) while a rank is still at a step that exchanges nothing, that rank never gets there:
-        # so a job that is to stop runs until then.
+        # A job can stop only when its thread waits on all ranks. Suppose that the job is paused, or
+        # that another job has its turn, while some rank is still at a step that exchanges nothing:
+        # that rank would never get to such a wait. So a job that has to stop keeps running until
+        # then.
         stopping = (
             n for n, job in self.jobs.items() if job.started and (job.stop or self.stopping)
         )
@@ -191,14 +193,15 @@ class SharedState:
         self.start.settle(self.running)
 
     def slot(self) -> Slot:
-        """Returns the next slot of the exchange lane, the same on every rank."""
+        """Returns the exchange lane's next slot. Identical across ranks."""
         if self._next is None:
             self._next = self._decide()
         return self._next
 
     def _decide(self) -> Slot:
         if self.commit is not None:
-            # Results of a step are held back until its commit: nothing else may delay that vote.
+            # The step's results are held back until its commit, so nothing else may delay this
+            # vote.
             return Slot("vote")
         if self.queue:
             return self.queue[0]
@@ -207,22 +210,23 @@ class SharedState:
         running = self.running
         job = self.turns.next(running) if running else -1
         idle = job < 0 or not self.jobs[job].remaining
-        # A job that was paused in the middle of a step, or that the policy now holds back, still
-        # makes that step's exchanges: other jobs must not wait for a half-made step.
+        # If a job was paused in the middle of a step, or the policy now holds it back, the step's
+        # exchanges still take place, so that other jobs don't wait for a half-finished step.
         pending = [n for n, each in self.jobs.items() if each.remaining] if idle else [job]
         if not pending:
-            # A job that is held back has nothing new for a vote: at its turn all ranks would vote
-            # without a pause.
+            # If the joint start awaits a job, give the vote to that one. A job that is held back
+            # has nothing new to vote on, yet it waits at its step, so at its turn all ranks would
+            # vote again and again without a backoff.
             return Slot("vote", next(iter(self.start.awaited(running)), job), deferrable=True)
         if self.opening:
             late = [n for n in running if not (self.jobs[n].remaining or self.start.holds(n))]
             if late:
-                # Once the first exchange is under way, a job that comes just after it waits for its
-                # whole length.
+                # Give these jobs a moment to call their first steps. A job that comes just after
+                # the first exchange has begun has to wait for all of that exchange.
                 return Slot("vote", late[0], deferrable=True)
         if idle and not self.voted:
-            # An idle job has the turn: vote at once on whether it has called a step by now, but
-            # never twice between two exchanges, since another job's exchange is ready to go.
+            # An idle job has the turn. Vote immediately on whether it has called a step by now, but
+            # only once between two exchanges, because another job's exchange is ready.
             return Slot("vote")
         job = self.turns.next(pending)
         remaining = self.jobs[job].remaining
@@ -230,8 +234,9 @@ class SharedState:
         return Slot("exchange", job, remaining[0])
 
     def exchange_done(self, job: int, nbytes: int) -> None:
-        """Ends the slot `Slot("exchange", job, ...)`. `nbytes` must be the same on all ranks: turns
-        follow from it.
+        """Ends the slot `Slot("exchange", job, ...)`.
+
+        `nbytes` must be identical across ranks, because the order of turns follows from it.
         """
         remaining = self.jobs[job].remaining
         assert remaining
@@ -245,20 +250,20 @@ class SharedState:
             self.commit = job
 
     def queued_done(self) -> Slot:
-        """Ends the comparison, sync or gathering of texts at the head of the queue."""
+        """Ends the comparison, sync or gathering at the head of the queue, and returns its slot."""
         self._next = None
         return self.queue.popleft()
 
     def apply(
         self, verdict: Verdict, called: Callable[[int], Sequence[int] | str]
     ) -> list[Outcome]:
-        """Applies the verdict of a vote, and returns its outcomes in the order of their effect.
+        """Applies a vote's verdict and returns its outcomes in order of their effect.
 
         Args:
             verdict: The verdict.
             called: Returns what a job waits for on this rank: the collective segments of the step
-                that it called, "end", "sync" or "batch". Called only for jobs that wait at the same
-                point on all ranks, so that the answer is the same on all.
+                that it called, "end", "sync" or "batch". It's called only for jobs that wait at the
+                same point on all ranks, so its answer is identical across ranks.
         """
         committing = self.commit
         self.commit = None
@@ -275,9 +280,10 @@ class SharedState:
             and not any(slot.kind == "gather" for slot in self.queue)
         ):
             self.queue.append(Slot("gather"))
-        # Where a job's row has not changed, an earlier verdict decided everything, unless the job
-        # was then amid its exchanges, or held back, and no longer is. So a vote costs as much as
-        # has changed, however many jobs there are.
+        # If a job's row hasn't changed, an earlier verdict already decided everything about the
+        # job, unless the job was then in the middle of its exchanges, or held back, and no longer
+        # is. So the cost of a vote depends on how much has changed, rather than on the number of
+        # jobs.
         changed = {
             self._job_of_row[row]: None
             for row in verdict.changed_rows(self._previous)
@@ -338,9 +344,10 @@ class SharedState:
             return outcomes
         self._unapplied.discard(number)
         if not verdict.good and not verdict.received_commit:
-            # Some rank still has to receive the results of the last committed step: it would be one
-            # step behind the others, which cannot go back. Ranks go on to vote, so that a rank that
-            # hangs there is named by itself.
+            # Some rank still has to receive the results of the last committed step. If the job
+            # ended now, that rank would be one step behind the others, which can't go back. The
+            # ranks keep voting, so that a rank that hangs while receiving is reported as the only
+            # culprit.
             self._unapplied.add(number)
             return outcomes
         if not verdict.good or (verdict.waiting and not verdict.same_point):
@@ -357,19 +364,18 @@ class SharedState:
             job.finished = True
             outcomes.append(Outcome("ended", number))
         elif (self.stopping or job.stop) and (verdict.waiting or not job.started):
-            # Only where it waits on every rank: elsewhere it may still have to receive the results
-            # of its last step.
+            # Stop a started job only when it waits on all ranks. Otherwise some rank may still have
+            # to receive the results of its last step.
             job.finished = True
             outcomes.append(Outcome("stopped", number))
         elif job.held:
-            self._unapplied.add(
-                number
-            )  # it waits, but may not begin anything: look again in the next vote
+            # The job waits but may not begin anything, so look at it again in the next vote.
+            self._unapplied.add(number)
         elif what == "sync":
             self.queue.append(Slot("sync", number))
             outcomes.append(Outcome("sync", number))
         elif self.start.holds(number):
-            self._unapplied.add(number)  # likewise
+            self._unapplied.add(number)  # as above
         elif what is not None and not isinstance(what, str):
             job.remaining = deque(what)
             outcomes.append(Outcome("admitted", number))

@@ -1,7 +1,7 @@
-"""Drives one real `Interleaver` a rank on a virtual clock: no threads, no arrays, no waiting.
+"""Drives one real `Interleaver` per rank on a virtual clock: no threads, no arrays, no waiting.
 
-Jobs are scripts. Segments take the seconds that a script states, exchanges begin when the last rank
-arrives, and ranks that meet in different slots are an error.
+Jobs are scripts. Each segment takes as many seconds as its script says, and an exchange begins when
+the last rank arrives. It's an error if ranks arrive in different slots.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from jaxcross.interleave.vote import JobRequest, tally
 
 @dataclass(slots=True)
 class RankResult:
-    """The record of one rank.
+    """What happened on one rank.
 
     Attributes:
         slots: The exchange lane's slots in order: `("exchange", job, step, segment)`, `("vote",)`
             ...
-        segments: The compute segments in the order of their dispatch: `(job, call, segment)`.
-        finished: The final status of each job, and the texts that the ranks compared.
-        steps: Committed steps of each job, in the order of their numbers.
-        returned: The last step of each job whose results it received.
+        segments: The compute segments in order of dispatch: `(job, call, segment)`.
+        finished: Each job's final status, and the texts that the ranks compared.
+        steps: Each job's committed steps, in order of job numbers.
+        returned: For each job, the last step whose results it received.
         names: Names of the jobs that joined, by number.
         left_out: Names of jobs that never joined.
-        paused: Each job that was paused or went on, which of both, and the number of slots entered
-            by then.
-        spans: Spans of the lanes; job `i` is called `str(i)`.
-        end_s: The time when the exchange lane was through.
+        paused: Each pause or resumption: the job, whether it was paused, and the number of slots
+            entered by then.
+        spans: Spans of the lanes. Job `i` is called `str(i)`.
+        end_s: When the exchange lane finished.
     """
 
     slots: list[tuple[Any, ...]] = field(default_factory=list)
@@ -64,37 +64,40 @@ class _Rank:
         self.steps: dict[int, int] = {}
         self.interleaver = Interleaver(len(scripts), policy, depth)
         self.result = RankResult()
-        self.device: deque[Work] = deque()  # the first one runs
+        self.device: deque[Work] = deque()  # the first one is running
         self.calls: dict[int, Step] = {}
-        self.streams: dict[
-            int, dict[int, bool]
-        ] = {}  # by job: the streams that it began, and whether they go on
+        # For each job, the streams that it began, and whether they still have batches.
+        self.streams: dict[int, dict[int, bool]] = {}
         self.reading: dict[int, int] = {}  # the stream of each job's last `Batch`
-        self.ends: dict[tuple[int, int, int], float] = {}  # of the compute segments that have run
-        self.arriving: Callable[[], None] | None = None  # the exchange that waits for its segments
-        self.awaiting: list[tuple[int, int]] = []  # jobs, and the jobs that wait for their end
+        self.ends: dict[
+            tuple[int, int, int], float
+        ] = {}  # when each finished compute segment ended
+        self.arriving: Callable[[], None] | None = (
+            None  # the exchange that waits for its input segments
+        )
+        self.awaiting: list[tuple[int, int]] = []  # pairs of a job and a job that waits for its end
         self.slot = 0
 
 
 class Simulation:
-    """P ranks, k jobs, a virtual clock.
+    """A run of several jobs on several ranks, on a virtual clock.
 
     Args:
         scripts: `scripts[rank][job]`.
-        policy: The policy that gives turns.
-        depth: Compute segments on the device at once.
+        policy: Decides whose turn it is.
+        depth: Number of compute segments on the device at once.
         exchange_s: Seconds that an exchange (job, step, segment) takes once all ranks have arrived.
-        vote_s: Seconds that a vote, a comparison or a sync takes.
+        vote_s: Seconds that a vote, a comparison, a gathering or a sync takes.
         contention: How much computations and exchanges slow each other down.
-        backoff_s: Seconds that a driver waits at each level of backoff.
-        stop_at_s: Time of an interrupt on rank 0, if any.
+        backoff_s: Seconds that a driver waits at each backoff level.
+        stop_at_s: When an interrupt occurs on rank 0, if at all.
         requests: Requests about jobs: (seconds, rank, job's number, request).
-        adds: Jobs added from outside all jobs: (seconds, rank, name, script).
-        submits: Jobs submitted on rank 0: (seconds, name).
-        submitted: Returns the script of such a job on (rank, name).
-        together: Whether the jobs start together.
+        adds: Jobs that are added by something other than a job: (seconds, rank, name, script).
+        submits: Jobs that are submitted on rank 0: (seconds, name).
+        submitted: Returns a submitted job's script, given (rank, name).
+        together: Whether the run begins with a joint start.
         excuse_s: Seconds after which a rank excuses a job that waits for another one.
-        check: Whether the interleavers validate themselves after every event.
+        check: Whether the interleavers check their invariants after every event.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class Simulation:
         self._vote_s = vote_s
         self._backoff_s = backoff_s
         self._contention = contention or Contention()
-        self._transfer: Work | None = None  # the exchange that is on the link
+        self._transfer: Work | None = None  # the exchange that occupies the link
         self._check = check
         self._excuse_s = excuse_s
         self._script_of = submitted
@@ -146,10 +149,10 @@ class Simulation:
             )
 
     def run(self, events: int = 1_000_000, *, until_s: float = math.inf) -> list[RankResult]:
-        """Runs to the end, or until a time.
+        """Runs the simulation to its end, or until a given time.
 
         Raises:
-            InternalError: The ranks hang, disagree or need more than `events` events.
+            InternalError: The ranks deadlock, diverge or need more than `events` events.
         """
         for _ in range(events):
             if not self._heap:
@@ -332,7 +335,7 @@ class Simulation:
             self._transfer.change_pace(self._now, factor)
 
     def _set_transfer(self, work: Work | None) -> None:
-        """Puts an exchange on the link, or takes it off; computations go on at another pace."""
+        """Sets or clears the exchange on the link, and adjusts the pace of computations."""
         self._transfer = work
         for rank in self._ranks:
             if rank.device:
@@ -341,7 +344,7 @@ class Simulation:
     def _arrive(
         self, rank: _Rank, slot: tuple[Any, ...], needs: Sequence[tuple[int, int, int]]
     ) -> None:
-        """Enters an exchange once the segments that it needs have run."""
+        """Enters an exchange once the segments it needs have run."""
         asked_s = self._now
 
         def try_now() -> None:

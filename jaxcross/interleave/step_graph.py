@@ -1,4 +1,4 @@
-"""The dependences between a program's segments: all that the interleaver knows of the program."""
+"""The dependences between a program's segments: all that the interleaver needs of a program."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 MAX_SEGMENTS = 10_000
-"""Number of segments that `StepGraph.from_data` reads."""
+"""The largest number of segments that `StepGraph.from_data` accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGraph:
-    """Kinds and dependences of a program's segments. Immutable: jobs may share it.
+    """The kinds and dependences of a program's segments. Immutable, so jobs may share it.
 
     Attributes:
-        kinds: Kind of each segment.
-        needs: For each segment, those that must run before it: it reads their results, or may
-            overwrite what they read.
-        after_commit: Compute segments that may run only once the step is committed on every rank,
+        kinds: The kind of each segment.
+        needs: For each segment, the segments that must run before it, because it reads their
+            results or may overwrite what they read.
+        after_commit: Compute segments that may run only once the step is committed on all ranks,
             because they donate or overwrite the step's input state.
-        nbytes: Bytes that each segment hands to the wire; empty means none.
-        carried: The first exchanges, if they need no computation of the step and can run while it
-            computes.
-        local_step: Whether a call is a step of its job although it exchanges nothing, as between
-            the exchanges of local SGD. Other programs without exchanges, such as an evaluation, are
-            not steps.
-        signature: A number that must be equal on all ranks before the step is exchanged (see
-            `vote.point_hash`).
-        text: The same for people, one exchange a line.
-        function: The function of its job that the program is of, as a text that is equal on all
-            ranks: its name and its number. Two functions may make equal exchanges.
+        nbytes: Bytes that each segment puts on the wire. Empty means none.
+        carried: The first exchanges, provided that they need none of the step's computation and can
+            run at the same time.
+        local_step: Whether a call counts as a step of its job although it exchanges nothing, as
+            between the exchanges of local SGD. Other programs without exchanges, such as an
+            evaluation, aren't steps.
+        signature: A number that must be identical across ranks before the step exchanges anything
+            (see `vote.point_hash`).
+        text: The signature in readable form, one line per exchange.
+        function: The job's function that the program belongs to, as a text that's identical across
+            ranks: the function's name and number. It's needed because two functions may make equal
+            exchanges.
         collectives: Indices of the collective segments, in order.
         readers: For each segment, the compute segments that need it.
     """
@@ -84,7 +85,10 @@ class StepGraph:
         return bool(self.collectives) or self.local_step
 
     def as_data(self) -> dict[str, Any]:
-        """Returns kinds, dependences and bytes as plain data, without what only ranks compare."""
+        """Returns kinds, dependences and bytes as plain data.
+
+        Leaves out the fields that exist only for the ranks to compare.
+        """
         return {
             "kinds": [*self.kinds],
             "needs": [[*needs] for needs in self.needs],
@@ -96,15 +100,14 @@ class StepGraph:
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
-        """Returns the graph of what `as_data` returned.
+        """Rebuilds a graph from what `as_data` returned.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: `data` is anything else.
         """
         names = ("kinds", "needs", "after_commit", "nbytes", "carried")
-        lists = (
-            {"carried": [], **data} if isinstance(data, Mapping) else {}
-        )  # earlier profiles do not say
+        # Older profiles have no `carried`.
+        lists = {"carried": [], **data} if isinstance(data, Mapping) else {}
         if not all(isinstance(lists.get(name), list) for name in names):
             raise ValueError(f"a step graph has the lists {', '.join(names)}")
         kinds, needs, after_commit, nbytes, carried = (lists[name] for name in names)
