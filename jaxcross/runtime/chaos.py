@@ -1,4 +1,4 @@
-"""Seeded delays of a runner's threads, for tests of results that must not depend on timing."""
+"""Seeded delays of a runner's threads, to test that results don't depend on timing."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import Any
 
-_LATE = 0.3  # the share of calls that are delayed
+_LATE = 0.3  # the fraction of calls that are delayed
 _MEAN_S = 0.001
 _LONGEST_S = 0.02
 VARIABLE = "JAXCROSS_CHAOS"
 
 
 class Chaos:
-    """Delays of random length, drawn for each thread from its name, the seed and the rank.
+    """Random delays, drawn separately for each thread from its name, the seed and the rank.
 
-    The same seed gives the same thread the same delays, in the order of its calls. Results must be
-    the same to the bit under every seed.
+    With the same seed, a thread gets the same delays in the order of its calls. Results must be
+    bitwise identical under every seed.
 
     Args:
         seed: Any number.
-        rank: This rank, so that ranks are late at different times.
+        rank: This rank, so that ranks are delayed at different times.
     """
 
     def __init__(self, seed: int, rank: int) -> None:
         self.seed = seed
         self.rank = rank
-        self.delays = 0  # for tests; threads count without a lock, so it may miss a few
+        self.delays = 0  # for tests; counted without a lock, so it may be a little too low
         self._own = threading.local()
-        self._never = threading.Event()  # never set: a wait that is not a sleep
+        self._never = threading.Event()  # never set; used for waits that aren't a plain sleep
 
     def pause(self) -> None:
-        """Waits, sometimes, for a few milliseconds."""
+        """Sometimes waits for a few milliseconds."""
         draw: random.Random | None = getattr(self._own, "draw", None)
         if draw is None:
-            # Not `hash`, which differs between processes.
+            # Don't use `hash`, which differs between processes.
             name = f"{self.seed} {self.rank} {threading.current_thread().name}"
             draw = self._own.draw = random.Random(zlib.crc32(name.encode()))
         if draw.random() < _LATE:
@@ -46,21 +46,21 @@ class Chaos:
 
 
 class LateQueue(SimpleQueue[Any]):
-    """A queue that delays its readers now and then."""
+    """A queue that sometimes delays its readers."""
 
     def __init__(self, chaos: Chaos) -> None:
         super().__init__()
         self._chaos = chaos
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Returns the next item after a delay. Waits for one as `SimpleQueue` does."""
+        """Waits for the next item as `SimpleQueue` does, then may delay before returning it."""
         item = super().get(block, timeout)
         self._chaos.pause()
         return item
 
 
 def chaos_of(environ: Mapping[str, str], rank: int) -> Chaos | None:
-    """Returns the delays that `JAXCROSS_CHAOS=SEED` asks for; None without it.
+    """Returns the delays that `JAXCROSS_CHAOS=SEED` requests, or None if it isn't set.
 
     Raises:
         ValueError: The seed is not a number.

@@ -1,9 +1,8 @@
-"""Work that runs on every rank at once and may communicate, in which the failure of one rank is
-that of all.
+"""Work that runs on all ranks at once and may communicate. A failure on one rank fails them all.
 
-Before each message, and after the last one, the ranks compare their states: about to communicate,
-done, or failed. So no rank waits for one whose work has ended in another way. This costs one small
-all-reduce more for each message.
+The danger is a deadlock: one rank's work fails or returns while another rank is still waiting for
+its message. So before each message, and once the work is done, the ranks compare their states:
+about to communicate, done, or failed. This costs one additional small all-reduce per message.
 """
 
 from __future__ import annotations
@@ -19,17 +18,20 @@ from jaxcross.runtime.failure_text import describe
 from jaxcross.world.control_plane import Control
 
 T = TypeVar("T")
-_LONGEST = 60  # characters that say what a rank is in
-_FAILED, _DONE, _GATHERS, _REDUCES = range(4)  # from _REDUCES on: the number of values above it
+_LONGEST = 60  # the maximum length of `CollectiveCall.what`, in characters
+_FAILED, _DONE, _GATHERS, _REDUCES = range(
+    4
+)  # from `_REDUCES` on, the state includes the number of values to reduce
 
 
 @final
 class CollectiveCall(Generic[T]):
-    """Work that a job's thread asks for and the exchange lane runs; holds its result or error for
-    the job.
+    """Work that a job's thread requests and the exchange lane runs.
+
+    Holds the work's result or error until the job's thread fetches it.
 
     Attributes:
-        what: A few words for the work, the same on every rank.
+        what: A short description of the work, identical across ranks.
     """
 
     __slots__ = ("_error", "_values", "_work", "what")
@@ -41,8 +43,9 @@ class CollectiveCall(Generic[T]):
         self._error: Exception | None = None
 
     def run(self, control: Control) -> None:
-        """Runs the work, on the exchange lane. Waits for all ranks; raises nothing that `work`
-        raises.
+        """Runs the work on the exchange lane. Waits for all ranks.
+
+        Doesn't raise what `work` raises; `result` does that, in the job's thread.
         """
         try:
             self._values = (run_collectively(self._work, control),)
@@ -61,9 +64,9 @@ def run_collectively(work: Callable[[Control], T], control: Control) -> T:
     """Runs `work(control)` on every rank and returns its result. Waits for all ranks.
 
     Raises:
-        JobError: On ranks whose work did not fail, if another rank's did, or if ranks do not
-            communicate equally often.
-        Exception: What `work` raises.
+        JobError: On ranks whose own work didn't fail, if another rank's work did or if the ranks'
+            messages don't match up.
+        Exception: Whatever `work` raises.
     """
     compared = _ComparingControl(control)
     try:
@@ -86,7 +89,9 @@ class _ComparingControl:
         self.size = control.size
 
     def allreduce_min(self, values: np.ndarray) -> np.ndarray:
-        values = np.ascontiguousarray(values, dtype=np.int64)  # first what can fail here alone
+        values = np.ascontiguousarray(
+            values, dtype=np.int64
+        )  # before comparing, because this can fail on one rank only
         self.compare(_REDUCES + values.size)
         return self._control.allreduce_min(values)
 
@@ -97,20 +102,20 @@ class _ComparingControl:
         return self._control.allgather_text(text)
 
     def fail(self, error: Exception) -> None:
-        """Reports this rank's failure to the others, unless they know."""
+        """Reports this rank's failure to the other ranks, unless they have it already."""
         if self._broken is None:
-            with suppress(JobError):  # this very failure
+            with suppress(JobError):  # the failure that we are reporting
                 self.compare(_FAILED, describe(error))
 
     def compare(self, mine: int, text: str = "") -> None:
         """Returns if all ranks are in the same state as this one.
 
         Raises:
-            JobError: They are not, now or earlier; or one has failed.
+            JobError: The ranks' states differ or differed earlier, or some rank has failed.
         """
         if self._broken is None:
-            # Equal on all ranks if the minimum is the maximum. A failure has the lowest number, so
-            # one is enough.
+            # The states are equal on all ranks if the minimum is the maximum. A failure has the
+            # lowest number, so the minimum shows it even if just one rank failed.
             low, high = self._control.allreduce_min(np.array([mine, -mine], np.int64))
             if low == _FAILED:
                 texts = self._control.allgather_text(text)

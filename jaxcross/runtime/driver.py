@@ -1,12 +1,11 @@
-"""Carries out what the interleaver decides: one thread a lane, one that waits for the device, one a
-job.
+"""Carries out what the interleaver decides.
 
-Every event passes through `Driver.post`, under one lock, and its instructions are queued for their
-threads under the same lock: their order is the interleaver's. Nothing else is shared but those
-queues.
+There is one thread per lane, one that waits for the device, and one per job. Every event passes
+through `Driver.post`, which takes one lock. The resulting instructions are queued for their threads
+under the same lock, so they are queued in the interleaver's order. The threads share nothing except
+these queues.
 
-Jobs are `JobRecord`s here. Their numbers are the interleaver's, and are used in events and
-instructions only.
+Here, a job is a `JobRecord`. The interleaver's job numbers appear only in events and instructions.
 """
 
 from __future__ import annotations
@@ -52,26 +51,26 @@ class Driver:
     """One run of several jobs on this rank.
 
     Args:
-        world: Rank, size, control messages, watchdog.
-        jobs: The name of each job and how to make its thread, which calls `job_returned` or
-            `job_raised` at its end.
+        world: Provides rank, size, control messages and the watchdog.
+        jobs: Each job's name, and a function that makes its thread. The thread must call
+            `job_returned` or `job_raised` at its end.
         policy: Decides whose turn it is.
-        depth: Compute segments on the device at once.
-        listeners: Receive every span and note.
+        depth: Number of compute segments on the device at once.
+        listeners: Receive all spans and notes.
         link: An emulated link, if any.
-        chaos: Delays all threads now and then, for tests.
-        start: Whether the jobs make their first steps once all of them are ready.
-        on_text: Called on every rank, in one order, with each text that some rank submitted. May
+        chaos: Delays all threads at random, for tests.
+        start: Whether the jobs make their first steps only once all of them are ready.
+        on_text: Called with each text that some rank submitted, on all ranks in the same order. May
             call `join`.
         clock_ns: `time.monotonic_ns`, or a test's clock.
 
     Attributes:
-        records: The jobs of the run in the order of `jobs`, without those that were added later.
-        router: The jobs by their numbers, and what instructions do to them.
+        records: The run's initial jobs in the order of `jobs`, without those that were added later.
+        router: Holds the jobs by number, and carries out instructions on them.
         start_gate: Holds jobs at a joint start.
-        interrupt: The first exception of a signal's handler on this rank. Others know of it if the
-            run was stopped.
-        terminated: Whether SIGTERM came to this rank.
+        interrupt: The first exception that a signal handler raised on this rank. Other ranks learn
+            of it only because the run stops.
+        terminated: Whether this rank received SIGTERM.
     """
 
     def __init__(
@@ -101,15 +100,14 @@ class Driver:
         )
         self._abandoned: set[threading.Thread] = set()
         self._on_text = on_text
-        self._early: list[m.Event] | None = []  # events that came before the run began
+        self._early: list[m.Event] | None = []  # events that were posted before the run began
         self._interleaver = Interleaver(len(jobs), policy, depth)
         self._lock = threading.RLock()
         self.start_gate = StartGate(self._lock, self._interleaver.coming)
         self._over = threading.Event()
         self._fatal: BaseException | None = None
-        self._held: deque[BaseException] = (
-            deque()
-        )  # exceptions of signal handlers, not looked at yet
+        # Exceptions from signal handlers that haven't been processed yet.
+        self._held: deque[BaseException] = deque()
         self.interrupt: BaseException | None = None
         self.terminated = False
         self._compute = ComputeLane(self)
@@ -125,24 +123,24 @@ class Driver:
         self._job_waits = JobWaits(world)
 
     def stopping(self, job: JobRecord) -> bool:
-        """Whether all ranks know of a request to stop the job, or all jobs."""
+        """Whether a request to stop the job, or all jobs, has reached all ranks."""
         shared = self._interleaver.shared
         mine = shared.jobs.get(job.number)
         return shared.stopping or (mine is not None and mine.stop)
 
     def run(self, held: deque[BaseException]) -> bool:
-        """Runs all jobs to their end. Waits; communicates; ends on every rank after the same vote.
+        """Runs all jobs to their end. Waits and communicates. All ranks return after the same vote.
 
         Args:
-            held: Receives what signal handlers raise during the run: see
+            held: Receives what signal handlers raise during the run; see
                 `jaxcross.health.deferred_signals.defer_signals`.
 
         Returns:
-            On every rank whether a signal on any of them stopped the run.
+            Whether a signal on any rank stopped the run. Identical across ranks.
 
         Raises:
-            InternalError: A lane broke; only where no other rank waits (else all ranks are
-                aborted).
+            InternalError: A lane broke, and there is only one rank. With several ranks, a broken
+                lane aborts all of them.
         """
         self._held = held
         self._run()
@@ -151,19 +149,20 @@ class Driver:
         return self._interleaver.shared.stopping
 
     def _run(self) -> None:
-        # The lanes first: from the first event on, instructions find their threads.
+        # Start the lanes first, because instructions may follow from the very first event.
         self._compute.start()
         self._exchange.start()
-        # Under the lock, events of other threads queue up after these: a request must not overtake
-        # its job's addition. None of these events delivers a text, so no callback runs in here.
+        # While we hold the lock, other threads' events queue up behind these early ones. Otherwise
+        # a request could overtake the addition of its job. None of these events delivers a text, so
+        # no callback runs while we hold the lock.
         with self._lock:
             early = self._early or []
             self._early = None
             for event in (m.RunStarted(together=self._start == "together"), *early):
                 self.post(event)
         self._wait_for(self._over.is_set, self._over.wait)
-        # Job threads read back metrics and close their loops after the last vote. In a broken run
-        # some never end.
+        # After the last vote, job threads still read back metrics and close their loops, so wait
+        # for them. In a broken run, some of them never end.
         if self._fatal is None:
             for thread in self.router.threads:
                 self._wait_for(
@@ -174,7 +173,7 @@ class Driver:
         self._compute.close()
 
     def _wait_for(self, over: Callable[[], bool], wait: Callable[[float], object]) -> None:
-        # The main thread wakes up five times a second, for interrupts and for jobs that wait too
+        # Wake up five times per second, to handle interrupts and to look for jobs that wait too
         # long.
         while not over():
             wait(0.2)
@@ -202,14 +201,14 @@ class Driver:
 
     def _interrupted(self, interrupt: BaseException) -> None:
         self.terminated |= isinstance(interrupt, Terminated)
-        # A second interrupt means that stopping after this step takes too long for the user.
+        # A second interrupt means that the user doesn't want to wait for the current step to end.
         if self.interrupt is not None:
             self.world.abort(
                 "interrupted twice", code=TERMINATED if self.terminated else INTERRUPTED
             )
         self.interrupt = interrupt
         for job in tuple(self.router.jobs.values()):
-            if job.status is None:  # not one that another rank's interrupt has stopped already
+            if job.status is None:  # skip jobs that another rank's interrupt has stopped already
                 self.listeners.note(job=job.name, kind="status", value="stopping after this step")
         self.post(m.StopRequested())
 
@@ -220,8 +219,9 @@ class Driver:
         return SimpleQueue() if self._chaos is None else LateQueue(self._chaos)
 
     def post(self, event: m.Event) -> None:
-        """Hands an event to the interleaver and its instructions to their threads. Never waits for
-        work.
+        """Passes an event to the interleaver, and the resulting instructions to their threads.
+
+        Never waits for work.
         """
         if self._chaos is not None:
             self._chaos.pause()
@@ -229,25 +229,28 @@ class Driver:
             with self._lock:
                 texts = self._follow(event)
                 stops = self.router.paused_run.take_end()
-            # Not under the lock: the callback may take locks of its own, as the runner's.
+            # Call back without the lock, because the callback may take other locks, e.g. the
+            # runner's.
             for text in texts:
                 self._on_text(text)
             if stops:
                 self.post(m.StopRequested())
         except Exception as error:
-            # Any thread may post; an error here is the run's, not that thread's.
+            # Any thread may post, so an error here is the run's rather than that thread's.
             self.fail(error)
 
     def _follow(self, event: m.Event) -> list[str]:
-        """Does what the interleaver answers to an event; returns the texts to deliver. Called under
-        the lock.
+        """Carries out what the interleaver answers to an event, and returns the texts to deliver.
+
+        The caller must hold the lock.
         """
         if self._early is not None:
             self._early.append(event)
             return []
         if self._fatal is not None:
-            return []  # no job begins in a run that broke
-        # In the order given, and before the lock is free: queues then have the interleaver's order.
+            return []  # in a broken run, no job begins
+        # Route the instructions before releasing the lock, so that all queues are in the
+        # interleaver's order.
         for instruction in self._interleaver.handle(event):
             self.router.route(instruction)
         self.start_gate.look()
@@ -255,7 +258,7 @@ class Driver:
         self.router.texts = []
         return texts
 
-    # For the runner, and for code that holds a job: in any thread.
+    # For the runner and for code that holds a job. Callable from any thread.
 
     def join(
         self,
@@ -263,19 +266,18 @@ class Driver:
         thread: Callable[[], threading.Thread],
         attach: Callable[[Driver, JobRecord], None],
     ) -> JobRecord | None:
-        """Adds a job while the run goes on. Does not wait: the job joins once all ranks have added
-        it.
+        """Adds a job during the run. Doesn't wait: the job joins once all ranks have added it.
 
         Args:
             name: The job's name.
-            thread: How to make its thread.
-            attach: Called with its record before it joins.
+            thread: Makes the job's thread.
+            attach: Called with this driver and the job's record before the job joins.
 
         Returns:
-            The job's record; None if the run is over.
+            The job's record, or None if the run has ended.
         """
         job = JobRecord(-1, name, thread, self.queue())
-        # One lock for the look and the post: the run cannot end between them.
+        # Check and post under one lock, so that the run can't end in between.
         with self._lock:
             if self._interleaver.finished or self._fatal is not None:
                 return None
@@ -285,7 +287,7 @@ class Driver:
         return job
 
     def submit(self, text: str) -> bool:
-        """Delivers the text on all ranks. Does not wait. Returns whether the run still goes on."""
+        """Delivers a text on all ranks. Doesn't wait. Returns whether the run is in progress."""
         with self._lock:
             if self._interleaver.finished or self._fatal is not None:
                 return False
@@ -293,7 +295,7 @@ class Driver:
         return True
 
     def request(self, job: JobRecord, request: JobRequest) -> None:
-        """Passes a request for a job to all ranks, in the next vote. Does not wait."""
+        """Sends a request about a job to all ranks, in the next vote. Doesn't wait."""
         with self._lock:
             self.post(m.JobRequested(job.number, job.name, request))
 
@@ -308,19 +310,20 @@ class Driver:
         *,
         in_step: bool = True,
     ) -> PyTree:
-        """Runs one call of a step. Waits until its last segment was dispatched.
+        """Runs one call of a step. Waits until its last segment has been dispatched.
 
         Args:
-            job: The caller.
+            job: The job that calls.
             graph: The step's segments.
             execution: The call's values.
-            nonfinite: Policy for exchanged values that are not finite.
+            nonfinite: What to do about exchanged values that aren't finite.
             in_step: Whether reports count the call as a step of the job.
 
         Returns:
-            The step's results, perhaps not computed yet.
+            The step's results, which may not be computed yet.
         """
-        # Before the event: the lanes may get the first segment before `_ask` returns.
+        # Set the call before posting the event, because the lanes may get its first segment before
+        # `_ask` returns.
         job.calls += 1
         job.call = StepCall(
             job.name, job.calls, graph, execution, self.clock_ns(), nonfinite, in_step
@@ -334,34 +337,37 @@ class Driver:
         return execution.outputs()
 
     def stream_begun(self, job: JobRecord, still_open: Sequence[int]) -> None:
-        """Notes that the job opens another stream of batches, and which of the earlier ones it may
-        still read.
+        """Records that the job opens another stream of batches.
+
+        `still_open` are the earlier streams that it may still read.
         """
         self.post(m.StreamBegun(job.number, tuple(still_open)))
 
     def batches_ready(self, job: JobRecord, stream: int, count: int) -> None:
-        """Notes that so many batches of a stream are or were ready on this rank."""
+        """Records that `count` batches of a stream have been ready on this rank so far."""
         self.post(m.BatchPrepared(job.number, stream, count))
 
     def batch_dropped(self, job: JobRecord) -> None:
-        """Notes that one more batch was skipped on the way to where a restart goes on."""
+        """Records that a batch was skipped to get to a restart's position."""
         self.post(m.BatchDropped(job.number))
 
     def stream_ended(self, job: JobRecord, stream: int, count: int) -> None:
-        """Notes that a stream has so many batches in all on this rank."""
+        """Records that a stream has `count` batches in total on this rank."""
         self.post(m.StreamEnded(job.number, stream, count))
 
     def want_batch(self, job: JobRecord, stream: int, index: int) -> bool:
-        """Whether every rank has this batch (or some rank's data ended before it). Waits for the
-        ranks.
+        """Waits until every rank has this batch or some rank's data has ended before it.
+
+        Returns whether every rank has it.
         """
         answer = self._ask(job, m.BatchWanted(job.number, stream, index))
         assert isinstance(answer, m.BatchGranted)
         return answer.more
 
     def run_on_all_ranks(self, job: JobRecord, label: str, work: Callable[[Control], T]) -> T:
-        """Runs `work(control)` on the exchange lane of every rank at once, and returns or raises
-        what it does.
+        """Runs `work(control)` on the exchange lanes of all ranks at once.
+
+        Returns what the work returns and raises what it raises.
         """
         collective = CollectiveCall(label, work)
         job.collective = collective
@@ -372,19 +378,20 @@ class Driver:
         return collective.result()
 
     def _ask(self, job: JobRecord, event: m.Event) -> m.Instruction:
-        """Posts a job's event and waits for the answer to it.
+        """Posts a job's event and waits for the answer.
 
         Raises:
-            Stopped: The job is over without an error.
-            JobError, ExchangeError: The job is over.
+            Stopped: The job has ended without an error.
+            JobError, ExchangeError: The job has ended with this error.
         """
         self.post(event)
-        # In a broken run `fail` has put an answer, but perhaps an earlier call took it.
+        # In a broken run, `fail` has queued an answer, but an earlier call may have taken it
+        # already.
         answer = job.answers.get() if self._fatal is None else m.Raised(job.number)
         if not isinstance(answer, m.Raised):
             return answer
-        # A function that catches every exception would call again for ever, and `Runner.run` wait
-        # for its thread.
+        # A function that catches every exception would keep calling forever, and `Runner.run` would
+        # wait for its thread. So abandon the thread after a number of refusals.
         job.refusals += 1
         if job.refusals > MAX_REFUSALS:
             job.abandon()
@@ -393,44 +400,43 @@ class Driver:
         raise Stopped
 
     def resumed(self, job: JobRecord, step: int) -> None:
-        """Makes the spans and errors of a job count from `step`, the steps that an earlier run
-        made.
-        """
+        """Makes the job's spans and errors count from `step`, the steps made by an earlier run."""
         self.post(m.StepsRestored(job.number, step))
 
     def excuse_start(self, job: JobRecord, *, late: bool = False) -> None:
-        """Lets the other jobs begin without this one, at a joint start. Does not wait. `late`: it
-        takes too long.
+        """At a joint start, lets the other jobs begin without this one. Doesn't wait.
+
+        `late` says that the job takes too long.
         """
         if not job.excused:
             job.excused = True
             self.post(m.StartExcused(job.number, late))
 
     def first_step_made(self, job: JobRecord) -> None:
-        """Notes that the job has made its first step without the lanes."""
+        """Records that the job has made its first step without the lanes."""
         self.post(m.FirstStepMade(job.number))
 
     def job_returned(self, job: JobRecord) -> None:
-        """Notes that the job's function returned."""
+        """Records that the job's function returned."""
         self.post(m.JobReturned(job.number))
 
     def job_raised(self, job: JobRecord, error: BaseException, where: str) -> None:
-        """Notes that the job's function, or its data, raised."""
+        """Records that the job's function or its data raised."""
         if job.status is None and job.cause is None:
             job.cause = error
         self.post(m.JobRaised(job.number, f"{where}: {describe(error)}"))
 
     def abandon(self, thread: threading.Thread) -> None:
-        """Makes the run end without this thread, which will not end."""
+        """Lets the run end without waiting for this thread, which won't end."""
         self._abandoned.add(thread)
 
     def release(self, job: JobRecord) -> None:
-        """Drops a job that is over on all ranks, as its thread ends."""
-        # The lock: the thread may run on as soon as `done` is set, while `_finish` has not come to
-        # its end.
+        """Drops a job that has ended on all ranks, when its thread ends."""
+        # Take the lock: the thread may continue as soon as `done` is set, even though `_finish`
+        # hasn't returned yet.
         with self._lock:
             if self.router.jobs.pop(job.number, None) is not None:
-                job.thread = None  # the job's context keeps the record
+                job.thread = None  # the job's context keeps the record alive
 
     # For lanes.
 
@@ -440,14 +446,16 @@ class Driver:
             return self._interleaver.announcement()
 
     def finished(self) -> None:
-        """Ends the run: the exchange lane has done its last instruction."""
+        """Ends the run: the exchange lane has carried out its last instruction."""
         self._over.set()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the run, because a lane broke and can serve no job any more. Aborts all ranks where
-        there are others.
+        """Ends the run, because a lane broke and can't serve any job any more.
+
+        If there are other ranks, aborts all of them.
         """
-        # The lock: an instruction that is being followed is followed to its end, and none after it.
+        # Take the lock, so that an instruction in progress is carried out completely, and none
+        # after it.
         with self._lock:
             if self._fatal is None:
                 if self.world.size > 1:
@@ -455,7 +463,7 @@ class Driver:
                     self.world.abort(f"a lane of the runner broke\n{text}")
                 self.router.break_off(error)
                 self.start_gate.open()
-                # Last: a job that sees this without the lock raises the error that its record has
-                # got by now.
+                # Set this last: a job that reads it without the lock raises the error that its
+                # record has got by now.
                 self._fatal = error
         self._over.set()

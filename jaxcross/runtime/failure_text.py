@@ -1,4 +1,4 @@
-"""One error, the same on every rank, from the ranks' texts about a job that cannot go on."""
+"""Turns the ranks' texts about a job that can't continue into one error, identical across ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from jaxcross.errors import ExchangeError, JobError, clause, first_line, shortened
 from jaxcross.program.mismatch import branch_call_mismatch, signature_mismatch, step_mismatch
 
-_LONGEST = 4000  # characters of an exception that one rank sends to all others
+_LONGEST = 4000  # the maximum length of an exception's text sent to other ranks, in characters
 
-_NOT_OF_THE_ERROR = "JAX_TRACEBACK_FILTERING"  # JAX notes on many errors how to see its own frames
+# JAX adds a note with this word to many errors, about how to show JAX's own frames.
+_NOT_OF_THE_ERROR = "JAX_TRACEBACK_FILTERING"
 
 
 def describe(error: BaseException) -> str:
-    """Returns a text for an exception, its notes included, that fits into a sentence."""
+    """Returns a text for an exception and its notes that can be embedded in a sentence."""
     try:
         notes = [note for note in getattr(error, "__notes__", ()) if _NOT_OF_THE_ERROR not in note]
         text = " ".join([clause(str(error)), *(f"({clause(note)})" for note in notes)])
@@ -28,10 +29,10 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     """Returns the error that ends a job.
 
     Args:
-        job: Its name.
-        step: Number of its steps that are committed, on every rank.
-        texts: By rank: a kind (`failed`, `ejected`, `step`, `end`, `batch`, `sync`, or nothing), a
-            line break, and details.
+        job: The job's name.
+        step: Number of steps that all ranks have committed.
+        texts: Each rank's text, in rank order: a kind (`failed`, `ejected`, `step`, `end`, `batch`,
+            `sync`, or nothing), a line break, and details.
     """
     parts = _parts(texts)
     for how, verb in (("failed", "failed"), ("ejected", "was ejected")):
@@ -44,9 +45,9 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             body = guilty[0][1]
             others = {kind for kind, _ in parts} - {how}
             if others <= {""} and len(alike) == 1 and body.startswith(together):
-                # All ranks found, between two steps, that they differ: in exchanges, or in replicas
-                # of a state. The thread of a rank that was busy may just not have come to say so:
-                # the error's type stays the same.
+                # All ranks found, between two steps, that their exchanges or their replicas of a
+                # state differ. A rank's thread that was busy may just not have reported it yet. So
+                # keep the error's type even if some ranks sent nothing.
                 why = body.removeprefix(together)
                 if others:
                     why = (
@@ -94,11 +95,13 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
 
 
 def printing_ranks(texts: Sequence[str]) -> list[int]:
-    """Returns the ranks that print why a job left: of those that failed alike, the first. Without
-    any, rank 0.
+    """Returns the ranks that print why a job ended.
+
+    Of the ranks that failed alike, only the first prints. If no rank failed, it's the first one
+    that ejected the job, or else rank 0.
 
     Args:
-        texts: As of `explain`.
+        texts: As for `explain`.
     """
     firsts = [
         (rank, kind)
@@ -108,10 +111,10 @@ def printing_ranks(texts: Sequence[str]) -> list[int]:
     failed = [rank for rank, kind in firsts if kind == "failed"]
     if failed:
         return failed
-    # The error names all ranks that ejected the job.
+    # One rank is enough here, because the error names all ranks that ejected the job.
     return [rank for rank, kind in firsts if kind == "ejected"][:1] or [0]
 
 
 def _parts(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns the kind and the details of each rank's text."""
+    """Splits each rank's text into its kind and its details."""
     return [(kind, body) for kind, _, body in (text.partition("\n") for text in texts)]

@@ -1,4 +1,4 @@
-"""Facts about jobs for the flight recorder, so that a post-mortem shows what the run was about."""
+"""Passes facts about jobs to the flight recorder, so that a post-mortem shows what ran."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from jaxcross.interleave.instrument import Instrument
 
 @final
 class FlightNotes(Instrument):
-    """Writes each job's status to the event file, but not its losses, of which there is one a
-    step.
-    """
+    """Writes job statuses to the event file. Leaves out the losses, which come on every step."""
 
     def __init__(self, flight: FlightRecorder) -> None:
         self._flight = flight

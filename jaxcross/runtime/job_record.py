@@ -1,4 +1,4 @@
-"""The driver's records of a job and of one call of its step, and the interfaces that it needs."""
+"""The driver's records of a job and of one call of its step, and the interfaces it needs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.runtime.collective_call import CollectiveCall
 
 NonFinite = Literal["ignore", "raise", "skip", "eject"]
-"""A job's policy for a step whose exchanged values are not all finite."""
+"""What a job does about a step whose exchanged values aren't all finite."""
 
 
 RestoreMode = Literal["check", "broadcast", "local"]
-"""How the ranks' values of the state that a job begins with become one."""
+"""How the ranks' values of a job's initial state are turned into one."""
 
 
 class Stopped(BaseException):
-    """Unwinds a job's function after a request to stop it, or all jobs. Never leaves its thread."""
+    """Unwinds a job's function after a request to stop. Never leaves the job's thread."""
 
 
 class Execution(Protocol):
@@ -42,17 +42,17 @@ class Execution(Protocol):
 
 @final
 class StepCall:
-    """One call of a step on this rank, with the times that the lanes note.
+    """One call of a step on this rank, with timestamps from the lanes.
 
     Attributes:
         name: The job's name.
-        number: Counts the job's calls.
+        number: The call's number among the job's calls.
         graph: The step's segments.
         execution: The call's values.
-        called_ns: When the job called.
-        nonfinite: Policy for exchanged values that are not finite.
-        in_step: Whether it is a step of the job.
-        ends_ns: When the outputs of each finished segment were there.
+        called_ns: When the job made the call.
+        nonfinite: What to do about exchanged values that aren't finite.
+        in_step: Whether the call is a step of the job.
+        ends_ns: For each finished segment, when its outputs were available.
     """
 
     __slots__ = (
@@ -86,46 +86,48 @@ class StepCall:
         self.ends_ns: dict[int, int] = {}
 
     def ready_ns(self, segment: int, start_ns: int) -> int:
-        """Returns when the inputs of a segment that began at `start_ns` were there.
+        """Returns when the inputs of a segment that began at `start_ns` were available.
 
-        If the other lane has not noted the end of a producer yet, that end is at most a thread's
-        delay before `start_ns`, which stands in for it.
+        The lane that ran a producer may not have recorded its end yet. Then we take `start_ns`
+        instead, which is at most a thread's delay later than that end.
         """
         ends = (self.ends_ns.get(n, start_ns) for n in self.graph.needs[segment])
         return min(max(ends, default=self.called_ns), start_ns)
 
 
-MAX_REFUSALS = 100  # errors for a job that is over, which its function may catch
+MAX_REFUSALS = 100  # how many errors a finished job's function may catch
 
 
 @final
 class JobRecord:
-    """The driver's knowledge of one job.
+    """What the driver stores about one job.
 
     Attributes:
-        number: The job's number in the interleaver; -1 while it has not joined.
+        number: The job's number in the interleaver, or -1 until it has joined.
         name: The job's name.
         make_thread: Makes the thread that runs the job's function.
         thread: That thread, from its start to its end.
         answers: The interleaver's answers to the job's thread.
-        call: The call of a step that is under way.
-        calls: How many calls there were.
-        collective: The work that the exchange lanes of all ranks are to run for the job.
-        cause: The first exception of this rank that is the job's failure.
-        prints_error: Whether this rank prints why the job failed: it is the first one with this
-            cause.
-        done: Set once the job is over on every rank; `status`, `error` and
-            `prints_error` are final then.
+        call: The call of a step in progress, if any.
+        calls: Number of calls so far.
+        collective: The work that the exchange lanes of all ranks have to run for the job.
+        cause: The first exception on this rank that made the job fail.
+        error: The error that ended the job, if any.
+        prints_error: Whether this rank prints why the job failed, which only the first rank with
+            this cause does.
+        status: How the job ended, or None until then.
+        done: Set once the job has ended on all ranks. From then on, `status`, `error` and
+            `prints_error` don't change.
         paused: Whether the job is paused on all ranks.
-        is_only_job: Whether it was the run's only job ever, as of the latest `run_on_all_ranks`.
-        skipped: Committed steps that kept their state.
-        preparing: Whether the job's thread traces or compiles a step: above 0 if so.
-        excused: Whether a joint start does not wait for it.
-        refusals: How many errors its function got because the job is over.
-        on_end: Called with the final status, and whether a request was for this job alone to stop;
-            must not wait.
-        on_pause: Called with whether the job is paused now; must not wait.
-        abandon: Called to leave the job's thread behind; never returns.
+        is_only_job: Whether the run had never had another job, as of the latest `run_on_all_ranks`.
+        skipped: Committed steps that left the state unchanged.
+        preparing: Above 0 while the job's thread traces or compiles a step.
+        excused: Whether this rank has excused the job from a joint start.
+        refusals: How many errors the job's function got because the job has ended.
+        on_end: Called with the final status, and with whether a stop was requested for this job in
+            particular. Must not wait.
+        on_pause: Called with whether the job is paused now. Must not wait.
+        abandon: Called to leave the job's thread behind. Never returns.
     """
 
     def __init__(
@@ -159,9 +161,9 @@ class JobRecord:
         self.abandon: Callable[[], None] = _ignore
 
     def detach(self) -> None:
-        """Drops the callbacks, and with them the job's `JobRun`."""
+        """Drops the callbacks and thereby the references to the job's `JobRun`."""
         self.on_end = self.on_pause = self.abandon = _ignore
 
 
 def _ignore(*_: object) -> None:
-    """Does nothing, in place of a callback of the job's `JobRun`."""
+    """Stands in for callbacks of the job's `JobRun`."""

@@ -1,4 +1,4 @@
-"""A joint start: its clock, the gate that keeps jobs in order, and what the ranks note of it."""
+"""A joint start: its time limit, the gate that keeps jobs in order, and its notes for the user."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from typing import final
 from jaxcross.interleave.joint_start import Arrival
 
 START_LIMIT_S = 30.0
-"""Seconds of work other than to trace and compile, after which a job is not waited for any more."""
+"""How many seconds a job may spend on anything other than tracing and compiling.
+
+After that, the other jobs no longer wait for it.
+"""
 
 
 @final
 class StartLimit:
-    """Measures how long jobs do other work than to prepare their first step. Used by one thread.
+    """Measures how long jobs do anything other than preparing their first step.
 
-    A job that waits for another job's results does not come to its first step before that job has
-    begun, and cannot be told from one that loads its data or meets other ranks. So the wait for it
-    is limited. To trace and to compile always ends, and may take minutes: that time does not count.
+    A job that waits for another job's results doesn't reach its first step before that job has
+    begun. But we can't tell such a job from one that loads its data or waits for other ranks. So
+    the wait for it is limited. Tracing and compiling always end, though they may take minutes, so
+    that time doesn't count.
+
+    Only one thread may use this object.
 
     Args:
-        limit_s: The limit.
+        limit_s: The limit in seconds.
     """
 
     def __init__(self, limit_s: float = START_LIMIT_S) -> None:
@@ -31,11 +37,13 @@ class StartLimit:
         self._before_s: float | None = None
 
     def look(self, now_s: float, preparing: Mapping[int, bool]) -> list[int]:
-        """Takes the jobs that are awaited now, and whether each prepares its step; called a few
-        times a second.
+        """Updates the times, and returns the jobs that now exceed the limit. Each is returned once.
 
-        Returns:
-            The jobs that are over the limit, each once.
+        Called a few times per second.
+
+        Args:
+            now_s: The current time.
+            preparing: The jobs that are awaited now, and whether each is preparing its step.
         """
         passed_s = 0.0 if self._before_s is None else now_s - self._before_s
         self._before_s = now_s
@@ -52,13 +60,14 @@ class StartLimit:
 
 @final
 class StartGate:
-    """Holds threads of jobs until all earlier jobs have come to their first steps on this rank.
+    """Holds job threads until all earlier jobs have reached their first steps on this rank.
 
-    So jobs do what is decided before first steps in their order, however long each one compiles.
+    So whatever the jobs decide before their first steps is decided in job order, no matter how long
+    each job compiles.
 
     Args:
-        lock: The driver's, which is held while a job comes to its first step.
-        coming: Returns the jobs that have still to come, called under the lock.
+        lock: The driver's lock, which is held while a job reaches its first step.
+        coming: Returns the jobs that haven't reached theirs. Called under the lock.
     """
 
     def __init__(self, lock: threading.RLock, coming: Callable[[], Sequence[int]]) -> None:
@@ -68,7 +77,7 @@ class StartGate:
         self._is_open = False
 
     def wait(self, job: int) -> None:
-        """Waits until no job with a lower number has still to come."""
+        """Waits until all jobs with lower numbers have reached their first steps."""
         with self._changed:
             self._waiting += 1
             self._changed.wait_for(
@@ -77,18 +86,18 @@ class StartGate:
             self._waiting -= 1
 
     def look(self) -> None:
-        """Lets those go on that need not wait any more; called under the lock after each event."""
+        """Wakes up threads that need not wait any more. Called under the lock after each event."""
         if self._waiting:
             self._changed.notify_all()
 
     def open(self) -> None:
-        """Lets all go on, as the run broke; called under the lock."""
+        """Releases all threads because the run broke. Called under the lock."""
         self._is_open = True
         self._changed.notify_all()
 
 
 def note_at_start(arrival: Arrival, awaited: Sequence[str]) -> str:
-    """Returns the note on a job that has come to its first step, or is excused."""
+    """Returns the note about a job that has reached its first step or is excused."""
     if arrival != "here":
         return "the other jobs begin without it"
     if not awaited:
@@ -100,7 +109,7 @@ def note_at_start(arrival: Arrival, awaited: Sequence[str]) -> str:
 
 
 def late_warning(job: str) -> str:
-    """Returns the text for a job that is over the limit on some rank."""
+    """Returns the warning about a job that exceeded the limit on some rank."""
     return (
         f"Job `{job}` spent {START_LIMIT_S:.0f} s, on some rank, on other work than compiling its "
         "first step: the other jobs begin without it. If it waits for them, a policy with "

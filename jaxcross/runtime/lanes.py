@@ -1,8 +1,7 @@
-"""The threads of the lanes. Each does one thing at a time and reports it to the driver; none
-decides anything.
+"""The lanes' threads. Each one does one thing at a time and reports it to the driver; none decides.
 
-A thread drops its references to a step before it reports that the step is done: the report may end
-the job, whose caller then counts on the step's memory being free.
+A thread drops its references to a step before it reports that the step is done. The report may end
+the job, and whoever waits for the job then relies on the step's memory being free.
 """
 
 from __future__ import annotations
@@ -52,13 +51,14 @@ class LaneDriver(Protocol):
 
 
 class LaneThread(threading.Thread):
-    """A thread of a runner. While one lives, a run is in progress in this process.
+    """A thread of a runner. While one of these is alive, a run is in progress in this process.
 
     Args:
-        name: The thread's name, after `jaxcross-`.
-        work: Its body.
+        name: The thread's name, without the prefix `jaxcross-`.
+        work: The function that the thread runs.
         living: A set that contains the thread from its start to its end.
-        driver: Fails with an exception of `work`; None for a thread that handles its own.
+        driver: Its `fail` gets any exception that `work` raises. None for a thread that handles its
+            own exceptions.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class LaneThread(threading.Thread):
         self._driver = driver
 
     def start(self) -> None:
-        # Before it starts: a thread that it starts itself must already find it.
+        # Add this thread before it starts, because a thread that it starts itself must find it
+        # there.
         self.living.add(self)
         try:
             super().start()
@@ -86,7 +87,7 @@ class LaneThread(threading.Thread):
         try:
             self._work()
         except BaseException as error:
-            # A lane must not end silently: jobs and other ranks would wait for it for ever.
+            # A lane must not end silently: jobs and other ranks would wait for it forever.
             if self._driver is None:
                 raise
             self._driver.fail(error)
@@ -98,8 +99,8 @@ class LaneThread(threading.Thread):
 class ComputeLane:
     """Dispatches compute segments in the interleaver's order.
 
-    A second thread waits for them in that order, so that a segment's span begins when the device
-    was free for it.
+    A second thread waits for the segments to finish, in the same order, so that a segment's span
+    begins when the device became free for it.
     """
 
     def __init__(self, driver: LaneDriver) -> None:
@@ -113,18 +114,16 @@ class ComputeLane:
         ]
 
     def start(self) -> None:
-        """Starts both threads."""
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Ends both threads after what is queued. Waits."""
+        """Ends both threads once all queued segments are done. Waits."""
         self._todo.put(None)
         for thread in self._threads:
             thread.join()
 
     def put(self, instruction: m.Dispatch, call: StepCall) -> None:
-        """Queues a segment."""
         self._todo.put((instruction, call))
 
     def _dispatch_all(self) -> None:
@@ -132,33 +131,34 @@ class ComputeLane:
         while (item := self._todo.get()) is not None:
             d, call = item
             dispatched_ns = driver.clock_ns()
-            # Open until the device has ended: a post-mortem then shows the segments that were under
-            # way.
+            # This activity stays open until the device has finished the segment, so that a
+            # post-mortem shows which segments were in flight.
             token = driver.world.flight.begin(
                 Activity.now("compute", job=call.name, step=d.step, segment=d.segment)
             )
             event: m.Event
             try:
                 call.execution.run(d.segment)
-            # A segment that cannot be dispatched is the failure of its job alone; the lane goes on.
+            # If a segment can't be dispatched, only its job fails. The lane continues.
             except Exception as error:
                 driver.world.flight.end(token, failed=True)
                 event = driver.router.segment_failed(d, call, error)
             else:
-                # Before the post: the wait thread sees segments in the order of their dispatch.
+                # Queue this before posting, so that the wait thread gets the segments in the order
+                # of their dispatch.
                 self._on_device.put((d, call, dispatched_ns, token))
                 event = m.SegmentDispatched(d.job, d.call, d.segment)
             del item, call
             driver.post(event)
-        # Last in the queue, so the wait thread ends after all segments that were dispatched.
+        # This is the last item in the queue, so the wait thread ends after all dispatched segments.
         self._on_device.put(None)
 
     def _wait_for_all(self) -> None:
         driver = self._driver
-        free_ns = 0  # when the device ended the previous segment
+        free_ns = 0  # when the device finished the previous segment
         while (item := self._on_device.get()) is not None:
             d, call, dispatched_ns, token = item
-            # XLA reports most errors of a computation here, and not where it was dispatched.
+            # XLA reports most errors of a computation here rather than at dispatch.
             try:
                 call.execution.wait_outputs(d.segment)
             except Exception as error:
@@ -169,13 +169,13 @@ class ComputeLane:
                 continue
             driver.world.flight.end(token)
             end_ns = driver.clock_ns()
-            # Read by the exchange lane for `ready_ns` without a lock; see `StepCall.ready_ns`.
+            # The exchange lane reads this without a lock, for `ready_ns`; see `StepCall.ready_ns`.
             call.ends_ns[d.segment] = end_ns
-            # Dispatch is asynchronous: a segment that was dispatched early waited for the device
-            # until then.
+            # Dispatch is asynchronous: a segment that was dispatched early had to wait until the
+            # device was free.
             start_ns = max(dispatched_ns, free_ns)
-            # Before the post: a thread that learns of the completion may end the run and ask for
-            # the spans.
+            # Do this before posting, because a thread that receives the completion may end the run
+            # and then read the spans.
             driver.listeners.span(
                 Span(
                     rank=driver.world.rank,
@@ -198,30 +198,30 @@ class ComputeLane:
 
 @final
 class ExchangeLane:
-    """Makes exchanges, votes and collective calls of jobs, one at a time, in the order that all
-    ranks share.
+    """Runs exchanges, votes and the jobs' collective calls, one at a time.
+
+    Their order is identical across ranks.
     """
 
     def __init__(self, driver: LaneDriver) -> None:
         self._driver = driver
         self._todo: SimpleQueue[tuple[m.Instruction, StepCall | None] | None] = driver.queue()
         self._arrived = threading.Event()  # set whenever an item has been queued
-        self._pause = threading.Event()  # never set: a wait that is not a sleep
+        self._pause = threading.Event()  # never set; used for waits that aren't a plain sleep
         self._thread = LaneThread(
             "exchange", self._work, driver.world.exchange_owner.lane_threads, driver
         )
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, if `Finish` has not done so yet. Waits."""
+        """Ends the thread, unless `Finish` has already done so. Waits."""
         self._put(None)
         self._thread.join()
 
     def put(self, instruction: m.Instruction, call: StepCall | None) -> None:
-        """Queues an instruction, with the call of a step that it belongs to, if any."""
+        """Queues an instruction, together with its call of a step, if it has one."""
         self._put((instruction, call))
 
     def _put(self, item: tuple[m.Instruction, StepCall | None] | None) -> None:
@@ -249,15 +249,15 @@ class ExchangeLane:
         return self._todo.get(block=False)
 
     def _work(self) -> None:
-        # The kernel then wakes this thread up soon after a message, though XLA's threads are
-        # computing.
+        # With short time slices, the kernel wakes this thread soon after a message arrives, even
+        # while XLA's threads are computing.
         ask_for_short_slices()
         backoff = None
         while True:
             try:
                 item = self._next(backoff)
             except Empty:
-                # Nothing came in time: the interleaver votes, though this rank has nothing to
+                # No instruction arrived in time, so this rank votes although it has nothing to
                 # report.
                 backoff = None
                 self._driver.post(m.BackoffElapsed())
@@ -266,14 +266,15 @@ class ExchangeLane:
                 return
             instruction, call = item
             del item
-            backoff = None  # an instruction that comes during a backoff takes its place
+            backoff = None  # an instruction that arrives during a backoff replaces it
             match instruction:
                 case m.Finish():
-                    # No rank communicates after this: every other rank ends in the same slot.
+                    # No rank communicates after this, because all ranks finish in the same slot.
                     self._driver.finished()
                     return
                 case m.Backoff(level):
-                    # Idle: a vote at once would only spin. Any instruction ends the wait early.
+                    # There's nothing to do, and voting immediately would only spin. Any instruction
+                    # ends this wait early.
                     backoff = backoff_s(level)
                     continue
                 case m.RunExchange():
@@ -289,14 +290,14 @@ class ExchangeLane:
         execution = call.execution
         segment = x.segment
         zero = x.zero
-        # Before the watch begins: a rank whose computation takes long is not waiting for other
-        # ranks.
+        # Wait for the inputs before the watch begins: a rank whose own computation takes long isn't
+        # waiting for other ranks.
         if not zero:
             try:
                 execution.wait_inputs(segment)
             except Exception as error:
-                # This rank has failed, but the others are coming: take part with zeros, and say so
-                # in the vote.
+                # This rank has failed, but the other ranks will enter the exchange. So take part
+                # with zeros, and report the failure in the vote.
                 driver.post(driver.router.segment_failed(x, call, error))
                 zero = True
         if zero:
@@ -306,7 +307,7 @@ class ExchangeLane:
         with driver.world.monitor(job=call.name, step=x.step, segment=segment, what="exchange"):
             execution.run(segment)
             execution.wait_outputs(segment)
-        # After the watch: the delay of an emulated link is not a wait for other ranks either.
+        # Do this after the watch: the emulated link's delay isn't a wait for other ranks either.
         label = self._hold(start_ns, nbytes)
         end_ns = driver.clock_ns()
         call.ends_ns[segment] = end_ns
@@ -328,12 +329,12 @@ class ExchangeLane:
             )
         )
         finite = True
-        if not zero:  # after a failure on this rank, its own results mean nothing
+        if not zero:  # after a failure, this rank's own results mean nothing
             finite = self._check_results(x, call)
         return m.ExchangeDone(x.job, segment, finite)
 
     def _check_results(self, x: m.RunExchange, call: StepCall) -> bool:
-        """Posts a failure if ranks took different branches, or values are not finite.
+        """Posts a failure if ranks took different branches or exchanged values aren't finite.
 
         Returns:
             Whether the step may change the state, as far as `nonfinite="skip"` is concerned.
@@ -343,7 +344,7 @@ class ExchangeLane:
         mismatch = execution.branch_mismatch(x.segment)
         if mismatch is not None:
             driver.post(driver.router.segment_failed(x, call, ExchangeError(mismatch)))
-        # Here and not later: segments after this one may overwrite what was exchanged.
+        # Check this now, because later segments may overwrite what was exchanged.
         what = None if call.nonfinite == "ignore" else execution.nonfinite(x.segment)
         if what is None:
             return True
@@ -354,8 +355,9 @@ class ExchangeLane:
         return True
 
     def _communicate(self, instruction: m.Instruction) -> m.Event:
-        """Does what needs all ranks but belongs to no step: votes, comparisons and collective
-        calls.
+        """Carries out what needs all ranks but belongs to no step.
+
+        These are votes, comparisons, gatherings and collective calls.
         """
         driver = self._driver
         world = self._driver.world
@@ -363,11 +365,12 @@ class ExchangeLane:
         event: m.Event
         job = ""
         match instruction:
-            # The monitor gets no job: a vote is about all of them.
+            # The monitor gets no job, because a vote is about all jobs.
             case m.CastVote(ballot):
                 with world.monitor(job="", step=0, segment=-1, what="vote"):
                     event = m.VoteDone(Verdict(world.control.allreduce_min(ballot)))
-                # A vote costs the emulated link's latency. The rarer messages below are not held.
+                # A vote takes the emulated link's latency. We don't delay the messages below,
+                # because they are rarer.
                 label = self._hold(start_ns, 0)
             case m.CompareTexts(number, text, step):
                 job = driver.router.jobs[number].name
@@ -381,8 +384,8 @@ class ExchangeLane:
                         tuple(world.control.allgather_text(driver.announcement()))
                     )
             case m.RunSync(number, step):
-                # An error of the work is the job's, not the lane's: it is raised in the job's
-                # thread.
+                # An error in the work is the job's rather than the lane's, so it's raised in the
+                # job's thread.
                 record = driver.router.jobs[number]
                 job = record.name
                 label = TOGETHER
@@ -396,13 +399,14 @@ class ExchangeLane:
         return event
 
     def _hold(self, start_ns: int, nbytes: int) -> str:
-        """Makes an exchange that began at `start_ns` last as long as on the emulated link. Returns
-        its span's label.
+        """Makes an exchange or a vote last as long as it would on the emulated link.
+
+        `start_ns` is when it began. Returns the label for its span.
         """
         driver = self._driver
         if driver.link is None:
             return ""
-        # The real exchange has taken a part of that time already.
+        # The real exchange has already taken part of that time.
         rest_s = driver.link.seconds(nbytes) - (driver.clock_ns() - start_ns) / 1e9
         if rest_s > 0:
             self._pause.wait(rest_s)

@@ -1,5 +1,6 @@
-"""A run in which every job that is left is paused: rank 0 says so, and the run ends if nobody can
-resume them.
+"""Handles a run in which all remaining jobs are paused.
+
+Rank 0 logs a warning, and the run ends if nobody can resume the jobs.
 """
 
 from __future__ import annotations
@@ -14,27 +15,29 @@ from jaxcross.errors import JobError
 
 _log = logging.getLogger("jaxcross")
 
-_SAID_AFTER_S = 3.0  # jobs may all be paused for a moment
-_MARK = "nobody resumes"  # no JSON, as the texts of submitted jobs are
+_SAID_AFTER_S = 3.0  # all jobs may be paused just for a moment
+_MARK = "nobody resumes"  # not JSON, unlike the texts of submitted jobs
 
 
 @final
 class PausedRun:
-    """Finds out whether somebody on any rank can still resume the jobs.
+    """Finds out whether anybody on any rank can still resume the jobs.
 
     A paused job's own thread waits in a step, so only another thread or a signal handler can call
-    `resume`. A rank without either says so in a text that reaches all ranks between the same two
-    slots. Once each rank has said so since the last job joined, paused or resumed, nobody is left:
-    whoever could start such a thread would have to run first.
+    `resume`. A rank that has neither reports so in a text, which reaches all ranks between the same
+    two slots. The run ends once every rank has reported this since the last time a job joined,
+    paused or resumed. It's safe to end it then, because whoever could still start a thread that
+    resumes would have to be running already.
 
     Args:
         rank: This rank.
         ranks: Number of ranks.
 
     Attributes:
-        changes: How often a job joined, paused or resumed; the same on every rank between the same
-            two slots.
-        is_over: Whether the run ends because nobody can resume its jobs; the same on every rank.
+        changes: How many times a job has joined, paused or resumed. Between the same two slots,
+            it's identical across ranks.
+        is_over: Whether the run ends because nobody can resume its jobs. Between the same two
+            slots, it's identical across ranks.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -43,16 +46,19 @@ class PausedRun:
         self.changes = 0
         self.is_over = False
         self._since: tuple[int, float] | None = None
-        self._said = self._voted = -1  # the value of `changes` when this rank last did so
+        # The value of `changes` when this rank last logged the warning, and when it last reported.
+        self._said = self._voted = -1
         self._without: set[tuple[int, int]] = set()
         self._ends = False
 
     def look(self, now_s: float, paused: Sequence[str]) -> str | None:
-        """Takes the jobs if all that are left are paused, and wait on this rank; called a few times
-        a second.
+        """Looks at the paused jobs and returns a text for all ranks if nobody here can resume them.
 
-        Returns:
-            A text to deliver on all ranks, if nobody on this rank can resume them.
+        Called a few times per second.
+
+        Args:
+            now_s: The current time.
+            paused: All remaining jobs if they are paused and wait on this rank, otherwise nothing.
         """
         if not paused:
             self._since = None
@@ -76,8 +82,9 @@ class PausedRun:
         return f"{_MARK} {self.changes} {self._rank}"
 
     def take(self, text: str) -> bool:
-        """Takes a text that is delivered on all ranks, in one order. Returns whether it was one of
-        `look`.
+        """Processes a text that was delivered on all ranks in the same order.
+
+        Returns whether it was one of `look`'s texts.
         """
         if not text.startswith(_MARK):
             return False
@@ -91,15 +98,17 @@ class PausedRun:
         return True
 
     def take_end(self) -> bool:
-        """Returns whether the run is to stop; True once."""
+        """Returns True, once, if the run has to stop."""
         ends = self._ends
         self._ends = False
         return ends
 
 
 def can_resume() -> bool:
-    """Whether this process has a thread or a signal handler, besides jaxcross's own, that may call
-    `job.resume`.
+    """Whether anything in this process besides jaxcross may call `job.resume`.
+
+    That's any other thread, or a signal handler for a signal other than SIGINT and SIGTERM. The
+    calling thread doesn't count.
     """
     if any(
         callable(signal.getsignal(number))
@@ -114,8 +123,9 @@ def can_resume() -> bool:
 
 
 def nobody_resumes(jobs: Sequence[str]) -> JobError:
-    """Returns the error of a run that ended because nobody could resume these jobs; the same on
-    every rank.
+    """Returns the error of a run that ended because nobody could resume these jobs.
+
+    Identical across ranks.
     """
     return JobError(
         f"All jobs that were left are paused ({_named(jobs)}), and no rank has a thread or a "

@@ -1,6 +1,4 @@
-"""Hands each instruction to the thread that it is for, and keeps the jobs that instructions
-name.
-"""
+"""Passes each instruction to the thread that carries it out, and holds the jobs they refer to."""
 
 from __future__ import annotations
 
@@ -22,26 +20,27 @@ _log = logging.getLogger("jaxcross")
 
 @final
 class Router:
-    """The jobs and lanes of a run. Instructions come under the driver's lock, in the interleaver's
-    order.
+    """The jobs and lanes of a run.
+
+    Instructions arrive under the driver's lock, in the interleaver's order.
 
     Args:
-        records: The jobs that begin the run, in the order of their numbers.
+        records: The run's initial jobs, in the order of their numbers.
         compute: Queues a segment on the compute lane.
-        exchange: Queues an instruction on the exchange lane, with the call that it is for if it is
-            an exchange.
-        listeners: Receive every note.
+        exchange: Queues an instruction on the exchange lane, together with its call if it's an
+            exchange.
+        listeners: Receive all notes.
         rank: This rank.
         ranks: Number of ranks.
 
     Attributes:
-        jobs: Jobs that joined and whose threads have not ended, by the number that the interleaver
-            knows them by.
-        joining: Jobs that were added and have not joined, by name.
-        threads: Threads of jobs; some have ended.
-        paused_run: Ends the run if its jobs are paused for ever.
-        texts: Texts to deliver once the lock is free.
-        left_out: After the run: names of the jobs that were added here and never joined.
+        jobs: Jobs that have joined and whose threads haven't ended, by their number in the
+            interleaver.
+        joining: Jobs that were added but haven't joined, by name.
+        threads: Job threads. Some may have ended.
+        paused_run: Ends the run if its jobs would stay paused forever.
+        texts: Texts to deliver once the lock is released.
+        left_out: After the run, the names of the jobs that were added here but never joined.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Router:
         self._rank = rank
 
     def route(self, instruction: m.Instruction) -> None:
-        """Hands an instruction on. Never waits for work."""
+        """Passes on an instruction. Never waits for work."""
         match instruction:
             case m.Dispatch(number, call, _, _):
                 self._compute(instruction, self._call(number, call))
@@ -113,8 +112,8 @@ class Router:
                 name = self.jobs[number].name
                 text = note_at_start(arrival, [self.jobs[n].name for n in awaited])
                 self._listeners.note(job=name, kind="status", value=text)
-                # Here, where all ranks know: the rank that found it late may be any, and several
-                # may have.
+                # Warn here, where all ranks have the outcome: the rank on which the job was late
+                # can be any rank, and there can be several.
                 if arrival == "late" and self._rank == 0:
                     _log.warning("%s", late_warning(name))
             case m.TextDelivered(text):
@@ -134,20 +133,20 @@ class Router:
             job.error.__cause__ = job.cause
             job.error.cause_rank = end.texts.index(end.texts[self._rank])
             job.prints_error = self._rank in printing_ranks(end.texts)
-        # Before `done`: from then on the job's thread may note the job's end, which is its last
-        # note.
-        if end.status != "ended":  # the job itself notes its end, after its last metrics
+        # Do this before setting `done`. After that, the job's thread may write its own last note,
+        # and no other note may follow that one.
+        if end.status != "ended":  # the job itself notes a normal end, after its last metrics
             self._listeners.note(
                 job=job.name, kind="status", step=end.step, value=str(job.error or end.status)
             )
-        # Last of the job's fields: its thread and `Runner.run` read them as soon as this is set.
+        # Set this last, because the job's thread and `Runner.run` read the other fields as soon as
+        # it's set.
         job.done.set()
         if job.thread is None:
             del self.jobs[job.number]
 
     def _call(self, number: int, call_number: int) -> StepCall:
-        # Each instruction names the call that it is for: one that came late must not touch the next
-        # call's values.
+        # Each instruction names its call, so that a late one can't touch the next call's values.
         job = self.jobs[number]
         if job.call is None or job.call.number != call_number:
             raise InternalError(f"job `{job.name}` has no call {call_number}")
@@ -161,11 +160,12 @@ class Router:
         *,
         ejects: bool = False,
     ) -> m.SegmentFailed:
-        """Returns the event for a segment that raised. The job gets the error once all ranks agree
-        on the outcome.
+        """Returns the event for a segment that raised.
+
+        The job gets the error only once all ranks agree on the outcome.
         """
         segment = instruction.segment
-        # None if the job has ended by another failure.
+        # None if the job has already ended because of another failure.
         job = self.jobs.get(instruction.job)
         if job is not None and job.cause is None:
             job.cause = error
@@ -182,7 +182,7 @@ class Router:
         )
 
     def break_off(self, error: BaseException) -> None:
-        """Ends all jobs of a run that broke."""
+        """Ends all jobs, because the run broke."""
         for job in (*self.jobs.values(), *self.joining.values()):
             if job.status is None:
                 job.status = "failed"

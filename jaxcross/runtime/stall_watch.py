@@ -1,7 +1,7 @@
-"""A watch over the waits of jobs between their steps.
+"""A watch over the jobs' waits between their steps.
 
-No exchange waits then: the ranks vote again and again without a result, so nothing else would
-notice the stall.
+During such a wait no exchange is blocked: the ranks just vote again and again without a result. So
+nothing else would notice the stall.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class JobWaits:
-    """Passes each wait of a job that is seen twice in a row to the watchdog.
+    """Passes each job wait that is seen twice in a row to the watchdog.
 
-    A job waits for something that all ranks do at once (a batch, a call of the step, its end),
-    hence for every rank that has not come; or for something local to its rank, as its data. Both
-    may last for ever. A rank in a local wait, or lately in one, is not blamed by the others: its
-    own watchdog measures that wait.
+    A job waits either for something that all ranks do together (a batch, a call of the step, its
+    end), and thus for every rank that hasn't arrived, or for something local to its rank, e.g. its
+    data. Both waits may last forever. If a rank is in a local wait, or was a short while ago, the
+    others don't blame it, because its own watchdog measures that wait.
 
     Args:
-        world: Has the watchdog.
+        world: Provides the watchdog.
     """
 
     def __init__(self, world: World) -> None:
@@ -36,16 +36,17 @@ class JobWaits:
         self._watched: dict[str, Monitor] = {}
 
     def look(self, waits: Mapping[str, Wait]) -> None:
-        """Takes the jobs that wait now, by name. Called a few times a second; neither waits nor
-        communicates.
+        """Takes the waits that jobs are in now, by job name. Neither waits nor communicates.
+
+        Called a few times per second.
         """
         before = self._seen
         self._seen = dict(waits)
         same = {
             job for job, wait in waits.items() if job in before and before[job].point == wait.point
         }
-        # The same point of the job's program in two looks: most waits are over before the second
-        # one.
+        # Watch a wait only if two calls in a row find the job at the same point. Most waits have
+        # ended by the second call.
         for job in self._watched.keys() - same:
             self._watched.pop(job).__exit__(None, None, None)
         for job in same:
@@ -70,8 +71,9 @@ class JobWaits:
 
 
 def after_run(world: World, what: str, *, job: str = "", step: int = 0) -> Monitor:
-    """Returns the watch over a wait for all ranks at the end of a run. A rank in a `host` measure
-    may take its time.
+    """Returns the watch over a wait for all ranks at the end of a run.
+
+    A rank that is in a local wait isn't blamed for being late.
     """
     others = [rank for rank in range(world.size) if rank != world.rank]
     waiting_for = partial(missing_ranks, job, what, others, excuse_local=True)
@@ -79,12 +81,12 @@ def after_run(world: World, what: str, *, job: str = "", step: int = 0) -> Monit
 
 
 def absent(job: str, what: str, answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
-    """Returns the other ranks that a job's wait is for, and why. Pure.
+    """Returns the other ranks that a job waits for, each with the reason.
 
     Args:
-        job: Its name.
-        what: The event that it waits for.
-        answers: The status of every other rank; None where none came.
+        job: The job's name.
+        what: The event that the job waits for.
+        answers: Every other rank's status, or None if it sent none.
     """
     found = {}
     for other, status in answers.items():

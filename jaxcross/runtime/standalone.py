@@ -1,4 +1,4 @@
-"""A step without a runner. A second thread makes its exchanges where computation can go on."""
+"""A step without a runner. If computation can overlap exchanges, they run in a second thread."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ class StepInFlight(Protocol):
 
 @final
 class Standalone:
-    """The host of one step that is called without a runner; implements
-    `jaxcross.runtime.step_host.StepHost`.
+    """Hosts one step that is called without a runner.
 
-    Calls come in the same order on every rank, so the ranks meet in them without an order agreed by
-    a runner. The step agrees with the other ranks before it asks for executables
-    (`jaxcross.step.crossover`). Several steps may make equal exchanges, so the ranks number the
+    Implements `jaxcross.runtime.step_host.StepHost`.
+
+    Every rank makes these calls in the same order, so they match up without a runner having to
+    agree on one. The step agrees with the other ranks before it requests executables
+    (`jaxcross.step.crossover`). Several steps may make equal exchanges. So the ranks number the
     steps in the order in which they agree on them, and compare the numbers again in later calls.
 
     Attributes:
         world: All ranks.
         name: The step's name.
-        calls: Number of calls of the step that were begun.
-        number: The step's number, from 1 on and the same on every rank; 0 until the ranks have
+        calls: How many calls of the step have begun.
+        number: The step's number, counted from 1 and identical across ranks. 0 until the ranks have
             agreed on the step.
     """
 
@@ -62,12 +63,13 @@ class Standalone:
 
     @property
     def function(self) -> str:
-        """The step's name and number, as a text that is the same on every rank."""
+        """The step's name and number, as a text that's identical across ranks."""
         return f"`{self.name}`{f' (function {self.number} of the script)' if self.number else ''}"
 
     def agreed(self) -> None:
-        """Numbers the step, unless it has a number. Called on every rank after an agreement of all
-        ranks.
+        """Numbers the step, unless it has a number already.
+
+        All ranks call this after they have reached an agreement.
         """
         if not self.number:
             owner = self.world.exchange_owner
@@ -75,21 +77,21 @@ class Standalone:
             self.number = owner.functions
 
     def cut_before_restart(self, key: str) -> int | None:
-        """Returns None: without a runner nothing is restored."""
+        """Returns None, because nothing is restored without a runner."""
 
     def remember_cut(self, key: str, n_segments: int) -> None:
-        """Does nothing: without a runner nothing is saved."""
+        """Does nothing, because nothing is saved without a runner."""
 
     def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:  # noqa: ARG002
-        """Whether the ranks still have to agree: only on what a search tries."""
+        """Whether the ranks still have to agree, which is true only for a search's candidates."""
         return candidate
 
     def agree(self, agreement: Agreement) -> None:
-        """Makes an agreement of all ranks that come. Waits for them."""
+        """Carries out an agreement. Waits for the other ranks."""
         agreement.standalone()
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:  # noqa: ARG002
-        """Runs `work(control)` in this thread: the other ranks call it in the same order."""
+        """Runs `work(control)` in this thread. The other ranks call it in the same order."""
         return work(self.world.control)
 
     def compiling(self, name: str) -> AbstractContextManager[None]:
@@ -104,14 +106,15 @@ class Standalone:
         *,
         compare: Callable[[], None] | None = None,
     ) -> PyTree:
-        """Runs one step. Waits for its exchanges, not for the computation after them.
+        """Runs one step. Waits for its exchanges, but not for the computation after them.
 
         Args:
             compiled: The executables.
             leaves: The flat arguments.
             step: See `jaxcross.runtime.step_host.StepHost.run`.
-            compare: Called before the first exchange, where the ranks would wait for one another
-                anyway. Raises `ExchangeError` on every rank if the ranks call different steps.
+            compare: Called before the first exchange, because there the ranks would wait for each
+                other anyway. Raises `ExchangeError` on every rank if the ranks call different
+                steps.
         """
         ended: dict[int, bool] = {}
         try:
@@ -119,9 +122,9 @@ class Standalone:
                 self.world, compiled, compiled.execution(leaves), self.calls, ended, compare
             )
         except BaseException:
-            # Halfway through, other ranks may be in exchanges that this rank will never join.
-            # Before the first one, perhaps only this rank has failed: the next step then begins
-            # with an agreement.
+            # If the failure came halfway through the exchanges, other ranks may be in exchanges
+            # that this rank will never join. If it came before the first exchange, perhaps only
+            # this rank has failed, so the next step begins with an agreement.
             due = sum(
                 r.segment.kind == "collective" and not r.is_single_rank for r in compiled.runnables
             )
@@ -140,19 +143,20 @@ def run_execution(
     ended: dict[int, bool],
     compare: Callable[[], None] | None = None,
 ) -> PyTree:
-    """Runs one call whose execution has not begun, like `Standalone.run`.
+    """Runs one call whose execution hasn't begun, like `Standalone.run`.
 
-    The caller's thread dispatches all computation, in program order. Exchanges follow one another
-    in a thread of their own, because XLA runs what one thread dispatches in order: an exchange
-    would wait for the computation that was dispatched before it (wait-free backpropagation: Zhang
-    et al., Poseidon, 2017, section 3).
+    The caller's thread dispatches all computation in program order. Exchanges run one after another
+    in their own thread. The reason is that XLA runs what one thread dispatches in order, so an
+    exchange dispatched by the caller's thread would wait for all computation dispatched before it.
+    Overlapping them like this is known as wait-free backpropagation (Zhang et al., Poseidon, 2017,
+    section 3).
 
     Args:
         world: All ranks.
         compiled: The executables.
         execution: The call's values.
         step: Number of the call, for errors.
-        ended: Receives for each exchange that begins whether it ended.
+        ended: For each exchange that begins, receives whether it has ended.
         compare: See `Standalone.run`.
     """
     exchanges: dict[int, Future[None]] = {}
@@ -160,8 +164,8 @@ def run_execution(
         world=world, compiled=compiled, execution=execution, step=step, ended=ended, compare=compare
     )
     try:
-        # Carried exchanges read what the step before has left. Begun first, they run during all of
-        # the computation.
+        # Carried exchanges read what the previous step has left. We begin them first, so that they
+        # overlap all of the computation.
         for index in sorted(compiled.carried):
             exchanges[index] = world.exchanger.submit(call.exchange, index)
         for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
@@ -175,28 +179,29 @@ def run_execution(
             elif index in exchanges:
                 continue
             elif compiled.overlaps:
-                # Its inputs were dispatched before it, or come from exchanges before it in the same
-                # queue.
+                # The exchange's inputs have been dispatched already, or come from exchanges that
+                # are ahead of it in the same queue.
                 exchanges[index] = world.exchanger.submit(call.exchange, index)
             else:
                 call.exchange(index)
         for exchange in exchanges.values():
             exchange.result()
     except BaseException as error:
-        # This thread's next exchange must not meet another one on its communicator. Exchanges that
-        # have not begun are made as well, since which ones these are differs between ranks, but not
-        # after an interrupt, which is to end the program.
+        # Wait for the exchange thread, because this thread's next exchange must not overlap another
+        # one on its communicator. Exchanges that haven't begun take place as well, because which
+        # ones have begun differs between ranks. After an interrupt they don't, because an interrupt
+        # should end the program.
         if not isinstance(error, Exception):
             call.failed.append(error)
         if compiled.overlaps:
-            # Empty work, queued after all exchanges. A second interrupt ends the wait.
+            # An empty task, queued behind all exchanges. A second interrupt ends the wait for it.
             world.exchanger.submit(_nothing).result()
         raise
     return execution.outputs()
 
 
 def _nothing() -> None:
-    """Does nothing."""
+    """The empty task that `run_execution` queues."""
 
 
 @final
@@ -209,7 +214,7 @@ class _Call:
         compiled: The executables.
         execution: The call's values.
         step: Number of the call, for errors.
-        ended: Whether each exchange that began has ended.
+        ended: For each exchange that has begun, whether it has ended.
         compare: See `Standalone.run`.
         failed: The first error of an exchange, if any.
     """
@@ -225,11 +230,11 @@ class _Call:
     def exchange(self, index: int) -> None:
         """Makes one exchange. Waits for its inputs and for the other ranks.
 
-        Raises:
-            BaseException: This exchange failed, or one before it.
+        Raises the first error of this exchange or an earlier one of the call.
         """
         if self.failed:
-            # The other ranks are in the one that failed: the next one must not be summed with it.
+            # The other ranks are still in the exchange that failed, and the next one must not be
+            # summed with it.
             raise self.failed[0]
         program = self.compiled.program
         execution = self.execution
@@ -250,11 +255,11 @@ class _Call:
             raise
 
     def _compare(self, compare: Callable[[], None], index: int) -> None:
-        # Should this be interrupted: the other ranks go on into the exchange.
+        # If the comparison is interrupted, the other ranks continue into the exchange.
         self.ended[index] = False
         try:
             compare()
-        except ExchangeError:  # on every rank: nothing is exchanged
+        except ExchangeError:  # raised on every rank, so nothing is exchanged
             self.ended.clear()
             raise
 
@@ -264,8 +269,8 @@ class _Call:
         monitor = partial(self.world.monitor, job=program.name, step=self.step, segment=index)
         if not any(map(rank_lists.is_call, exchanges)):
             return monitor(what=exchanges[0].op)
-        # Calls of mpi4jax are made with some ranks only. Others may make different numbers of them,
-        # and are not late.
+        # mpi4jax calls involve only some of the ranks. Other ranks may make a different number of
+        # such calls without being late.
         what = "calls of mpi4jax"
         return monitor(what=what, waiting_for=partial(self._missing_partners, what))
 

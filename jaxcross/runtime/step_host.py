@@ -1,6 +1,4 @@
-"""The interface between a step and the code that runs it: a job of a runner, or the step's own
-calls without one.
-"""
+"""The interface between a step and the code that runs it: a runner's job, or the step itself."""
 
 from __future__ import annotations
 
@@ -17,16 +15,17 @@ T = TypeVar("T")
 
 
 class Agreement(Protocol):
-    """A check that all ranks are about to make the same exchanges, in its two forms."""
+    """A check that all ranks are about to make the same exchanges, in two forms."""
 
     @property
     def label(self) -> str:
-        """Text that a run compares over all ranks before it calls `in_run`."""
+        """A text that a run compares across ranks before it calls `in_run`."""
         ...
 
     def in_run(self, control: Control) -> None:
-        """Compares what the label leaves open, and makes the communicators that the exchanges
-        need.
+        """Compares what the label leaves open.
+
+        Also creates the communicators that the exchanges need.
         """
         ...
 
@@ -36,54 +35,55 @@ class Agreement(Protocol):
 
 
 class StepHost(Protocol):
-    """Runs a step's programs, and gives the step what it needs of other ranks to prepare them.
+    """Runs a step's programs, and provides what the step needs from other ranks for that.
 
     Implemented by `jaxcross.jobs.host.JobHost` and by `jaxcross.runtime.standalone.Standalone`.
     """
 
     @property
     def in_run(self) -> bool:
-        """Whether a runner orders the exchanges. If not, calls come in the same order on every
-        rank, and so what this process remembers of earlier calls is the same on every rank.
+        """Whether a runner orders the exchanges.
+
+        If not, every rank makes its calls in the same order, so what this process remembers of
+        earlier calls is identical across ranks.
         """
         ...
 
     @property
     def is_only_job(self) -> bool:
-        """Whether nothing else runs next to the step; the same on every rank."""
+        """Whether nothing else runs alongside the step. Identical across ranks."""
         ...
 
     @property
     def steps_left(self) -> int | None:
-        """The number of steps that this rank still expects to make; None if that is not known."""
+        """How many more steps this rank expects to make, or None if that's unknown."""
         ...
 
     def cut_before_restart(self, key: str) -> int | None:
-        """Returns the number of segments that a step with this key was cut into before a restart,
-        if known.
-        """
+        """Returns into how many segments this step was cut before a restart, or None if unknown."""
         ...
 
     def remember_cut(self, key: str, n_segments: int) -> None:
-        """Notes the number of segments for a restart."""
+        """Saves the number of segments for a restart."""
         ...
 
     def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:
-        """Whether the ranks still have to agree on `program` before it runs here; the same on every
-        rank.
+        """Whether the ranks still have to agree on `program` before it runs here.
+
+        Identical across ranks.
 
         Args:
             program: The program.
-            step: An object that stands for its step.
-            candidate: Whether it is only tried, in a search for the fastest cut.
+            step: An object that identifies the program's step.
+            candidate: Whether the program is only tried out, in a search for the fastest cut.
         """
         ...
 
     def agree(self, agreement: Agreement) -> None:
-        """Makes an agreement. Waits for all ranks.
+        """Carries out an agreement. Waits for all ranks.
 
         Raises:
-            ExchangeError: On every rank: the ranks differ.
+            ExchangeError: The ranks differ. Raised on every rank.
         """
         ...
 
@@ -92,16 +92,17 @@ class StepHost(Protocol):
         ...
 
     def compiling(self, name: str) -> AbstractContextManager[None]:
-        """Returns a context that records the time in it as compilation of `name`."""
+        """Returns a context whose duration is recorded as compilation of `name`."""
         ...
 
     def run(self, compiled: Compiled, leaves: Sequence[object], step: object) -> PyTree:
-        """Runs one step on its flat arguments. Waits for its exchanges, not for the results to be
-        computed.
+        """Runs one step on its flat arguments.
+
+        Waits for the step's exchanges, but not for its results to be computed.
 
         Args:
             compiled: The executables.
             leaves: The flat arguments.
-            step: The object that stands for the step in `first_use`.
+            step: The object that identifies the step in `first_use`.
         """
         ...
