@@ -1,15 +1,17 @@
-"""Several hosts on one Linux machine, joined by a link of a chosen rate: MPI over real TCP without
-a cluster.
+"""Several hosts on one Linux machine, joined by a link of a chosen rate.
 
-Each host is a network namespace with its own host name; its link to a switch (a bridge) is shaped
-in both directions. Everything lives in one private set of namespaces whose only lifeline is a pipe
-from this process, so whatever happens to it, `kill -9` included, the kernel takes down hosts, links
-and the processes in them. No root is needed where the kernel lets users make namespaces, nothing on
-the machine is changed, and several labs can run side by side.
+With this, you can run MPI over real TCP without a cluster.
+
+Each host is a network namespace with its own host name. Its link to a switch (a bridge) is shaped
+in both directions. Everything lives in one private set of namespaces, whose only lifeline is a pipe
+from this process. So whatever happens to this process, even `kill -9`, the kernel removes the
+hosts, the links and the processes in them. You don't need root if the kernel lets users create
+namespaces. Nothing on the machine is changed, and several labs can run side by side.
 
     python -m jaxcross.lab --rate 500mbit -- mpirun -n 2 python train.py
 
-`emulated_link` needs no namespaces: it holds each exchange of a run as long as a link would.
+`emulated_link` is an alternative without namespaces: it makes each exchange of a run take as long
+as it would on a given link.
 """
 
 from __future__ import annotations
@@ -38,19 +40,19 @@ TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "mount": "
 
 
 class Lab:
-    """A context manager: hosts `h0`, `h1` ... exist from enter to exit. Waits about 0.2 s.
+    """A context manager. While it's open, hosts `h0`, `h1` ... exist. Entering takes about 0.2 s.
 
     Args:
         hosts: Number of hosts.
-        rate: Of each host's link in each direction, as `tc` spells it (`500mbit`); None leaves it
-            unshaped.
-        latency: Added to each packet that a host sends (`1ms`); needs a kernel with netem. None
-            adds nothing.
-        burst_kb: Kilobytes that a link which has rested passes at full speed.
+        rate: The rate of each host's link in each direction, as `tc` spells it (`500mbit`). None
+            leaves the links unshaped.
+        latency: Delay added to each packet that a host sends (`1ms`). This requires a kernel with
+            netem. None adds no delay.
+        burst_kb: How many kilobytes an idle link lets through at full speed.
 
     Raises:
-        OSError: (on enter) This machine does not allow it; says which step failed.
-        ValueError: A rate, latency, burst or number of hosts that cannot be meant.
+        OSError: (on enter) This machine doesn't allow it. The message says which step failed.
+        ValueError: A rate, latency, burst or number of hosts is invalid.
 
     Example:
         >>> with Lab(rate="500mbit") as lab:  # doctest: +SKIP
@@ -89,7 +91,8 @@ class Lab:
             if shutil.which(tool) is not None:
                 continue
             elsewhere = shutil.which(tool, path=SBIN)
-            if elsewhere is not None:  # left out of the path of users who are not root
+            if elsewhere is not None:
+                # Users other than root often don't have this folder on their path.
                 folder = Path(elsewhere).parent
                 raise OSError(
                     f"no lab on this machine: `{tool}` is in `{folder}`, which is not on the path. "
@@ -108,8 +111,8 @@ class Lab:
             "latency": self.latency,
             "burst_kb": self.burst_kb,
         }
-        # -I: the package folder must not come first on its path. A session of its own: Ctrl-C is
-        # for the command only
+        # With -I, the package's folder doesn't come first on the holder's path. The holder gets its
+        # own session, because Ctrl-C is meant for the command only.
         self._holder = subprocess.Popen(
             [sys.executable, "-I", str(HOLDER), json.dumps(request)],
             stdin=subprocess.PIPE,
@@ -138,7 +141,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Takes the hosts down, and kills whatever still runs on them."""
+        """Removes the hosts and kills whatever still runs on them."""
         holder = self._holder
         self._holder = None
         if holder is None:
@@ -157,7 +160,7 @@ class Lab:
 
     @property
     def _open(self) -> dict[str, Any]:
-        """Returns the facts that the holder has sent: its process id and its folder."""
+        """The facts that the holder has sent, among them its process id and its folder."""
         if self._holder is None:
             raise ValueError("the lab is closed: use it inside its `with` block.")
         return self._facts
@@ -172,8 +175,9 @@ class Lab:
         )
 
     def wrap(self, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` inside, on the machine `head` from which all hosts
-        are reached.
+        """Returns the command line that runs `command` inside the lab.
+
+        The command runs on the machine `head`, from which all hosts can be reached.
         """
         user = ["--user", "--preserve-credentials"] if self._open["user"] else []
         enter = [
@@ -185,20 +189,21 @@ class Lab:
             "--uts",
             "--pid",
         ]
-        # entering a mount namespace moves to its root
+        # Entering a mount namespace changes the working directory to its root, so change back.
         return [*enter, "--", "sh", "-c", 'cd "$0" && exec "$@"', str(Path.cwd()), *command]
 
     def wrap_host(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` on host `h<host>`, pinned to that host's cores."""
+        """Returns the command line that runs `command` on host `h<host>`, pinned to its cores."""
         self._check_host(host)
         return self.wrap([f"{self._open['folder']}/enter", f"h{host}", shlex.join(command)])
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Environment in which a plain `mpirun -n N` spreads its ranks over the hosts and their TCP
-        links.
+        """Returns an environment in which a plain `mpirun -n N` uses the hosts and their TCP links.
 
-        Ranks of one host share that host's part of the machine's cores, set before Python starts.
-        Reports of their runs describe the link, by `JAXCROSS_LINK`.
+        Ranks are spread over the hosts. The machine's cores are divided among the hosts, and the
+        ranks of one host share its part; they are pinned to it before Python starts. With more
+        hosts than cores, nothing is pinned. The runs' reports describe the link, by way of
+        `JAXCROSS_LINK`.
         """
         folder = self._open["folder"]
         return {
@@ -213,8 +218,8 @@ class Lab:
             # Open MPI 5
             "PRTE_MCA_plm_ssh_agent": f"{folder}/enter",
             "PRTE_MCA_prte_default_hostfile": f"{folder}/hostfile",
-            # Its own session folders carry host name and process number, which are alike in all
-            # labs.
+            # Open MPI names its session folders after the host and the process number, which are
+            # the same in all labs.
             "PRTE_MCA_prte_tmpdir_base": folder,
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "PRTE_MCA_rmaps_default_mapping_policy": "node:oversubscribe",
@@ -226,17 +231,18 @@ class Lab:
         }
 
     def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-        """`subprocess.run` inside, in `environment()`. Waits for the command."""
+        """Runs `subprocess.run` inside the lab, in `environment()`. Waits for the command."""
         options["env"] = self.environment(options.pop("env", None))
         return subprocess.run(self.wrap(command), check=False, **options)
 
     def set_rate(self, rate: str) -> None:
-        """Changes the rate of every link, in both directions, while the hosts run. Connections
-        stay.
+        """Changes the rate of every link in both directions while the hosts run.
+
+        Connections stay open.
 
         Raises:
-            ValueError: A rate that cannot be meant, or links that were made unshaped.
-            OSError: The kernel refused; the message is the kernel's.
+            ValueError: The rate is invalid, or the links were created unshaped.
+            OSError: The kernel refused. The message is the kernel's.
         """
         _check_rate(rate)
         if self.rate is None:
@@ -261,12 +267,13 @@ class Lab:
         self.rate = rate
 
     def set_link(self, host: int, *, up: bool) -> None:
-        """Takes a host off the switch, or puts it back. Connections stay, and carry nothing while
-        the host is off.
+        """Takes a host off the switch, or puts it back.
+
+        Connections stay open but carry nothing while the host is off.
 
         Raises:
             ValueError: There is no such host.
-            OSError: The kernel refused; the message is the kernel's.
+            OSError: The kernel refused. The message is the kernel's.
         """
         self._check_host(host)
         line = self.wrap(["ip", "link", "set", "dev", f"to-h{host}", "up" if up else "down"])
@@ -275,8 +282,9 @@ class Lab:
             raise OSError(f"the link of host `h{host}` was not changed: {done.stderr.strip()}")
 
     def dropped_packets(self) -> int:
-        """Packets that the shaped links have dropped since the lab began, in both directions.
-        Nothing if unshaped.
+        """Returns how many packets the shaped links have dropped since the lab began.
+
+        Counts both directions. Returns 0 if the links are unshaped.
         """
         lines = [
             self.wrap(["tc", "-s", "qdisc", "show", "dev", f"to-h{host}"])
@@ -299,15 +307,14 @@ class Lab:
             )
 
     def measure_rate(self, seconds: float = 1.0) -> tuple[float, float]:
-        """Bits a second that a plain TCP transfer brings from host 0 to host 1, and back. Waits
-        twice `seconds`.
+        """Measures the bits per second of a plain TCP transfer from host 0 to host 1, and back.
 
-        Below some Mbit/s for longer: for a few packets, and for what is on its way then. Counts
-        what arrives at the receiver's socket, so headers are not in it: about 4% less than the rate
-        of the link.
+        Waits for twice `seconds`. Below a few Mbit/s it takes longer, until a few packets and then
+        everything in flight have arrived. Counts what arrives at the receiver's socket, which
+        excludes headers: about 4% less than the link's rate.
 
         Raises:
-            OSError: There is one host only, or the transfer failed.
+            OSError: There is only one host, or the transfer failed.
         """
         if self.hosts < 2:
             raise OSError("a rate is measured between two hosts, this lab has one.")
@@ -328,8 +335,9 @@ class Lab:
         return done.bits_per_s
 
     def bytes_crossed(self) -> int:
-        """Bytes that all hosts have sent since the lab began, as their links counted them (headers
-        included).
+        """Returns how many bytes all hosts have sent since the lab began.
+
+        The links count these bytes, so headers are included.
         """
         lines = Path(f"/proc/{self._open['pid']}/net/dev").read_text().splitlines()
         counters = dict(line.split(":", 1) for line in lines if ":" in line)
@@ -338,8 +346,9 @@ class Lab:
 
 
 def shape(rate: str, burst_kb: int) -> tuple[str, ...]:
-    """The arguments of `tc` for a link of this rate; the holder, which can import nothing, spells
-    them alike.
+    """Returns the `tc` arguments for a link of this rate.
+
+    The holder can't import this function, so it contains the same arguments.
     """
     return ("tbf", "rate", rate, "burst", f"{burst_kb}kb", "latency", "100ms")
 
@@ -355,7 +364,10 @@ def _check_rate(rate: str) -> None:
 
 
 def available() -> str | None:
-    """None if a lab can be had on this machine, else the reason. Tries it: takes about 0.2 s."""
+    """Returns None if this machine can run a lab, otherwise the reason why it can't.
+
+    Tries it out, which takes about 0.2 s.
+    """
     try:
         with Lab(hosts=2):
             return None

@@ -17,7 +17,8 @@ from jaxcross.lab import Lab
 def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
     """Runs a command among the hosts and returns its exit status. Waits for it.
 
-    With `measure` first says how fast a plain TCP transfer is in each direction between two hosts.
+    With `measure`, first prints the rate of a plain TCP transfer between two hosts in each
+    direction.
     """
     parser = argparse.ArgumentParser(
         prog="python -m jaxcross.lab", description="Run a command among hosts on one machine."
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
                 print(f"lab: {rates} over the {lab.description}", file=sys.stderr)
             before = lab.bytes_crossed()
             status = _run(lab, command)
-            where = "link" if measure else lab.description  # which was described above
+            where = "link" if measure else lab.description  # the description was printed above
             sent_mb = (lab.bytes_crossed() - before) / 1e6
             hint = ""
             if sent_mb < 0.01:
@@ -63,12 +64,12 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
 def _run(lab: Lab, command: Sequence[str]) -> int:
     """Runs the command, forwards signals to it, and returns its status. A second SIGTERM kills it.
 
-    `nsenter` ends by a signal and forwards none. So it gets a session of its own, which the
-    terminal's signals do not reach, and the command, its child, gets them from here: SIGINT with
-    its whole group, as from a terminal.
+    A signal kills `nsenter`, which forwards none. So we run it in its own session, which the
+    terminal's signals don't reach, and forward the signals to the command, which is its child.
+    SIGINT goes to the command's whole process group, as from a terminal.
     """
     processes: list[subprocess.Popen[bytes]] = []
-    early: list[int] = []  # signals that arrived before the start of the command
+    early: list[int] = []  # signals that arrived before the command started
     received: set[int] = set()
 
     def forward(number: int, _: object = None) -> None:
@@ -76,19 +77,19 @@ def _run(lab: Lab, command: Sequence[str]) -> int:
             early.append(number)
             return
         if number == signal.SIGTERM and number in received:
-            raise SystemExit(128 + number)  # with the lab, all in it ends
+            raise SystemExit(128 + number)  # this closes the lab, and everything in it ends
         if number == signal.SIGHUP and number in received:
-            return  # shell and kernel both send it when a terminal closes
+            return  # when a terminal closes, the shell and the kernel both send it
         received.add(number)
         children = related(processes[0].pid, group=number == signal.SIGINT)
         for pid in children:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        if not children:  # `nsenter` has not started it yet
+        if not children:  # `nsenter` hasn't started the command yet
             processes[0].send_signal(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # it's ignored under nohup
             signal.signal(number, forward)
     processes.append(
         subprocess.Popen(lab.wrap(command), env=lab.environment(), start_new_session=True)

@@ -1,9 +1,10 @@
-"""The process that holds a lab's namespaces. Run as a script in isolated mode: standard library
-only, one thread.
+"""The process that holds a lab's namespaces.
 
-Writes one JSON line to standard output (`pid`, `folder`, `user`, or `error`) and then waits for the
-end of standard input. It is process 1 of its own process namespace, so the kernel kills everything
-in there when it ends.
+It's run as a script in isolated mode, so it uses only the standard library, and only one thread.
+
+It writes one JSON line to standard output (`pid`, `folder`, `user`, or `error`) and then waits for
+the end of standard input. The holder's child is process 1 of its own process namespace, so when it
+ends, the kernel kills everything in there.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ PR_SET_PDEATHSIG = 1
 SUBNET = "10.77.0"
 HEAD = f"{SUBNET}.254"
 FOLDERS = ("/boot", "/srv", "/media", "/mnt")
-"""Where the lab's few files are put, on a private tmpfs: somewhere that exists and that no training
-needs.
+"""Where the lab puts its few files, on a private tmpfs.
+
+The first of these folders that exists is used. No training needs them.
 """
 
 ENTER = """#!/bin/sh
@@ -43,8 +45,9 @@ exec nsenter --target="$pid" --net --uts -- "$@"
 
 
 def main() -> None:
-    """Makes the lab that the argument describes, reports it, and waits for the end of standard
-    input.
+    """Creates the lab that the argument describes, and reports it.
+
+    Then waits for the end of standard input.
     """
     request = json.loads(sys.argv[1])
     try:
@@ -58,7 +61,7 @@ def main() -> None:
         os.close(ready)
         _first_process(request, notify)
     os.close(notify)
-    # the first process keeps the lifeline; this one must not hold its standard input open for it
+    # The first process watches the lifeline. This process only waits for the first one to end.
     with os.fdopen(ready) as stream:
         answer = json.loads(
             stream.readline() or '{"error": "the first process of the namespace died."}'
@@ -82,8 +85,9 @@ def _unshare(flags: int) -> None:
 
 
 def _leave() -> bool:
-    """Enters new namespaces; True if with a user namespace, which root can do without where it is
-    forbidden.
+    """Enters new namespaces. Returns whether a user namespace is among them.
+
+    Root can do without one, on machines that forbid user namespaces.
     """
     flags = NEWNS | NEWUTS | NEWPID | NEWNET
     uid = os.getuid()
@@ -102,7 +106,7 @@ def _leave() -> bool:
 
 
 def _first_process(request: dict[str, Any], notify: int) -> NoReturn:
-    """Process 1 of the namespace: builds the hosts, then sleeps until the lifeline ends."""
+    """Runs process 1 of the namespace: builds the hosts, then sleeps until the lifeline ends."""
     _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         answer: dict[str, Any] = {"folder": str(_build(request))}
@@ -112,7 +116,8 @@ def _first_process(request: dict[str, Any], notify: int) -> NoReturn:
         stream.write(json.dumps(answer) + "\n")
     if "error" in answer:
         os._exit(1)
-    # orphans of the hosts end up here and must not stay as zombies
+    # Orphaned processes of the hosts become this process's children. Don't let them stay as
+    # zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while os.read(0, 4096):
         pass
@@ -164,14 +169,17 @@ def _build(request: dict[str, Any]) -> Path:
 
 
 def _shares(cores: list[int], hosts: int) -> list[list[int]]:
-    """Each host's cores, as equal as can be; with more hosts than cores no host is pinned."""
+    """Returns each host's cores, divided as evenly as possible.
+
+    If there are more hosts than cores, no host is pinned.
+    """
     if hosts > len(cores):
         return [[]] * hosts
     return [cores[i * len(cores) // hosts : (i + 1) * len(cores) // hosts] for i in range(hosts)]
 
 
 def _host(name: str) -> int:
-    """Forks the process that keeps a host's namespaces; returns when they exist."""
+    """Forks the process that keeps a host's namespaces. Returns once they exist."""
     ready, notify = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -225,7 +233,10 @@ def _connect(name: str, pid: int, address: str, request: dict[str, Any]) -> None
 
 
 def _await(address: str, patience_s: float = 10.0) -> None:
-    """Waits until a host answers: a launch in the first moments of a link has been seen to fail."""
+    """Waits until a host answers.
+
+    Without this wait, launches during the first moments of a link have failed.
+    """
     deadline = time.monotonic() + patience_s
     while True:
         try:

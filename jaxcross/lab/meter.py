@@ -1,10 +1,11 @@
-"""One end of a plain TCP transfer between two hosts, started by `jaxcross.lab.transfer`. Standard
-library only.
+"""One end of a plain TCP transfer between two hosts, started by `jaxcross.lab.transfer`.
 
-meter.py receive SECONDS BURST     prints a port and this host's addresses, then the bits a second
-                                   that came once BURST bytes were through
+Uses only the standard library.
+
+meter.py receive SECONDS BURST     prints a port and this host's addresses, then the bits per
+                                   second that arrived after the first BURST bytes
 meter.py send PORT HOST ...        sends to the first of these names and addresses that answers
-                                   until the other end has enough, then prints what it knows of the
+                                   until the other end has enough, then prints the facts of the
                                    connection
 """
 
@@ -24,27 +25,34 @@ from typing import Any
 BLOCK = bytes(1 << 18)
 SKIP_BYTES = 1 << 20
 SKIP_S = 0.1
-"""Not timed, whichever is over first, as TCP must get under way; nor is what the token bucket lets
-through at once.
+"""The first `SKIP_BYTES` or `SKIP_S` seconds, whichever ends first, aren't timed.
+
+That's because TCP has to ramp up first. Bytes that the token bucket lets through at full speed
+aren't timed either.
 """
 PATIENCE_S = 60.0
-"""Longer than asked for a transfer may take: on a slow link a packet of 64 kB, and what is on its
-way at the end.
+"""How many seconds longer than requested a transfer may take.
+
+On a slow link, it has to wait for a packet of 64 kB and, at the end, for what is in flight.
 """
 CONNECT_S = 10.0
-"""Within this time the first packet is sent four times; a firewall that drops packets answers none
-of them.
+"""Timeout for connecting to a host, in seconds.
+
+It's long enough for TCP to send the first packet four times. A firewall that drops packets answers
+none of them.
 """
 RETRY_S = 3.0
-"""The same for each further address of a host, of which there may be many."""
+"""The timeout for each further address of a host. There may be many of these."""
 
 
 def receive(seconds: float, burst: int) -> None:
-    """Times one connection for so many seconds or two packets, then reads it to its end: the link
-    is at rest again.
+    """Times one connection for `seconds`, or longer if that's needed for two packets to arrive.
 
-    Counts bytes as they arrive, read or not: those that wait here while another process has the
-    core did not cross the link in the time that follows.
+    Then reads the connection to its end, so that the link is idle again.
+
+    Counts bytes when they arrive, whether or not they have been read. Otherwise bytes that pile up
+    here while another process has the core would be counted in a later interval, although they
+    crossed the link earlier.
     """
     with socket.create_server(("", 0)) as server:
         server.settimeout(PATIENCE_S)
@@ -67,9 +75,9 @@ def receive(seconds: float, burst: int) -> None:
             total += count
             before = time.perf_counter()
             arrived = total + _unread(connection)
-            end = (
-                time.perf_counter()
-            )  # the time is at least that of the bytes, wherever this process has to wait
+            # Take the time after the count. So wherever this process loses the core, the time is
+            # never too short for the bytes counted.
+            end = time.perf_counter()
             if skipped == 0 and total >= burst and (total >= SKIP_BYTES or end - begin >= SKIP_S):
                 skipped = arrived
                 start = before
@@ -91,13 +99,15 @@ def receive(seconds: float, burst: int) -> None:
 
 
 def _unread(connection: socket.socket) -> int:
-    """Bytes that have arrived and were not read."""
+    """Returns how many bytes have arrived but haven't been read."""
     return struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))[0]
 
 
 def send(hosts: list[str], port: int) -> None:
-    """Sends until the other end closes its half; at most an eighth of what went before then still
-    waits here to go.
+    """Sends until the other end closes its half of the connection.
+
+    At that point, the bytes still waiting here to be sent are at most an eighth of those sent
+    before, or 64 KiB if that's more.
     """
     with _connected(hosts, port) as connection:
         facts = facts_of(connection)
@@ -115,8 +125,9 @@ def send(hosts: list[str], port: int) -> None:
 
 
 def _connected(hosts: list[str], port: int) -> socket.socket:
-    """Connects to the first of the hosts that answers; ends this process with what each failed of
-    if none does.
+    """Connects to the first host that answers.
+
+    If none does, ends this process and reports why each one failed.
     """
     failed: list[str] = []
     for host in hosts:
@@ -128,8 +139,9 @@ def _connected(hosts: list[str], port: int) -> socket.socket:
 
 
 def facts_of(connection: socket.socket) -> dict[str, Any]:
-    """Returns the addresses of both ends, and the name of the interface that has this end's ("" if
-    none has).
+    """Returns the addresses of both ends, and the interface that has this end's address.
+
+    The interface is "" if none has it.
     """
     source = connection.getsockname()[0]
     target = connection.getpeername()[0]
@@ -138,7 +150,7 @@ def facts_of(connection: socket.socket) -> dict[str, Any]:
 
 
 def _address(connection: socket.socket, interface: str) -> str:
-    """Returns the IPv4 address of an interface, "" if it has none."""
+    """Returns the IPv4 address of an interface, or "" if it has none."""
     request = struct.pack("256s", interface.encode())
     with contextlib.suppress(OSError):
         return socket.inet_ntoa(fcntl.ioctl(connection, _SIOCGIFADDR, request)[20:24])
@@ -146,8 +158,9 @@ def _address(connection: socket.socket, interface: str) -> str:
 
 
 def _round_trip_us(connection: socket.socket) -> int:
-    """Returns the shortest round trip that the kernel has seen on a connection: packets of an idle
-    link come first.
+    """Returns the connection's shortest round-trip time according to the kernel.
+
+    The link is idle when the first packets cross it, so queueing doesn't inflate this time.
     """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     return struct.unpack_from("I", info, _MIN_RTT)[0]
@@ -155,7 +168,7 @@ def _round_trip_us(connection: socket.socket) -> int:
 
 _SIOCGIFADDR = 0x8915
 _MIN_RTT = 148
-"""Where the kernel's `struct tcp_info` has `tcpi_min_rtt`."""
+"""The offset of `tcpi_min_rtt` in the kernel's `struct tcp_info`."""
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""A plain TCP transfer from one host to another, wherever they are: a command line on each is all
-that it needs.
+"""A plain TCP transfer from one host to another, wherever they are.
+
+All it needs is a command line that runs something on each host.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ START_S = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A transfer that is over.
+    """A finished transfer.
 
     Attributes:
-        bits_per_s: Rate at the receiver's socket, so without headers: about 4% less than the rate
-            of the link.
-        round_trip_us: The shortest round trip of its packets, in microseconds.
+        bits_per_s: The rate at the receiver's socket. This excludes headers, so it's about 4% less
+            than the link's rate.
+        round_trip_us: The shortest round-trip time of the transfer's packets, in microseconds.
         source: Address of the sender.
         target: Address of the receiver.
-        interface: The sender's network interface, or "" if none has its address.
+        interface: The sender's network interface, or "" if no interface has that address.
     """
 
     bits_per_s: float
@@ -50,32 +51,31 @@ def measure_transfer(
     burst_bytes: int = 0,
     by_name: bool = True,
 ) -> Transfer:
-    """Sends from one host to a free port of another one for about `seconds`, and returns what was
-    measured.
+    """Sends from one host to a free port of another for about `seconds`, and measures it.
 
-    Takes longer below some Mbit/s: for a few packets, and for what is on its way then; a minute and
-    a half at most.
+    Below a few Mbit/s it takes longer, until a few packets and then everything in flight have
+    arrived. It takes a minute and a half at most.
 
     Args:
         on_source: Returns the command line that runs a command on the sender.
-        on_target: The same for the receiver.
+        on_target: Returns the command line that runs a command on the receiver.
         target: The receiver's name.
-        python: The Python on both hosts. It gets the program by its standard input, so it needs no
-            package.
+        python: The Python interpreter on both hosts. It reads the program from its standard input,
+            so no package needs to be installed there.
         seconds: How long to measure.
-        burst_bytes: What the link passes at full speed when it has rested; not measured.
-        by_name: Whether the sender must know that name. Otherwise it also tries the receiver's
-            addresses.
+        burst_bytes: How many bytes an idle link lets through at full speed. They aren't measured.
+        by_name: Whether the sender must be able to resolve that name. If False, the sender also
+            tries the receiver's addresses.
 
     Raises:
-        OSError: There was no transfer; the message is that of the end that failed.
+        OSError: There was no transfer. The message is from the end that failed.
     """
     meter = [python, "-I", "-"]
     with _running(
         on_target([*meter, "receive", str(seconds), str(burst_bytes)]), seconds
     ) as receiver:
         assert receiver.stdout is not None
-        # A shell's startup files may have printed lines before it.
+        # A shell's startup files may have printed something before this line.
         words = next(
             (words for line in receiver.stdout if (words := line.split()) and words[0].isdecimal()),
             None,
@@ -96,8 +96,9 @@ def measure_transfer(
 
 @contextmanager
 def _running(line: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[str]]:
-    """Starts one end of a transfer. Kills its process when the block ends, or earlier if it exceeds
-    the time limit.
+    """Starts one end of a transfer.
+
+    Kills its process when the block ends, or earlier if the process exceeds the time limit.
     """
     with METER.open() as script:
         process = subprocess.Popen(
@@ -120,7 +121,10 @@ def _running(line: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[s
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kills a process with its children, which would keep its output open; leads its own group."""
+    """Kills a process and its children, which would otherwise keep its output open.
+
+    The process must lead its own process group.
+    """
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
 
