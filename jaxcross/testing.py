@@ -1,9 +1,10 @@
-"""Exchanges without MPI: all ranks of a step in one process, in lock step, and the `vmap` oracle
-they are held against.
+"""Exchanges without MPI: all ranks of a step run in one process, in lock step.
 
-Nothing here waits or communicates. `LocalRanks` stands wherever a `Wire` is asked for;
+This module also has the `vmap` oracle, whose results such a run is compared with.
+
+Nothing here waits or communicates. You can pass `LocalRanks` wherever a `Wire` is expected.
 `run_program` and `run_jaxpr` evaluate one equation at a time and never compile two together, so
-that two orders of one computation can be compared bit for bit.
+that you can compare two orders of a computation bit for bit.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ _NO_OPS = LOCAL | {"pcast"}
 class LocalRanks:
     """A `Wire` whose ranks all live in this process.
 
-    Its compiled form (`lower`) computes what one rank gets if every other rank sends what it sends.
+    Its compiled form (`lower`) computes what one rank receives if every other rank sends the same
+    values as this one.
 
     Args:
-        rank: Whose results `lower` gives.
+        rank: The rank whose results `lower` computes.
     """
 
     __slots__ = ("_rank",)
@@ -50,17 +52,17 @@ class LocalRanks:
         self._rank = rank
 
     def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
-        """The equation's exchanges over `axes`, or None, as the real wire sees them."""
+        """Returns the equation's exchanges over `axes`, or None, just as the real wire does."""
         return recognise(eqn, axes)
 
     def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Traceable:
-        """Returns `jaxpr` for this rank, its peers holding the same operands."""
+        """Returns `jaxpr` for this rank, assuming that its peers hold the same operands."""
         function = vmapped(jaxpr_as_fun(jaxpr), axes, in_axes=None)
         coords = tuple(self.coords(axes).values())
         return Traceable(lambda *args: [x[coords] for x in function(*args)])
 
     def coords(self, axes: Mapping[str, int]) -> dict[str, int]:
-        """This rank's index along each axis."""
+        """Returns this rank's index along each axis."""
         mesh = make_rank_grid(axes, rank=self._rank, size=math.prod(axes.values()))
         return dict(zip(mesh.names, mesh.coords, strict=True))
 
@@ -74,8 +76,9 @@ class LocalRanks:
 def vmapped(
     function: Callable[..., Any], axes: Mapping[str, int], in_axes: int | None = 0
 ) -> Callable[..., Any]:
-    """`function` under one `jax.vmap` an axis, outermost axis first; its exchanges are checked as
-    in a step's trace.
+    """Returns `function` under one `jax.vmap` per axis, with the first axis outermost.
+
+    Its exchanges are checked just as when a step is traced.
     """
 
     @functools.wraps(function)
@@ -92,13 +95,13 @@ def vmapped(
 def vmap_oracle(
     step: Callable[..., Any], axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """Computes a step on P ranks as JAX itself does: one nested `vmap` over all of them, compiled.
+    """Computes a step on all ranks with JAX alone: nested `vmap`s over the ranks, compiled.
 
     Args:
-        step: Uses named-axis collectives over `axes` (`axis_index_groups` is not supported by
-            `vmap`).
-        axes: Axis name -> size, row-major over ranks.
-        args_per_rank: Positional arguments of each rank, in rank order.
+        step: A function that uses named-axis collectives over `axes`. `vmap` doesn't support
+            `axis_index_groups`.
+        axes: Axis name -> size. Ranks are in row-major order.
+        args_per_rank: Each rank's positional arguments, in rank order.
 
     Returns:
         The step's result on each rank, as NumPy arrays.
@@ -109,7 +112,15 @@ def vmap_oracle(
 def over_ranks(
     step: Callable[..., Any], axes: Mapping[str, int]
 ) -> Callable[[Sequence[Sequence[Any]]], list[Any]]:
-    """`vmap_oracle` for many calls: compiled once for equal shapes."""
+    """Returns a `vmap_oracle` for many calls, which is compiled once per set of shapes.
+
+    Args:
+        step: As for `vmap_oracle`.
+        axes: As for `vmap_oracle`.
+
+    Returns:
+        A function that takes `args_per_rank` and returns the step's result on each rank.
+    """
     sizes = tuple(axes.values())
     compiled = jax.jit(vmapped(step, axes))
 
@@ -132,7 +143,7 @@ def over_ranks(
 
 
 def decide(traced: Traced, leaves: Sequence[Any]) -> Traced:
-    """The variant of a traced step that the host takes for these flat arguments."""
+    """Returns the variant of a traced step that the host chooses for these flat arguments."""
     while traced.undecided is not None:
         inputs = [jnp.asarray(leaves[p]) for p in traced.undecided.inputs]
         (index,) = jaxpr_as_fun(traced.undecided.jaxpr)(*inputs)
@@ -146,20 +157,22 @@ def run_program(
     *,
     compute: Callable[..., Any] | None = None,
 ) -> list[list[Any]]:
-    """One step of a program on all ranks in lock step, its hand-overs checked: a freed value cannot
-    be read.
+    """Runs one step of a program on all ranks in lock step.
+
+    Values that the program frees are deleted, so reading one later raises an error.
 
     Args:
-        program: Cut from a traced step.
-        leaves_per_rank: Flat arguments of each rank, constants not among them.
-        compute: Evaluates a compute segment, `(segment, axes, args per rank) -> results per rank`;
-            one equation at a time if None.
+        program: A program that was cut from a traced step.
+        leaves_per_rank: Each rank's flat arguments, without constants.
+        compute: Evaluates a compute segment, `(segment, axes, args per rank) -> results per rank`.
+            If None, segments are evaluated one equation at a time.
 
     Returns:
-        Flat results of each rank.
+        Each rank's flat results.
 
     Raises:
-        ExchangeError: Ranks counted that they differ, as the step would raise on all of them.
+        ExchangeError: The ranks took different decisions. The real step would raise this on all of
+            them.
     """
     axes = dict(program.axes)
     envs = [
@@ -189,19 +202,20 @@ def run_program(
 
 
 class ComputeUnderVmap:
-    """Runs a compute segment on all ranks as one XLA executable: faster than equations, not bit for
-    bit the same.
+    """Runs a compute segment on all ranks as one XLA executable.
+
+    That's faster than evaluating single equations, but the results aren't bitwise identical.
     """
 
     def __init__(self) -> None:
-        self._calls: dict[
-            int, Any
-        ] = {}  # by identity of the segment's jaxpr, which is kept alive with it
+        # By the `id` of the segment's jaxpr. The entry keeps the jaxpr alive, so that its id stays
+        # unique.
+        self._calls: dict[int, Any] = {}
 
     def __call__(
         self, segment: Segment, axes: Mapping[str, int], args: Sequence[Sequence[Any]]
     ) -> list[list[Any]]:
-        """Results of each rank."""
+        """Returns each rank's results."""
         function = jaxpr_as_fun(segment.jaxpr)
         if not segment.inputs:
             return [list(jax.jit(function)()) for _ in args]
@@ -214,7 +228,15 @@ class ComputeUnderVmap:
 def run_jaxpr(
     jaxpr: Any, axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]
 ) -> list[list[Any]]:
-    """A jaxpr on all ranks, equation by equation, exchanges for all of them together."""
+    """Runs a jaxpr on all ranks, one equation at a time.
+
+    Each exchange is made for all ranks together.
+
+    Args:
+        jaxpr: The jaxpr.
+        axes: Axis name -> size. Ranks are in row-major order.
+        args_per_rank: Each rank's arguments, in rank order.
+    """
     size = math.prod(axes.values())
     meshes = [make_rank_grid(axes, rank=r, size=size) for r in range(size)]
     return _evaluate(jaxpr, meshes, [list(args) for args in args_per_rank])
@@ -243,7 +265,7 @@ def _evaluate(
 def _equation(
     eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]
 ) -> Sequence[Sequence[Any]]:
-    """The results of one equation on each rank."""
+    """Returns the results of one equation on each rank."""
     name, axes = eqn.primitive.name, meshes[0].sizes
     exchanges = recognise(eqn, axes)
     if exchanges is not None:
@@ -274,7 +296,7 @@ def _cond(
     branches = eqn.params["branches"]
     taken = [min(max(int(v[0]), 0), len(branches) - 1) for v in values]
     results: dict[int, list[Any]] = {}
-    for way in sorted(set(taken)):  # an exchange that counts on ranks that go another way fails
+    for way in sorted(set(taken)):  # raises if an exchange needs ranks that took another branch
         places = [p for p, t in enumerate(taken) if t == way]
         outs = _evaluate(
             branches[way], [meshes[p] for p in places], [values[p][1:] for p in places]
@@ -321,7 +343,8 @@ def _while(
     body_consts = [v[n_cond : n_cond + n_body] for v in values]
     carry = [v[n_cond + n_body :] for v in values]
     places = list(range(len(values)))
-    while True:  # those that are through leave: an exchange that still counts on them fails
+    # Ranks that are done leave the loop. A later exchange that still needs them raises an error.
+    while True:
         here = [meshes[p] for p in places]
         more = _evaluate(params["cond_jaxpr"], here, [[*cond_consts[p], *carry[p]] for p in places])
         going = {
@@ -334,9 +357,8 @@ def _while(
             return carry
         here = [meshes[p] for p in places]
         outs = _evaluate(params["body_jaxpr"], here, [[*body_consts[p], *carry[p]] for p in places])
-        for p, new in zip(
-            places, outs, strict=True
-        ):  # the elements of an inner `vmap` that are through stay
+        # With an inner `vmap`, elements that are done keep their values.
+        for p, new in zip(places, outs, strict=True):
             masks = [
                 jnp.reshape(going[p], going[p].shape + (1,) * (jnp.ndim(x) - going[p].ndim))
                 for x in new
@@ -350,8 +372,9 @@ def _while(
 def _exchange(
     exchange: Exchange, meshes: Sequence[RankGrid], xs: list[np.ndarray], aval: Any
 ) -> list[Any]:
-    """Returns each rank's result of one exchange. Sums go rank after rank, narrow floats in
-    float32.
+    """Returns each rank's result of one exchange.
+
+    Sums are added up in rank order. Floats below 32 bits are summed in float32.
     """
     params = dict(exchange.params)
     positions = params.get("positions", ())
