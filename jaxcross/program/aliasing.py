@@ -1,5 +1,7 @@
-"""Arguments that share a buffer, such as `{"params": p, "ema": p}`: XLA refuses to take one buffer
-twice.
+"""Handles arguments that share a buffer, such as `{"params": p, "ema": p}`.
+
+XLA refuses to take the same buffer twice in one call if the call may overwrite it. So `copy_shared`
+copies such arrays before a step, and `find_shared` names them for an error text.
 """
 
 from __future__ import annotations
@@ -14,17 +16,17 @@ from jaxcross._pytree import buffer_of
 
 
 def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool) -> None:
-    """Replaces donated arrays that occur more than once in `leaves` by copies, so that each buffer
-    is donated once.
+    """Replaces donated arrays that occur more than once in `leaves` by copies.
 
-    If an argument that is not donated shares the buffer, every donated one is copied.
+    Each buffer is then donated once. If an argument that isn't donated shares the buffer, every
+    donated array that uses it is copied.
 
     Args:
         leaves: Flat arguments; changed in place.
-        donated: Positions in `leaves` of those that the step may overwrite.
-        new_types: Whether to compare buffers, which different arrays may share (`jax.device_put`).
-            It takes 0.2 us an array, so it is for the first call with these types; else the objects
-            are compared.
+        donated: Positions in `leaves` of the arguments that the step may overwrite.
+        new_types: Whether to compare buffers rather than Python objects. Different arrays can share
+            a buffer, e.g. after `jax.device_put`. Comparing buffers takes 0.2 us per array, so
+            callers do it on the first call with these types only.
     """
     if not donated or not (new_types or len(set(map(id, leaves))) < len(leaves)):
         return
@@ -44,7 +46,7 @@ def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool)
 
 
 def find_shared(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns the names of the first two arrays that share a buffer; None if none do."""
+    """Returns the names of the first two arrays found to share a buffer, or None if none do."""
     seen: dict[Hashable, str] = {}
     for name, array in arrays.items():
         if not isinstance(array, jax.Array):

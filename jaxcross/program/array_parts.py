@@ -1,5 +1,6 @@
-"""Describes the part of an array that an equation reads or writes, and the constant by which it
-multiplies.
+"""Describes the part of an array that an equation reads or writes, and any constant factor.
+
+`provenance` uses the texts to tell apart exchanges of different parts of one array.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ def ways_through(
     Args:
         eqn: The equation.
         makers: The equation that computes each variable.
-        result: The number of the result.
+        result: The index of the result.
 
     Returns:
-        For each operand the part or the factor as text, empty if all of it does so unchanged, or
-        None if it does not.
+        One entry per operand: the part or the constant factor as text, or None if the operand
+        doesn't reach the result (or only as an index). The text is empty if the whole operand
+        passes through unscaled, and also if the part or the factor isn't a literal in the code.
     """
     name = eqn.primitive.name
     params = eqn.params
@@ -58,14 +60,12 @@ def ways_through(
 
 
 def picks(eqn: compat.Equation) -> bool:
-    """Whether an equation of one result reads or writes elements by an index."""
+    """Whether an equation with one result reads or writes elements by an index."""
     return eqn.primitive.name.startswith("scatter") or eqn.primitive.name == "gather"
 
 
 def ways_by_index(eqn: compat.Equation, makers: Mapping[Any, Any]) -> Sequence[str | None] | None:
-    """Does the same for an equation that `picks`; returns None where the index is not written in
-    the code.
-    """
+    """Like `ways_through`, for an equation that `picks`; None if the index isn't a literal."""
     at = _constant(eqn.invars[1], makers)
     if at is None:
         return None
@@ -79,8 +79,10 @@ def _slice(
     strides: Sequence[int] | None,
     shape: Sequence[int],
 ) -> str:
-    """Describes the dimensions that a slice cuts. The others do not matter: a batch may be short
-    there.
+    """Describes the dimensions that a slice cuts.
+
+    The other dimensions are left out, because their size may differ between ranks: a batch may be
+    short.
     """
     steps = strides or [1] * len(shape)
     cut = [
@@ -92,7 +94,7 @@ def _slice(
 
 
 def _constant(atom: compat.Atom, makers: Mapping[Any, Any]) -> tuple[int, ...] | None:
-    """Returns the integers that an index is made of, None if they are not written in the code."""
+    """Returns the integers of an index, or None if they aren't literals in the code."""
     if isinstance(atom, compat.Literal):
         return (int(atom.val),)
     eqn = makers.get(atom)

@@ -1,4 +1,10 @@
-"""Positions of equations -> segments with their jaxprs, values, last uses and buckets."""
+"""Builds the program from a placement: each segment's jaxpr, values, last uses and buckets.
+
+`cut` only decides at which position each equation runs. Here the equations of each position become
+a *body*: small exchanges are packed into buckets, equations that nobody reads are dropped, and the
+variables that a body reads and passes on become the inputs and outputs of its segment. Positions
+without equations get no segment.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +24,21 @@ from jaxcross.program.jaxpr_utils import drop_unread
 from jaxcross.program.nonfinite import masked_by
 from jaxcross.program.trace import Traced
 
-_BUCKETED = frozenset(
-    {"psum", "pmax", "pmin"}
-)  # elementwise over ranks, so operands may share a buffer
+# These reduce element by element, so their operands may share a buffer.
+_BUCKETED = frozenset({"psum", "pmax", "pmin"})
 
 
 def assemble(
     graph: Graph, placement: Placement, bucket_bytes: int, *, pack_on_device: bool = False
 ) -> Program:
-    """Builds the program, unverified.
+    """Builds the program. It's returned unverified.
 
     Args:
         graph: The equations of the traced step.
         placement: The segment of each equation.
-        bucket_bytes: Smaller exchanges share flat buffers up to this size.
-        pack_on_device: Whether compute segments fill and empty these buffers, instead of the
-            collective ones.
+        bucket_bytes: Smaller exchanges share flat buffers of up to this size.
+        pack_on_device: Whether compute segments, rather than collective segments, fill and empty
+            these buffers.
     """
     traced = graph.traced
     inner, _ = compat.open_jaxpr(traced.jaxpr)
@@ -46,7 +51,7 @@ def assemble(
     if pack_on_device:
         carried = {2 * g + 1 for g, group in enumerate(placement.groups) if group.carried}
         _pack_on_device(bodies, shared, owner, traced.decisions, carried)
-    # What a position still has to compute follows from what the later ones read, so all bodies come
+    # What a position has to compute depends on what later positions read, so all bodies are built
     # first.
     reads = _prune(bodies, owner, results)
     last_read = {v: at for at, variables_read in enumerate(reads) for v in variables_read}
@@ -63,15 +68,16 @@ def assemble(
     segments: list[Segment] = []
     literal_ids: list[int] = []
     for at, body in enumerate(bodies):
-        # No equation makes a result that is a literal: the tail returns it.
+        # A result of the step that is a literal has no equation that makes it, so the tail returns
+        # it.
         literals = []
         if at == len(bodies) - 1:
             literals = [a for a in inner.outvars if isinstance(a, compat.Literal)]
         if not body and not literals:
             continue
         made = [v for e in body for v in e.outvars if not isinstance(v, compat.DropVar)]
-        # A recomputed value is for this segment alone; the segment that owns the equation hands it
-        # on.
+        # A recomputed value is used in this segment only. Other segments get the value from the
+        # segment that owns the equation.
         outs = [
             v
             for v in dict.fromkeys(made)
@@ -82,14 +88,14 @@ def assemble(
         collective = at % 2 == 1
         read = reads[at]
         if not collective:
-            # XLA writes the n-th result of a shape into the n-th donated input of it. In the step's
-            # own order, as in `jax.jit`, a state's arrays stay where they are if the segment may
-            # overwrite them all.
+            # XLA writes the n-th result of a given shape into the n-th donated input of that shape.
+            # In the step's own order, as under `jax.jit`, the arrays of the state stay where they
+            # are if the segment may overwrite all of them.
             read = sorted(read, key=place_of_input)
             outs = sorted(outs, key=place_of_result)
         masked = masked_by(graph, placement.groups[at // 2], body, outs) if collective else []
-        # Results for checks follow the segment's own; `Execution` splits them off again in this
-        # order.
+        # Results for checks follow the segment's own results. `Execution` splits them off again in
+        # this order.
         counts = [v for v in made if v in traced.decisions]
         jaxpr = compat.make_jaxpr_of(read, [*outs, *literals, *masked, *counts], body, traced.jaxpr)
         segments.append(
@@ -137,12 +143,12 @@ def _program(
 
 @dataclass(frozen=True, slots=True)
 class _SharedBuffers:
-    """The flat buffers in which several exchanges travel.
+    """The flat buffers in which several exchanges travel together.
 
     Attributes:
         parts: For each buffer, the number of its operands and a hash of their sizes.
-        filled: What the equations make that fill the buffers.
-        emptied: What those make that empty them.
+        filled: Results of the equations that fill the buffers.
+        emptied: Results of the equations that empty the buffers.
     """
 
     parts: dict[Any, str] = field(default_factory=dict)
@@ -157,14 +163,20 @@ def _pack_on_device(
     checked: Collection[Any],
     carried: Collection[int],
 ) -> None:
-    """Moves equations that fill and empty shared buffers into the compute bodies around each
-    collective one.
+    """Moves the equations that fill and empty shared buffers into the neighbouring compute bodies.
 
-    Between an accelerator and the host then travels one array a buffer. Each costs a tenth of a
-    millisecond, whatever its size (`benchmarks/results/gpu_transfers.json`). Nothing moves where no
-    compute body is, where an exchange of the same segment depends on it, or where it makes one of
-    `checked`, which collective segments return. What fills the buffers of `carried` positions
-    stays: these exchanges wait for no computation.
+    A single array per buffer then travels between the accelerator and the host. Otherwise every
+    operand travels separately, and each transfer costs a tenth of a millisecond whatever its size
+    (`benchmarks/results/gpu_transfers.json`).
+
+    An equation stays in the collective body if
+
+    - there is no compute body on its side to move it to,
+    - it fills a buffer from the result of an equation that stays, or it empties a buffer and an
+      equation that stays reads its result,
+    - its result is one of `checked`, which collective segments return, or
+    - it fills a buffer at one of the `carried` positions, whose exchanges don't wait for any
+      computation.
     """
     for at in range(1, len(bodies), 2):
         body = bodies[at]
@@ -205,7 +217,7 @@ def _pack_on_device(
 def _bodies(
     graph: Graph, placement: Placement, bucket_bytes: int, shared: _SharedBuffers
 ) -> list[list[Any]]:
-    """Returns the equations of each position, the tail last. Notes the shared buffers."""
+    """Returns the equations of each position, the tail last. Records shared buffers in `shared`."""
     placed = by_place(placement.position)
     bodies = []
     for at in range(2 * len(placement.groups) + 1):
@@ -220,11 +232,11 @@ def _bodies(
 def _prune(
     bodies: list[list[Any]], owner: Mapping[Any, int], results: Collection[Any]
 ) -> list[list[Any]]:
-    """Drops compute equations that no later position needs; returns what each position then reads.
+    """Drops compute equations that no later position needs, and returns what each position reads.
 
-    Backwards, because what a position must hand on follows from what the later ones read. A
-    collective body keeps all its equations: an exchange must be made even if this rank has no use
-    for its result.
+    Positions are visited backwards, because what a position must pass on depends on what later
+    positions read. A collective body keeps all its equations: the exchange must be made even if
+    this rank doesn't use the result.
     """
     reads: list[list[Any]] = [[] for _ in bodies]
     wanted = set(results)
@@ -240,7 +252,7 @@ def _prune(
 
 
 def _reads(body: Sequence[Any]) -> list[Any]:
-    """Returns the variables that a body reads and does not make, in order of first use."""
+    """Returns the variables that a body reads but doesn't make, in order of first use."""
     made: set[Any] = set()
     reads: dict[Any, None] = {}
     for eqn in body:
@@ -252,7 +264,7 @@ def _reads(body: Sequence[Any]) -> list[Any]:
 
 
 def _places(ordered: Sequence[Any]) -> Callable[[Any], int]:
-    """Returns the place of a variable among these; all others come behind them."""
+    """Returns a sort key: a variable's place in `ordered`; all other variables sort after these."""
     places = {v: n for n, v in enumerate(ordered)}
     return lambda v: places.get(v, len(places))
 
@@ -260,8 +272,8 @@ def _places(ordered: Sequence[Any]) -> Callable[[Any], int]:
 def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> tuple[Exchange, ...]:
     """Returns the exchanges of a segment.
 
-    An exchange of a shared buffer names the buffer's contents, so that ranks compare them, and not
-    the sum of their sizes alone.
+    The exchange of a shared buffer also names the buffer's contents. Ranks then compare these
+    contents instead of their total size alone.
     """
     found: list[Exchange] = []
     for eqn in body:
@@ -274,9 +286,7 @@ def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> t
 def _collective_body(
     graph: Graph, group: Group, bucket_bytes: int, shared: _SharedBuffers
 ) -> list[Any]:
-    """Returns the equations of a collective segment: level by level, small exchanges of one kind in
-    shared buffers.
-    """
+    """Returns the equations of a collective segment, level by level, small exchanges packed."""
     if group.as_written:
         return [graph.eqns[i] for i in sorted((*group.exchanges, *group.between))]
     body: list[Any] = []
@@ -286,17 +296,15 @@ def _collective_body(
         while between and graph.level[between[0]] <= here:
             body.append(graph.eqns[between.popleft()])
         body += _bucketed(graph, level, bucket_bytes, shared)
-    return body + [graph.eqns[i] for i in between]  # exchanges of a later segment read these
+    return body + [graph.eqns[i] for i in between]  # later segments' exchanges read these
 
 
 def _bucketed(
     graph: Graph, level: Sequence[int], bucket_bytes: int, shared: _SharedBuffers
 ) -> list[Any]:
-    """Returns the exchanges of one level; small ones of one kind go through flat buffers (cut rule
-    3).
-    """
+    """Returns the exchanges of one level; small ones of a kind share flat buffers (cut rule 3)."""
     buckets: dict[tuple[Any, ...], list[list[int]]] = {}
-    filled: dict[tuple[Any, ...], int] = {}  # bytes of each kind's latest bucket
+    filled: dict[tuple[Any, ...], int] = {}  # bytes in the latest bucket of each kind
     out: list[tuple[int, list[Any]]] = []
     for i in level:
         eqn = graph.eqns[i]
@@ -307,24 +315,24 @@ def _bucketed(
             and found[0].nbytes < bucket_bytes
         )
         small = small and not isinstance(eqn.invars[0], compat.Literal)
-        # Over axes of one rank nothing travels, and copies into a buffer would be the only cost.
+        # Over axes of size 1 no data travels, so packing would only add copies.
         small = small and any(graph.traced.axes[a] > 1 for a in found[0].axes)
-        # A reduction that also names array dimensions (`vmap` inside the step) has none left in a
-        # flat buffer.
+        # A reduction that also names array dimensions (from a `vmap` inside the step) wouldn't find
+        # these dimensions in a flat buffer.
         small = small and "positions" not in dict(found[0].params)
         if not small:
             out.append((i, [eqn]))
             continue
         x = found[0]
-        # Exchanges of one kind share buffers. Exchanged shapes are equal on all ranks, and so the
-        # buckets are, too.
+        # Exchanges of one kind share buffers. The shapes of what is exchanged are identical across
+        # ranks, so the buckets are identical, too.
         kind = (x.op, x.axes, x.dtype, x.params)
         if kind not in filled or filled[kind] + x.nbytes > bucket_bytes:
             buckets.setdefault(kind, []).append([])
             filled[kind] = 0
         filled[kind] += x.nbytes
         buckets[kind][-1].append(i)
-    # A buffer stands where its last member was written, so that all its operands exist.
+    # Put a buffer at the place of its last member, so that all its operands exist by then.
     for several in buckets.values():
         for members in several:
             eqns = [graph.eqns[i] for i in members]
@@ -335,9 +343,7 @@ def _bucketed(
 
 
 def _share_buffer(eqns: Sequence[Any], graph: Graph, buffer: _SharedBuffers) -> list[Any]:
-    """Returns equations that concatenate the operands, exchange the buffer once and split it
-    again.
-    """
+    """Returns equations that concatenate the operands, exchange the buffer and split it again."""
     primitive = eqns[0].primitive
     params = eqns[0].params
 
@@ -351,8 +357,8 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph, buffer: _SharedBuffers) -> 
     closed = jax.make_jaxpr(shared, axis_env=list(graph.traced.axes.items()))(*args)
     inner, _ = compat.open_jaxpr(closed)
     env = dict(zip(inner.invars, (e.invars[0] for e in eqns), strict=True))
-    # Operands and results keep their variables, by which the other equations know them; the rest
-    # gets fresh ones.
+    # Operands and results keep their variables, because other equations refer to them. Everything
+    # else gets fresh variables.
     env.update(zip(inner.outvars, (e.outvars[0] for e in eqns), strict=True))
     out = []
     new = buffer.filled
@@ -361,9 +367,8 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph, buffer: _SharedBuffers) -> 
             env.setdefault(v, compat.new_var(v.aval))
         invars = [a if isinstance(a, compat.Literal) else env[a] for a in eqn.invars]
         outvars = [env[v] for v in eqn.outvars]
-        out.append(
-            eqn.replace(invars=invars, outvars=outvars, source_info=eqns[0].source_info)
-        )  # the user's line
+        # With the user's line.
+        out.append(eqn.replace(invars=invars, outvars=outvars, source_info=eqns[0].source_info))
         if eqn.primitive is primitive:
             sizes = ",".join(str(x.size) for x in args)
             buffer.parts[invars[0]] = (

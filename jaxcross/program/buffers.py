@@ -1,4 +1,4 @@
-"""Many arrays in one flat buffer, in equations that XLA compiles in time linear in their number."""
+"""Packs many arrays into one flat buffer; XLA compiles the equations in linear time."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import jax
 from jax import lax
 
 OPERANDS = 64
-"""The longest concatenation: XLA's CPU backend takes time quadratic in the number of operands (1.4
-s for 1,500).
+"""The most operands of one concatenation. XLA's CPU backend takes quadratic time (1.4 s for 1,500).
 """
 
 
 def packed(values: Sequence[jax.Array]) -> jax.Array:
-    """Concatenates the elements of all values, one value after the other, into a vector."""
+    """Concatenates the flattened values, one after the other, into a vector."""
     flat = [lax.reshape(value, (value.size,)) for value in values]
     while len(flat) > OPERANDS:
         chunks = [flat[start : start + OPERANDS] for start in range(0, len(flat), OPERANDS)]
-        # Without the barrier XLA fuses the chunks back into one concatenation.
+        # Without the barrier, XLA would fuse the chunks back into a single concatenation.
         flat = list(lax.optimization_barrier([lax.concatenate(chunk, 0) for chunk in chunks]))
     return flat[0] if len(flat) == 1 else lax.concatenate(flat, 0)
 

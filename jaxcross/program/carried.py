@@ -1,9 +1,8 @@
-"""Finds the exchanges of what the step before has left: they need no computation of this step, and
-travel during it.
+"""Finds *carried* exchanges: they need no computation of this step, so they can overlap with it.
 
-A strategy that applies a mean one step late keeps the operand in its state. The exchange then
-depends on the step's inputs alone. It is *carried* if some costly work of the step does not wait
-for it (cut rule 8).
+A strategy that applies the mean one step late keeps the operand of the exchange in its state. The
+exchange then depends on the step's inputs alone. It's *carried* if the step also has costly work
+that doesn't wait for it (cut rule 8): that work can run while the exchange is in flight.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.graph import Graph, nbytes, variables
 from jaxcross.program.op_cost import ARITHMETIC, HOST_OPS, MOST_TOUCHED, is_costly
 
-# Their operands may be larger than their results, and have other sizes on other ranks: those of its
-# batch.
+# The operands of these may be larger than their results, and may differ in size between ranks,
+# because they can depend on the batch.
 _SHRINKING = frozenset({"argmax", "dynamic_slice", "slice", "split"})
 
 
 def carried_exchanges(graph: Graph) -> tuple[int, ...]:
-    """Returns the carried exchanges among those that need no other exchange. The same on every
-    rank.
-    """
+    """Returns the carried exchanges, among those that need no other. Identical across ranks."""
     first = [
         i
         for i in graph.wires
@@ -42,24 +39,22 @@ def carried_exchanges(graph: Graph) -> tuple[int, ...]:
 
 
 def host_ops_before(graph: Graph, exchanges: Sequence[int]) -> frozenset[int]:
-    """Returns the operations between the step's inputs and carried exchanges. They run on the host,
-    next to them.
-    """
+    """Returns the operations from the step's inputs to carried exchanges; the host runs them."""
     return frozenset(graph.ancestors(exchanges, {}))
 
 
 def may_repeat(
     graph: Graph, ops: Collection[int], exchanges: Sequence[int], inside: Collection[int]
 ) -> bool:
-    """Whether the host may run these operations for these exchanges, while other readers have them
-    computed elsewhere.
+    """Whether the host may run these operations for these exchanges.
 
-    Arithmetic may be contracted with its reader, into other bits: it has no readers but those in
-    `inside`.
+    Other readers of the results have them computed a second time, elsewhere. That must give the
+    same bits, but arithmetic may be contracted with its reader and then rounds differently.
+    Therefore all readers of arithmetic must be in `inside`.
     """
     names = {graph.eqns[i].primitive.name for i in ops}
-    # Ranks must decide alike, so no array may count that is larger than what follows from the
-    # exchanges' shapes.
+    # All ranks must reach the same decision, so no array may count whose size doesn't follow from
+    # the shapes of the exchanges.
     if (
         not names <= HOST_OPS
         or not names.isdisjoint(_SHRINKING)
@@ -79,11 +74,12 @@ def may_repeat(
 
 
 def work_before_commit(graph: Graph) -> set[int]:
-    """Returns the costly equations that no exchange delays, all that they need, and what ends it in
-    no more bytes.
+    """Returns the equations to compute before the commit, while carried exchanges are in flight.
 
-    A gradient's last operations are cheap: a transpose, the sum over a batch. Behind the commit
-    they would read what the costly ones have left from memory, in another order than it lies there.
+    These are the costly equations that no exchange delays, everything they need, and the cheap
+    operations that finish this work without adding bytes. The last operations of a gradient are
+    cheap, e.g. a transpose or a sum over the batch. After the commit they would have to read the
+    results of the costly equations from memory, in an order that differs from their layout there.
     """
     costly = [i for i in range(len(graph.eqns)) if graph.level[i] == 0 and _is_work(graph, i)]
     inside = {*costly, *graph.ancestors(costly, {})}
@@ -108,8 +104,9 @@ def _may_end_work(graph: Graph, i: int) -> bool:
 
 
 def _keeps_bytes(graph: Graph, i: int, inside: Collection[int], returned: Collection[Any]) -> bool:
-    """Whether an equation reads results of this work alone, and makes no more bytes than it is the
-    last to read.
+    """Whether an equation reads this work's results only, and makes no more bytes than it frees.
+
+    An operand is freed if this equation is the last to read it.
     """
     eqn = graph.eqns[i]
     operands = variables(eqn.invars)
@@ -121,9 +118,8 @@ def _keeps_bytes(graph: Graph, i: int, inside: Collection[int], returned: Collec
         for v in operands
         if v not in returned and all(r in inside or r == i for r in graph.readers[v])
     )
-    return made <= freed or 8 * made <= sum(
-        map(nbytes, operands)
-    )  # a sum is small whatever else reads its operand
+    # The second condition accepts e.g. a sum: it's small, even if its operand has other readers.
+    return made <= freed or 8 * made <= sum(map(nbytes, operands))
 
 
 def _from_inputs(graph: Graph, exchange: int) -> bool:
@@ -143,8 +139,9 @@ def _is_work(graph: Graph, i: int) -> bool:
 
 
 def _with_other_work(graph: Graph, exchanges: Sequence[int], costly: Collection[int]) -> list[int]:
-    """Returns the exchanges that some costly equation does not wait for, by sets of exchanges as
-    bits.
+    """Returns the exchanges that at least one costly equation doesn't wait for.
+
+    Sets of exchanges are represented as bits of an integer.
     """
     bit = {i: 1 << n for n, i in enumerate(exchanges)}
     waits: list[int] = []

@@ -1,4 +1,4 @@
-"""The segments of a program -> XLA executables, which equal segments of all jobs share."""
+"""Compiles the segments of a program into XLA executables, shared by equal segments of all jobs."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from jaxcross.program.lowered import Lowered, Traceable, struct_of
 
 V = TypeVar("V")
 
-# executables that no job uses any more, kept for a later job that is equal to a finished one
+# The number of most recently used executables that stay alive even if no job uses them, because a
+# later job may equal a finished one.
 MAX_IDLE_EXECUTABLES = 64
 
 
 @final
 class SingleFlightCache(Generic[V]):
-    """Values by key, each made once. Safe to use from several threads.
+    """A cache that makes each value once. Safe to use from several threads.
 
     Args:
-        values: The mapping that holds them; an empty dictionary if None.
+        values: The mapping that stores the values; an empty dictionary if None.
     """
 
     def __init__(self, values: MutableMapping[Hashable, V] | None = None) -> None:
@@ -44,17 +45,18 @@ class SingleFlightCache(Generic[V]):
         self._values: MutableMapping[Hashable, V] = {} if values is None else values
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Returns the value for `key`. The first caller makes it; others that ask for the same key
-        wait.
+        """Returns the value for `key`.
+
+        The first caller makes the value. Other callers with the same key wait for it.
         """
         with self._lock:
             found = self._values.get(key)
             if found is not None:
                 return found
-            # `make` may take minutes, so it runs under a lock of its key alone.
+            # `make` may take minutes, so it runs under a lock for this key alone.
             turn = self._making.setdefault(key, threading.Lock())
         with turn:
-            # The caller that held `turn` before may have made it; if its `make` has failed, this
+            # The previous holder of `turn` may have made the value. If its `make` failed, this
             # caller tries again.
             with self._lock:
                 found = self._values.get(key)
@@ -66,30 +68,30 @@ class SingleFlightCache(Generic[V]):
         return found
 
     def __len__(self) -> int:
-        """Returns the number of values."""
         return len(self._values)
 
 
 @final
 class ExecutableCache:
-    """Executables by what they compute, so that equal jobs compile once. Safe to use from several
-    threads.
+    """Executables by what they compute, so that equal jobs compile once. Safe to use from threads.
 
-    It keeps those that something else holds, and the latest `MAX_IDLE_EXECUTABLES`: a process may
-    run any number of jobs, one after another, without filling its memory.
+    The cache keeps the executables that something else still holds, and the latest
+    `MAX_IDLE_EXECUTABLES`. A process can therefore run any number of jobs, one after another,
+    without filling its memory.
     """
 
     def __init__(self) -> None:
-        # Weak, so that an executable goes with the last job that uses it, except for the latest
-        # ones.
+        # Weak references: an executable is freed together with the last job that uses it, unless
+        # it's among the latest ones.
         self._executables = SingleFlightCache[Any](WeakValueDictionary())
         self._latest: OrderedDict[Hashable, object] = OrderedDict()
         self._lock = threading.Lock()
         self.compiled = 0
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns the executable for `key`. The first caller makes it; others that ask for the same
-        key wait.
+        """Returns the executable for `key`.
+
+        The first caller compiles it. Other callers with the same key wait for it.
         """
 
         def counted() -> Any:
@@ -119,29 +121,31 @@ def compile_segments(
     host: Any,
     notify: Callable[[Segment], None] | None,
 ) -> tuple[Runnable, ...]:
-    """Compiles every segment, or takes its executable from the cache. The arguments are those of
-    `stages.compile`.
+    """Compiles every segment, or takes its executable from the cache.
+
+    The arguments are those of `stages.compile`.
     """
     traced = program.traced
     wire = traced.wire
     coords = dict(traced.wire.coords(traced.axes))
     given = [*map(_sharding, traced.consts), *map(_sharding, inputs)]
     shardings: dict[int, Sharding | None] = dict(zip(program.inputs, given, strict=True))
-    # All communicators are created before anything is compiled: creating one waits for the other
-    # ranks, which a rank whose compiler has failed would never reach.
+    # Create all communicators before compiling anything. Creating a communicator waits for the
+    # other ranks, and a rank whose compiler failed earlier would never get there.
     lowered = {s.index: _lowered(program, s, wire, coords) for s in program.collectives}
     returned = frozenset(program.outputs)
     exchanged = _only_exchanged(program)
     runnables = []
-    lent: set[int] = set()  # values that a later segment may overwrite, but would be copied for it
+    lent: set[int] = set()  # values in the wire's memory: donating one would copy it
     for segment, may_donate in zip(program.segments, program.order.donates, strict=True):
         if notify is not None:
             notify(segment)
         sources = tuple(shardings[v] for v in segment.inputs)
         pinned = _pinned_results(segment, sources, exchanged, host)
         donated = _aliasable(program, segment, may_donate - lent, pinned)
-        # Everything that decides what XLA makes of a segment, and nothing else: names of values and
-        # of the step may differ between jobs that share an executable.
+        # The key holds everything that decides what XLA makes of a segment, and nothing else. Names
+        # of values and of the step aren't in it, because jobs that share an executable may use
+        # different names.
         key = (
             segment_key(segment),
             _avals(program, segment.inputs),
@@ -161,7 +165,7 @@ def compile_segments(
                 key, _compute_maker(program, segment, sources, donated, coords, pinned)
             )
             # XLA chooses the shardings of a segment's results, and the next segment is compiled for
-            # what it chose.
+            # these shardings.
             results = [None] * len(segment.outputs)
             if any(s is not None for s in sources):
                 results = list(call.output_shardings)[: len(segment.outputs)]
@@ -175,8 +179,8 @@ def compile_segments(
             call = cache.get(key, _collective_maker(program, segment, lowered[segment.index], host))
             results = _return_shardings(program, segment, shardings, host)
             moves = any(s is not None for s in results)
-            # A result that is moved to another device is a copy. Results beyond the segment's
-            # outputs are never moved.
+            # A result that is moved to another device is a copy, so it no longer lies in the wire's
+            # memory. Results beyond the segment's outputs are never moved.
             stays = [to is None or host in to.device_set for to in results]
             places = [n for n in lowered[segment.index].lent if n >= len(stays) or stays[n]]
             lent_here = tuple(segment.outputs[n] for n in places if n < len(stays))
@@ -200,14 +204,15 @@ def compile_segments(
 
 
 def collectives_to_await(program: Program) -> tuple[tuple[tuple[int, ...], ...], bool]:
-    """Returns the collective segments that each segment waits for, and whether any computation can
-    hide an exchange.
+    """Returns the collective segments that each segment waits for, and whether any can be hidden.
 
-    A segment waits for those that it depends on, or that the commit puts before it, unless an
-    earlier compute segment has waited for them: compute segments run in the order of the list.
+    A segment waits for the collective segments that it depends on, or that the commit puts before
+    it, unless an earlier compute segment already waited for them: compute segments run in the order
+    of the list. The second result says whether some computation can hide an exchange with other
+    ranks.
     """
     collectives = [s.index for s in program.collectives]
-    waited_for = in_flight = 0  # sets of segments, as bits
+    waited_for = in_flight = 0  # sets of segments, as bits of an integer
     awaited = []
     overlaps = False
     for segment, before in zip(program.segments, program.order.after, strict=True):
@@ -221,9 +226,7 @@ def collectives_to_await(program: Program) -> tuple[tuple[tuple[int, ...], ...],
 
 
 def bind_axis_index(jaxpr: compat.Jaxpr, coords: Mapping[str, int]) -> compat.Jaxpr:
-    """Replaces `axis_index` by this rank's coordinates in an open jaxpr and the jaxprs inside
-    it.
-    """
+    """Replaces `axis_index` by this rank's coordinates in an open jaxpr and its inner jaxprs."""
     env: dict[Any, Any] = {}
     eqns = []
     for eqn in jaxpr.eqns:
@@ -260,8 +263,8 @@ def _compute_maker(
         function = jaxpr_as_fun(compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords)))
 
         def compute(*args: Any) -> list[Any]:
-            # The last result is never donated: the segment's end can be awaited by it, whatever
-            # becomes of the rest.
+            # The last result is never donated. The driver can wait for it to find out that the
+            # segment has ended, even if all other results have been given away.
             return [*function(*args), jnp.zeros((), jnp.uint32)]
 
         compute.__name__ = f"{program.name}_{segment.index}"
@@ -270,8 +273,8 @@ def _compute_maker(
             return (
                 jax.jit(compute, donate_argnums=donate, keep_unused=True).lower(*structs).compile()
             )
-        # The accelerator writes what is only exchanged into the host's pinned memory while it still
-        # computes the rest.
+        # The accelerator writes the results that only exchanges read into the host's pinned memory,
+        # while it's still computing the others.
         jitted = jax.jit(
             compute, donate_argnums=donate, keep_unused=True, out_shardings=[*pinned, None]
         )
@@ -290,13 +293,13 @@ def _collective_maker(
     program: Program, segment: Segment, lowered: Lowered, host: Any
 ) -> Callable[[], Any]:
     def make() -> object:
-        # Over one rank most exchanges only return their operand. Even an empty executable costs a
-        # dispatch and copies.
+        # With one rank most exchanges just return their operand. Even an empty executable would
+        # cost a dispatch and copies.
         if program.is_single_rank(segment):
             order = _forwarded(program, segment, lowered)
             if order is not None:
                 return _Forward(order)
-        # Committed to the host's CPU device, so that it never occupies the accelerator.
+        # Committed to the host's CPU device, so that the segment never occupies the accelerator.
         anywhere = host.client.platform == jax.default_backend() and host == jax.local_devices()[0]
         place = None if anywhere else SingleDeviceSharding(host)
         structs = _structs(segment, [place] * len(segment.inputs))
@@ -309,7 +312,7 @@ def _collective_maker(
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Forward:
-    """Stands for an executable that would only copy: a sum over one rank is its operand."""
+    """Replaces an executable that would only copy: a sum over one rank is its operand."""
 
     order: tuple[int, ...]
 
@@ -321,11 +324,11 @@ class _Forward:
 
 
 def _forwarded(program: Program, segment: Segment, lowered: Lowered) -> tuple[int, ...] | None:
-    """Returns the argument that each result is, or None if the segment computes or the arguments
-    have other readers.
+    """Returns the index of the argument that each result is, or None if that isn't possible.
 
-    A result may be donated later. That must never take an array from the user or from another
-    segment.
+    It isn't possible if the segment computes something, or if anything else reads its arguments. A
+    result may be donated later, and that must never take an array away from the user or from
+    another segment.
     """
     if not (isinstance(lowered, Traceable) and _owned(program, segment)):
         return None
@@ -339,7 +342,7 @@ def _forwarded(program: Program, segment: Segment, lowered: Lowered) -> tuple[in
 
 
 def _owned(program: Program, segment: Segment) -> bool:
-    """Whether no other segment and no user reads what a segment reads, now or later."""
+    """Whether neither another segment nor the user reads this segment's inputs from now on."""
     return frozenset(segment.inputs) <= frozenset(segment.last_uses).difference(program.inputs)
 
 
@@ -357,18 +360,19 @@ def _avals(program: Program, ids: Sequence[int]) -> tuple[Any, ...]:
 def _aliasable(
     program: Program, segment: Segment, allowed: frozenset[int], pinned: Sequence[Sharding | None]
 ) -> tuple[int, ...]:
-    """Returns the positions of inputs that may be overwritten and that match an output.
+    """Returns the positions of the inputs that may be overwritten and that match an output.
 
-    XLA warns of donated buffers that it cannot use, so each must find an output of its shape and
-    type. JAX gives a buffer to the first such output, in whatever memory that is: none is donated
-    whose kind has one in pinned memory.
+    XLA warns about donated buffers it can't use, so each donated input must match an output in
+    shape and type. JAX assigns a buffer to the first such output, whatever memory the output is in.
+    Therefore we donate no input whose shape and type is also that of an output in pinned memory.
     """
     kinds = [(program.values[v].shape, program.values[v].dtype) for v in segment.outputs]
     elsewhere = {kind for kind, to in zip(kinds, pinned, strict=True) if to is not None}
     free = Counter(kind for kind in kinds if kind not in elsewhere)
     taken = []
     own = frozenset(program.inputs)
-    # The user's own first: they were donated on purpose, and JAX reports a later use of one.
+    # The user's own arrays come first: they were donated on purpose, and JAX reports a later use of
+    # such an array.
     for position, v in sorted(enumerate(segment.inputs), key=lambda item: item[1] not in own):
         kind = (program.values[v].shape, program.values[v].dtype)
         if v in allowed and free[kind]:
@@ -378,7 +382,7 @@ def _aliasable(
 
 
 def _sharding(value: object) -> Sharding | None:
-    """Returns the sharding that an argument is committed to, None if JAX may place it."""
+    """Returns the sharding that an argument is committed to, or None if JAX may place it."""
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return None  # a traced type has an abstract mesh, if any
     if isinstance(value, jax.Array) and not getattr(value, "committed", False):
@@ -387,8 +391,9 @@ def _sharding(value: object) -> Sharding | None:
 
 
 def _only_exchanged(program: Program) -> frozenset[int]:
-    """Returns the results of compute segments that only collective ones read, and that can go to
-    pinned memory.
+    """Returns the results of compute segments that only collective segments read.
+
+    Results that can't be in pinned memory are left out.
     """
     collectives = {s.index for s in program.collectives}
     readers = program.order.readers
@@ -405,8 +410,9 @@ def _only_exchanged(program: Program) -> frozenset[int]:
 def _pinned_results(
     segment: Segment, sources: Sequence[Sharding | None], exchanged: frozenset[int], host: Any
 ) -> tuple[Sharding | None, ...]:
-    """Returns the pinned memory into which a compute segment writes each result that only exchanges
-    read.
+    """Returns, for each result of a compute segment, the pinned memory that it's written into.
+
+    None for results that anything but an exchange reads.
     """
     if segment.kind != "compute" or exchanged.isdisjoint(segment.outputs):
         return (None,) * len(segment.outputs)
@@ -421,9 +427,7 @@ def _through(
     made: frozenset[int],
     host: Any,
 ) -> tuple[Sharding | None, ...]:
-    """Returns the pinned memory through which each operand goes to the host, None for those that go
-    directly.
-    """
+    """Returns the pinned memory, if any, through which each operand goes to the host."""
     memory = pinned_memory([s for s in sources if s is not None], host)
     return tuple(
         memory if can_be_pinned(program.values[v]) and v not in made else None
@@ -434,11 +438,14 @@ def _through(
 def _return_shardings(
     program: Program, segment: Segment, sharding: Mapping[int, Any], host: Any
 ) -> list[Any]:
-    """Returns the sharding of each result of a collective segment: its operand's of that shape,
-    else replicated.
+    """Returns the sharding of each result of a collective segment.
+
+    A result gets the sharding of the operand that has its shape. If there's no such operand, the
+    result is replicated over the operands' mesh, or it gets the first operand's sharding if they
+    have no mesh. If no operand has a sharding, all results go to the accelerator, if there is one.
     """
-    # An exchange computes on the host's one device. Its results go back to where the operand of
-    # their shape came from: the next segment is compiled for that.
+    # An exchange runs on the host's single CPU device. Its results go back to where the operand
+    # with their shape came from, because the next segment is compiled for that.
     sources = [(program.values[v], sharding[v]) for v in segment.inputs]
     placed = [s for _, s in sources if s is not None]
     if not placed:
@@ -448,6 +455,6 @@ def _return_shardings(
         )
     meshes = [s.mesh for s in placed if isinstance(s, NamedSharding)]
     fallback = NamedSharding(meshes[0], PartitionSpec()) if meshes else placed[0]
-    # Reversed, so that the first operand of a shape decides.
+    # Reversed, so that the first operand of each shape decides.
     by_shape = {aval.shape: s for aval, s in reversed(sources) if s is not None}
     return [by_shape.get(program.values[v].shape, fallback) for v in segment.outputs]

@@ -1,5 +1,7 @@
-"""Conditionals that exchange: their predicate where the host can know it, and their split where it
-cannot.
+"""Handles conditionals that exchange.
+
+If the predicate follows from step inputs that the host has, such as counters, the host chooses the
+branch (`predicate_of`). Otherwise the conditional is split around its exchanges (`split`).
 """
 
 from __future__ import annotations
@@ -18,9 +20,7 @@ from jaxcross.program.emitter import Emitter
 from jaxcross.program.jaxpr_utils import drop_unread, ends_on_zeros
 
 Choose = Callable[["Predicate"], int | None]
-"""Chooses the branch of a `cond` from the equations of its predicate; None where the host cannot
-know.
-"""
+"""Chooses the branch of a `cond` from its predicate; returns None if the host can't know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class Predicate:
     """The index of a `cond` as a function of scalar step inputs alone.
 
     Attributes:
-        inputs: Positions among the step's inputs that it reads.
-        jaxpr: Closed; maps those inputs to the branch index.
-        branches: How many branches there are.
+        inputs: Positions of the step's inputs that the predicate reads.
+        jaxpr: Closed; maps these inputs to the branch index.
+        branches: The number of branches.
     """
 
     inputs: tuple[int, ...]
@@ -39,8 +39,10 @@ class Predicate:
 
 
 def predicate_of(flat: Emitter, index: compat.Atom, branches: int) -> Predicate | None:
-    """Returns the backward slice of `index`; None unless it reads only scalar integers and booleans
-    of the input.
+    """Returns the backward slice of `index` as a predicate, or None if the host can't compute it.
+
+    The host can compute the index if only scalar integers and booleans lead to it, all of them come
+    from the step's inputs, and no exchange, rank index or callback is involved.
     """
     makers = flat.makers()
     positions = flat.positions
@@ -90,20 +92,22 @@ def split(
     operands: list[Any],
     branches: list[Any],
 ) -> list[Any]:
-    """Splits `cond(p, pre; X; post | other)` into `cond(p, pre | zeros)`, X, `cond(p, post |
-    other)`, repeatedly.
+    """Splits a conditional around its exchanges (cut rule 5).
 
-    X are all exchanges that need no other exchange of the branch. They are always made, with zeros
-    where the branch is not taken, so that ranks cannot disagree about taking part. Only the branch
-    taken contributes to the result. Next to X, ranks count how many of them take the branch.
-    Follows cut rule 5.
+    `cond(p, pre; X; post | other)` becomes `cond(p, pre | zeros)`, X, `cond(p, post | other)`. X
+    are all exchanges of one branch that need no other exchange of the branch. The split is repeated
+    until no exchange is left inside.
+
+    Every rank always makes X, with zeros if the branch isn't taken, so that no rank can wait for
+    another that doesn't take part. Only the branch taken contributes to the result. Alongside X,
+    the ranks count how many of them take the branch.
 
     Args:
-        flat: Takes the equations.
+        flat: Receives the equations.
         eqn: The conditional.
         index: The branch index.
-        operands: Of all branches.
-        branches: Inputs, flat equations and results of each.
+        operands: The operands of all branches.
+        branches: The inputs, flat equations and results of each branch.
     """
     counts = decision.count(flat, eqn, index, [eqns for _, eqns, _ in branches])
     atoms = (a for _, eqns, outs in branches for a in (*(a for e in eqns for a in e.invars), *outs))
@@ -111,8 +115,8 @@ def split(
     consts = [v for v in flat.consts if v in read]
     shared = [*operands, *consts]
     work = [([*invars, *consts], eqns, outs) for invars, eqns, outs in branches]
-    # Each round moves one level of exchanges of one branch in front of the conditional, until none
-    # is left inside.
+    # Each round moves one level of exchanges of one branch in front of the conditional, until no
+    # exchange is left inside.
     while True:
         which = next(
             (i for i, (_, eqns, _) in enumerate(work) if any(map(flat.exchanges, eqns))), None
@@ -126,7 +130,7 @@ def split(
         sent = [a for e in exchanges for a in e.invars if not isinstance(a, compat.Literal)]
         later = {a for e in post for a in e.invars if not isinstance(a, compat.Literal)}
         later |= {a for a in outs if not isinstance(a, compat.Literal)}
-        # The first conditional hands over the operands of the exchanges, and values that the rest
+        # The first conditional returns the operands of the exchanges, and the values that the rest
         # of the branch reads.
         residuals = [v for v in dict.fromkeys(v for e in pre for v in e.outvars) if v in later]
         handed = [*sent, *residuals]
@@ -150,7 +154,7 @@ def split(
             args = [a if isinstance(a, compat.Literal) else next(packed) for a in exchange.invars]
             flat.eqns.append(exchange.replace(invars=args, outvars=new))
         flat.present.update(a for a, v in zip(values, sent, strict=False) if v in flat.present)
-        # The rest of this branch reads the residuals and what was received; the other branches
+        # The rest of this branch reads the residuals and the received values. The other branches
         # ignore them.
         extra = [*values[len(sent) :], *received]
         local = [*residuals, *made]
@@ -166,16 +170,15 @@ def split(
 def _partition(
     flat: Emitter, eqns: Sequence[compat.Equation]
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Splits the equations of a branch into those before, the exchanges that need no other
-    exchange, and those after.
+    """Splits a branch into equations before its first exchanges, these exchanges, and the rest.
 
-    Before are the equations written before the first exchange, and those that one of these
-    exchanges needs.
+    The exchanges are those that need no other exchange of the branch. Before them are the equations
+    written before the first exchange, and any equation that one of the exchanges needs.
     """
     first = next(i for i, e in enumerate(eqns) if flat.exchanges(e))
-    behind: set[Any] = set()  # results of an exchange, or of an equation after one
+    behind: set[Any] = set()  # results of an exchange, or of an equation that follows one
     exchanges: dict[int, Any] = {}
-    # Callbacks keep their order: once one is after the exchanges, all later ones are.
+    # Callbacks keep their order: once one comes after the exchanges, all later ones do.
     acted = False
     for i, eqn in enumerate(eqns[first:], first):
         exchange = flat.exchanges(eqn)
@@ -202,13 +205,12 @@ def _partition(
 
 
 def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
-    """Refuses an exchange of a branch that cannot be made where the branch is not taken.
+    """Refuses an exchange that can't be made if its branch isn't taken.
 
-    Raises:
-        CutError: It is in a loop that might not end, or that does more than exchange.
+    These are exchanges in a loop that might not end on zeros, or that also calls back.
     """
     if not ends_on_zeros(exchange, flat.present):
-        # It runs on zeros where its branch is not taken, and nothing says that the loop would ever
+        # If its branch isn't taken, the loop runs on zeros, and we can't tell whether it would ever
         # end on them.
         raise CutError(
             "a `while` loop next to an exchange inside `cond` cannot be cut at "
@@ -216,9 +218,8 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
             "not end where its branch is not taken. Use `lax.scan`, or a predicate made of "
             "counters alone."
         )
-    if exchange.primitive.name != "while" and _acts(
-        flat, exchange
-    ):  # a `while` makes no iteration on zeros
+    # A `while` makes no iteration on zeros, so it may call back.
+    if exchange.primitive.name != "while" and _acts(flat, exchange):
         raise CutError(
             "an exchange and a callback inside one loop inside `cond` cannot be cut at "
             f"{compat.source_of(exchange)}: the loop runs on zeros where its branch is not taken, "
@@ -228,7 +229,7 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
 
 
 def _acts(flat: Emitter, eqn: compat.Equation) -> bool:
-    """Whether an equation does more than compute and exchange: it calls back."""
+    """Whether an equation does more than compute and exchange, i.e. calls back."""
     if flat.wire.recognise(eqn, flat.axes) is not None or all(
         map(compat.is_named_axis_effect, eqn.effects)
     ):
@@ -245,7 +246,7 @@ def _close(
     *,
     zeros: bool = False,
 ) -> compat.Jaxpr:
-    """Returns a closed branch; with `zeros`, one that returns zeros shaped like `outs`."""
+    """Returns a closed branch; with `zeros`, a branch that returns zeros shaped like `outs`."""
     if zeros:
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
         like = [(o.aval.shape, o.aval.dtype) for o in outs]

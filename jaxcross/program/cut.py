@@ -1,8 +1,22 @@
-"""A flat jaxpr -> a program: which equation runs in which segment.
+"""Cuts a flat jaxpr into a program: decides which equation runs in which segment.
 
-Segments alternate: compute 0, collective 0, compute 1, collective 1, ..., tail. An equation's
-*position* is an index into that sequence: even positions compute, odd positions exchange, the last
-one is the tail. The rules are numbered as in docs/explanation/cutting.md.
+Compute and collective segments alternate: compute 0, collective 0, compute 1, collective 1, ...,
+tail. The *position* of an equation is an index into that sequence. Even positions compute, odd
+positions exchange, and the last position is the tail.
+
+The exchanges are placed first. Exchanges of one level, i.e. with the same number of exchanges
+before them, form a group. Adjacent groups are joined if the work between them is cheapest on the
+host, and a group is split into several if `cut` asks for more segments. Then every equation that an
+exchange needs is placed as early as that exchange needs it. Last come the equations that no
+exchange needs, such as metrics and the optimizer: they go where they keep the fewest bytes alive.
+
+All ranks must put the same exchanges into the same segments, even if other shapes differ between
+them (e.g. because the last batch is short on one rank). So the decisions about exchanges may only
+depend on the order of the equations, on the exchanges, and on shapes that follow from the
+exchanges.
+
+Rule numbers refer to docs/explanation/cutting.md, which also lists the alternatives that we
+rejected.
 """
 
 from __future__ import annotations
@@ -31,24 +45,22 @@ from jaxcross.program.op_cost import (
 from jaxcross.program.unit import calls_mpi4jax, unit_of, with_host_ops
 
 Cut = Literal["whole", "auto"] | int
-BUCKET_BYTES = (
-    1 << 20
-)  # below, an exchange's latency costs more than copying its operand into a shared buffer
-AUTO_BYTES = (
-    25_000_000  # bytes of gradients per segment under cut="auto"; four segments for ResNet-50
-)
+# Below this size, an exchange's latency costs more than copying its operand into a shared buffer.
+BUCKET_BYTES = 1 << 20
+# Bytes of gradients per segment under cut="auto". This gives four segments for ResNet-50.
+AUTO_BYTES = 25_000_000
 
 
 def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
-    """Chooses the segment of every equation. The result is the same on every rank.
+    """Chooses the segment of every equation. All ranks get the same segments of exchanges.
 
     Args:
-        graph: A step whose `cond`s the host has decided.
+        graph: A step whose `cond`s are already decided, as far as the host can decide them.
         cut: See `stages.cut`.
-        accelerator: Whether compute segments run elsewhere than on the host.
+        accelerator: Whether compute segments run on another device than the host.
     """
-    # Calls of mpi4jax may differ by rank, so ranks could not agree on an order of parts of them:
-    # they stay together.
+    # mpi4jax calls may differ between ranks, so the ranks couldn't agree on an order for parts of
+    # them. Therefore all of them stay together in one unit.
     unit = calls_mpi4jax(graph)
     n_segments = 1 if unit else _n_segments(cut, graph)
     host_work = HostWork(graph) if accelerator and not unit else None
@@ -62,23 +74,19 @@ def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
             for group in groups
         ]
     position = _positions(graph, groups)
-    # On a CPU all segments run on the same cores, and a compute segment apart from the unit gains
-    # nothing.
+    # On a CPU all segments run on the same cores, so a compute segment that's separate from the
+    # unit gains nothing.
     if unit and not accelerator:
         groups[0] = with_host_ops(graph, groups[0], position)
         position.update(dict.fromkeys(groups[0].between, 1))
-    # Uncut, only operations that give the same bits anywhere: arithmetic may be contracted with its
-    # new reader.
+    # Without a cut, recompute only operations that give the same bits anywhere: arithmetic may be
+    # contracted with its new reader.
     recomputed = recompute(graph, position, exact=n_segments == 1)
     return Placement(groups=groups, position=position, recomputed=recomputed)
 
 
 def checked_cut(value: Any) -> Cut:
-    """Returns `value` as a cut; a number of Python or NumPy becomes an int.
-
-    Raises:
-        ValueError: It is not a cut.
-    """
+    """Returns `value` as a cut, whole numbers as `int`; raises `ValueError` if it isn't a cut."""
     if isinstance(value, str) and value in ("whole", "auto"):
         return value
     if not is_whole(value) or value < 1:
@@ -89,11 +97,7 @@ def checked_cut(value: Any) -> Cut:
 
 
 def checked_bytes(value: Any) -> int:
-    """Returns `value` as `bucket_bytes`.
-
-    Raises:
-        ValueError: It is not a number of bytes.
-    """
+    """Returns `value` as `bucket_bytes`; raises `ValueError` if it isn't a number of bytes."""
     if not is_whole(value) or value < 0:
         raise ValueError(
             f"`bucket_bytes` is `{value!r}`: it counts bytes and must be a whole number from 0 on; "
@@ -112,11 +116,11 @@ def _n_segments(cut: Cut, graph: Graph) -> int:
 
 
 def _levels(graph: Graph) -> list[Group]:
-    """Groups exchanges that do not depend on one another, in the order in which they can be made.
+    """Groups exchanges that don't depend on one another, in an order in which they can be made.
 
-    Each loop is a group of its own, because it holds exchanges and computation that cannot be
-    separated. Carried exchanges come first: they wait for nothing, and others of their level may
-    wait for the whole backward pass.
+    A loop forms a group by itself, because the exchanges and the computation inside it can't be
+    separated. Carried exchanges come first: they wait for nothing, whereas other exchanges of their
+    level may wait for the whole backward pass.
     """
     carried = carried_exchanges(graph)
     by_level: dict[int, list[int]] = {}
@@ -135,9 +139,7 @@ def _levels(graph: Graph) -> list[Group]:
 def _merge_over_host_ops(
     graph: Graph, groups: list[Group], host_work: HostWork | None
 ) -> list[Group]:
-    """Joins neighbouring groups where the work between them costs least on the host (cut rule
-    4).
-    """
+    """Joins adjacent groups if the work between them is cheapest on the host (cut rule 4)."""
     merged: list[_Merged] = []
     for group in groups:
         if not merged or not merged[-1].adds(graph, group, host_work):
@@ -146,9 +148,9 @@ def _merge_over_host_ops(
 
 
 class _Merged:
-    """Neighbouring groups of exchanges that become one.
+    """Adjacent groups of exchanges that become one group.
 
-    Its fields grow with each group, so that joining many groups takes linear time.
+    The fields are extended with each group, so that joining many groups takes linear time.
     """
 
     __slots__ = (
@@ -175,8 +177,9 @@ class _Merged:
         self.moved = _exchanged_bytes(graph, group)
 
     def adds(self, graph: Graph, group: Group, host_work: HostWork | None) -> bool:
-        """Adds the next group if the work between them costs least on the host; returns whether it
-        did.
+        """Tries to add the next group; returns whether it was added.
+
+        It's added if the work between it and the groups so far is cheapest on the host.
         """
         if self.loop or any(i in graph.opaque for i in group.exchanges):
             return False
@@ -185,8 +188,8 @@ class _Merged:
         between = graph.ancestors(group.exchanges, self.inside, above=self.least)
         if any(i in graph.wires for i in between):
             return False
-        # Updated before the decision: if the group is not added, no other will be, and `self` is
-        # not asked again.
+        # Updated before the decision. If this group isn't added, no later group will be, and `self`
+        # isn't asked again.
         self.known |= exchanged_arrays(graph, group.exchanges)
         self.moved += _exchanged_bytes(graph, group)
         cheap = _is_cheap(graph, between, self.known, self.moved)
@@ -202,7 +205,7 @@ class _Merged:
         return True
 
     def group(self) -> Group:
-        """Returns the groups that were joined, as one."""
+        """Returns the joined groups as one group."""
         return Group(
             tuple(self.levels),
             frozenset(self.between),
@@ -211,10 +214,10 @@ class _Merged:
         )
 
     def _stays_carried(self, graph: Graph, group: Group) -> bool:
-        """Whether the next group needs nothing but these exchanges and the step's inputs; notes
-        what it needs of those.
+        """Whether the next group needs only these exchanges and the step's inputs.
 
-        Any other group may wait for computation, which carried exchanges do not.
+        If so, adds to `before` the operations on inputs that the group needs. Any other group might
+        wait for computation, which carried exchanges don't.
         """
         needed = {
             i for i in graph.ancestors(group.exchanges, self.inside) if graph.level[i] == 0
@@ -227,10 +230,10 @@ class _Merged:
 
 
 def _is_cheap(graph: Graph, between: Collection[int], known: set[Any], moved: int) -> bool:
-    """Whether equations only pass over memory, and make few bytes for each that the exchanges move.
+    """Whether equations just pass over memory, and make few bytes per byte that is exchanged.
 
-    Ranks must decide alike, so only shapes that follow from the exchanges, `known` and those added
-    to it, may count.
+    The ranks must reach the same decision, so all shapes involved must follow from the exchanges.
+    `known` holds the arrays for which they do; this function adds to it.
     """
     if any(graph.eqns[i].primitive.name not in HOST_OPS for i in between):
         return False
@@ -243,17 +246,17 @@ def _exchanged_bytes(graph: Graph, group: Group) -> int:
 
 
 def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) -> list[Group]:
-    """Splits a group's exchanges by readiness into about `n_segments` groups of equal bytes (cut
-    rule 2).
+    """Splits a group by readiness into parts of about equal exchanged bytes (cut rule 2).
 
-    Exchanges of later levels go with the last one that they depend on. Within a group all are in
-    the order in which they are written, which is the same on ranks whose shapes differ.
+    There are about `n_segments` parts in the whole step. An exchange of a later level goes with the
+    last exchange that it depends on. Within a part, exchanges are in the order in which they are
+    written, which is identical even on ranks whose shapes differ.
     """
     first = group.levels[0]
     if len(first) == 1 or group.carried:
         return [group]
     weight = {i: sum(x.nbytes for x in graph.wires[i]) for i in first}
-    # Each group gets the share of the segments that its bytes are of the whole step's.
+    # A group's number of parts is proportional to its share of the step's exchanged bytes.
     everything = sum(x.nbytes for found in graph.wires.values() for x in found)
     share = sum(x.nbytes for i in group.exchanges for x in graph.wires[i]) / max(everything, 1)
     count = max(1, min(len(weight), round(n_segments * share)))
@@ -261,12 +264,12 @@ def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) ->
     done = 0
     piece: dict[int, int] = {}
     for i in _by_readiness(graph, first, depth):
-        # An exchange belongs where its middle byte falls, so that no part is much larger than
-        # another.
+        # An exchange goes to the part in which its middle byte falls, so that no part is much
+        # larger than the others.
         piece[i] = min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)
         done += weight[i]
-    # The rest follows its makers. Calls that must stay in order never move to an earlier part than
-    # the call before.
+    # All others go with the equations they read from. Calls that must stay in order never move to
+    # an earlier part than the call before them.
     earliest = latest = min(piece.values())
     for i in sorted((*group.exchanges, *group.between)):
         if i not in piece:
@@ -286,8 +289,9 @@ def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) ->
 
 
 def _depths(graph: Graph) -> list[int]:
-    """Returns the length of the longest chain of equations up to each result; cheap host operations
-    do not count.
+    """Returns, for each equation, the length of the longest chain of costly equations up to it.
+
+    Cheap host operations don't count.
     """
     depth: list[int] = []
     for i, eqn in enumerate(graph.eqns):
@@ -297,9 +301,9 @@ def _depths(graph: Graph) -> list[int]:
 
 
 def _by_readiness(graph: Graph, exchanges: Sequence[int], depth: Sequence[int]) -> list[int]:
-    """Sorts exchanges in the order in which their operands are computed.
+    """Sorts exchanges in the order in which their operands become ready.
 
-    Their order in the step says less: what is done to each gradient may be written after the whole
+    Their order in the step says less: operations on each gradient may be written after the whole
     backward pass.
     """
     when: dict[int, int] = {}
@@ -314,9 +318,10 @@ def _by_readiness(graph: Graph, exchanges: Sequence[int], depth: Sequence[int]) 
 def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
     """Returns the position of every equation.
 
-    An exchange is at the odd position of its group. An equation that an exchange needs is at the
-    first even position where some exchange needs it, so that the exchange can begin as early as
-    possible; work next to carried exchanges, and what that needs, may be earlier.
+    An exchange is at the odd position of its group. An equation that exchanges need is at the even
+    position before the first group that needs it, so that each exchange can begin as early as
+    possible. If there are carried exchanges, the work that overlaps with them, and what that work
+    needs, may be placed earlier.
     """
     position: dict[int, int] = {}
     for g, group in enumerate(groups):
@@ -325,52 +330,50 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
         position.update(dict.fromkeys(needed, 2 * g))
         position.update(dict.fromkeys(inside, 2 * g + 1))
     if any(group.carried for group in groups):
-        # Behind the last exchange the work would wait for it: there the step's state may be
-        # overwritten. What a later exchange needs of the work is not left to that one's position,
-        # where it would wait for the carried ones.
+        # After the last exchange this work would wait for that exchange, because the step's state
+        # may be overwritten there. So we place it at the latest before the last group whose
+        # exchanges need no other exchange. A part of the work that a later exchange needs isn't
+        # left at that exchange's position, where it would wait for the carried exchanges.
         last = max(g for g, group in enumerate(groups) if graph.level[group.exchanges[0]] == 0)
-        # This work needs no exchange, so all of it is at even positions, and no maker is behind its
-        # reader.
+        # This work needs no exchange, so all of it is at even positions, and no equation ends up
+        # after an equation that reads its result.
         position |= {
             i: min(position.get(i, 2 * last), 2 * last) for i in sorted(work_before_commit(graph))
         }
-    # Next to carried exchanges only what this work leaves is held: sums of an optimizer's own
-    # products are no reason to make its next state before the commit, where the old one is still
-    # alive.
+    # If there are carried exchanges, only the results of equations placed so far count as memory
+    # that an early equation could free. Otherwise, sums of an optimizer's own products would pull
+    # its next state in front of the commit, while the old state is still alive.
     holders = position.keys() if any(group.carried for group in groups) else range(len(graph.eqns))
     _place_rest(graph, position, tail=2 * len(groups), holders=frozenset(holders))
     return position
 
 
 def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: frozenset[int]) -> None:
-    """Places equations that no exchange needs (metrics, statistics, the optimizer) where they keep
-    fewest bytes alive.
+    """Places equations that no exchange needs, so that they keep the fewest bytes alive.
 
-    No exchange may come to wait for one that it does not depend on, unless readers at two positions
-    leave no choice.
+    These are metrics, statistics and the optimizer. They must not make an exchange wait for another
+    one that it doesn't depend on, unless readers at two positions leave no choice.
     """
     rest = [i for i in range(len(graph.eqns)) if i not in position]
     awaited, behind = _awaited(graph, position, tail)
     earliest: dict[int, int] = {}
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
     late = {inner.invars[len(graph.traced.consts) + p] for p in graph.traced.commit_flag_inputs}
-    # Forwards: the earliest position of each equation. It is after its makers, where the segment
-    # waits anyway for all exchanges that the equation needs.
+    # Forward pass: the earliest position of each equation. This is after the equations it reads
+    # from, at a position that already waits for all exchanges that the equation needs.
     for i in rest:
         for p in graph.makers(i):
             awaited[i] |= awaited[p]
-        if late and not late.isdisjoint(
-            variables(graph.eqns[i].invars)
-        ):  # known after the last exchange only
+        # The commit flag is known only after the last exchange.
+        if late and not late.isdisjoint(variables(graph.eqns[i].invars)):
             earliest[i] = tail
             continue
         after = [(earliest[p] if p in earliest else position[p]) for p in graph.makers(i)]
-        first = max(
-            (a + a % 2 for a in after), default=0
-        )  # what an exchange makes is read one place later
+        # An exchange's result is read one position later.
+        first = max((a + a % 2 for a in after), default=0)
         earliest[i] = next(at for at in range(first, tail + 1, 2) if not awaited[i] & ~behind[at])
-    # Backwards, so that all readers have positions: early if the results are smaller than the
-    # operands that this equation is the last to read, else late.
+    # Backward pass, so that all readers already have positions. An equation goes early if its
+    # results are smaller than the operands that it's the last to read, and late otherwise.
     for i in reversed(rest):
         eqn = graph.eqns[i]
         readers = [position[r] for v in eqn.outvars for r in graph.readers.get(v, ())]
@@ -389,19 +392,17 @@ def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: froz
         common = -1  # exchanges that all its readers wait for anyway, as bits
         for at in readers:
             common &= behind[at]
-        if (
-            behind[position[i]] & ~common
-        ):  # a reader would wait for more: take the last position where none does
+        # If a reader would wait for more, take the last position at which none does.
+        if behind[position[i]] & ~common:
             choices = (at for at in range(latest, earliest[i] - 1, -2) if not behind[at] & ~common)
             position[i] = next(choices, latest)
 
 
 def _awaited(graph: Graph, position: dict[int, int], tail: int) -> tuple[list[int], list[int]]:
-    """Returns the exchanging positions that each equation's result and each position wait for, as
-    bits.
+    """Returns the exchanging positions that each equation and each position wait for, as bits.
 
-    Equations without a position get 0. The tail waits for all. An empty compute position may wait
-    for all that the exchanges after it wait for.
+    Equations without a position get 0. The tail waits for all exchanges. An empty compute position
+    may wait for everything that the exchanges after it wait for.
     """
     behind = [0] * tail + [-1]
     for i in sorted(position, key=lambda i: position[i]):

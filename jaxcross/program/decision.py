@@ -1,9 +1,9 @@
-"""Counts, next to an exchange, how many ranks took each branch of a conditional, or left an inner
-loop early.
+"""Counts how many ranks took each branch of a conditional, or left an inner loop early.
 
-A rank that does not take a branch exchanges zeros there, and a rank that leaves a loop early
-exchanges a value that is not the loop's result. Either would go unnoticed, as the exchange
-succeeds. By the counts every rank fails the step.
+A rank that doesn't take a branch exchanges zeros there, and a rank that leaves a loop early
+exchanges a value that isn't the loop's result. Either would go unnoticed, because the exchange
+itself succeeds. So the ranks sum these counts alongside the exchange. All of them receive the same
+counts, so either all ranks fail the step or none does.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.emitter import Emitter
 
 Group = tuple[tuple[str, ...], Any]
-"""The ranks of an exchange: its axes, and the groups along them if it names some."""
+"""The ranks of an exchange: its axes, and the groups along these axes if it names any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A `cond` or `switch` that exchanges and whose branch only values on the device decide.
+    """A `cond` or `switch` that exchanges and whose branch depends on values on the device.
 
     Attributes:
         axes: The axes that it exchanges over.
-        takers: The branches that exchange. There is a count for each, and last one for all other
-            branches together.
+        takers: The branches that exchange. There is one count per branch, plus a last count for all
+            other branches together.
         source: The user's line.
     """
 
@@ -39,10 +39,10 @@ class Decision:
     source: str
 
     def mismatch(self, counts: Sequence[float]) -> str | None:
-        """Returns an error text if ranks took different branches, None if they agree.
+        """Returns an error text if ranks took different branches, None if they took the same.
 
         Args:
-            counts: How many ranks took each; a rank that has failed counts for none.
+            counts: How many ranks took each branch. A failed rank isn't counted anywhere.
         """
         ways = [*(f"branch {n}, which exchanges" for n in self.takers), "one that does not"]
         taken = [f"{n:.0f} took {way}" for n, way in zip(counts, ways, strict=False) if n > 0]
@@ -60,21 +60,18 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyExit:
-    """A loop that a rank may finish before others, with inner loops on whose results an exchange
-    depends.
+    """A loop that some ranks finish before others, and its inner loops that feed an exchange.
 
     Attributes:
         source: The user's line.
-        inner: The lines of the inner loops that such a rank may leave before their end.
+        inner: The lines of the inner loops that a finished rank may leave before their end.
     """
 
     source: str
     inner: tuple[str, ...]
 
     def mismatch(self, counts: Sequence[float]) -> str | None:
-        """Returns an error text if a rank left an inner loop early; `counts` holds how many ranks
-        did.
-        """
+        """Returns an error text if a rank left an inner loop early; `counts` holds how many did."""
         if not counts[0]:
             return None
         return (
@@ -91,11 +88,10 @@ class EarlyExit:
 def count(
     flat: Emitter, eqn: compat.Equation, index: Any, branches: Sequence[Sequence[Any]]
 ) -> dict[Group, Any]:
-    """Emits, for each group of ranks that exchange in a conditional, a sum that counts the ranks
-    per branch.
+    """Emits a sum that counts the ranks per branch, for each group of ranks that exchange.
 
-    The sum takes eight bytes where one of two branches exchanges. It shares the buffer of other
-    small sums.
+    The sum takes eight bytes if one of two branches exchanges. It shares the buffer of other small
+    sums.
     """
     found: dict[Group, list[int]] = {}
     counts: dict[Group, Any] = {}
@@ -113,13 +109,13 @@ def count(
                 for way in ways[1:]:
                     other = lax.bitwise_or(other, way)
                 ways.append(lax.bitwise_not(other))
-            # Floats, so that they can share a message with gradients.
+            # Floats, so that the counts can share a message with gradients.
             one_hot = lax.concatenate(
                 [lax.reshape(lax.convert_element_type(w, jnp.float32), (1,)) for w in ways], 0
             )
-            # Behind a barrier the count is not a host op, so it is not computed in the collective
-            # segment. There, from the zeros that a failed rank puts in, it would count that rank
-            # for a branch.
+            # With the barrier, the count isn't a host operation, so it isn't computed in the
+            # collective segment. In that segment, a failed rank's zeros would be counted as taking
+            # a branch.
             return lax.psum(lax.optimization_barrier(one_hot), axes, axis_index_groups=groups)
 
         var = _emit(flat, eqn, counted, index)
@@ -138,13 +134,13 @@ def count_early_exits(
     axes: tuple[str, ...],
     inner: tuple[str, ...],
 ) -> None:
-    """Emits a sum that counts the ranks which left an inner loop early.
+    """Emits a sum that counts the ranks that left an inner loop early.
 
     Args:
-        flat: Takes the equations.
+        flat: Receives the equations.
         eqn: The outer loop.
         exited: 1 on a rank that has left one of the `inner` loops before its end, else 0.
-        counted: Results of the loop's exchanges. The sum is live if one of them is.
+        counted: Results of the loop's exchanges. The sum is kept if one of them is read.
         axes: The axes that the loop exchanges over.
         inner: The lines of the inner loops.
     """
@@ -168,7 +164,7 @@ def _emit(flat: Emitter, eqn: compat.Equation, function: Callable[..., Any], val
 
 
 def groups_of(flat: Emitter, eqn: compat.Equation) -> Iterator[Group]:
-    """Yields the group of each exchange in an equation that goes over several ranks."""
+    """Yields the group of each exchange in an equation, skipping exchanges over a single rank."""
     found = flat.wire.recognise(eqn, flat.axes)
     if found is not None:
         yield from (

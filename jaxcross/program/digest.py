@@ -1,4 +1,10 @@
-"""The key under which equal segments share an executable, and hashes of segments and programs."""
+"""Computes the key under which equal segments share an executable, and hashes of programs.
+
+The text of a segment's jaxpr isn't enough for a key. It contains addresses, which differ between
+equal jaxprs. It also leaves out constants, the contexts in which equations are lowered, and the
+functions that callbacks call. So the key is a hash of the text without addresses, followed by
+everything that the text leaves out.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +23,14 @@ from jaxcross.program.ir import Program, Segment
 
 _PRINTED = (str, bytes, bool, int, float, complex, type(None), np.dtype)
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-# They hold functions for derivatives that have been taken already: rules, and what to save for
-# them. What they compute is in their jaxprs.
+# The parameters of these hold functions for derivatives that have already been taken: rules, and
+# what to save for them. What they compute is in their jaxprs.
 _DERIVED = frozenset({"custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Same:
-    """Equal for one and the same object only, which it keeps, so that no other one gets its place
-    in memory.
-    """
+    """Compares its value by identity. Keeps the value alive, so that its id isn't reused."""
 
     value: Any
 
@@ -38,9 +42,9 @@ class _Same:
 
 
 def segment_key(segment: Segment) -> tuple[Any, ...]:
-    """Returns a key that is equal for segments that compute the same: they may share an executable.
+    """Returns a key that is equal for segments that compute the same, so that they can share.
 
-    Names of values do not matter. The key keeps the functions that the segment calls alive.
+    Names of values don't matter. The key keeps the functions that the segment calls alive.
     """
     body = f"{segment.kind} {len(segment.inputs)} {segment.jaxpr}"
     text = hashlib.sha256(_ADDRESS.sub("0x", body).encode()).digest()
@@ -48,8 +52,9 @@ def segment_key(segment: Segment) -> tuple[Any, ...]:
 
 
 def program_digest(program: Program) -> str:
-    """Hashes structure, shapes, literals and equations on this rank: equal digests share
-    executables.
+    """Hashes a program's structure, shapes, literals and equations on this rank.
+
+    Programs with equal digests share executables.
     """
     return hashlib.sha256(
         "\n".join([program.text(), *map(segment_digest, program.segments)]).encode()
@@ -57,21 +62,21 @@ def program_digest(program: Program) -> str:
 
 
 def segment_digest(segment: Segment) -> str:
-    """Returns `segment_key` as a hash. If the segment calls back into Python, it is valid in this
-    process alone.
+    """Returns `segment_key` as a hash.
+
+    If the segment calls back into Python, the hash is valid in this process only.
     """
     digest = hashlib.sha256()
     for part in segment_key(segment):
-        if isinstance(
-            part, bytes | _Same
-        ):  # of anything else the text tells as much as can be hashed
+        if isinstance(part, bytes | _Same):  # the text covers all that can be hashed of other parts
             digest.update(part if isinstance(part, bytes) else f"{id(part.value)} ".encode())
     return digest.hexdigest()
 
 
 def _unprinted(value: object) -> Iterator[Any]:
-    """Yields, hashable, what the text of a jaxpr or parameter leaves out: constants, contexts,
-    callbacks' functions.
+    """Yields, in hashable form, what the text of a jaxpr or parameter leaves out.
+
+    This covers constants, contexts, and the functions that callbacks call.
     """
     if isinstance(value, _PRINTED):
         return
@@ -79,8 +84,8 @@ def _unprinted(value: object) -> Iterator[Any]:
     if compat.is_jaxpr(value):
         inner, consts = compat.open_jaxpr(value)
         yield from map(_content, consts)
-        # Contexts decide how an equation is lowered (of `threefry_partitionable` which bits are
-        # drawn).
+        # The context of an equation decides how it's lowered; e.g. `threefry_partitionable` decides
+        # which random bits are drawn.
         yield hashlib.sha256("\n".join(repr(eqn.ctx) for eqn in inner.eqns).encode()).digest()
         for eqn in inner.eqns:
             yield from (
@@ -108,8 +113,9 @@ def _unprinted(value: object) -> Iterator[Any]:
         else:
             yield value if _hashable(value) else _Same(value)
     else:
-        # A callable may look, and even be, equal to another one that does something else. A method
-        # is a new object at each access, and equal if object and function are the same.
+        # A callable may look like another one, or even compare equal to it, although it does
+        # something else. A method is a new object at each access; two are equal if object and
+        # function are the same.
         by_value = _hashable(value) and (isinstance(value, MethodType) or not callable(value))
         yield value if by_value else _Same(value)
 

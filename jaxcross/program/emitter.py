@@ -1,6 +1,4 @@
-"""The equations of a flat jaxpr while it is being made: what every pass that flattens a step emits
-into.
-"""
+"""Holds the equations of a flat jaxpr while it's built. Every flattening pass emits into it."""
 
 from __future__ import annotations
 
@@ -22,24 +20,23 @@ from jaxcross.program.jaxpr_utils import drop_unread, holds_exchange
 
 @dataclass(slots=True)
 class Emitter(ABC):
-    """A growing list of flat equations, and what is known about them.
+    """A growing list of flat equations, and what is known about their results.
 
     Attributes:
         axes: Axis name -> size.
         wire: Recognises exchanges.
         invars: The inputs of the flat jaxpr.
-        like: A jaxpr that lends its debug information.
+        like: A jaxpr whose debug information is reused.
         consts: Arrays that the step closed over, by their variable.
         eqns: The equations emitted so far.
-        decisions: What ranks decide by their own values, by the variable that counts which rank
-            decided how.
-        counters: The result of an exchange -> the variables that count the decisions it was made
-            under.
-        present: Variables that are 0 on a rank that takes no part, else 1.
-        until: What the number of a loop's iterations follows from, as a hash, by the loop's first
-            result.
+        decisions: Decisions that ranks make by their own values, by the variable that counts how
+            many ranks decided which way.
+        counters: The result of an exchange -> the variables that count the decisions under which
+            the exchange was made.
+        present: Variables that are 0 on a rank that takes no part in the step, and 1 otherwise.
+        until: A loop's first result -> a hash of what the loop's number of iterations follows from.
         always_vote: Whether ranks vote in every `while`, because it may run on zeros.
-        positions: The place of each variable in `invars`.
+        positions: The position of each variable in `invars`.
     """
 
     axes: Mapping[str, int]
@@ -78,8 +75,9 @@ class Emitter(ABC):
         args: Sequence[Atom],
         emit: Callable[[Equation, list[Atom]], Sequence[Atom]] | None = None,
     ) -> list[Atom]:
-        """Emits a jaxpr's equations over `args`, by `self.emit` unless told otherwise; returns its
-        results as atoms.
+        """Emits a jaxpr's equations over `args`; returns its results as atoms.
+
+        Each equation is emitted by `emit`, or by `self.emit` if that's None.
         """
         emit = self.emit if emit is None else emit
         inner, consts = compat.open_jaxpr(jaxpr)
@@ -99,13 +97,13 @@ class Emitter(ABC):
         return [read(a) for a in inner.outvars]
 
     def keep(self, eqn: Equation, args: list[Atom]) -> list[Var]:
-        """Emits an equation as it is."""
+        """Emits an equation unchanged, over `args`."""
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=args, outvars=outs))
         return outs
 
     def emit_for(self, eqn: Equation, jaxpr: Jaxpr, args: Sequence[Atom]) -> list[Atom]:
-        """Emits a closed jaxpr that stands in for `eqn` and carries its source line."""
+        """Emits a closed jaxpr that replaces `eqn`, with `eqn`'s source line."""
         before = len(self.eqns)
         outs = self.inline(jaxpr, args)
         self.eqns[before:] = [e.replace(source_info=eqn.source_info) for e in self.eqns[before:]]
@@ -127,20 +125,16 @@ class Emitter(ABC):
         return self._makers
 
     def presence(self) -> Atom:
-        """Returns a variable that is 0 where this rank's part in an exchange is made of zeros, else
-        1.
-        """
+        """Returns a variable that is 0 if this rank exchanges zeros instead of values, else 1."""
         if self._presence is None:
-            # Behind a barrier: made by a compute segment, it is an operand of the exchange, not a
-            # constant in it.
+            # The barrier keeps it in a compute segment. It's then an operand of the exchange rather
+            # than a constant inside it, so a failed rank can replace it by 0.
             (self._presence,) = self.emit_function(lambda: [lax.optimization_barrier(jnp.int32(1))])
             self.present.add(self._presence)
         return self._presence
 
     def known(self, atoms: Sequence[Atom]) -> list[Known]:
-        """Returns which atoms are equal on all ranks, as far as the equations emitted so far show
-        it.
-        """
+        """Returns what the emitted equations prove about these atoms' equality across ranks."""
         equality = Equality(self.axes, self.wire)
         for eqn in self.eqns[self._n_known :]:
             about = equality.results(eqn, [equality.read(self._known, a) for a in eqn.invars])
@@ -149,8 +143,9 @@ class Emitter(ABC):
         return [equality.read(self._known, a) for a in atoms]
 
     def read(self, outs: Sequence[Atom]) -> list[Equation]:
-        """Returns the equations that `outs` come from, and those that count the decisions made for
-        them.
+        """Returns the equations that `outs` depend on, and those that count the decisions for them.
+
+        Also drops from `decisions` those that `outs` don't depend on.
         """
         made = {v for e in drop_unread(self.eqns, outs) for v in e.outvars}
         live = {v for x in made & self.counters.keys() for v in self.counters[x]}
@@ -158,13 +153,14 @@ class Emitter(ABC):
         return drop_unread(self.eqns, [*outs, *self.decisions])
 
     def rename(self, before: Sequence[Var], after: Sequence[Var]) -> None:
-        """Moves what is known about variables to their new names, when a branch's exchanges move in
-        front of it.
+        """Moves facts about variables to their new names.
+
+        Needed when the exchanges of a branch move in front of it.
         """
         names = dict(zip(before, after, strict=True))
         for v in names.keys() & self.counters.keys():
             self.counters[names[v]] = self.counters.pop(v)
-        if names.keys() & self.decisions.keys():  # of conditionals in the branch
+        if names.keys() & self.decisions.keys():  # from conditionals inside the branch
             self.decisions = {names.get(v, v): d for v, d in self.decisions.items()}
             self.counters = {
                 x: {names.get(v, v) for v in counting} for x, counting in self.counters.items()
@@ -179,11 +175,13 @@ class Emitter(ABC):
         )
 
     def has_exchange(self, jaxpr: Jaxpr) -> bool:
-        """Whether a jaxpr exchanges. Looks at each once: nested ones would be walked once for each
+        """Whether a jaxpr exchanges.
+
+        The answer is cached per jaxpr, because a nested jaxpr would otherwise be walked once per
         level.
         """
         key = id(jaxpr)
         if key not in self._holds:
-            # The jaxpr is kept, so that its id stays its own.
+            # Keep the jaxpr alive, so that its id isn't reused.
             self._holds[key] = (jaxpr, holds_exchange(jaxpr, self.axes, self.wire))
         return self._holds[key][1]

@@ -1,9 +1,9 @@
-"""Proves values of a step equal on all ranks, from the equations that make them.
+"""Proves values of a step equal on all ranks, from the equations that compute them.
 
-A literal is equal, and so is the result of a reduction or a gather, along the axes that it goes
-over. A step's inputs, its constants and `axis_index` are not. Results computed from equal values
-are equal. The proof decides where ranks may make different numbers of iterations of a loop that
-exchanges.
+Ranks need to know whether they might make different numbers of iterations of a loop that exchanges:
+if they can't, the loop needs no vote. The proof starts from what is certainly equal. A literal is
+equal, and so is the result of a reduction or a gather, along the axes that it goes over. The step's
+inputs, its constants and `axis_index` aren't. A result is equal if it's computed from equal values.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross.program.ir import Exchange, Wire
 
-_EQUALISING = frozenset(
-    {"psum", "pmax", "pmin", "all_gather", "pbroadcast"}
-)  # give every rank the same result
-_RANK_LOCAL = frozenset(
-    {"pure_callback", "ffi_call", "rng_uniform", "infeed"}
-)  # may give each rank another result
+# These give every rank the same result.
+_EQUALISING = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast"})
+# These may give each rank a different result.
+_RANK_LOCAL = frozenset({"pure_callback", "ffi_call", "rng_uniform", "infeed"})
 _PLAIN = (bool, int, float, str, np.dtype)
 
 
@@ -34,17 +32,18 @@ class Known:
 
     Attributes:
         axes: The axes along which all ranks hold the same value.
-        basis: The literals and equations that the value is made of, as text. The proof assumes that
-            all ranks traced the same ones; a Python number in the code may differ by rank, so ranks
-            compare them.
+        basis: The literals and equations that the value is computed from, as text. The proof
+            assumes that all ranks traced the same ones. However, a Python number in the code may
+            differ by rank, so the ranks compare the basis.
     """
 
     axes: frozenset[str]
     basis: frozenset[str] = frozenset()
 
     def meet(self, *others: Known) -> Known:
-        """Returns what is known about a value made of several: the meet of a lattice with `UNKNOWN`
-        at the bottom.
+        """Returns the facts about a value computed from this value and `others`.
+
+        This is the meet of a lattice with `UNKNOWN` at the bottom.
         """
         axes = self.axes.intersection(*(o.axes for o in others))
         return Known(axes, self.basis.union(*(o.basis for o in others))) if axes else UNKNOWN
@@ -55,15 +54,14 @@ UNKNOWN = Known(frozenset())
 
 @dataclass(slots=True)
 class Equality:
-    """A forward walk over equations that records whether ranks may diverge at a loop or conditional
-    that exchanges.
+    """A forward walk over equations that records whether ranks may diverge.
 
     Attributes:
-        sizes: Ranks along each axis.
+        sizes: The number of ranks along each axis.
         wire: Recognises exchanges.
-        diverges: Whether a value that is not proved equal decides how often a loop or conditional
+        diverges: Whether a value that isn't proved equal decides how often a loop or conditional
             exchanges.
-        basis: The basis of the values that decide it everywhere else.
+        basis: The basis of the values that decide this for all other loops and conditionals.
     """
 
     sizes: Mapping[str, int]
@@ -72,19 +70,21 @@ class Equality:
     basis: set[str] = field(default_factory=set)
 
     def exchange_axes(self, eqn: compat.Equation) -> frozenset[str]:
-        """Returns the axes of several ranks that an equation exchanges over. mpi4jax's own calls
-        name none.
+        """Returns the axes with several ranks that an equation exchanges over.
+
+        mpi4jax's own calls name no axes, so they aren't included.
         """
         return frozenset(a for x in self.exchanges(eqn) for a in x.axes if self.sizes[a] > 1)
 
     def decided_together(self, eqn: compat.Equation, decided: Known) -> bool:
-        """Whether the deciding value is equal on all ranks that exchange in an equation, or on all
-        if none do.
+        """Whether the deciding value is equal on all ranks that exchange in an equation.
+
+        If none exchange, it must be equal on all ranks.
         """
         return (self.exchange_axes(eqn) or frozenset(self.sizes)) <= decided.axes
 
     def exchanges(self, eqn: compat.Equation) -> list[Exchange]:
-        """Returns everything that an equation, or one inside it, exchanges."""
+        """Returns all exchanges of an equation, including those of equations inside it."""
         found = self.wire.recognise(eqn, self.sizes)
         if found is not None:
             return list(found)
@@ -92,9 +92,7 @@ class Equality:
         return [x for e in inner for x in self.exchanges(e)]
 
     def walk(self, jaxpr: compat.Jaxpr, known: Sequence[Known]) -> list[Known]:
-        """Returns what is known about a jaxpr's results, given what is known about its
-        arguments.
-        """
+        """Returns the facts about a jaxpr's results, given the facts about its arguments."""
         inner, consts = compat.open_jaxpr(jaxpr)
         env = dict.fromkeys(inner.constvars[: len(consts)], UNKNOWN)
         env.update(zip([*inner.constvars[len(consts) :], *inner.invars], known, strict=True))
@@ -109,7 +107,7 @@ class Equality:
         return [self.read(env, a) for a in inner.outvars]
 
     def read(self, env: Mapping[Any, Known], atom: compat.Atom) -> Known:
-        """Returns what is known about an atom: nothing about a variable that is not in `env`."""
+        """Returns the facts about an atom: `UNKNOWN` for a variable that isn't in `env`."""
         if not isinstance(atom, compat.Literal):
             return env.get(atom, UNKNOWN)
         return Known(
@@ -117,7 +115,7 @@ class Equality:
         )
 
     def results(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
-        """Returns what is known about an equation's results."""
+        """Returns the facts about an equation's results."""
         name = eqn.primitive.name
         found = self.wire.recognise(eqn, self.sizes)
         if found is not None:
@@ -150,24 +148,23 @@ class Equality:
     def while_carry(
         self, eqn: compat.Equation, known: Sequence[Known]
     ) -> tuple[list[Known], Known]:
-        """Returns what is known about a `while` loop's carry in every iteration, and about its
-        predicate.
-        """
+        """Returns the facts about a `while` loop's carry in every iteration, and its predicate."""
         n = eqn.params["cond_nconsts"]
         m = n + eqn.params["body_nconsts"]
         carry = list(known[m:])
         inner, _ = compat.open_jaxpr(eqn.params["body_jaxpr"])
         constant = [a is b for a, b in zip(inner.invars[m - n :], inner.outvars, strict=True)]
-        # A trial of its own: early rounds assume more equality than holds, and must not leave
-        # records here.
+        # Use a separate walker. The first rounds assume more equality than holds, and must not
+        # leave records in `self`.
         trial = Equality(self.sizes, self.wire)
-        # To the greatest fixed point, from the assumption that the carry stays as equal as it
-        # begins. Each round can only take axes away, so the loop ends.
+        # Find the greatest fixed point, starting from the assumption that the carry stays as equal
+        # as it is at the start. Each round can only remove axes, so this loop ends.
         while True:
             (more,) = trial.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
             outs = trial.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
-            # Ranks that make different numbers of iterations end with different values of all that
-            # changes. A loop that some ranks leave early (`lockstep.FROZEN`) leaves nothing known.
+            # Ranks that make different numbers of iterations end up with different values of
+            # everything that changes in the loop. If some ranks may leave a loop early
+            # (`lockstep.FROZEN`), nothing is known about its results.
             changed = more if self.decided_together(eqn, more) else UNKNOWN
             after = [
                 c if same else c.meet(o, changed)
@@ -180,9 +177,7 @@ class Equality:
     def scan_carry(
         self, eqn: compat.Equation, known: Sequence[Known]
     ) -> tuple[list[Known], list[Known]]:
-        """Returns what is known about a `scan` loop's carry in every iteration, and about what it
-        stacks.
-        """
+        """Returns the facts about a `scan` loop's carry and stacked results in every iteration."""
         n_consts, n_carry = compat.scan_counts(eqn)
         consts = known[:n_consts]
         carry = list(known[n_consts:][:n_carry])
@@ -200,7 +195,7 @@ class Equality:
         self._record_decision(eqn, more)
         n = eqn.params["cond_nconsts"]
         m = n + eqn.params["body_nconsts"]
-        # Once more, for the records of loops and conditionals inside.
+        # Walk once more, to record the decisions of loops and conditionals inside.
         self.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
         self.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
         return carry
@@ -235,8 +230,8 @@ class Equality:
         for x, before in zip(found, known, strict=True):
             others = before.axes - set(x.axes)
             equal = x.op in _EQUALISING and "groups" not in dict(x.params)
-            # Along its own axes a reduction is equal whatever its operand is: the basis matters
-            # along the others alone.
+            # Along its own axes a reduction is equal whatever its operand is, so the basis matters
+            # along the other axes only.
             axes = others | set(x.axes) if equal else others
             basis = before.basis if others else frozenset()
             results.append(Known(axes, basis) if axes else UNKNOWN)
@@ -244,14 +239,12 @@ class Equality:
 
 
 def fingerprint(basis: set[str]) -> str:
-    """Returns eight hexadecimal digits that ranks compare."""
+    """Returns a hash of a basis, as eight hexadecimal digits that ranks compare."""
     return hashlib.sha256("\n".join(sorted(basis)).encode()).hexdigest()[:8]
 
 
 def _text(eqn: compat.Equation) -> str:
-    """Returns an equation as text: its name and those parameters that are numbers or names, without
-    its operands.
-    """
+    """Returns an equation's name and its numeric or textual parameters; leaves out operands."""
 
     def plain(value: Any) -> bool:
         return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(plain, value)))

@@ -1,8 +1,7 @@
-"""One step in flight: compiled segments, the values that are alive, and how to run the next
-segment.
+"""Holds one step in flight: compiled segments, live values, and the means to run a segment.
 
-Knows neither MPI nor threads: `Execution` offers what a driver needs (dispatch, wait, zero-fill)
-and decides nothing.
+Knows neither MPI nor threads. `Execution` offers what a driver needs (dispatch, wait, zero-fill),
+and leaves all decisions to the driver.
 """
 
 from __future__ import annotations
@@ -34,23 +33,25 @@ class Runnable:
     """A compiled segment.
 
     Attributes:
-        call: The executable. For a compute segment it has one result more than the segment: a
-            scalar that is never donated, so that the end of the segment can be awaited whatever
-            became of the other results. For a collective segment it may have more, for `nonfinite`
-            and `branch_mismatch`.
-        device: The device of a collective segment; None for compute.
-        releases: Inputs that the step does not return; each is dropped with its last reader.
-        memory: Returns XLA's figures of the executable, None if it has none. It asks XLA once,
-            which takes tens of milliseconds for a segment of ResNet-50.
-        is_single_rank: Whether its exchanges have no peers, so that it can be run like a compute
+        segment: The segment that was compiled.
+        call: The executable. For a compute segment it returns one result more than the segment: a
+            scalar that is never donated, so that the driver can wait for the end of the segment
+            whatever has happened to its other results. For a collective segment it may return more
+            results, for `nonfinite` and `branch_mismatch`.
+        releases: Inputs that the step doesn't return. Each is dropped after its last reader has
+            run.
+        memory: Returns XLA's memory figures for the executable, or None if there aren't any. The
+            first call asks XLA, which takes tens of milliseconds for a segment of ResNet-50.
+        device: The device of a collective segment; None for a compute segment.
+        is_single_rank: Whether its exchanges have no peers, so that it can run like a compute
             segment.
-        through: The pinned memory, if any, through which each operand goes to `device`; None if all
-            are there.
-        shardings: The shardings in which the next segments expect the outputs; None leaves them as
-            they are.
+        through: The pinned memory through which each operand goes to `device`, None for an operand
+            that goes directly. None altogether if the operands are there already.
+        shardings: The shardings in which later segments expect the outputs. None leaves the outputs
+            as they are.
         lent: Outputs that may be in the wire's memory.
-        lent_nbytes: Bytes of all its results that may be there, including those beyond the
-            segment's outputs.
+        lent_nbytes: Bytes of all results that may be there, including those beyond the segment's
+            outputs.
     """
 
     segment: Segment
@@ -68,7 +69,7 @@ class Runnable:
 def live_bytes(
     program: Program, runnables: Sequence[Runnable], passthroughs: Sequence[tuple[int, bool]]
 ) -> tuple[int, int]:
-    """Returns the most bytes alive at once in one step of a program, and between its segments.
+    """Returns the most bytes alive at once during a step, and between its segments.
 
     The arguments are those of `Compiled`.
     """
@@ -83,7 +84,7 @@ def live_bytes(
         stats = runnable.memory()
         outputs = {v: program.values[v].nbytes for v in segment.outputs}
         made = sum(outputs.values()) + segment.extra_nbytes - runnable.lent_nbytes
-        # A segment's inputs are still alive while it runs; results that reuse a donated input add
+        # A segment's inputs are still alive while it runs. Results that reuse a donated input add
         # nothing.
         extra = (
             made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
@@ -106,17 +107,21 @@ class Compiled:
     """A program whose segments are executables. Immutable; shared by all steps of all equal jobs.
 
     Attributes:
-        passthroughs: Positions of the results that are not a segment's own output, and whether each
-            may be moved.
+        program: The program.
+        runnables: Its compiled segments.
+        passthroughs: Positions of the results that aren't a segment's own output, each with whether
+            it may be moved instead of copied.
         shared: The number of readers of each value that more than one segment reads.
-        awaited: For each segment, the collective segments that must have run before it, by
-            dependence or by the commit, and that no earlier compute segment has waited for.
+        awaited: For each segment, the collective segments that must have run before it, because it
+            depends on them or because of the commit, and that no earlier compute segment has waited
+            for.
         carried: The collective segments that may begin before any computation; see `Order.carried`.
         overlaps: Whether some segment can compute while another one exchanges with other ranks.
-        constants: What the step closed over, where compute segments read it.
-        on_host: Copies of constants that collective segments read, by value.
-        live_bytes: Returns `peak_live_bytes` and `boundary_live_bytes`. Worked out once: each run
-            of a job asks.
+        live_bytes: Returns `peak_live_bytes` and `boundary_live_bytes`. Computed once, because
+            every run of a job asks for them.
+        constants: The arrays that the step closed over, placed where compute segments read them.
+        on_host: Copies of the constants that collective segments read, by value.
+        out_tree: The tree of the step's results.
     """
 
     program: Program
@@ -139,8 +144,10 @@ class Compiled:
         return Execution(self, inputs)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Returns XLA's figures in bytes: most `temporaries` of a segment, all `outputs`, the
-        step's `arguments`.
+        """Returns XLA's memory figures in bytes.
+
+        `temporaries` is the maximum over all segments. `outputs` is the sum over all segments,
+        excluding results that reuse an input. `arguments` is the size of the step's inputs.
         """
         stats = [a for r in self.runnables if (a := r.memory()) is not None]
         return {
@@ -150,27 +157,28 @@ class Compiled:
         }
 
     def peak_live_bytes(self) -> int:
-        """Returns the most bytes alive at once in one step: inputs, values between segments, and
-        XLA's temporaries.
+        """Returns the most bytes alive at once in one step.
 
-        Follows the values from segment to segment and XLA's buffer assignment of each executable.
-        Donated buffers count once.
+        This counts inputs, values between segments and XLA's temporaries. It follows the values
+        from segment to segment, and XLA's buffer assignment within each executable. Donated buffers
+        count once.
         """
         return self.live_bytes()[0]
 
     def boundary_live_bytes(self) -> int:
-        """Returns the most bytes that are alive between two segments, or before or after a step:
-        what a job keeps while another one's segment runs.
+        """Returns the most bytes alive between two segments, or before or after a step.
+
+        A job keeps this much while another job's segment runs.
         """
         return self.live_bytes()[1]
 
     def lasting_inputs(self, inputs: Sequence[Any]) -> list[tuple[jax.Array, int]]:
-        """Returns the arrays that a call only reads and its successors are given again, with their
-        bytes, such as the frozen weights under an adapter.
+        """Returns the arrays that steps only read and later steps get again, with their bytes.
 
-        They are the constants and the arguments that aren't donated, except those whose shape and
-        type is that of a result which overwrites no donated argument: the result may take the
-        argument's place in the next step.
+        For example, these are the frozen weights under an adapter. They are the constants and the
+        arguments that aren't donated, except arguments whose shape and type is that of a result
+        that overwrites no donated argument: such a result may replace the argument in the next
+        step.
 
         Args:
             inputs: As for `execution`.
@@ -198,8 +206,8 @@ class Compiled:
 class Execution:
     """A step in flight: the values that are alive, and the means to run the next segment.
 
-    Segments may be run from different threads and in any order, each after the segments that it
-    depends on.
+    Segments may be run from different threads and in any order, as long as each runs after the
+    segments that it depends on.
     """
 
     __slots__ = ("_alone", "_arrived", "_compiled", "_counts", "_env", "_fences", "_left", "_zeros")
@@ -209,22 +217,20 @@ class Execution:
         self._env: dict[int, Any] = dict(
             zip(compiled.program.inputs, (*compiled.constants, *inputs), strict=True)
         )
-        self._fences: dict[int, Any] = {}  # segment -> arrays that are ready when it has ended
-        # One token for each reader of a value that has several. Segments do not run in the order of
-        # the list, and two lanes may release a value at once: `list.pop` is atomic, a decrement
-        # would not be.
+        self._fences: dict[int, Any] = {}  # segment -> arrays that are ready once it has ended
+        # One token per reader, for values with several readers. Segments don't run in the order of
+        # the list, and two lanes may release a value at the same time. `list.pop` is atomic;
+        # decrementing a counter wouldn't be.
         self._left = {v: [None] * n for v, n in compiled.shared.items()}
         self._arrived: dict[int, Any] | None = (
             None  # results of collective segments, for `nonfinite`
         )
-        self._counts: dict[int, Any] = {}  # ranks that took each branch, for `branch_mismatch`
-        self._zeros: dict[int, list[Any]] = {}  # operands of a collective segment after a failure
-        self._alone: dict[int, Any] = {}  # in place of a unit that calls mpi4jax, after a failure
+        self._counts: dict[int, Any] = {}  # how many ranks took each branch, for `branch_mismatch`
+        self._zeros: dict[int, list[Any]] = {}  # operands of a failed rank's collective segment
+        self._alone: dict[int, Any] = {}  # replaces a failed rank's unit of mpi4jax calls
 
     def run(self, index: int) -> None:
-        """Dispatches a segment from this thread. A compute segment returns at once, a collective
-        one may wait.
-        """
+        """Dispatches a segment from this thread. Only a collective segment may block."""
         compiled = self._compiled
         env = self._env
         runnable = compiled.runnables[index]
@@ -243,9 +249,8 @@ class Execution:
                 args = to_host(args, runnable.device, runnable.through)
             try:
                 outs = runnable.call(*args)
-            except (
-                compat.InternalFloatingPointError
-            ) as error:  # internal to JAX, and says nothing of the step
+            except compat.InternalFloatingPointError as error:
+                # This class is internal to JAX, and its error says nothing about the step.
                 raise FloatingPointError(_invalid_value(compiled.program, segment, error)) from None
             except jax.errors.JaxRuntimeError as error:
                 if "donate" in str(error):
@@ -254,24 +259,24 @@ class Execution:
                         raise ValueError(words) from None
                 raise
         if runnable.device is None:
-            # The scalar that is never donated: the other results may be given to the next segment
-            # before this one ends.
+            # This scalar is never donated, whereas the other results may be given to the next
+            # segment before this one ends.
             self._fences[index] = outs[-1]
         elif self._arrived is not None:
             self._arrived[index] = outs
-        # Results beyond the segment's own are for checks; the counts of decisions are the last of
-        # them.
+        # Results beyond the segment's own are for checks. The counts of decisions are the last of
+        # these.
         if segment.decisions:
             self._counts[index] = outs[-len(segment.decisions) :]
         outs = outs[: len(segment.outputs)]
-        # Back to the accelerator. The copy is asynchronous: nothing here waits for it.
+        # Copy back to the accelerator. The copy is asynchronous: nothing here waits for it.
         if runnable.device is not None and runnable.shardings is not None:
             outs = from_host(outs, runnable.shardings)
         left = self._left
         for v in runnable.releases:
             tokens = left.get(v)
             if tokens is None:
-                env.pop(v, None)  # after a failure it may never have been made
+                env.pop(v, None)  # missing if its segment failed
             elif tokens:
                 tokens.pop()
                 if not tokens:
@@ -291,28 +296,27 @@ class Execution:
         )
 
     def wait_inputs(self, index: int) -> None:
-        """Blocks until what a segment reads is computed. Raises the device's error."""
+        """Blocks until the values that a segment reads are computed. Raises the device's error."""
         env = self._env
         jax.block_until_ready([env[v] for v in self._compiled.program.segments[index].inputs])
 
     def wait_outputs(self, index: int) -> None:
-        """Blocks until a segment that was run has ended. Raises the device's error."""
+        """Blocks until a dispatched segment has ended. Raises the device's error."""
         jax.block_until_ready(self._fences.pop(index))
 
     def forget(self, index: int) -> None:
-        """Drops the results that were kept to wait for a segment that was run: nothing will wait
-        for it.
-        """
+        """Drops what `wait_outputs` would wait for, because nothing will wait for this segment."""
         self._fences.pop(index, None)
 
     def zero_inputs(self, index: int) -> None:
-        """Makes a collective segment read zeros: the commit rule after a failure on this rank.
+        """Makes a collective segment read zeros, because this rank has failed (the commit rule).
 
-        The zeros are kept apart from the step's values, because another thread may still write
+        The zeros are kept separately from the step's values, because another thread may still write
         results of failed segments there.
 
         Raises:
-            ExchangeError: The number of its exchanges may depend on the values that it reads.
+            ExchangeError: The number of the segment's exchanges may depend on the values that it
+                reads.
         """
         program = self._compiled.program
         device = self._compiled.runnables[index].device
@@ -324,14 +328,14 @@ class Execution:
                 f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank "
                 "has failed before it: it cannot know how often the others will exchange."
             )
-        # A unit computes between its calls, maybe in loops that zeros never end: its calls alone
-        # are made.
+        # A unit computes between its calls, maybe in loops that never end on zeros. So only its
+        # calls are made.
         if program.is_unit:
             with jax.default_device(device), jax.enable_x64(True):
                 self._alone[index] = zero_calls(segment, program.traced)
             return
-        # By JAX, because NumPy cannot make random keys; in 64 bits where the step has them, because
-        # this thread is not in the step's contexts.
+        # Made by JAX, because NumPy can't make random keys. With 64 bits enabled in case the step
+        # uses them, because this thread isn't in the step's contexts.
         with jax.default_device(device), jax.enable_x64(True):
             zeros = [
                 jax.lax.full(var.aval.shape, 0, var.aval.dtype)
@@ -340,18 +344,15 @@ class Execution:
         self._zeros[index] = jax.device_put(zeros, device)
 
     def watch(self) -> Execution:
-        """Keeps the results of each collective segment for `nonfinite` from now on; returns
-        itself.
-        """
+        """Starts keeping the results of collective segments for `nonfinite`; returns itself."""
         self._arrived = {}
         return self
 
     def nonfinite(self, index: int) -> str | None:
-        """Describes the first exchange whose results are not all finite in a collective segment
-        that has run.
+        """Describes a segment's first exchange with a non-finite result; None if all are finite.
 
-        May be called once for each segment, before a segment that may overwrite the results is run.
-        Waits for the results.
+        Waits for the results of the segment, which must have run. Call this at most once per
+        segment, and before running a segment that may overwrite the results.
         """
         if self._arrived is None:
             return None
@@ -359,10 +360,10 @@ class Execution:
         return nonfinite(program, program.segments[index], self._arrived.pop(index))
 
     def branch_mismatch(self, index: int) -> str | None:
-        """Describes what ranks decided differently in a collective segment that has run, None if
-        they agree.
+        """Describes what ranks decided differently in a collective segment, None if nothing.
 
-        The result is the same on every rank that exchanged in it. Waits for the results.
+        The result is identical on all ranks that exchanged in the segment. Waits for the results of
+        the segment, which must have run.
         """
         counts = self._counts.pop(index, None)
         if counts is None:
@@ -373,22 +374,23 @@ class Execution:
 
     @property
     def skippable(self) -> bool:
-        """Whether `skip` has an effect: the program can return the state that the step got."""
+        """Whether `skip` has an effect: the program can return the state that it was given."""
         return bool(self._compiled.program.commit_flag_inputs)
 
     def skip(self) -> None:
-        """Makes the step return the state that it got. To be called before a segment after the
-        commit is run.
+        """Makes the step return the state that it was given.
+
+        Must be called before any segment after the commit runs.
         """
-        # The step selects its old state where the flag is false; see `step.skip_nonfinite`.
+        # The step selects its old state if the flag is false; see `step.skip_nonfinite`.
         for v in self._compiled.program.commit_flag_inputs:
             self._env[v] = np.zeros((), bool)
 
     def outputs(self) -> PyTree:
-        """Returns the step's results as a tree, once every segment was run. Does not wait for them.
+        """Returns the step's results as a tree, once every segment has run. Doesn't wait for them.
 
-        As from `jax.jit`, no result shares memory with an argument, unless that was donated: the
-        rest is copied.
+        As with `jax.jit`, no result shares memory with an argument unless that argument was
+        donated. Results that would share memory are copied.
         """
         compiled = self._compiled
         results = [self._env[v] for v in compiled.program.outputs]
@@ -399,8 +401,9 @@ class Execution:
 
 
 def _invalid_value(program: Program, segment: Segment, error: Exception) -> str:
-    """Returns the error text for a value that `jax_debug_nans` or `jax_debug_infs` finds; JAX's
-    error has none.
+    """Returns the error text for a value found by `jax_debug_nans` or `jax_debug_infs`.
+
+    JAX's own error has no text.
     """
     kind = error.args[-1] if error.args else "nan"
     what = "+".join(dict.fromkeys(x.op for x in segment.exchanges)) or "computation"
@@ -412,9 +415,9 @@ def _invalid_value(program: Program, segment: Segment, error: Exception) -> str:
 
 
 def _decided_by_data(jaxpr: compat.Jaxpr, traced: Traced, present: Collection[Any]) -> str | None:
-    """Returns the primitive, if any, that decides by values how often something is exchanged.
+    """Returns the primitive, if any, in which data decides how often something is exchanged.
 
-    A loop that ends by itself on a rank that takes no part does not count.
+    A loop that ends by itself on a rank that takes no part doesn't count.
     """
 
     def conditional(eqn: compat.Equation) -> str | None:

@@ -1,14 +1,16 @@
-"""Turns a traced jaxpr into a flat one, in which every exchange is an equation of its own at top
-level.
+"""Flattens a traced jaxpr, so that every exchange is an equation at top level.
+
+An exchange inside a called function can't be cut out from outside, so the function has to be
+opened:
 
 - `jit`, remat, custom derivatives and a `shard_map` over ranks are inlined if they hold an
   exchange.
-- A `cond` is decided by the host if its predicate follows from counters, else split around its
-  exchanges.
-- A short `scan` is unrolled. Other loops keep their exchanges inside; ranks vote on the end of
-  those that they may end after different numbers of iterations.
+- A `cond` is decided by the host if its predicate follows from counters. Otherwise it's split
+  around its exchanges.
+- A short `scan` is unrolled. Other loops stay whole, with their exchanges inside. If ranks may end
+  a loop after different numbers of iterations, they vote on its end.
 - Equations that call mpi4jax are kept as they are.
-- Equations whose results are not read are dropped.
+- Equations whose results aren't read are dropped.
 """
 
 from __future__ import annotations
@@ -35,32 +37,30 @@ from jaxcross.program.rank_lists import is_call
 from jaxcross.program.wire_types import convert_wire_types
 
 UNROLLED = 64
-"""The longest `scan`, in iterations, that is unrolled for its exchanges; nested ones count as their
-product.
+"""The longest `scan`, in iterations, that is unrolled for its exchanges.
+
+The limit for nested loops applies to the product of their iterations.
 """
-_NO_OPS = frozenset(
-    {"pvary", "pcast"}
-)  # varying-axes bookkeeping of `shard_map`; a rank holds its own shard anyway
+# These keep track of `shard_map`'s varying axes. A rank holds only its own shard anyway.
+_NO_OPS = frozenset({"pvary", "pcast"})
 
 
 def _recomputes(eqn: compat.Equation) -> bool:
-    """Whether this is the backward pass of `jax.checkpoint`."""
+    """Whether an equation is the backward pass of `jax.checkpoint`."""
     return bool(eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True))
 
 
 @final
 @dataclass(slots=True)
 class Flattener(Emitter):
-    """Walks a jaxpr once and emits flat equations. One instance a trace."""
+    """Walks a jaxpr once and emits flat equations. Each trace uses a new instance."""
 
     choose: Choose = field(kw_only=True)
-    unroll_limit: int = UNROLLED  # iterations into which a `scan` may be unrolled here
-    _rows: dict[Atom, Sequence[Atom]] = field(
-        default_factory=dict
-    )  # of arrays that a loop has stacked or unstacked
+    unroll_limit: int = UNROLLED  # iterations into which a `scan` here may be unrolled
+    # The rows of arrays that a loop has stacked or unstacked.
+    _rows: dict[Atom, Sequence[Atom]] = field(default_factory=dict)
 
     def emit(self, eqn: compat.Equation, args: list[Any]) -> Sequence[Any]:
-        """Emits one equation over `args`, flattened; returns its results."""
         name = eqn.primitive.name
         if any(isinstance(a.aval, AbstractRef) for a in (*args, *eqn.outvars)):
             raise CutError(
@@ -101,10 +101,10 @@ class Flattener(Emitter):
         return lockstep.emit(self, eqn, args) if inside else self.keep(eqn, args)
 
     def _held_back(self, args: list[Any]) -> list[Any]:
-        """Returns `args` behind one barrier, so that `checkpoint` recomputes no sooner than the
-        gradients need it.
+        """Returns `args` behind one barrier, so that `checkpoint` doesn't recompute too early.
 
-        Under `jit` the equation of `checkpoint` itself is that barrier; inlining has removed it.
+        The values are only needed for the gradients. Under `jit`, the equation of `checkpoint` is
+        itself this barrier, but inlining has removed it.
         """
         made = [a for a in args if not isinstance(a, compat.Literal) and a not in self.positions]
         types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made]
@@ -113,8 +113,9 @@ class Flattener(Emitter):
         return [a if isinstance(a, compat.Literal) else held.get(a, a) for a in args]
 
     def _is_straight(self, jaxpr: compat.Jaxpr) -> bool:
-        """Whether no condition decides what a jaxpr exchanges. A split `cond` in an unrolled loop
-        would send more.
+        """Whether no condition decides what a jaxpr exchanges.
+
+        In an unrolled loop, a split `cond` would send more.
         """
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
             inside = [j for j in compat.sub_jaxprs(eqn) if self.has_exchange(j)]
@@ -125,8 +126,9 @@ class Flattener(Emitter):
         return True
 
     def _unroll(self, eqn: compat.Equation, body: compat.Jaxpr, args: list[Any]) -> list[Any]:
-        """Emits the iterations of a `scan` one after another. Each is cut, and equal segments share
-        executables.
+        """Emits the iterations of a `scan` one after another.
+
+        Each iteration is cut, and equal segments share executables.
         """
         n_consts, n_carry = compat.scan_counts(eqn)
         length = eqn.params["length"]
@@ -136,7 +138,7 @@ class Flattener(Emitter):
         rows = [self._unstack(x, length) for x in xs]
         ys: list[list[Any]] = [[]] * length
         limit = self.unroll_limit
-        self.unroll_limit = limit // length  # what is left for loops inside
+        self.unroll_limit = limit // length  # the rest of the limit, for loops inside
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
             outs = self.inline(body, [*consts, *carry, *(row[i] for row in rows)])
             carry = outs[:n_carry]
@@ -145,8 +147,10 @@ class Flattener(Emitter):
         return [*carry, *map(self._stack, zip(*ys, strict=True))]
 
     def _unstack(self, whole: Atom, length: int) -> Sequence[Atom]:
-        """Returns the rows of an array, all from one equation: slices would make the iterations'
-        segments differ.
+        """Returns the rows of an array, all from one equation.
+
+        A slice per row would make the segments of the iterations differ, so they couldn't share
+        executables.
         """
         if isinstance(whole, compat.Literal):
             return self.emit_function(lambda x: _rows_of(x, length), whole)
@@ -155,7 +159,9 @@ class Flattener(Emitter):
         return self._rows[whole]
 
     def _stack(self, rows: Sequence[Atom]) -> Atom:
-        """Stacks rows to an array, and remembers them for a later loop over it, such as that of the
+        """Stacks rows to an array.
+
+        The rows are remembered in case a later loop goes over the array, e.g. the loop of the
         gradient.
         """
         (whole,) = self.emit_function(
@@ -177,8 +183,9 @@ class Flattener(Emitter):
                 )
 
     def _cond(self, eqn: compat.Equation, args: list[Any], *, whole: bool) -> Sequence[Any]:
-        """Emits the branch that the host chooses; if it cannot, the split `cond`, or all of it if
-        it calls mpi4jax.
+        """Emits the branch that the host chooses, or else the split `cond`.
+
+        If the host can't choose and the `cond` calls mpi4jax, the whole `cond` is emitted.
         """
         index, *operands = args
         branches = list(eqn.params["branches"])
@@ -214,7 +221,7 @@ class Flattener(Emitter):
         self.counters.update(walker.counters)
         self.until.update(walker.until)
         self.present.update(walker.present)
-        # Constants of a branch become further operands, so that every branch is closed.
+        # Constants of a branch become additional operands, so that every branch is closed.
         return invars, walker.read(outs), outs
 
 

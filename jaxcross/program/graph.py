@@ -1,6 +1,4 @@
-"""The equations of a traced step as a graph: who makes and who reads each variable, and what goes
-on the wire.
-"""
+"""Represents a traced step as a graph: which equations make, read and exchange each variable."""
 
 from __future__ import annotations
 
@@ -19,13 +17,12 @@ from jaxcross.program.trace import Traced
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The exchanges of one collective segment, and the host operations that stay between them (cut
-    rule 4).
+    """The exchanges of one collective segment, and host operations between them (cut rule 4).
 
     A unit that calls mpi4jax may hold any equations, all in the order in which they are written
-    (`as_written`). A group of carried exchanges (`carried`) has host operations of its own between
-    the step's inputs and the exchanges, in `before`; whatever else reads their results has them
-    computed again.
+    (`as_written`). A group of carried exchanges (`carried`) also has host operations in `before`,
+    which compute the operands from the step's inputs. If anything else reads the results of these
+    operations, they are computed a second time elsewhere.
     """
 
     levels: tuple[tuple[int, ...], ...]
@@ -41,12 +38,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The segment of every equation, as the cut rules choose it.
+    """The segment of every equation, as chosen by the cut rules.
 
     Attributes:
         groups: The exchanges of each collective segment.
-        position: Equation -> its segment: `2 * g` computes before group `g`, `2 * g + 1` is that
-            group, the last is the tail.
+        position: Equation -> its segment. `2 * g` computes before group `g`, `2 * g + 1` is that
+            group, and the last position is the tail.
         recomputed: Position -> equations of earlier positions that it runs a second time.
     """
 
@@ -57,18 +54,20 @@ class Placement:
 
 @dataclass(slots=True)
 class Graph:
-    """The equations of a traced step, with the maker and the readers of each variable by equation
-    index.
+    """The equations of a traced step, and which of them make, read and exchange each variable.
+
+    Equations are referred to by index.
 
     Attributes:
         wires: Equation -> its exchanges.
-        opaque: Equations among them that hold their exchanges inside: loops.
-        ordered: Equations among them that must stay in the order they are written in, whatever
-            depends on what: mpi4jax's own calls, which a peer may answer one by one.
-        followers: Equation -> equations that must not come before it although they read none of its
-            results: ordered callbacks.
-        level: Equation -> the number of exchanges that are made one after another before it. It is
-            as low as dependences allow, except for exchanges that enlarge their operand.
+        opaque: The equations in `wires` that hold their exchanges inside, i.e. loops.
+        ordered: The equations in `wires` that must stay in the order in which they are written,
+            whatever they depend on. These are mpi4jax's own calls, which a peer may answer one by
+            one.
+        followers: Equation -> equations that must not come before it, although they read none of
+            its results. These are ordered callbacks.
+        level: Equation -> the number of exchanges that are made one after another before it. The
+            level is as low as dependences allow, except for exchanges that enlarge their operand.
     """
 
     traced: Traced
@@ -113,9 +112,7 @@ class Graph:
         self.level = self._levels(self._late())
 
     def _chain_ordered(self) -> None:
-        """Adds dependences that keep callbacks of `ordered=True` in the order in which they are
-        written.
-        """
+        """Adds dependences that keep callbacks with `ordered=True` in the order of the code."""
         last: dict[Any, int] = {}
         for i, eqn in enumerate(self.eqns):
             for effect in eqn.effects if i not in self.wires else ():
@@ -133,7 +130,7 @@ class Graph:
             level = max((found[p] + (p in self.wires) for p in self.makers(i)), default=0)
             level = max(level, least.get(i, 0))
             if i in self.ordered:
-                # A loop is a segment of its own, after all else of its level.
+                # A loop is a separate segment, after everything else of its level.
                 apart = last is not None and (i in self.opaque or last in self.opaque)
                 level = max(level, 0 if last is None else found[last] + apart)
                 last = i
@@ -141,16 +138,14 @@ class Graph:
         return found
 
     def _late(self) -> dict[int, int]:
-        """Returns the last level at which each exchange that enlarges its operand delays no other
-        exchange.
+        """Returns the last level at which each enlarging exchange still delays no other exchange.
 
-        A gather of weights depends on nothing. At their first level, the gathers of all layers
-        would hold their results before the first product needs one.
+        A gather of weights depends on nothing. If the weights of all layers were gathered at the
+        first possible level, all results would be in memory before the first product needs one.
         """
         late: dict[int, int] = {}
-        next_wire: dict[
-            int, int
-        ] = {}  # equation -> the lowest level of an exchange that depends on it
+        # Equation -> the lowest level of an exchange that depends on it.
+        next_wire: dict[int, int] = {}
         for i in reversed(range(len(self.eqns))):
             after = [r for v in self.eqns[i].outvars for r in self.readers.get(v, ())]
             levels = [
@@ -175,8 +170,9 @@ class Graph:
         return self._makers[i]
 
     def ancestors(self, of: Sequence[int], stop: Mapping[int, Any], above: int = -1) -> set[int]:
-        """Returns the equations of levels `above` one that `of` depend on; does not look past those
-        in `stop`.
+        """Returns the equations that `of` depend on and whose level is higher than `above`.
+
+        Equations in `stop`, and what only they depend on, are left out.
         """
         seen: set[int] = set()
         stack = [p for i in of for p in self.makers(i)]
@@ -197,9 +193,7 @@ def by_place(place: Mapping[int, int]) -> dict[int, list[int]]:
 
 
 def exchanges_of(eqn: compat.Equation, traced: Traced) -> tuple[Exchange, ...]:
-    """Returns the exchanges of one flat equation; those of a loop name the loop in their
-    parameters.
-    """
+    """Returns the exchanges of one flat equation; a loop's exchanges name the loop in `params`."""
     found = traced.wire.recognise(eqn, traced.axes)
     if found is not None:
         return found
@@ -218,7 +212,7 @@ def exchanges_of(eqn: compat.Equation, traced: Traced) -> tuple[Exchange, ...]:
 
 
 def variables(atoms: Sequence[Any]) -> list[Any]:
-    """Returns the atoms that are not literals, each once, in order."""
+    """Returns the atoms that aren't literals, without repetitions and in order."""
     return list(dict.fromkeys(a for a in atoms if not isinstance(a, compat.Literal)))
 
 

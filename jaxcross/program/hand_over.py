@@ -1,5 +1,6 @@
-"""Arrays between the accelerator, where compute segments run, and the host's CPU device, where
-collective ones do.
+"""Copies arrays between the accelerator, which runs compute segments, and the host's CPU device.
+
+Collective segments run on the host's CPU device.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ _PINNED = "pinned_host"
 
 
 def on_accelerator() -> bool:
-    """Whether compute segments run elsewhere than on the host, so that arrays are handed over."""
+    """Whether compute segments run elsewhere than on the host, so that arrays must be copied."""
     return jax.default_backend() != "cpu"
 
 
 def pinned_memory(places: Collection[Sharding], host: Any) -> Sharding | None:
-    """Returns the host's pinned memory that belongs to the one accelerator of a program; None where
-    there is none.
+    """Returns the pinned host memory of the accelerator that a program uses.
 
-    An accelerator's copy engine reaches only pinned memory of the host, which the CPU device then
-    reads in place. On an H100 that is 41 GB/s, a copy to the CPU device's own memory 2
+    Returns None if there's no such memory, or several accelerators. An accelerator's copy engine
+    only reaches pinned memory of the host, which the CPU device can then read in place. On an H100
+    this copy runs at 41 GB/s, whereas a copy to the CPU device's own memory runs at 2 GB/s
     (`benchmarks/results/gpu_transfers.json`).
 
     Args:
-        places: Where the arguments of a segment are; empty where JAX may place them.
+        places: Where the arguments of a segment are; empty if JAX may place them.
         host: The CPU device.
     """
     devices = {device for place in places for device in place.device_set} or {
@@ -49,24 +50,28 @@ def pinned_memory(places: Collection[Sharding], host: Any) -> Sharding | None:
 
 
 def on_device(memory: Sharding) -> Sharding:
-    """Returns where arrays in pinned memory belong: the usual memory of their device."""
+    """Returns where arrays in pinned memory belong: the default memory of their device."""
     (device,) = memory.device_set
     return memory.with_memory_kind(device.default_memory().kind)
 
 
 def can_be_pinned(aval: Aval) -> bool:
-    """Whether an array goes to the host through pinned memory: neither keys nor scalars do."""
+    """Whether an array can go to the host through pinned memory.
+
+    Keys, scalars and empty arrays can't.
+    """
     return aval.shape != () and aval.nbytes > 0 and not aval.dtype.startswith("key<")
 
 
 def to_host(values: Sequence[Any], host: Any, through: Sequence[Sharding | None]) -> list[Any]:
-    """Returns one replica of each value on the host's CPU device. What is there already is not
-    copied.
+    """Returns one replica of each value on the host's CPU device.
+
+    Values that are there already aren't copied.
 
     Args:
-        values: Arrays of any devices.
+        values: Arrays on any devices.
         host: The CPU device.
-        through: The pinned memory through which each goes, if any.
+        through: The pinned memory through which each value goes, None if it goes directly.
     """
     moved = list(values)
     away = []
@@ -83,13 +88,13 @@ def to_host(values: Sequence[Any], host: Any, through: Sequence[Sharding | None]
 
 
 def from_host(values: Sequence[Any], shardings: Sequence[Sharding | None]) -> list[Any]:
-    """Returns values with the shardings that the next segments expect; None leaves a value where it
-    is.
+    """Returns values with the shardings that later segments expect; None leaves a value in place.
 
-    Does not wait for the copies.
+    Doesn't wait for the copies.
     """
     moved = list(values)
-    # To a device where a sharding says no more than that: JAX took twice as long for the sharding.
+    # Pass the device itself if the sharding says no more than that: JAX took twice as long for the
+    # sharding.
     places = [
         next(iter(s.device_set)) if isinstance(s, SingleDeviceSharding) else s for s in shardings
     ]

@@ -1,19 +1,19 @@
-"""Decides which work between two exchanges stays on an accelerator's host, by what it costs there
-(cut rule 4).
+"""Decides which work between two exchanges stays on an accelerator's host (cut rule 4).
 
-On the accelerator it would wait for two hand-overs and for what other jobs have queued there. On
-the host it takes time of the exchange lane, so it must not take longer than the exchanges
-themselves. Both costs follow from shapes:
+On the accelerator, this work would have to wait for two transfers, and for whatever other jobs have
+queued there. On the host, it takes up time of the exchange lane, so it must not take longer than
+the exchanges themselves. Both costs follow from shapes:
 
-- A pass over memory costs its bytes. XLA fuses elementwise operations with what reads them, so that
-  only reductions, dot products, gathers and what leaves for an exchange cost anything. Matrix
-  products go to the accelerator.
-- What the accelerator would have to hand over for this work alone costs its bytes, too.
-- Constants are free: the host has a copy of each that it reads, made once (`stages.compile`).
-- Exchanges pay for `MOST_TOUCHED` bytes for each byte that they move. A host is assumed to touch 6
-  GB/s, which no result file holds: the work then ends before the exchanges do on networks of up to
-  6 Gbit/s.
-- `ROUND_TRIP_BYTES` are free: the hand-overs of one small array each way take longer.
+- A pass over memory costs its bytes. XLA fuses elementwise operations with their readers, so only
+  reductions, dot products, gathers and the operands of exchanges cost anything. Matrix products go
+  to the accelerator.
+- Arrays that the accelerator would have to transfer for this work alone cost their bytes, too.
+- Constants are free: the host has a copy of each constant that it reads, made once
+  (`stages.compile`).
+- Exchanges pay for `MOST_TOUCHED` bytes per byte that they move. We assume that a host touches 6
+  GB/s; no result file measures this number. The work then ends before the exchanges do on networks
+  of up to 6 Gbit/s.
+- `ROUND_TRIP_BYTES` are free, because transferring even one small array each way takes longer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from jaxcross.program.graph import Graph, nbytes, variables
 from jaxcross.program.op_cost import ARITHMETIC, EXACT, FREE, HOST_OPS, MOST_TOUCHED, RESHAPED
 
 ROUND_TRIP_BYTES = 5_000_000
-"""What a host of 6 GB/s touches in 0.8 ms. In that an H100 hands over 1 MB and back
-(gpu_transfers.json).
+"""What a host that touches 6 GB/s touches in 0.8 ms.
+
+In that time an H100 transfers 1 MB and back (gpu_transfers.json).
 """
 _SHIFTS = frozenset({"shift_left", "shift_right_arithmetic", "shift_right_logical"})
 _PASSES = frozenset(
@@ -54,14 +55,13 @@ _PASSES = frozenset(
     }
 )
 _ALLOWED = HOST_OPS | _SHIFTS | _PASSES
-_FORWARDS = (RESHAPED | _PASSES) - {
-    "stack"
-}  # the shapes of their operands determine that of their result, and not the reverse
+# For these the operands' shapes determine the result's shape, but not the other way round.
+_FORWARDS = (RESHAPED | _PASSES) - {"stack"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Op:
-    """An equation, with the calls that it may have stood in opened."""
+    """An equation, possibly one from inside a call."""
 
     name: str
     gets: Sequence[Any]
@@ -74,7 +74,7 @@ class HostWork:
     """Weighs the work between the exchanges of one step.
 
     Args:
-        graph: Of the step.
+        graph: The graph of the step.
     """
 
     __slots__ = ("_constant", "_graph")
@@ -92,18 +92,18 @@ class HostWork:
         known: set[Any],
         moved: int,
     ) -> bool:
-        """Whether work between two exchanges takes the host less than the way to the accelerator
-        and back.
+        """Whether the host does this work faster than the accelerator would, transfers included.
 
-        The same on every rank: only shapes that follow from the exchanges count.
+        The result is identical across ranks, because only shapes that follow from the exchanges
+        count.
 
         Args:
-            between: The equations.
-            exchanges: Those for which they compute.
-            inside: Equations whose results are on the host already.
-            known: Arrays whose shapes follow from the exchanges; those of the equations are added
-                to it.
-            moved: Bytes of the exchanges before and after.
+            between: The equations of the work.
+            exchanges: The exchanges that need the work.
+            inside: Equations whose results are already on the host.
+            known: Arrays whose shapes follow from the exchanges. This function adds those of the
+                work.
+            moved: Bytes of the exchanges before and after the work.
         """
         eqns = [self._graph.eqns[i] for i in sorted(between)]
         ops = list(_opened(eqns))
@@ -118,17 +118,17 @@ class HostWork:
             return False
         made = {v for op in ops for v in op.makes}
         sent = {v for i in exchanges for v in variables(self._graph.eqns[i].invars)}
-        # The accelerator hands over the rest, for this work alone.
+        # The accelerator would have to transfer the remaining operands for this work alone.
         brought = {v for op in ops for v in variables(op.gets)} - made - self._constant
         brought = {v for v in brought if self._graph.maker.get(v) not in inside}
         touched = sum(map(_touched, ops)) + sum(map(nbytes, (made & sent) | brought))
         return touched <= max(MOST_TOUCHED * moved, ROUND_TRIP_BYTES)
 
     def repeated(self, between: Collection[int]) -> frozenset[int]:
-        """Returns the operations on constants alone that this work reads: indices, masks, the
-        rank's number.
+        """Returns the operations on constants alone whose results this work reads.
 
-        The host makes them, too, so that the accelerator need not hand them over in each step.
+        These make e.g. indices, masks or the rank's number. The host repeats them, so that the
+        accelerator needn't transfer their results in every step.
         """
         found: set[int] = set()
         stack = [p for i in between for p in self._graph.makers(i)]
@@ -145,12 +145,11 @@ class HostWork:
 
 
 def _made_of_constants(graph: Graph) -> set[Any]:
-    """Returns the constants of the step, and what operations make of them that give the same bits
-    anywhere.
+    """Returns the step's constants, and everything that's made of them in the same bits anywhere.
 
-    A step could make a constant from the shape of its batch, which may differ between ranks. If it
-    indexes with that between two exchanges, ranks may decide differently, and find out before their
-    first step.
+    A step could derive a constant from the shape of its batch, which may differ between ranks. If
+    such a constant is an index between two exchanges, ranks may decide differently. They find out
+    before their first step.
     """
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
     found = set(inner.invars[: len(graph.traced.consts)])
@@ -178,7 +177,7 @@ def _exact(op: _Op) -> bool:
 
 
 def _opened(eqns: Sequence[Any]) -> Iterator[_Op]:
-    """Yields equations, with those of a call in its place."""
+    """Yields equations; a call is replaced by the equations inside it."""
     for eqn in eqns:
         name = eqn.primitive.name
         body = next(compat.sub_jaxprs(eqn), None) if name in compat.INLINED else None
@@ -186,7 +185,7 @@ def _opened(eqns: Sequence[Any]) -> Iterator[_Op]:
             yield _Op(name=name, gets=eqn.invars, makes=eqn.outvars, params=eqn.params)
             continue
         inner, _ = compat.open_jaxpr(body)
-        # Another call may have the same body, so that the variables inside are renamed.
+        # Another call may have the same body, so the variables inside are renamed.
         names = dict(zip(inner.invars, eqn.invars, strict=True))
         for op in _opened(inner.eqns):
             names.update((v, compat.new_var(v.aval)) for v in op.makes)
@@ -205,8 +204,9 @@ def _renamed(atom: Any, names: dict[Any, Any]) -> Any:
 
 
 def _sized(ops: Sequence[_Op], known: set[Any], constant: Collection[Any]) -> bool:
-    """Whether all shapes but those of constants follow from those in `known`, to which they are
-    added.
+    """Whether all shapes except those of constants follow from the shapes in `known`.
+
+    Adds the arrays for which they do to `known`.
     """
     arrays = [
         ([a for a in variables(op.gets) if a.aval.shape], [v for v in op.makes if v.aval.shape])
@@ -225,17 +225,18 @@ def _sized(ops: Sequence[_Op], known: set[Any], constant: Collection[Any]) -> bo
 
 
 def _touched(op: _Op) -> int:
-    """Returns the bytes that an operation touches which is not fused with its reader."""
+    """Returns the bytes that an operation touches; 0 if it's fused with its reader."""
     if op.name not in _PASSES:
         return 0
-    if op.name == "gather":  # reads no more of its operand than it makes
+    if op.name == "gather":  # reads only as much of its operand as it makes
         return 2 * sum(map(nbytes, op.makes)) + sum(map(nbytes, variables(op.gets[1:])))
     return sum(map(nbytes, (*variables(op.gets), *op.makes)))
 
 
 def _reuses(op: _Op) -> bool:
-    """Whether an operation multiplies each element so often that its bytes do not tell its cost: a
-    matrix product.
+    """Whether an operation's cost doesn't follow from its bytes, as in a matrix product.
+
+    Such an operation makes more multiplications than its operands have elements.
     """
     if op.name != "dot_general":
         return False

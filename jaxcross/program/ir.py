@@ -1,9 +1,9 @@
-"""The IR: a program is a list of segments and the values that flow between them.
+"""Defines the IR: a program is a list of segments and the values that flow between them.
 
-It prints (`str(program)`), parses (`text.parse`), can be checked (`verify.verify`) and has two
-hashes: `digest.program_digest` tells whether two programs of one rank share executables,
-`exchange_signature` is what all ranks must agree on before the first step. This file is plain data
-and knows none of the passes.
+A program can be printed (`str(program)`), parsed (`text.parse`) and checked (`verify.verify`). It
+has two hashes. `digest.program_digest` tells whether two programs of one rank share executables.
+`exchange_signature` must be equal on all ranks before the first step. This module is plain data and
+doesn't depend on any pass.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Exchange:
     """An array that a named-axis collective moves between ranks.
 
     Attributes:
-        op: The field's name of the collective: `psum`, `pmax`, `all_gather`, `ppermute`,
+        op: The usual name of the collective: `psum`, `pmax`, `all_gather`, `ppermute`,
             `mpi.allreduce` ...
-        axes: The mesh axes it goes over, in the order the user wrote them.
+        axes: The mesh axes it goes over, in the order in which the user wrote them.
         dtype: Element type of the operand, as NumPy spells it (`bfloat16` included).
         shape: Shape of the operand on one rank.
-        params: What else decides the message: permutation, groups, split and concat dimensions,
-            reduction.
+        params: Everything else that decides the message: permutation, groups, split and concat
+            dimensions, reduction.
         source: The user's line, `file.py:12 (function)`. Not part of any hash.
     """
 
@@ -53,22 +53,20 @@ class Exchange:
 
     @property
     def count(self) -> int:
-        """Elements of the operand on one rank."""
+        """The number of elements of the operand on one rank."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the operand on one rank (not the bytes on the wire; `jaxcross.wire` counts
-        those).
-        """
+        """The bytes of the operand on one rank. `jaxcross.wire` counts the bytes on the wire."""
         return self.count * itemsize(self.dtype)
 
     @property
     def times(self) -> int:
-        """Number of times that one step makes it: the product of the lengths of the loops around
-        it.
+        """The number of times that one step makes the exchange.
 
-        A `while` does not say how often it iterates, and counts as once.
+        This is the product of the lengths of the loops around it. A `while` counts as one
+        iteration, because its number of iterations isn't known.
         """
         # A loop's parameter is text such as `scan 8`, because signatures are compared and parsed as
         # text.
@@ -98,15 +96,16 @@ class Aval:
 
 
 class RankDecision(Protocol):
-    """A decision that each rank makes by its own values. Ranks count, next to an exchange, how many
-    decided how.
+    """A decision that each rank makes by its own values.
+
+    Alongside an exchange, the ranks count how many of them decided which way.
     """
 
     def mismatch(self, counts: Sequence[float]) -> str | None:
-        """Returns an error text if ranks decided differently, None if they agree.
+        """Returns an error text if ranks decided differently, None if they decided the same.
 
         Args:
-            counts: How many ranks decided each way; a failed rank counts for none.
+            counts: How many ranks decided each way. A failed rank isn't counted anywhere.
         """
         ...
 
@@ -116,20 +115,20 @@ class Segment:
     """The part of a step that is one XLA executable.
 
     Attributes:
-        index: Its position in the program; segments are listed in an order in which they may run.
-        kind: `compute` runs on the accelerator, `collective` on the host CPU device with the
-            exchanges.
-        inputs: Value ids it reads.
-        outputs: Value ids it defines.
-        last_uses: Values that no later segment of the list reads. They are dropped once all their
-            readers have run, and donated if no order of the segments could read them later.
+        index: Its position in the program. Segments are listed in an order in which they may run.
+        kind: `compute` runs on the accelerator, `collective` on the host's CPU device, together
+            with its exchanges.
+        inputs: The ids of the values it reads.
+        outputs: The ids of the values it defines.
+        last_uses: Values that no later segment of the list reads. A value is dropped once all its
+            readers have run, and donated if no order of the segments could read it later.
         exchanges: What a collective segment puts on the wire, in order. Empty for compute.
         decisions: Decisions for which a collective segment counts the ranks that took each branch.
-        jaxpr: Its computation, closed, with `len(inputs)` invars and `len(outputs)` outvars; None
-            in a parsed program. A collective segment returns more: each exchanged value that leaves
-            the segment only through an operation that can hide a NaN (see `nonfinite.masked_by`),
-            then one count for each decision. Its jaxpr holds the named-axis collective equations
-            themselves.
+        jaxpr: Its computation as a closed jaxpr, with `len(inputs)` invars and `len(outputs)`
+            outvars; None in a parsed program. It holds the named-axis collective equations
+            themselves. A collective segment returns more than its outputs: first, each exchanged
+            value that leaves the segment only through an operation that can hide a NaN (see
+            `nonfinite.masked_by`), then one count for each decision.
     """
 
     index: int
@@ -138,35 +137,31 @@ class Segment:
     outputs: tuple[int, ...]
     last_uses: tuple[int, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
-    # Not compared: a program that was parsed equals the one whose text it was.
+    # Not compared, so that a parsed program equals the program whose text was parsed.
     decisions: tuple[RankDecision, ...] = field(default=(), compare=False, repr=False)
     jaxpr: Any = field(default=None, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its exchanges give to the wire on one rank."""
+        """The bytes that its exchanges pass to the wire on one rank."""
         return sum(x.nbytes * x.times for x in self.exchanges)
 
     @property
     def extra_nbytes(self) -> int:
-        """Bytes of the results beyond `outputs`."""
+        """The bytes of the results beyond `outputs`."""
         extra = [] if self.jaxpr is None else self.jaxpr.jaxpr.outvars[len(self.outputs) :]
         return sum(v.aval.size * v.aval.dtype.itemsize for v in extra)
 
 
 class Wire(Protocol):
-    """The means of exchange: recognises exchanges in a jaxpr, and executes them."""
+    """The means of exchange: recognises exchanges in a jaxpr, and compiles them for execution."""
 
     def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
-        """Returns one `Exchange` per operand if the equation moves data over one of `axes`, None if
-        it does not.
-        """
+        """Returns one `Exchange` per operand if `eqn` moves data over one of `axes`, else None."""
         ...
 
     def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Lowered:
-        """Returns what can be compiled to compute the closed `jaxpr`, with its exchanges made over
-        the wire.
-        """
+        """Returns a compilable form of the closed `jaxpr`, whose exchanges go over the wire."""
         ...
 
     def coords(self, axes: Mapping[str, int]) -> Mapping[str, int]:
@@ -179,21 +174,21 @@ class Program:
     """The work of one step: segments, and the values between them.
 
     Attributes:
-        name: Name of the step function.
+        name: The name of the step function.
         axes: `(name, size)` of every mesh axis, row-major over ranks.
-        values: The type of each value; a value's id is its position here.
-        inputs: Ids of the step's inputs: constants the step closed over, then its flat arguments.
+        values: The type of each value. A value's id is its position here.
+        inputs: Ids of the step's inputs: first the constants the step closed over, then its flat
+            arguments.
         constants: How many of `inputs` are constants.
         outputs: Ids of the step's flat results.
-        donated: Inputs whose arrays the step may overwrite, after its last exchange at the
-            earliest.
-        segments: In an order in which they may run.
+        donated: Inputs whose arrays the step may overwrite, but not before its last exchange.
+        segments: The segments, in an order in which they may run.
         commit_flag_inputs: Inputs that no segment reads before the last exchange, so that their
             values may still change until the commit.
-        calls: A hash of all ranks' calls of mpi4jax, once the ranks have agreed on them; empty
-            without such calls.
-        traced: The traced step that it was cut from; None in a parsed program.
-        order: What must have run before each segment, and what each may overwrite.
+        calls: A hash of all ranks' mpi4jax calls, once the ranks have agreed on them; empty without
+            such calls.
+        traced: The traced step that the program was cut from; None in a parsed program.
+        order: What must have run before each segment, and what each segment may overwrite.
     """
 
     name: str
@@ -220,7 +215,7 @@ class Program:
 
     @property
     def local_step(self) -> bool:
-        """Whether the host chose a branch without exchanges, where another branch has some."""
+        """Whether the host chose a branch without exchanges although another branch has some."""
         return not self.exchanges and self.traced is not None and bool(self.traced.choices)
 
     @property
@@ -230,11 +225,11 @@ class Program:
 
     @property
     def is_unit(self) -> bool:
-        """Whether it calls mpi4jax: then its exchanges are one segment, and may differ by rank."""
+        """Whether it calls mpi4jax. Its exchanges are then one segment, and may differ by rank."""
         return any(x.op.startswith("mpi.") for x in self.exchanges)
 
     def is_single_rank(self, segment: Segment) -> bool:
-        """Whether a collective segment has no peers: every exchange is over axes of one rank."""
+        """Whether a collective segment has no peers: every exchange is over axes of size 1."""
         sizes = dict(self.axes)
         return all(x.axes and all(sizes.get(a) == 1 for a in x.axes) for x in segment.exchanges)
 
@@ -263,7 +258,7 @@ class Program:
         )
 
     def __str__(self) -> str:
-        """Formats the program with one line for each segment."""
+        """Formats the program, with one line per segment."""
         axes = ", ".join(f"{n}={s}" for n, s in self.axes)
         return "\n".join([f"program {self.name} over {axes}", *self._lines()])
 
@@ -271,7 +266,7 @@ class Program:
         return preformatted(str(self))
 
     def text(self) -> str:
-        """Formats everything but the equations; `text.parse` reads it back."""
+        """Formats everything except the equations; `text.parse` parses it."""
         lines = [
             f"program {self.name}",
             f"axes {self._axes_text()}",
@@ -292,18 +287,18 @@ class Program:
     def exchange_signature(self) -> str:
         """Returns the text that must be equal on all ranks before the first step.
 
-        It lists every exchange in order, and how many each segment makes, because the wire may pack
-        those of one segment into one message. It leaves out ranks, handles and computation, which
-        may differ. Calls of mpi4jax may differ by rank, too: in their place stands a hash of all
-        ranks' lists.
+        It lists every exchange in order, and how many exchanges each segment makes, because the
+        wire may pack the exchanges of one segment into one message. It leaves out ranks, handles
+        and computation, because these may differ. mpi4jax calls may differ by rank, too, so the
+        text contains a hash of all ranks' lists of calls instead of the calls themselves.
         """
         if self.is_unit:
             return (
                 f"axes {self._axes_text()}\ncalls of mpi4jax "
                 f"{self.calls or 'that are not agreed yet'}"
             )
-        # Two cuts may make the same exchanges in the same order and yet pack other ones into a
-        # message.
+        # Two cuts may make the same exchanges in the same order and still pack them into different
+        # messages.
         layout = ", ".join(str(len(s.exchanges)) for s in self.collectives)
         lines = [f"axes {self._axes_text()}", *(x.line() for x in self.exchanges)]
         return "\n".join([*lines, f"{LAYOUT}{layout}"] if layout else lines)
@@ -317,22 +312,23 @@ class Program:
 
 
 def hash_62(text: str) -> int:
-    """Hashes a text to 62 bits, which can be negated in int64: ranks compare hashes by one minimum
-    of `(h, -h)`.
+    """Hashes a text to 62 bits, so that it can be negated in int64.
+
+    Ranks compare hashes by a single minimum over `(h, -h)`.
     """
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
 
 def itemsize(dtype: str) -> int:
-    """Returns the bytes of one element; key types count as the 32-bit words that they wrap."""
+    """Returns the bytes of one element; a key counts as the 32-bit words that it wraps."""
     if dtype.startswith("key<"):
         return 8
-    # NumPy does not know bfloat16 and the narrower types by name.
+    # NumPy has no names for bfloat16 and narrower types.
     return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
 
 
 def human_bytes(count: int) -> str:
-    """Formats a number of bytes, as in `26.2 MB`."""
+    """Formats a number of bytes, e.g. `26.2 MB`."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
@@ -341,12 +337,12 @@ def human_bytes(count: int) -> str:
 
 
 def _word(name: str) -> str:
-    """Returns an axis name, quoted if `text.parse` would not read it back as one."""
+    """Returns an axis name, in quotes if `text.parse` couldn't read it back otherwise."""
     return name if re.fullmatch(r"[\w.:/+-]+", name) else repr(name)
 
 
 def _ranges(ids: Sequence[int]) -> str:
-    """Formats ids as ranges, as in `0-3,7`, in their order; `-` if there are none."""
+    """Formats ids as ranges in the given order, e.g. `0-3,7`; `-` if there are none."""
     parts: list[list[int]] = []
     for i in ids:
         if parts and i == parts[-1][1] + 1:

@@ -1,6 +1,4 @@
-"""Answers simple questions about a jaxpr, rewrites its equations, and drops those whose results are
-not read.
-"""
+"""Answers simple questions about a jaxpr, rewrites its equations, and drops unread equations."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ V = TypeVar("V")
 
 
 def holds(jaxpr: compat.Jaxpr, concerns: Callable[[compat.Equation], bool]) -> bool:
-    """Whether a jaxpr, or one inside it, has an equation that `concerns` accepts."""
+    """Whether a jaxpr, or a jaxpr inside it, has an equation that `concerns` accepts."""
     return any(
         concerns(eqn) or any(holds(j, concerns) for j in compat.sub_jaxprs(eqn))
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns
@@ -28,12 +26,12 @@ def holds_exchange(
     *,
     only: Callable[[Exchange], bool] = lambda _: True,
 ) -> bool:
-    """Whether a jaxpr, or one inside it, makes an exchange that `only` accepts."""
+    """Whether a jaxpr, or a jaxpr inside it, makes an exchange that `only` accepts."""
     return holds(jaxpr, lambda eqn: any(map(only, wire.recognise(eqn, axes) or ())))
 
 
 def holds_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
-    """Whether a jaxpr, or one inside it, has a `shard_map` along one of `axes`."""
+    """Whether a jaxpr, or a jaxpr inside it, has a `shard_map` along one of `axes`."""
     return holds(jaxpr, lambda eqn: is_shard_map(eqn, axes))
 
 
@@ -44,13 +42,15 @@ def forward(
     *,
     constant: V,
 ) -> list[V]:
-    """Carries a property of values from the inputs of a jaxpr to its results, through functions
-    that it calls.
+    """Propagates a property of values from a jaxpr's inputs to its results.
+
+    Also goes through the functions that the jaxpr calls.
 
     Args:
         jaxpr: Open or closed.
         args: The property of each input.
-        rule: Returns that of an equation's results, given that of its operands.
+        rule: Returns the property of each result of an equation, given the property of each
+            operand.
         constant: The property of constants.
     """
     inner, _ = compat.open_jaxpr(jaxpr)
@@ -79,17 +79,17 @@ def rewritten(
     *,
     enters: Callable[[compat.Equation], bool] = lambda _: True,
 ) -> compat.Jaxpr:
-    """Changes some equations of a jaxpr, closed or open, those inside loops and calls included.
+    """Changes some equations of a jaxpr, including those inside loops and calls.
 
     Args:
-        jaxpr: Returned as it is where `concerns` accepts nothing in it.
+        jaxpr: Open or closed. Returned as it is if `concerns` accepts nothing in it.
         concerns: Accepts the equations to change.
-        change: Returns the equation that replaces such a one. Equations inside the new one are
-            changed, too.
-        enters: Whether equations inside an equation are changed.
+        change: Returns the equation that replaces an accepted one. Equations inside the new
+            equation are changed, too.
+        enters: Whether to change equations inside an equation.
     """
-    # By identity, so that a jaxpr that several equations share stays shared. The key's jaxpr is
-    # kept alive, so that its id is not used again.
+    # By identity, so that a jaxpr shared by several equations stays shared. The key's jaxpr is kept
+    # alive, so that its id isn't reused.
     done: dict[int, tuple[compat.Jaxpr, compat.Jaxpr]] = {}
 
     def changed(eqn: compat.Equation) -> compat.Equation:
@@ -121,9 +121,7 @@ def is_shard_map(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
 def drop_unread(
     eqns: Sequence[compat.Equation], outs: Sequence[compat.Atom]
 ) -> list[compat.Equation]:
-    """Returns, in order, the equations on whose results `outs` depend, and those that have a real
-    effect.
-    """
+    """Returns, in order, the equations that `outs` depend on, and those that have a real effect."""
     live = {a for a in outs if not isinstance(a, compat.Literal)}
     kept: list[compat.Equation] = []
     for eqn in reversed(eqns):
@@ -135,13 +133,15 @@ def drop_unread(
 
 
 def ends_on_zeros(eqn: compat.Equation, present: Collection[compat.Atom]) -> bool:
-    """Whether an equation ends on a rank whose operands are all zero: each loop inside has a fixed
-    length or a vote.
+    """Whether an equation ends on a rank whose operands are all zero.
+
+    This is the case if each loop inside has a fixed length or a vote.
 
     Args:
-        eqn: Of a flat jaxpr. Its loops with a vote are those that `jaxcross.program.lockstep` has
-            rewritten.
-        present: Variables that are zero then and 1 elsewhere, an operand of each vote.
+        eqn: An equation of a flat jaxpr. Loops with a vote have been rewritten by
+            `jaxcross.program.lockstep`.
+        present: Variables that are 0 on such a rank and 1 elsewhere. Each vote has one as an
+            operand.
     """
     here = [
         n for n, a in enumerate(eqn.invars) if not isinstance(a, compat.Literal) and a in present
@@ -150,7 +150,7 @@ def ends_on_zeros(eqn: compat.Equation, present: Collection[compat.Atom]) -> boo
         return bool(here)
     for jaxpr in compat.sub_jaxprs(eqn):
         inner, _ = compat.open_jaxpr(jaxpr)
-        # Only a `scan` hands its operands to the body in their order.
+        # Only a `scan` passes its operands to the body in the same order.
         handed = {inner.invars[n] for n in here} if eqn.primitive.name == "scan" else ()
         if not all(ends_on_zeros(e, handed) for e in inner.eqns):
             return False

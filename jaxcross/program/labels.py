@@ -1,38 +1,41 @@
-"""Labels identify each exchange of a step, so that ranks can check that they make the same ones in
-the same order.
+"""Labels each exchange of a step, so that ranks can check that their exchanges match up.
 
-By the signature two exchanges may both be sums of three floats. Ranks that loop over names in
-different orders have equal signatures, and each would receive the values of the other exchange. A
-label is the same on all ranks that make the same exchange. It does not depend on the order of
-tracing, nor, but for the last kind below, on shapes, which may differ on one rank.
+The signature of a program doesn't suffice for this: two different exchanges may both be sums of
+three floats. If ranks loop over names in different orders, their signatures are equal, and yet each
+exchange would receive the values of another one. A label is the same on all ranks that make the
+same exchange. It doesn't depend on the order of tracing. It doesn't depend on shapes either, which
+may differ on one rank, except for the last kind of label below.
 
-An exchange has up to four labels of its origin and use together. They are hashes of
+**Kinds of labels.** An exchange has up to four labels for its origin and use together. They are
+hashes of
 
-- the leaves of the step's arguments that its operand comes from and of the step's results that it
-  reaches, through layout and element-wise equations only;
-- these leaves and the other equations at which such paths end, each with the leaves around it: for
-  exchanges between products, for example, also where ranks add up the results in different orders;
-- all equations before and after it by name, which tells any two exchanges of one step apart;
-- the leaves and other equations, each with the part of the array (a slice, an index) and the
-  constant factors on the way: for exchanges of parts of one leaf. Left out where the parts that the
-  results go to do not tell it from another exchange: ranks may take the parts of a batch in any
-  order if the results are added up.
+- leaves: the leaves of the step's arguments that the operand comes from, and the leaves of the
+  step's results that the exchange reaches, through layout and element-wise equations only;
+- leaves and equations: these leaves, and the other equations at which such paths end, each with the
+  leaves around it. This labels e.g. exchanges between products, even if ranks add up the results in
+  different orders;
+- everything: the names of all equations before and after the exchange. This tells any two exchanges
+  of a step apart;
+- parts: the leaves and the other equations, each with the part of the array (a slice, an index) and
+  the constant factors on the way. This labels exchanges of parts of one leaf. It's left out if the
+  parts that the results go to don't distinguish the exchange from another one: if the results are
+  added up, ranks may take the parts of a batch in any order.
 
-A result may go to a place in a list or tuple, and what stands there follows from the order of
-tracing: where names are iterated in two orders, the first exchange is of "loss" for `result[0]` on
-one rank, and of "acc" for `result[0]` on the other. No label of origin and use together is then on
-both ranks. Hence an exchange has the same four labels for its origin alone, and four for its use
-alone. Those of the origin are left out where another exchange is for the same parts of the results,
-and those of the use where another one is of the same parts of the arguments: the two may be
-swapped.
+**Origin alone, use alone.** If a result goes into a list or tuple, its place there may follow from
+the order of tracing. Suppose ranks iterate over names in two orders. Then the first exchange maps
+"loss" to `result[0]` on one rank, but "acc" to `result[0]` on the other, and no label of origin and
+use together occurs on both ranks. So an exchange has the same four labels for its origin alone, and
+four for its use alone. The labels of the origin are left out if another exchange is for the same
+parts of the results, and the labels of the use if another exchange is of the same parts of the
+arguments, because two such exchanges may legitimately be swapped.
 
-A label that occurs twice on a rank identifies nothing and is left out. Ranks may take turns: one
-exchanges its value where the others exchange zeros, as in `[psum(x if n == rank else zeros) for n
-in range(ranks)]`. So zeros have no labels, nor do other values that add nothing, such as the least
-number in a `pmax`, and two ranks may have one label at two places if each exchanges such a value at
-the other's place. In a pipeline or on a ring, a rank sends what its neighbour needs next, so
-permutations have only the label of all equations before and after them, and mpi4jax's
-point-to-point calls have none.
+**Exceptions.** A label that occurs twice on a rank identifies nothing and is left out. Ranks may
+take turns: one exchanges its value while the others exchange zeros, as in `[psum(x if n == rank
+else zeros) for n in range(ranks)]`. Therefore zeros have no labels, and neither do other values
+that add nothing, such as the smallest number in a `pmax`. Two ranks may have the same label at two
+places if each exchanges such an empty value at the other's place. In a pipeline or on a ring, a
+rank sends what its neighbour needs next, so permutations only have the label of all equations
+before and after them, and mpi4jax's point-to-point calls have no label.
 """
 
 from __future__ import annotations
@@ -54,10 +57,10 @@ from jaxcross.program.provenance import Mark, Scope, hash_of_text, leaf_hashes, 
 from jaxcross.program.trace import Traced
 
 _KINDS = 4
-_LABELS = 3 * _KINDS  # of origin and use, of the origin, of the use
-_DIGITS = 16  # of a label as text
+_LABELS = 3 * _KINDS  # of origin and use, of the origin alone, of the use alone
+_DIGITS = 16  # hexadecimal digits of a label as text
 _NO_LABEL = "0" * _DIGITS
-_EMPTY = "f" * _DIGITS  # in place of each label of zeros
+_EMPTY = "f" * _DIGITS  # replaces each label of an empty operand
 _POINT_TO_POINT = frozenset({"mpi.send", "mpi.recv", "mpi.sendrecv"})
 
 
@@ -66,14 +69,14 @@ class Labelled:
     """One array that a traced step exchanges.
 
     Attributes:
-        exchange: How it travels, without the buffer that it may share.
+        exchange: How it travels, apart from a buffer that it may share.
         origin: Where it comes from.
         use: Where the result goes.
-        empty: Whether its operand is zeros, infinities, or the least or greatest number of its
-            type, written as such: what a rank exchanges that adds nothing.
-        labels: By leaves, by leaves and the equations around them, by all equations, by parts; 0
-            for one that it does not have. First those of its origin and use, then those of its
-            origin alone and of its use alone.
+        empty: Whether its operand is made of literal zeros, infinities, or the smallest or greatest
+            number of its type. A rank exchanges this to contribute nothing.
+        labels: The labels by leaves, by leaves and equations, by all equations and by parts; 0 for
+            a label that the exchange doesn't have. First the labels of origin and use together,
+            then those of the origin alone, then those of the use alone.
     """
 
     exchange: Exchange
@@ -84,9 +87,9 @@ class Labelled:
 
 
 def labelled(traced: Traced) -> dict[int, list[Labelled]]:
-    """Returns the arrays that each equation of a traced step exchanges, by equation. Computed once.
+    """Returns the arrays that each equation of a traced step exchanges. Computed once per step.
 
-    Does not wait or communicate.
+    Doesn't wait or communicate.
     """
     if "labelled" not in traced.memo:
         traced.memo["labelled"] = _labelled(traced)
@@ -120,7 +123,7 @@ def _labels(x: Exchange, origin: Mark, use: Mark) -> tuple[int, ...]:
 
 
 def _hashes(before: int, kind: int, origin: Mark, use: Mark) -> Iterator[int]:
-    """Yields one label of each kind, which differ from those with another number `before` them."""
+    """Yields one label of each kind; they differ from the labels with a different `before`."""
     yield mixed(before + 1, kind, origin.leaves, use.leaves) if origin.leaves or use.leaves else 0
     yield mixed(before + 2, kind, origin[:2], use[:2])
     yield mixed(before + 3, kind, origin.exact, use.exact)
@@ -128,9 +131,7 @@ def _hashes(before: int, kind: int, origin: Mark, use: Mark) -> Iterator[int]:
 
 
 def _ends(traced: Traced, scope: Scope, i: int) -> Iterator[tuple[Mark, Mark, bool]]:
-    """Yields the marks of each exchange of an equation, and whether its operand is empty, in
-    `exchanges_of` order.
-    """
+    """Yields origin, use and emptiness of each exchange of an equation, in `exchanges_of` order."""
     eqn = scope.eqns[i]
     found = traced.wire.recognise(eqn, traced.axes)
     if found is None:
@@ -138,7 +139,7 @@ def _ends(traced: Traced, scope: Scope, i: int) -> Iterator[tuple[Mark, Mark, bo
             for n in range(len(inner.eqns)):
                 yield from _ends(traced, inner, n)
         return
-    for n in range(len(found)):  # one of mpi4jax's may have no operand, or no result
+    for n in range(len(found)):  # an mpi4jax call may have no operand, or no result
         use = scope.use(eqn.outvars[n]) if n < len(eqn.outvars) else Mark()
         if n < len(eqn.invars):
             yield scope.origin(eqn.invars[n]), use, _is_empty(eqn.invars[n], scope.makers)
@@ -162,8 +163,9 @@ def _is_empty(atom: compat.Atom, makers: Mapping[Any, Any]) -> bool:
 
 
 def _extremes(dtype: Any) -> tuple[Any, ...]:
-    """Returns the least and the greatest number of a type, which `pmax` and `pmin` ignore; none for
-    others.
+    """Returns the smallest and the greatest number of a float or integer type, else nothing.
+
+    `pmax` and `pmin` ignore these numbers.
     """
     if jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer):
         of = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
@@ -176,10 +178,10 @@ class Member:
     """An array in a program's order of exchanges.
 
     Attributes:
-        number: Of the exchange, counted from 1.
-        part: Its place in the buffer that it shares with others, counted from 1; 0 if it travels
-            alone.
-        labelled: What it is.
+        number: The number of the exchange, counted from 1.
+        part: The array's place in the buffer that it shares with others, counted from 1; 0 if it
+            travels alone.
+        labelled: What the array is.
     """
 
     number: int
@@ -188,10 +190,9 @@ class Member:
 
 
 def order_of(program: Program) -> list[Member]:
-    """Returns the arrays that a program exchanges, in the order in which they travel. Does not wait
-    or communicate.
+    """Returns the arrays that a program exchanges, in the order in which they travel.
 
-    Empty for a parsed program, whose equations are unknown.
+    Empty for a parsed program, whose equations are unknown. Doesn't wait or communicate.
     """
     if program.traced is None:
         return []
@@ -218,15 +219,13 @@ def _travelling(program: Program) -> Iterator[Labelled]:
             if id(eqn) in by_equation:
                 yield from known[by_equation[id(eqn)]]
             else:
-                # A shared buffer has an equation of its own. Its parts are found by their results,
-                # which keep names.
+                # A shared buffer is exchanged by an equation that's not in the traced step. We find
+                # the buffer's parts by their results, because these keep their variables.
                 yield from (known[by_result[v]][0] for v in eqn.outvars if v in by_result)
 
 
 def label_text(order: Sequence[Member]) -> str:
-    """Returns the labels that are unique on this rank, as text of a fixed length: 192 bytes for
-    each array.
-    """
+    """Returns the labels that are unique on this rank, as text: 192 bytes for each array."""
     members = [member.labelled for member in order]
     origins = Counter((x.exchange.line(), x.origin.placed) for x in members)
     uses = Counter((x.exchange.line(), x.use.placed) for x in members)
@@ -256,13 +255,15 @@ def find_swapped(
     """Finds two ranks that make the same exchange at different places of their orders.
 
     Args:
-        texts: `label_text` the order of each rank, in rank order. The orders have equal signatures.
-        peers: Place, rank -> the ranks with which that rank makes the exchange at that place. It
-            matters only to them that another place holds another exchange.
+        texts: The `label_text` of each rank's order, in rank order. The orders have equal
+            signatures.
+        peers: Maps a place and a rank to the ranks with which that rank makes the exchange at that
+            place. Only for these ranks does it matter that the exchange is at another place on
+            another rank.
 
     Returns:
-        Each rank with its place; None if no label has different places on two ranks that exchange
-        with one another, apart from ranks that take turns.
+        Each of the two ranks with its place. None if no label has different places on two ranks
+        that exchange with one another, apart from ranks that take turns.
     """
     alike: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
@@ -287,9 +288,7 @@ def find_swapped(
 
 
 def describe(traced: Traced, member: Member) -> str:
-    """Describes an exchange by its number, the leaves that it comes from and goes to, and the
-    user's line.
-    """
+    """Describes an exchange by its number, the leaves it comes from and goes to, and its line."""
     x = member.labelled
     arguments, results = traced.paths
     part = f"part {member.part} of " if member.part else ""

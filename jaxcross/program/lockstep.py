@@ -1,22 +1,26 @@
-"""Loops that exchange with a different number of iterations on each rank, rewritten so that all
-ranks make the same.
+"""Rewrites loops that exchange, so that all ranks make the same number of iterations.
 
-The results are those of `jax.vmap` over ranks, which runs the body until every element's predicate
-is false and keeps the carry of elements that have finished. Here each rank is an element: before
-each iteration ranks vote, by a maximum of four bytes over the axes that the loop exchanges over,
-whether any of them goes on. A rank that has finished runs the body on its last carry, contributes
-the outcome to the exchanges, and discards the results. There is no vote where
-`jaxcross.program.equality` proves the predicate equal on all these ranks.
+Otherwise, a rank that needs fewer iterations would leave the loop early, and the other ranks would
+wait for it in their remaining exchanges.
 
-Nested loops are the hard part. A rank that has finished the outer loop still enters the inner one,
-on a carry for which the inner one need not end. Such a rank is *inactive*. It leaves an inner loop
+The results are those of `jax.vmap` over ranks: it runs the body until the predicate is false for
+every element, and keeps the carry of the elements that have finished. Here each rank is an element.
+Before each iteration, the ranks vote on whether any of them needs to continue. The vote is a
+maximum of four bytes over the axes that the loop exchanges over. A rank that has finished still
+runs the body on its last carry and takes part in the exchanges with the outcome, but discards the
+results. There's no vote if `jaxcross.program.equality` proves that the predicate is equal on all
+these ranks.
 
-- as the other ranks do, where they decide together or the loop has no vote because the ranks'
-  decisions are equal;
-- at once, where nothing that is exchanged depends on the inner loop's results;
-- after `FROZEN` or `FROZEN_LOCAL` iterations, where something does. It then has to exchange a value
-  that `vmap` would not give, so it also counts itself in a sum (`decision.EarlyExit`), and the step
-  fails on every rank.
+Nested loops are the hard part. A rank that has finished the outer loop still enters the inner loop,
+on a carry for which the inner loop need not end. We call such a rank *inactive*. It leaves an inner
+loop
+
+- together with the other ranks, if they decide together, or if the loop has no vote because the
+  ranks' decisions are equal;
+- at once, if nothing that is exchanged depends on the inner loop's results;
+- after `FROZEN` or `FROZEN_LOCAL` iterations, if something does. The rank then has to exchange a
+  value that differs from what `vmap` gives. So it also counts itself in a sum
+  (`decision.EarlyExit`), and because of this count the step fails on every rank.
 """
 
 from __future__ import annotations
@@ -40,36 +44,39 @@ from jaxcross.program.equality import Equality, Known, fingerprint
 from jaxcross.program.jaxpr_utils import holds_exchange
 
 FROZEN = 2_000
-"""Iterations after which an inactive rank stops voting to continue an inner loop on whose results
-an exchange depends.
+"""Iterations after which an inactive rank stops voting to continue an inner loop.
 
-On the carry with which the rank left the outer loop the inner one might never end; under `vmap` it
-would not end either. The rank iterates on as long as other ranks do. Halving a float64 until it is
-zero takes 1,075 iterations.
+This is for inner loops on whose results an exchange depends. The inner loop might never end on the
+carry with which the rank left the outer loop; under `vmap` it wouldn't end either. The rank still
+continues as long as other ranks do. For comparison, halving a float64 until it's zero takes 1,075
+iterations.
 """
 FROZEN_LOCAL = 1_000_000
-"""Iterations after which an inactive rank leaves an inner loop that exchanges nothing: no other
-rank waits for it.
+"""Iterations after which an inactive rank leaves an inner loop that exchanges nothing.
+
+This limit is much higher than `FROZEN`, because no other rank waits for it in that loop.
 """
 
 
 _State = tuple[list[Array], Array, Array, Array]
-"""The state of a rewritten `while`: its carry, iterations, whether an inner loop was left early,
-and the predicate.
+"""The state of a rewritten `while`.
+
+It consists of the carry, the number of iterations so far, whether an inner loop was left early, and
+the predicate.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The use that is made of this rank's results in a jaxpr.
+    """What happens to this rank's results in a jaxpr.
 
     Attributes:
-        active: Whether the results are kept; None if they always are, which is so outside of every
-            loop with a vote.
-        present: 0 on a rank that takes no part in the step, 1 elsewhere; None where every rank
-            takes part.
+        active: Whether the results are kept. None if they always are, which is the case outside of
+            every loop with a vote.
+        present: 0 on a rank that takes no part in the step, 1 elsewhere; None if every rank takes
+            part.
         always_vote: Whether every loop needs a vote, because the jaxpr may run on zeros.
-        feeds_exchange: Whether an exchange depends on the results even where they are not kept.
+        feeds_exchange: Whether an exchange depends on the results even if they aren't kept.
     """
 
     active: Array | None = None
@@ -79,17 +86,16 @@ class Role:
 
 
 def emit(flat: Emitter, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
-    """Emits a loop that exchanges, rewritten where ranks may make different numbers of its
-    iterations.
-    """
+    """Emits a loop that exchanges, rewritten if its number of iterations may differ by rank."""
     equality = Equality(flat.axes, flat.wire)
     known = flat.known(args)
     equality.results(eqn, known)
     named = any(x.axes for x in equality.exchanges(eqn))
     if not (equality.diverges or (named and flat.always_vote and _holds_while(eqn))):
         outs = flat.keep(eqn, args)
-        # The proof of equality holds for ranks that traced the same code. A Python number in it may
-        # differ by rank, so ranks compare a hash of all that the number of iterations follows from.
+        # The proof of equality assumes that the ranks traced the same code. A Python number in the
+        # code may differ by rank, so the ranks compare a hash of everything that the number of
+        # iterations follows from.
         if equality.basis:
             flat.until[outs[0]] = fingerprint(equality.basis)
         return outs
@@ -127,8 +133,9 @@ def _holds_while(eqn: Equation) -> bool:
 
 
 def _calls_back(eqn: Equation) -> bool:
-    """Whether an equation, or one inside it, does more than compute, exchange and write to a
-    mutable array.
+    """Whether an equation, or an equation inside it, calls back.
+
+    Computing, exchanging and writing to a mutable array don't count.
     """
     if eqn.primitive.name.endswith("_mpi") or any(
         isinstance(a.aval, AbstractRef) for a in eqn.invars
@@ -144,26 +151,26 @@ def _calls_back(eqn: Equation) -> bool:
 class _Rewriter:
     """Traces equations again, with a vote in the loops that need one.
 
-    JAX traces the body of a loop or branch as a jaxpr of its own, from which a flag can only come
-    out as a result. The flag `exited` therefore is an extra result of everything traced by
-    `_inside`, and an extra carry of loops.
+    JAX traces the body of a loop or branch as a separate jaxpr, and a flag can only leave that
+    jaxpr as a result. Therefore the flag `exited` is an additional result of everything traced by
+    `_inside`, and an additional carry of loops.
 
     Attributes:
         equality: Proves values equal on all ranks.
         early_exits: The lines of inner loops that an inactive rank may leave before their end
-            although an exchange depends on their results. A dict, to keep them once each and in
-            order.
+            although an exchange depends on their results. A dict, so that each line is kept once
+            and in order.
     """
 
     equality: Equality
     early_exits: dict[str, None] = field(default_factory=dict)
-    _exited: list[Array] = field(
-        default_factory=list
-    )  # flags of the jaxpr that is being traced: 1 if left early
+    # Flags of the jaxpr that is being traced: 1 if a loop was left early.
+    _exited: list[Array] = field(default_factory=list)
 
     def take_exited(self) -> Array:
-        """Returns 1 if this rank has left a loop early in what was traced since the last call, else
-        0.
+        """Returns 1 if this rank left a loop early since the last call, else 0.
+
+        This covers the loops in everything that was traced since then.
         """
         exited = self._exited
         self._exited = []
@@ -172,10 +179,9 @@ class _Rewriter:
     def _inside(
         self, jaxpr: Jaxpr, args: Sequence[Array], known: Sequence[Known], role: Role
     ) -> list[Array]:
-        """Traces a jaxpr that an equation holds; returns its results, and last its `exited`
-        flag.
-        """
-        # Flags of the enclosing jaxpr are other tracers: they must not mix with those of this one.
+        """Traces a jaxpr inside an equation; returns its results, followed by its `exited` flag."""
+        # The flags of the enclosing jaxpr are tracers of another trace. They mustn't mix with those
+        # of this jaxpr.
         outer = self._exited
         self._exited = []
         outs = self.jaxpr(jaxpr, args, known, role)
@@ -184,17 +190,16 @@ class _Rewriter:
         return [*outs, exited]
 
     def _outside(self, outs: Sequence[Array]) -> list[Array]:
-        """Takes the flag that `_inside` added from the results of the equation around it; returns
-        the others.
-        """
+        """Takes the flag that `_inside` added from an equation's results; returns the others."""
         self._exited.append(outs[-1])
         return [*outs[:-1]]
 
     def jaxpr(
         self, jaxpr: Jaxpr, args: Sequence[Array], known: Sequence[Known], role: Role
     ) -> list[Array]:
-        """Traces the equations of a jaxpr on `args`, about which so much is known; returns its
-        results.
+        """Traces the equations of a jaxpr on `args`; returns its results.
+
+        `known` holds the facts about `args`.
         """
         inner, consts = compat.open_jaxpr(jaxpr)
         env: dict[Any, Array] = dict(zip(inner.constvars, consts, strict=False))
@@ -211,13 +216,14 @@ class _Rewriter:
         return [a.val if isinstance(a, compat.Literal) else env[a] for a in inner.outvars]
 
     def _exchanged(self, inner: Jaxpr, role: Role) -> set[Atom]:
-        """Returns the variables on which an exchange depends; none where this rank's results are
-        always kept.
+        """Returns the variables on which an exchange depends.
+
+        If this rank's results are always kept, nobody asks whether they feed an exchange, so the
+        result is empty.
         """
         if role.active is None:
             return set()
-        # A backward walk. The jaxpr's own results count if the equation around it feeds an
-        # exchange.
+        # Walk backwards. The jaxpr's own results count if the equation around it feeds an exchange.
         found = {
             a for a in inner.outvars if role.feeds_exchange and not isinstance(a, compat.Literal)
         }
@@ -229,8 +235,10 @@ class _Rewriter:
     def equation(
         self, eqn: Equation, values: list[Array], known: Sequence[Known], role: Role
     ) -> Sequence[Array]:
-        """Traces one equation, rewritten if it exchanges, calls back or may not end on an inactive
-        rank.
+        """Traces one equation.
+
+        The equation is rewritten if it exchanges, or if this rank may be inactive and the equation
+        calls back or may not end.
         """
         name = eqn.primitive.name
         inside = list(compat.sub_jaxprs(eqn))
@@ -255,8 +263,9 @@ class _Rewriter:
     def _while(
         self, eqn: Equation, values: list[Array], known: Sequence[Known], role: Role
     ) -> Sequence[Array]:
-        """Traces a `while`, with a vote if ranks may diverge and an early exit if this rank may be
-        inactive.
+        """Traces a `while`, with a vote if ranks may diverge.
+
+        Also adds an early exit if this rank may be inactive.
         """
         params = eqn.params
         equality = self.equality
@@ -266,23 +275,23 @@ class _Rewriter:
         made = equality.exchanges(eqn)
         needed = equality.exchange_axes(eqn)
         votes = any(x.axes for x in made) and (role.always_vote or not needed <= more.axes)
-        # The next iteration reads what this one computes, so it feeds an exchange if the loop makes
-        # one.
+        # The next iteration reads what this one computes. So if the loop exchanges, its results
+        # feed an exchange.
         feeds = role.active is not None and (role.feeds_exchange or bool(made))
-        # A rank that takes no part ends the outermost vote at once: loops inside need neither its
-        # presence nor a vote of their own for its sake.
+        # A rank that takes no part ends the outermost vote at once. So loops inside don't need its
+        # presence, or a vote because of it.
         inner = replace(
             role, present=None, always_vote=role.always_vote and not votes, feeds_exchange=feeds
         )
-        # An inactive rank must not leave a loop that others go on with: not where ranks decide
-        # together, and not where peers wait for its messages. How many mpi4jax calls each rank
-        # makes is the step's own affair.
+        # An inactive rank mustn't leave a loop while others continue, if the ranks decide together,
+        # or if peers wait for its messages. How many mpi4jax calls each rank makes is up to the
+        # step.
         peers_wait = needed or any(not x.axes for x in made)
         may_leave = role.active is not None and (
             votes or not (peers_wait or equality.decided_together(eqn, more))
         )
-        # An exchange in the predicate reads the carries of all ranks: a rank that has finished may
-        # resume.
+        # If the predicate exchanges, it depends on the carries of all ranks, so a rank that has
+        # finished may resume.
         may_resume = holds_exchange(params["cond_jaxpr"], equality.sizes, equality.wire)
         limit = None
         if may_leave and (role.feeds_exchange or may_resume):
@@ -291,8 +300,8 @@ class _Rewriter:
             _check_no_refs(eqn)
 
         def goes_on(carry: Sequence[Array], active: Array | None) -> list[Array]:
-            # The predicate is evaluated with the body and carried along: the loop's own `cond`
-            # holds the vote alone.
+            # The predicate is evaluated together with the body and carried along, so that the
+            # loop's own `cond` only holds the vote.
             facts = [*known[:n], *carried]
             decides = replace(inner, active=active, feeds_exchange=True)
             return self._inside(params["cond_jaxpr"], [*values[:n], *carry], facts, decides)
@@ -317,8 +326,8 @@ class _Rewriter:
             *new, within = self._inside(
                 params["body_jaxpr"], args, facts, replace(inner, active=active)
             )
-            # After its own end a rank keeps its carry, as `vmap` does for an element. What the body
-            # returns unchanged needs no select.
+            # Once a rank has finished, it keeps its carry, as `vmap` does for an element. Values
+            # that the body returns unchanged need no select.
             if votes or jnp.ndim(going):
                 new = [
                     x if y is x else lax.select_n(_like(x, going), x, y)
@@ -338,7 +347,8 @@ class _Rewriter:
             cond, body, (init, jnp.int32(0), exited, going)
         )
         if limit is not None and role.active is not None:
-            # An inactive rank for which the loop was not over at the limit has left it early.
+            # If an inactive rank reached the limit and its predicate was still true, it left the
+            # loop early.
             self.early_exits[compat.source_of(eqn)] = None
             left = lax.bitwise_and(_any(going), lax.bitwise_not(role.active))
             left = lax.bitwise_and(left, lax.ge(count, jnp.int32(limit)))
@@ -347,11 +357,10 @@ class _Rewriter:
         return carry
 
     def _vote(self, eqn: Equation, going: Array, role: Role) -> Array:
-        """Returns whether the loop goes on: some rank wants to, and every rank takes part in the
-        step.
+        """Returns whether the loop continues.
 
-        A rank that takes no part votes 2, which outvotes every 1. The step has failed then, on all
-        ranks.
+        It does if some rank needs to and every rank takes part in the step. A rank that takes no
+        part votes 2, which outvotes every 1. In that case the step has failed on all ranks.
         """
         going = lax.convert_element_type(going, jnp.int32)
         if role.present is not None:
@@ -363,9 +372,7 @@ class _Rewriter:
         return lax.pmax(value, axes, axis_index_groups=groups)
 
     def voters(self, eqn: Equation) -> tuple[tuple[str, ...], Any]:
-        """Returns the axes, and the groups along them, of the ranks that exchange with one another
-        in `eqn`.
-        """
+        """Returns the axes, and the groups along them, of the ranks that exchange in `eqn`."""
         needed = self.equality.exchange_axes(eqn)
         made = [x for x in self.equality.exchanges(eqn) if x.axes]
         over = {
@@ -375,15 +382,15 @@ class _Rewriter:
         }
         if len(over) == 1:
             return next(iter(over))
-        # Exchanges over different sets of ranks: only all ranks along all these axes can keep them
-        # in step.
+        # The exchanges go over different sets of ranks. Only a vote of all ranks along all these
+        # axes can keep them in lockstep.
         named = {a for x in made for a in x.axes}
         return tuple(a for a in self.equality.sizes if a in (needed or named)), None
 
     def _scan(
         self, eqn: Equation, values: list[Array], known: Sequence[Known], role: Role
     ) -> Sequence[Array]:
-        """Traces a `scan`, which all ranks end together, for the loops inside it."""
+        """Traces a `scan` for the loops inside it; all ranks end the `scan` itself together."""
         params = eqn.params
         n_consts, n_carry = compat.scan_counts(eqn)
         carried, _ = self.equality.scan_carry(eqn, known)
@@ -425,12 +432,12 @@ class _Rewriter:
     ) -> Sequence[Array]:
         """Traces a conditional that ranks may decide differently.
 
-        Under `vmap` every branch runs for every element. Here all ranks run a branch that exchanges
-        if any of them takes it, on which they agree by another maximum; a rank that does not take
-        it is inactive there.
+        Under `vmap`, every branch runs for every element. Here, all ranks run an exchanging branch
+        if any of them takes it, which they find out by another maximum. A rank that doesn't take
+        the branch is inactive in it.
 
         Raises:
-            CutError: The conditional also calls mpi4jax, or writes to a mutable array.
+            CutError: The conditional also calls mpi4jax, or uses a mutable array.
         """
         branches = eqn.params["branches"]
         operands = values[1:]
@@ -450,12 +457,12 @@ class _Rewriter:
         types = [*map(compat.array_type, eqn.outvars), jax.ShapeDtypeStruct((), jnp.int32)]
         zeros = lambda *_: [lax.full(t.shape, 0, t.dtype) for t in types]  # noqa: E731
         mine = [lax.eq(index, jnp.int32(n)) for n in takers]
-        # One element a branch: whether any rank takes it.
+        # One element per branch: whether any rank takes it.
         anyone = self._max(eqn, lax.convert_element_type(jnp.stack(mine), jnp.int32)) == jnp.int32(
             1
         )
-        # First the branches without exchanges, one of which each rank may take alone, then the
-        # others one by one.
+        # First the branches without exchanges, because each rank may take one of these by itself.
+        # Then the others, one by one.
         without = [
             zeros if n in takers else self._branch(b, known, role) for n, b in enumerate(branches)
         ]
@@ -469,10 +476,10 @@ class _Rewriter:
 
 
 def _check_no_refs(eqn: Equation) -> None:
-    """Refuses a mutable array in a loop or conditional that an inactive rank runs as well: its
-    writes can't be undone.
+    """Refuses a mutable array in a loop or conditional that an inactive rank runs as well.
 
-    Results are selected afterwards, so an inactive rank's are dropped; what it has written stays.
+    Results are selected afterwards, so the results of an inactive rank are dropped. What it has
+    written to the array can't be undone.
     """
     if not any(isinstance(a.aval, AbstractRef) for a in eqn.invars):
         return
@@ -497,8 +504,9 @@ def _index(eqn: Equation, values: Sequence[Array]) -> Array:
 
 
 def _any(going: Array) -> Array:
-    """Returns whether a loop goes on for any element of an inner `vmap`, whose predicate is an
-    array.
+    """Returns whether a loop continues for any element of an inner `vmap`.
+
+    With an inner `vmap` the predicate is an array.
     """
     return lax.reduce_or(going, tuple(range(jnp.ndim(going)))) if jnp.ndim(going) else going
 
@@ -508,8 +516,9 @@ def _both(active: Array | None, going: Array) -> Array:
 
 
 def _like(x: Array, mask: Array) -> Array:
-    """Returns a mask, whose dimensions are none or the leading ones of `x`, in the shape that
-    `select_n` takes.
+    """Returns a mask in the shape that `select_n` takes.
+
+    The mask is a scalar, or its dimensions are the leading dimensions of `x`.
     """
     if jnp.ndim(mask) in (0, jnp.ndim(x)):
         return mask
@@ -517,7 +526,7 @@ def _like(x: Array, mask: Array) -> Array:
 
 
 def _callback_if_active(eqn: Equation, values: list[Array], role: Role) -> Sequence[Array]:
-    """Traces a callback that is made only where this rank's results are kept.
+    """Traces a callback so that it's only called if this rank's results are kept.
 
     Raises:
         CutError: The callback returns values, for which an inactive rank has no substitute.
