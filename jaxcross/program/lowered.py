@@ -1,7 +1,7 @@
 """What `Wire.lower` returns: a collective segment that is ready to be compiled for the host.
 
-`Lowered` is the interface. `Traceable` implements it for a wire whose exchanges JAX itself can
-trace; another wire may run them from its own memory.
+`Lowered` is the interface. `Traceable` implements it for exchanges that are part of the executable.
+A wire that makes the exchanges itself may return results in its own memory instead.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Bound:
         return self.call.memory_analysis()
 
     def as_text(self) -> str:
-        """Returns XLA's optimized module."""
+        """Returns XLA's optimised module."""
         return self.call.as_text()
 
 

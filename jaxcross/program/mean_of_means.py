@@ -89,8 +89,7 @@ def means_of_means(traced: Traced) -> Iterator[str]:
         counted = plain and any(o.counted for o in operands)
         if plain and name == "reduce_sum":
             counted |= not compat.array_type(eqn.outvars[0]).shape
-        # The numerator is a constant in the backward pass, where the cotangent starts as the number
-        # 1.
+        # In the backward pass the numerator is a constant: the cotangent starts as the number 1.
         if (
             name == "div"
             and operands[1].counted

@@ -1,8 +1,9 @@
 """The order of a program's segments: what each must run after, and what it may therefore overwrite.
 
-Segments don't run in the order of the program's list. They run in any order that their dependences
-allow, interleaved with other jobs' segments. This module derives everything that follows from the
-dependences alone, without looking into a segment.
+Only exchanges follow the order of the program's list. Compute segments run in any order that their
+dependences allow, interleaved with other jobs' segments. So what a segment may overwrite depends on
+which segments are certain to have run before it, which this module works out without looking inside
+a segment.
 """
 
 from __future__ import annotations

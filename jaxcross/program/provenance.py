@@ -41,7 +41,7 @@ from jaxcross.program.array_parts import picks, ways_by_index, ways_through
 from jaxcross.program.op_cost import ARITHMETIC, EXACT
 from jaxcross.program.trace import Traced
 
-# Equations that only change the layout. Like those of elementwise ones, an element of their result
+# Equations that only change the layout. As with elementwise ones, each element of their result
 # comes from single elements of their operands.
 _LAYOUT = frozenset(
     [
@@ -239,7 +239,7 @@ def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
             both = ahead + params["body_nconsts"]
             returns = sub is not params["cond_jaxpr"]
             given = given[ahead:] if returns else [*given[:ahead], *given[both:]]
-        if name in INLINED and n > 0:  # only the first one is what is called
+        if name in INLINED and n > 0:  # only the first one is called
             given = ()
             returns = False
         known = len(given) == len(inner.constvars) - len(consts) + len(inner.invars)

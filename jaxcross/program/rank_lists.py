@@ -5,12 +5,12 @@ what another one receives. Comparing the lists for equality would refuse such st
 rank's list is run against the others', which finds messages that nobody receives, calls that don't
 match, and deadlocks.
 
-In the simulation a send is buffered, so it never blocks. A receive blocks until there's a message
+In the simulation, a send is buffered, so it never blocks. A receive blocks until there's a message
 with a matching communicator, source and tag. A collective blocks until all members of its
-communicator have reached it. The ranks take turns: each makes calls until one blocks, until no rank
-can make another call. If ranks have calls left then, those are deadlocked. Because a receive that
-names its source can be matched in only one way, the outcome doesn't depend on which rank runs
-first.
+communicator have reached it. In each round, every rank makes calls until one of them blocks. The
+simulation ends with a round in which no rank makes progress, and if a rank has calls left then,
+it's a deadlock. Because a receive that names its source can be matched in only one way, the outcome
+doesn't depend on which rank runs first.
 
 Some lists can't be simulated, so they aren't checked: see `can_simulate`. This module is pure.
 """
@@ -37,7 +37,7 @@ def is_call(exchange: Exchange) -> bool:
 
 
 def encode(calls: Iterable[Exchange]) -> str:
-    """Serializes one rank's calls as text, to send them to other ranks."""
+    """Writes one rank's calls as text, to send them to other ranks."""
     return json.dumps([[x.op, x.axes, x.dtype, x.shape, x.params, x.source] for x in calls])
 
 

@@ -14,7 +14,7 @@ def verify(program: Program) -> Program:
 
     Raises:
         InternalError: The program isn't well formed. The message shows the offending segment among
-            its neighbors.
+            its neighbours.
     """
     defined = set(program.inputs)
     returned = frozenset(program.outputs)
