@@ -1,5 +1,7 @@
-"""Collective segments as a wire hands them back: `Wire.lower` returns a `Lowered`, which makes an
-executable.
+"""What `Wire.lower` returns: a collective segment that is ready to be compiled for the host.
+
+`Lowered` is the interface. `Traceable` implements it for exchanges that are part of the executable.
+A wire that makes the exchanges itself may return results in its own memory instead.
 """
 
 from __future__ import annotations
@@ -16,22 +18,22 @@ from jaxcross import _jax_compat as compat
 
 
 class Lowered(Protocol):
-    """A jaxpr whose exchanges have become the wire's own operations."""
+    """A jaxpr whose exchanges have been replaced by the wire's own operations."""
 
     @property
     def lent(self) -> Sequence[int]:
-        """Positions of the results that may be in the wire's memory. XLA has to copy such an array
-        to overwrite it.
+        """Positions of the results that may live in the wire's memory.
+
+        XLA can't reuse such a buffer: it has to copy the array before overwriting it.
         """
         ...
 
     def compile(
         self, structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None
     ) -> Any:
-        """Returns a function of flat arrays that runs on the host and waits for the peers. Waits
-        for XLA.
+        """Compiles to a function of flat arrays that runs on the host and waits for its peers.
 
-        The function also has `memory_analysis`, as executables do.
+        Waits for XLA. The returned function also has a `memory_analysis` method, as executables do.
 
         Args:
             structs: Types of the arguments.
@@ -44,17 +46,15 @@ class Lowered(Protocol):
 
 @dataclass(
     frozen=True, slots=True, weakref_slot=True
-)  # `jax.jit` needs weak references, and crashes without
+)  # `jax.jit` crashes on functions that don't support weak references
 class Traceable:
-    """A jaxpr that is an ordinary function again: one executable computes it, exchanges
-    included.
-    """
+    """A jaxpr turned back into a function: one executable computes it, exchanges included."""
 
     function: Callable[..., Sequence[Any]]
 
     @property
     def lent(self) -> Sequence[int]:
-        """None of them: XLA allocates the results."""
+        """Empty, because XLA allocates all results."""
         return ()
 
     def __call__(self, *args: Any) -> list[Any]:
@@ -63,12 +63,12 @@ class Traceable:
     def compile(
         self, structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None
     ) -> Any:
-        """Compiles it for the host; see `Lowered.compile`."""
+        """Compiles the function for the host; see `Lowered.compile`."""
         return compile_with_arguments(self, structs, name=name, host=host, place=place)
 
 
 def struct_of(aval: Any, place: Sharding | None = None) -> jax.ShapeDtypeStruct:
-    """Returns an abstract value as the type of an argument, which may be committed to a place."""
+    """Returns an abstract value as an argument type, committed to `place` unless that is None."""
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=place, weak_type=getattr(aval, "weak_type", False)
     )
@@ -76,7 +76,7 @@ def struct_of(aval: Any, place: Sharding | None = None) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Bound:
-    """An executable and its first arguments."""
+    """An executable together with its first arguments, which every call passes."""
 
     call: Any
     first: tuple[Any, ...]
@@ -85,7 +85,7 @@ class Bound:
         return self.call(*self.first, *args)
 
     def memory_analysis(self) -> Any:
-        """Returns XLA's figures of the executable."""
+        """Returns XLA's memory figures for the executable."""
         return self.call.memory_analysis()
 
     def as_text(self) -> str:
@@ -102,19 +102,18 @@ def compile_with_arguments(
     place: Sharding | None,
     donate: Sequence[int] = (),
 ) -> Any:
-    """Compiles a function for the host; arrays that its trace closes over become arguments of the
-    executable.
+    """Compiles a function for the host, passing the arrays that its trace closes over as arguments.
 
-    Otherwise XLA would write them into its code, and kernels that are the same would differ. Waits
-    for XLA.
+    If they weren't arguments, XLA would embed their values in the code, so two kernels that differ
+    only in those values would be compiled separately. Waits for XLA.
 
     Args:
         function: Takes and returns flat arrays.
         structs: Types of its arguments.
         name: The executable's name in profiles.
-        host: CPU device for the arrays.
+        host: CPU device that holds the closed-over arrays.
         place: Sharding of these arrays; None if JAX may place them.
-        donate: Arguments that the executable may overwrite.
+        donate: Numbers of the arguments that the executable may overwrite.
     """
     closed, consts = compat.constants_first(jax.make_jaxpr(function)(*structs))
     inner = jaxpr_as_fun(closed) if consts else function

@@ -1,9 +1,14 @@
-"""Finds losses that each rank divides by a count of its own, and that are then averaged with equal
-weights.
+"""Finds losses that are divided by a rank-local count and then averaged with equal weights.
 
-With masks or padding, `sum(losses) / sum(mask)` is the mean over one rank's examples, and `pmean`
-of it, or of its gradient, is the mean of the ranks' means: a rank with few examples weighs as much
-as one with many.
+With masks or padding, `sum(losses) / sum(mask)` is the mean over one rank's examples. `pmean` of
+that loss, or of its gradient, is therefore a mean of means: a rank with few examples weighs as much
+as a rank with many.
+
+`means_of_means` makes one forward pass over the flat jaxpr. It tracks which values are counts
+(`reduce_sum` of something derived from the arguments by comparisons, casts and the like) and which
+values were divided by a count on the way. If such a value reaches a `psum` whose result is divided
+by the number of ranks, the line of the division is reported. Multiplying by a count again clears
+the suspicion.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.jaxpr_utils import forward
 from jaxcross.program.trace import Traced
 
-# Equations that lead from a batch's mask, labels or lengths to a count.
+# Equations that may lie between a batch's mask, labels or lengths and a count.
 _COUNTING = frozenset(
     {
         "and",
@@ -44,13 +49,13 @@ _COUNTING = frozenset(
 
 
 class _Value(NamedTuple):
-    """What is known of a value.
+    """What the pass has found out about a value.
 
     Attributes:
-        plain: Whether it comes from the arguments by `_COUNTING` alone.
-        constant: Whether it comes from constants alone.
-        counted: Whether it is a number that is summed up from an argument.
-        divided: Lines that divide by such a count, on the way to the value.
+        plain: Whether it's computed from the arguments and constants by `_COUNTING` equations only.
+        constant: Whether it's computed from constants only.
+        counted: Whether it's a scalar that was summed up from an argument, or derived from one.
+        divided: Source lines of the divisions by such a count that the value has been through.
     """
 
     plain: bool = False
@@ -65,8 +70,8 @@ _INPUT = _Value(plain=True)
 
 
 def means_of_means(traced: Traced) -> Iterator[str]:
-    """Yields the user's lines that divide a loss by a count, if the loss or its gradient is
-    averaged by `pmean`.
+    """Yields the user's lines that divide a loss by a count before it, or its gradient, is
+    averaged.
     """
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     averaged = {id(eqn) for eqn in _averaged(traced)}
@@ -84,7 +89,7 @@ def means_of_means(traced: Traced) -> Iterator[str]:
         counted = plain and any(o.counted for o in operands)
         if plain and name == "reduce_sum":
             counted |= not compat.array_type(eqn.outvars[0]).shape
-        # A gradient is divided in the backward pass, which begins with the number 1.
+        # In the backward pass the numerator is a constant: the cotangent starts as the number 1.
         if (
             name == "div"
             and operands[1].counted
@@ -93,7 +98,7 @@ def means_of_means(traced: Traced) -> Iterator[str]:
             if not compat.array_type(eqn.outvars[0]).shape:
                 divided |= {compat.source_of(eqn)}
         elif name == "mul" and any(o.counted for o in operands):
-            divided = _NONE  # weighed by the count again
+            divided = _NONE  # the mean is weighted by its count again
         constant = all(o.constant for o in operands)
         return [_Value(plain, constant, counted, divided)] * len(eqn.outvars)
 
@@ -103,9 +108,7 @@ def means_of_means(traced: Traced) -> Iterator[str]:
 
 
 def _averaged(traced: Traced) -> Iterator[compat.Equation]:
-    """Yields the sums over ranks whose result is divided by the number of ranks, as that of
-    `pmean`.
-    """
+    """Yields each `psum` whose result is divided by the number of ranks, as `pmean` does."""
     makers: dict[compat.Atom, tuple[compat.Equation, int]] = {}
     for eqn in compat.open_jaxpr(traced.jaxpr)[0].eqns:
         exchanges = traced.wire.recognise(eqn, traced.axes)

@@ -1,6 +1,4 @@
-"""Finds exchanges that `optax.MultiSteps` makes in every mini-step, although it uses only the last
-one's result.
-"""
+"""Finds exchanges in every mini-step of `optax.MultiSteps`, which only uses the last result."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Wire
 from jaxcross.program.jaxpr_utils import holds_exchange
 
-# `MultiSteps.update` calls `lax.cond(skip, _skip_update, _do_update, ...)`. The second branch holds
-# the optimizer and nothing else of the step, so an exchange in it is one that the optimizer makes.
+# `MultiSteps.update` calls `lax.cond(skip, _skip_update, _do_update, ...)`. The second branch
+# contains nothing of the step but the optimizer, so an exchange in it is made by the optimizer.
 _UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*\(MultiSteps\.update\)$")
 _DO_UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*_do_update\)$")
 _LIBRARIES = re.compile(r"[/\\](optax|jaxcross[/\\]exchange)[/\\]")
@@ -21,15 +19,14 @@ _LIBRARIES = re.compile(r"[/\\](optax|jaxcross[/\\]exchange)[/\\]")
 def repeated_exchanges(
     jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire, outer: Sequence[compat.Equation] = ()
 ) -> Iterator[str]:
-    """Yields the user's line of each `optax.MultiSteps` in a jaxpr that exchanges in more than one
-    mini-step.
+    """Yields the user's line of each `optax.MultiSteps` that exchanges in more than one mini-step.
 
     Args:
         jaxpr: Open or closed, not flat.
         axes: Axis name -> size.
         wire: Recognises exchanges.
-        outer: The equations that hold `jaxpr`, the outermost first: its own may not know the lines
-            that called them.
+        outer: The equations that contain `jaxpr`, the outermost first. An inner equation's stack
+            may lack the lines that called it, so the user's line may be found only in theirs.
     """
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         inside = list(compat.sub_jaxprs(eqn))
@@ -47,8 +44,9 @@ def repeated_exchanges(
 
 
 def _is_one_step(branch: compat.Jaxpr) -> bool:
-    """Whether a branch of `MultiSteps.update` ends its cycle in every mini-step: `mini_step == 0`,
-    for k = 1.
+    """Whether a branch of `MultiSteps.update` completes its cycle in every mini-step, i.e. k = 1.
+
+    `_do_update` then compares `mini_step` with the literal 0.
     """
     return any(
         eqn.primitive.name == "eq"

@@ -1,5 +1,6 @@
-"""Error texts for ranks that are about to make different exchanges: two ranks, and the first
-difference.
+"""Error texts for ranks that are about to make different exchanges.
+
+Each text names two ranks and the first exchange at which they differ.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
         signatures: `Program.exchange_signature()` of each rank, in rank order.
 
     Raises:
-        ValueError: They are all equal.
+        ValueError: All signatures are equal.
     """
     other = next((rank for rank, text in enumerate(signatures) if text != signatures[0]), None)
     if other is None:
@@ -74,12 +75,12 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
 
 
 def branch_call_mismatch(name: str, calls: Sequence[str]) -> str:
-    """Returns the text of an `ExchangeError` for ranks that make the same exchanges, but in
-    different steps.
+    """Returns the text of an `ExchangeError` for ranks that make equal exchanges in different
+    calls.
 
     Args:
         name: The step, or its job.
-        calls: The call of each rank, such as `call 3`.
+        calls: The call that each rank is in, such as `call 3`.
     """
     where = ", ".join(f"rank {rank} in {call}" for rank, call in enumerate(calls))
     return (
@@ -93,8 +94,8 @@ def step_mismatch(name: str, steps: Sequence[str]) -> str:
     """Returns the text of an `ExchangeError` for ranks that call different steps at the same time.
 
     Args:
-        name: What calls them: a job, or the script.
-        steps: The step of each rank, in rank order.
+        name: The caller of the steps: a job, or the script.
+        steps: The step that each rank calls, in rank order.
     """
     where = ", ".join(f"rank {rank} {step}" for rank, step in enumerate(steps))
     return (
@@ -106,14 +107,13 @@ def step_mismatch(name: str, steps: Sequence[str]) -> str:
 
 
 def order_mismatch(name: str, ranks: tuple[int, int], exchanges: Sequence[str]) -> str:
-    """Returns the text of an `ExchangeError` for ranks that make equal-looking exchanges in
-    different orders.
+    """Returns the text of an `ExchangeError` for ranks that order similar exchanges differently.
 
     Args:
         name: The step.
         ranks: Two ranks that differ.
-        exchanges: Descriptions of the exchanges at which these two differ, of each rank, in rank
-            order.
+        exchanges: For each rank, in rank order, a description of the exchanges at which these two
+            ranks differ.
     """
     lines = "".join(f"\n    rank {rank}:\n        {exchanges[rank]}" for rank in ranks)
     return (

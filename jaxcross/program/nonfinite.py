@@ -1,4 +1,10 @@
-"""Detection of NaNs and infinities that an exchange made, by the first exchange that made one."""
+"""Finds the first exchange of a step whose results contain a NaN or an infinity.
+
+The results of each collective segment are checked on the host. A result may have been computed from
+exchanged values, in which case `_exchange_behind` follows it back to the exchange. It may also be
+finite although an exchanged value is not, e.g. after a division by a norm. `masked_by` finds the
+values that could be hidden that way, so that they're checked as well.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,8 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.graph import Graph, Group, exchanges_of, variables
 from jaxcross.program.ir import Exchange, Program, Segment
 
-# What they make of a value that is not finite is not finite either, `div` of its numerator.
+# Operations whose result we take to be non-finite if an operand is non-finite; for `div`, if the
+# numerator is.
 _CARRY = frozenset(
     {
         "abs",
@@ -53,11 +60,10 @@ _CARRY = frozenset(
 
 
 def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    """Returns exchanged values that may be nonfinite although all outputs of their segment are
-    finite.
+    """Returns exchanged values that can be non-finite although their segment's outputs are finite.
 
-    Only this segment reads them, by an operation that can hide a NaN, as a norm that gradients are
-    divided by.
+    These values don't leave the segment, and an operation that can hide a NaN reads them, e.g.
+    because the gradients are divided by their norm.
     """
     exchanged = {
         v
@@ -67,7 +73,7 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
     }
     if (
         group.as_written
-    ):  # what leaves it may be anything that the step computes: only what is exchanged is looked at
+    ):  # its outputs may be anything that the step computes, so only exchanged values are checked
         return [v for e in body for v in e.outvars if v in exchanged and v not in outs]
     masked: set[Any] = set()
     leaving = set(outs)
@@ -77,7 +83,7 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
         )
         lost = not masked.isdisjoint(e.outvars) and not exchanges_of(
             e, graph.traced
-        )  # else it is looked at itself
+        )  # an exchange's results are checked themselves
         if lost or not carries:
             masked.update(variables(e.invars))
         elif e.primitive.name == "div":
@@ -88,13 +94,14 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
 
 
 def nonfinite(program: Program, segment: Segment, results: Sequence[Any]) -> str | None:
-    """Describes the first exchange of a collective segment whose results are not all finite. Waits
-    for the results.
+    """Names a collective segment's first exchange with non-finite results; None if there is none.
+
+    Waits for the results.
 
     Args:
-        program: Whose segment it is.
-        segment: A collective one.
-        results: What it made, on the host.
+        program: The program that the segment belongs to.
+        segment: A collective segment.
+        results: The segment's results, on the host.
     """
     bad = [
         place
@@ -110,23 +117,24 @@ def nonfinite(program: Program, segment: Segment, results: Sequence[Any]) -> str
 
 
 def is_finite(value: jax.Array | np.ndarray) -> bool:
-    """Whether an array holds no infinity and no NaN. One pass over it: a sum is finite only if all
-    its terms are.
+    """Whether an array contains neither infinities nor NaNs.
+
+    Usually takes one pass over the array, because a sum can be finite only if all its terms are.
     """
     if not isinstance(value.dtype, np.dtype):
         return True  # random keys
     array = np.asarray(value)
     if array.dtype.kind == "V":
-        array = array.astype(np.float32)  # bfloat16 and narrower, which NumPy cannot sum at speed
+        array = array.astype(np.float32)  # bfloat16 and narrower types, which NumPy sums slowly
     if array.dtype.kind not in "fc":
         return True
     with np.errstate(over="ignore", invalid="ignore"):
         total = np.sum(array)
-    return bool(np.isfinite(total)) or bool(np.isfinite(array).all())  # the sum may have overflowed
+    return bool(np.isfinite(total)) or bool(np.isfinite(array).all())  # finite terms may overflow
 
 
 def _is_exchanged(program: Program, segment: Segment, place: int) -> bool:
-    """Whether a result is what an exchange made, and not computed from it."""
+    """Whether a result comes straight from an exchange, without any computation after it."""
     inner, _ = compat.open_jaxpr(segment.jaxpr)
     result = inner.outvars[place]
     return any(
@@ -135,11 +143,11 @@ def _is_exchanged(program: Program, segment: Segment, place: int) -> bool:
 
 
 def _exchange_behind(program: Program, segment: Segment, place: int) -> tuple[int, Exchange]:
-    """Returns the nearest exchange that a result comes from, and the position of its equation."""
+    """Returns the nearest exchange behind a result, and the position of its equation."""
     inner, _ = compat.open_jaxpr(segment.jaxpr)
     maker = {v: (at, eqn) for at, eqn in enumerate(inner.eqns) for v in eqn.outvars}
     queue = [inner.outvars[place]]
-    for var in queue:  # grows while it is read
+    for var in queue:  # grows during the loop
         if isinstance(var, compat.Literal) or var not in maker:
             continue
         at, eqn = maker[var]

@@ -1,6 +1,4 @@
-"""Costs of operations: which may run on the host between two exchanges, and which values are
-cheaper to recompute.
-"""
+"""Costs of operations: which may run on the host, and which are worth recomputing."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import Var
 from jaxcross.program.graph import Graph, by_place, nbytes, variables
 
-# Give the same bits wherever they are compiled: they move, compare or convert, and compute nothing.
+# Bitwise identical wherever they're compiled, because they only move, compare or convert values.
 EXACT = frozenset(
     {
         "abs",
@@ -48,12 +46,12 @@ EXACT = frozenset(
         "xor",
     }
 )
-# Elementwise arithmetic: fused with its reader, a multiplication may be contracted into its last
-# bit.
+# Elementwise arithmetic. If XLA fuses a multiplication with its reader, it may contract the two,
+# which can change the last bit.
 ARITHMETIC = frozenset(
     {"add", "add_any", "div", "integer_pow", "mul", "rsqrt", "sqrt", "square", "sub"}
 )
-# May stay between two exchanges, on the host, when few enough bytes are touched.
+# May stay on the host between two exchanges if they touch few enough bytes.
 HOST_OPS = frozenset(
     {
         *EXACT,
@@ -76,10 +74,11 @@ HOST_OPS = frozenset(
     }
 )
 MOST_TOUCHED = 8
-"""Bytes that host operations may touch for each byte exchanged; more would cost more than it
-hides.
+"""Bytes that host operations may touch per exchanged byte.
+
+Beyond this, they would take more time than can be hidden.
 """
-# Work under which an exchange can hide. Other operations only pass over memory.
+# Work that takes long enough to hide an exchange. All other operations only pass over memory.
 _COSTLY = frozenset(
     {
         "cholesky",
@@ -98,7 +97,7 @@ _COSTLY = frozenset(
         "while",
     }
 )
-FREE = frozenset({"broadcast_in_dim", "iota"})  # their shapes follow from none of their operands
+FREE = frozenset({"broadcast_in_dim", "iota"})  # their shapes don't follow from their operands
 RESHAPED = frozenset(
     {
         "argmax",
@@ -134,22 +133,21 @@ def is_costly(eqn: compat.Equation) -> bool:
 
 
 def exchanged_arrays(graph: Graph, exchanges: Sequence[int]) -> set[Any]:
-    """Returns the arrays that these exchanges read and make; scalars are left out."""
+    """Returns the arrays that these exchanges read or produce, without scalars."""
     return {v for i in exchanges for v in _arrays((*graph.eqns[i].invars, *graph.eqns[i].outvars))}
 
 
 def sized_by_exchanges(graph: Graph, between: Collection[int], known: set[Any]) -> bool:
-    """Whether the shapes in these equations follow from the exchanges' shapes, which are the same
-    on every rank.
+    """Whether all shapes in these equations follow from the shapes of exchanged arrays.
 
-    Other shapes may follow from this rank's batch. In an elementwise equation one known shape
-    determines all others.
+    Those are the same on every rank, whereas other shapes may follow from this rank's batch. In an
+    elementwise equation, one known shape determines all others.
 
     Args:
-        graph: Of the step.
-        between: The equations.
-        known: Arrays whose shapes follow from the exchanges; those of the equations are added to
-            it.
+        graph: The step's graph.
+        between: Numbers of the equations.
+        known: Arrays whose shapes follow from the exchanges. The arrays of these equations that do
+            so are added to it.
     """
     eqns = [graph.eqns[i] for i in sorted(between)]
     before = -1
@@ -171,11 +169,13 @@ def _arrays(atoms: Sequence[Any]) -> set[Any]:
 
 
 def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[int, set[int]]:
-    """Chooses the equations that a compute position runs again instead of reading their results
-    (cut rule 2).
+    """Chooses the equations that a compute position reruns rather than read their results (cut rule
+    2).
 
-    A value is recomputed if that keeps no byte alive that would not be alive anyway. Under `exact`
-    only operations that give the same bits wherever they run are recomputed, otherwise elementwise
+    Reading a value from an earlier position keeps it alive until then. Recomputing it keeps the
+    inputs of the recomputation alive instead. A value is recomputed if that adds no bytes to those
+    which are kept in any case, or at most half of the value's own bytes. With `exact`, only
+    operations that give the same bits wherever they run are recomputed, otherwise elementwise
     arithmetic as well.
 
     Returns:
@@ -198,7 +198,7 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
             continue
         reads = {v for i in members for v in variables(graph.eqns[i].invars)}
         foreign = {v for v in reads if v in graph.maker and place[graph.maker[v]] < here}
-        # Kept in any case: what is read here and cannot be made again.
+        # Kept in any case: what's read here and can't be recomputed.
         kept: set[Any] = {v for v in foreign if not recomputable(graph.maker[v])}
         mine: set[int] = set()
         for var in sorted(foreign - kept, key=lambda v: graph.maker[v]):
@@ -217,9 +217,7 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
 def _chain(
     graph: Graph, var: Var, recomputable: Callable[[int], bool], kept: set[Any]
 ) -> tuple[set[int], set[Any]]:
-    """Returns the recomputable equations that make `var`, and the kept or other values that they
-    start from.
-    """
+    """Returns the recomputable equations behind `var`, and the values that they start from."""
     chain: set[int] = set()
     leaves: set[Any] = set()
     stack = [var]

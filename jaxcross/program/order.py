@@ -1,5 +1,9 @@
-"""The order of a program's segments: which must have run before each, and what each may therefore
-overwrite.
+"""The order of a program's segments: what each must run after, and what it may therefore overwrite.
+
+Only exchanges follow the order of the program's list. Compute segments run in any order that their
+dependences allow, interleaved with other jobs' segments. So what a segment may overwrite depends on
+which segments are certain to have run before it, which this module works out without looking inside
+a segment.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from typing import Protocol
 
 
 class Ordered(Protocol):
-    """What the order depends on in a segment; see `ir.Segment`."""
+    """The attributes of a segment that the order depends on; see `ir.Segment`."""
 
     @property
     def index(self) -> int: ...
@@ -30,24 +34,25 @@ class Order:
 
     Attributes:
         after_commit: Segments that may run only once every rank is known to have made the step's
-            last exchange: the optimizer's. Once one has overwritten the state, the step can no
-            longer return the old one.
+            last exchange, i.e. the optimizer's. Once one of them has overwritten the state, the
+            step can no longer return the old state.
         readers: The segments that read each value.
         needs: For each segment, the segments whose results it reads, or that read what it may
-            overwrite. An update overwrites the step's donated arguments. What reads those runs
-            first, even if nothing else orders it. This costs no time: one device runs both anyway.
-        after: For each segment, those that must have run before it, as bits: by `needs` or by the
-            commit. Empty if the segments cannot run in the order of the list (`verify` refuses such
-            a program, and prints it).
+            overwrite. An update overwrites the step's donated arguments, so whatever reads these
+            must run first, even if nothing else orders it. This costs no time, because one device
+            runs both anyway.
+        after: For each segment, a bit set of the segments that must have run before it, by `needs`
+            or by the commit. Empty if the segments can't run in the order of the list (`verify`
+            refuses such a program, and prints it).
         donates: For each segment, the values that it may overwrite because nothing can read them
-            once it runs. Segments run in any order that their dependences allow. So it is not
+            once it runs. Since segments run in any order that their dependences allow, it isn't
             enough that a value's other readers come earlier in the list: this segment must depend
-            on them. Empty like `after`.
-        carried: First collective segments that need no segment but one another, while some
-            computation does not need them. They exchange what the step before has left, and can do
-            so while this one computes. None comes behind another exchange: the order of exchanges
-            is the program's on each rank, also where ranks compute different things. Those that
-            exchange with no other rank do not count.
+            on them. Empty if `after` is.
+        carried: The leading collective segments that depend only on one another, provided that some
+            compute segment doesn't depend on them. They exchange what the previous step left
+            behind, so they can run while this step computes. They must be leading because each rank
+            makes exchanges in the program's order, even if ranks compute different things. Segments
+            that exchange with no other rank are skipped.
     """
 
     after_commit: frozenset[int]
@@ -69,8 +74,8 @@ def order_of(
 
     Args:
         segments: The segments, in an order in which they may run.
-        inputs: The values that the step gets.
-        donated: Those of them that it may overwrite, after its last exchange at the earliest.
+        inputs: The values that the step takes.
+        donated: The inputs that it may overwrite, once its last exchange has been made.
         without_peers: Collective segments that exchange with no other rank.
     """
     collectives = {s.index for s in segments if s.kind == "collective"}
@@ -90,8 +95,8 @@ def order_of(
     for n, segment in enumerate(segments if runs_in_order else ()):
         late = n in after_commit
         before = 0
-        # Transitive: a segment's set includes the sets of those that it depends on, which come
-        # earlier in the list.
+        # Transitive: a segment's set includes the sets of the segments that it depends on, which
+        # come earlier in the list.
         for m in needs[n] | collectives if late else needs[n]:
             before |= after[m] | 1 << m
         for m in (
@@ -105,8 +110,8 @@ def order_of(
             frozenset(
                 v
                 for v in segment.last_uses
-                # The step's inputs survive until its last exchange. If one fails, the step returns
-                # what it got.
+                # The step's inputs survive until its last exchange, because a step whose exchange
+                # fails returns what it was given.
                 if segment.kind == "compute"
                 and (v not in inputs or (v in donated and n > last))
                 and all(reader == n or before >> reader & 1 for reader in readers.get(v, ()))

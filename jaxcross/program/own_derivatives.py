@@ -1,8 +1,8 @@
-"""Finds optimizers that differentiate the loss themselves, without an exchange of what they get.
+"""Finds optimizers that differentiate the loss themselves and don't exchange the derivatives.
 
-`optax.lbfgs` evaluates the loss and its gradient in a line search, `optax.contrib.sophia` its
-curvature. By the rules of `pmap` the gradient of a loss is this rank's own, even if the loss is
-averaged over ranks, so the ranks take different steps and their replicas drift apart.
+`optax.lbfgs` evaluates the loss and its gradient in a line search, `optax.contrib.sophia` evaluates
+its curvature. By the rules of `pmap`, the gradient of a loss is rank-local even if the loss is
+averaged over ranks. So each rank takes a different step, and the replicas drift apart.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Exchange, Wire
 from jaxcross.program.jaxpr_utils import holds_exchange, is_shard_map
 
-# The loop of the line search, and the branch that is taken on every k-th step. Each holds the
-# derivative.
+# The line search's loop, and the branch taken on every k-th step. They contain the derivative.
 _OPTIMIZERS = {
     "optax.lbfgs": re.compile(r"optax[/\\]_src[/\\]linesearch\.py:.*zoom_linesearch"),
     "optax.contrib.sophia": re.compile(r"optax[/\\]contrib[/\\]_sophia\.py:.*scale_by_sophia"),
@@ -26,8 +25,8 @@ _OPTAX = re.compile(r"[/\\]optax[/\\]")
 def own_derivatives(
     jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire
 ) -> Iterator[tuple[str, str]]:
-    """Yields each optimizer in a jaxpr that differentiates the loss and exchanges no array, and the
-    user's line.
+    """Yields the optimizers that differentiate the loss but exchange no array, with the user's
+    line.
 
     Args:
         jaxpr: Open or closed, not flat.
@@ -36,7 +35,7 @@ def own_derivatives(
     """
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         if is_shard_map(eqn, axes):
-            continue  # under `check_vma=True`, JAX itself inserts the exchanges of gradients
+            continue  # with `check_vma=True`, JAX itself inserts the exchanges of gradients
         stack = compat.stack_of(eqn) if eqn.primitive.name in ("while", "cond") else []
         name = next(
             (n for n, place in _OPTIMIZERS.items() if any(map(place.search, stack[:1]))), None
@@ -50,5 +49,5 @@ def own_derivatives(
 
 
 def _moves_array(exchange: Exchange) -> bool:
-    """Whether it moves more than a single number, such as the loss."""
+    """Whether an exchange moves more than a single number such as the loss."""
     return bool(exchange.shape)

@@ -1,13 +1,29 @@
-"""Marks the values of a traced step by their origin and their use, independently of the order of
-tracing.
+"""Marks each value of a traced step by what it's computed from and what reads it.
 
-Each variable gets two marks. One describes the equations that it is computed from, the other those
-that read it. Both follow from the graph of equations alone: not from the order in which independent
-equations are written. All but `placed` follow neither from shapes nor from the values of constants,
-which may differ on a rank whose batch is short.
+`labels` uses the marks to identify exchanges across ranks. Two exchanges of the same shape and type
+look alike, and their position in the jaxpr doesn't distinguish them either: ranks may trace
+independent equations in different orders, e.g. because they iterate over a set of names. So a mark
+must follow from the graph of equations alone.
 
-Each equation is visited twice, at a cost that its operands and results bound, so the cost is linear
-in the number of equations; a function that is called several times counts each time.
+Each variable gets two marks. A forward pass (`_origins`) marks it by the equations that it's
+computed from, and a backward pass (`_uses`) by those that read it. Both start at leaves, the first
+at those of the arguments, the second at those of the results. A leaf is represented by a hash of
+its tree path. From there, sets of hashes propagate:
+
+- A layout or elementwise equation passes on the union of its operands' sets, because each element
+  of its result comes from single elements of the operands.
+- Any other equation ends these paths. Its result's set contains a single hash, of the equation's
+  name and the marks around it.
+- An exchange ends the paths as well, but separately for each operand and its result.
+- A call is transparent, and a `cond` gives the union over its branches.
+
+In addition, `Mark.exact` is one hash of everything in that direction. Shapes and the values of
+constants don't enter into a mark, because they may differ on a rank whose batch is short. The
+exception is `Mark.placed`, since some exchanges differ only in the part of an array that they're
+for, or in a constant factor.
+
+Each equation is visited twice, and sets have a bounded length, so the cost is linear in the number
+of equations. A function that is called several times counts each time.
 """
 
 from __future__ import annotations
@@ -25,8 +41,8 @@ from jaxcross.program.array_parts import picks, ways_by_index, ways_through
 from jaxcross.program.op_cost import ARITHMETIC, EXACT
 from jaxcross.program.trace import Traced
 
-# Layout and element-wise equations: an element of their result comes from single elements of their
-# operands.
+# Equations that only change the layout. As with elementwise ones, each element of their result
+# comes from single elements of their operands.
 _LAYOUT = frozenset(
     [
         "bitcast_convert_type",
@@ -78,25 +94,24 @@ _FUNCTIONS = frozenset(
 )
 _ELEMENTWISE = (EXACT - {"argmax", "iota"}) | ARITHMETIC | _LAYOUT | _FUNCTIONS
 
-# A longer set is represented by its smallest members, so that a union costs the same however many
-# leaves there are.
+# A longer set is represented by its smallest members, so the cost of a union doesn't grow with the
+# number of leaves.
 _KEPT = 32
 _BITS = 2**64 - 1
 
 
 class Mark(NamedTuple):
-    """A value's surroundings in one direction, towards the inputs of the step or towards its
-    results.
+    """A value's surroundings in one direction: towards the step's inputs or towards its results.
 
     Attributes:
-        leaves: The leaves reached through layout and element-wise equations only, each as a hash of
+        leaves: The leaves reached through layout and elementwise equations only, each as a hash of
             its path.
         others: The other equations at which such paths end, each as a hash of its name and of the
             marks around it.
         exact: A hash of all equations in that direction, with their names and the order of their
             operands.
-        placed: Leaves and other equations, each with the parts of arrays and constant factors on
-            the way.
+        placed: The leaves and other equations again, each combined with the parts of arrays and the
+            constant factors on the way.
     """
 
     leaves: tuple[int, ...] = ()
@@ -110,7 +125,7 @@ _NOTHING = Mark()
 
 @dataclass(slots=True)
 class Scope:
-    """The equations of one jaxpr, as often as it is called, and the marks of its variables.
+    """The equations of one jaxpr and its variables' marks. Each call of a jaxpr has its own scope.
 
     Attributes:
         inputs, eqns, outputs: Of the jaxpr.
@@ -136,10 +151,10 @@ class Scope:
 
 
 def marked(traced: Traced) -> Scope:
-    """Marks all variables of a traced step. Does not wait or communicate.
+    """Marks all variables of a traced step. Doesn't wait or communicate.
 
-    The same on every rank whose step computes the same, in whatever order it was traced and, but
-    for `Mark.placed`, for whatever shapes.
+    The marks are identical on all ranks whose steps compute the same, whatever the order of tracing
+    and, except for `Mark.placed`, whatever the shapes.
     """
     inputs = [_mark_of(leaf) for leaf in leaf_hashes(traced.in_tree)]
     scope = _origins(traced, traced.jaxpr, [*(_CONSTANT for _ in traced.consts), *inputs])
@@ -154,8 +169,8 @@ def _mark_of(leaf: int) -> Mark:
 def leaf_hashes(tree: TreeDef) -> list[int]:
     """Returns a hash of the path to each leaf.
 
-    An index in a sequence is hashed with the length of the sequence: in a sequence of another
-    length it need not stand for the same thing.
+    An index in a sequence is hashed together with the sequence's length, because the same index may
+    mean something else in a sequence of a different length.
     """
     return list(_leaf_hashes(tree, 0))
 
@@ -173,13 +188,14 @@ def _leaf_hashes(tree: TreeDef, above: int) -> Iterator[int]:
 
 @functools.cache
 def hash_of_text(text: str) -> int:
-    """Returns 64 bits of a text, the same in every process."""
+    """Returns a 64-bit hash of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def mixed(*parts: object) -> int:
-    """Returns 64 bits of integers, in tuples or not. Python salts hashes of texts in each process,
-    not of integers.
+    """Returns a 64-bit hash of integers or nested tuples of them, the same in every process.
+
+    Unlike hashes of strings, Python's hashes of integers aren't salted per process.
     """
     return hash(parts) & _BITS
 
@@ -188,9 +204,7 @@ _CONSTANT = Mark(exact=hash_of_text("constant"))
 
 
 def _origins(traced: Traced, jaxpr: compat.Jaxpr, args: Sequence[Mark]) -> Scope:
-    """Returns the jaxpr with the marks of its variables towards the inputs, given those of its
-    arguments.
-    """
+    """Returns a jaxpr's scope with all marks towards the inputs, given its arguments' marks."""
     inner, consts = compat.open_jaxpr(jaxpr)
     scope = Scope([*inner.constvars[len(consts) :], *inner.invars], inner.eqns, inner.outvars)
     scope.origins.update(zip(scope.inputs, args, strict=False))
@@ -207,10 +221,10 @@ def _origins(traced: Traced, jaxpr: compat.Jaxpr, args: Sequence[Mark]) -> Scope
 
 
 def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
-    """Yields the jaxprs that an equation holds.
+    """Yields the jaxprs inside an equation.
 
-    With each come the numbers of the operands that it gets, none if unknown, and whether its
-    results are those of the equation.
+    Each comes with the numbers of the operands that it takes, empty if they're unknown, and with
+    whether its results are those of the equation.
     """
     name = eqn.primitive.name
     params = eqn.params
@@ -225,7 +239,7 @@ def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
             both = ahead + params["body_nconsts"]
             returns = sub is not params["cond_jaxpr"]
             given = given[ahead:] if returns else [*given[:ahead], *given[both:]]
-        if name in INLINED and n > 0:  # only the first one is what is called
+        if name in INLINED and n > 0:  # only the first one is called
             given = ()
             returns = False
         known = len(given) == len(inner.constvars) - len(consts) + len(inner.invars)
@@ -281,14 +295,12 @@ def _exchanged(name: int, mark: Mark) -> Mark:
 
 
 def _end(around: int, exact: int) -> Mark:
-    """Returns the mark of a value at which the paths through layout and element-wise equations
-    end.
-    """
+    """Returns the mark of a value at which paths through layout and elementwise equations end."""
     return Mark((), (around,), exact, (around,))
 
 
 def _along(ways: Iterable[tuple[tuple[int, ...], str | None]]) -> tuple[int, ...]:
-    """Returns all that is reached by several ways, each described as by `ways_through`."""
+    """Merges what several ways lead to. `ways_through` describes the ways."""
     found: tuple[int, ...] = ()
     for placed, way in ways:
         if way and placed:
@@ -300,7 +312,7 @@ def _along(ways: Iterable[tuple[tuple[int, ...], str | None]]) -> tuple[int, ...
 
 
 def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
-    """Adds the marks of the variables towards the results, given those of the results."""
+    """Adds the marks of the variables towards the results, given the marks of the results."""
 
     def add(atom: compat.Atom, mark: Mark) -> None:
         if not isinstance(atom, compat.Literal):
@@ -328,7 +340,7 @@ def _read(
     results: Sequence[Mark],
     inside: Sequence[Any],
 ) -> list[Mark]:
-    """Returns the marks that an equation adds to its operands towards the results."""
+    """Returns the marks towards the results that an equation contributes to its operands."""
     name = hash_of_text(eqn.primitive.name)
     operands = [scope.origin(a) for a in eqn.invars]
     if inside and _is_call(eqn):
@@ -371,13 +383,13 @@ def _is_call(eqn: compat.Equation) -> bool:
 
 
 def _is_parallel(traced: Traced, eqn: compat.Equation) -> bool:
-    """Whether an equation exchanges each operand for a result of its own."""
+    """Whether an equation exchanges each operand separately, for a result of its own."""
     found = traced.wire.recognise(eqn, traced.axes)
     return found is not None and len(found) == len(eqn.invars) == len(eqn.outvars)
 
 
 def _alternatives(name: int, marks: Sequence[Mark]) -> Mark:
-    """Returns the mark of a value that is one of several."""
+    """Returns the mark of a value that is one of several, such as a `cond`'s result."""
     if len(marks) == 1:
         return marks[0]
     return _merged(marks, mixed(name, *(m.exact for m in marks)))
@@ -388,7 +400,7 @@ def _merged(marks: Sequence[Mark], exact: int) -> Mark:
 
 
 def _union(marks: Sequence[Mark]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns all leaves and all others of several marks."""
+    """Returns the union of the leaves, and that of the others, of several marks."""
     leaves: tuple[int, ...] = ()
     others: tuple[int, ...] = ()
     for mark in marks:

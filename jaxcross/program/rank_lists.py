@@ -1,8 +1,18 @@
 """Checks by simulation whether the ranks' lists of MPI calls fit together.
 
-Sends are buffered, receives block, and a collective blocks until all members of its communicator
-are at it. A receive that names its source is matched in one way only, so the outcome does not
-depend on which rank goes first. Pure.
+A step may call mpi4jax directly, and these calls may legitimately differ by rank: one rank sends
+what another one receives. Comparing the lists for equality would refuse such steps. Instead, every
+rank's list is run against the others', which finds messages that nobody receives, calls that don't
+match, and deadlocks.
+
+In the simulation, a send is buffered, so it never blocks. A receive blocks until there's a message
+with a matching communicator, source and tag. A collective blocks until all members of its
+communicator have reached it. In each round, every rank makes calls until one of them blocks. The
+simulation ends with a round in which no rank makes progress, and if a rank has calls left then,
+it's a deadlock. Because a receive that names its source can be matched in only one way, the outcome
+doesn't depend on which rank runs first.
+
+Some lists can't be simulated, so they aren't checked: see `can_simulate`. This module is pure.
 """
 
 from __future__ import annotations
@@ -17,22 +27,22 @@ from typing import Any
 from jaxcross.program.ir import Exchange
 
 PREFIX = "mpi."
-"""The prefix of `Exchange.op` for a call of mpi4jax."""
+"""The prefix of `Exchange.op` for an mpi4jax call."""
 _ROOTED = ("bcast", "gather", "reduce", "scatter")
 
 
 def is_call(exchange: Exchange) -> bool:
-    """Whether an exchange is a call of mpi4jax."""
+    """Whether an exchange is an mpi4jax call."""
     return exchange.op.startswith(PREFIX)
 
 
 def encode(calls: Iterable[Exchange]) -> str:
-    """Writes one rank's calls as text, for the other ranks."""
+    """Writes one rank's calls as text, to send them to other ranks."""
     return json.dumps([[x.op, x.axes, x.dtype, x.shape, x.params, x.source] for x in calls])
 
 
 def decode(text: str) -> tuple[Exchange, ...]:
-    """Reads `encode`'s text back."""
+    """Parses a text written by `encode`."""
     return tuple(
         Exchange(
             op=op,
@@ -47,14 +57,12 @@ def decode(text: str) -> tuple[Exchange, ...]:
 
 
 def comparison_text(calls: Iterable[Exchange]) -> str:
-    """Returns a text that is the same for two equal lists of calls: everything but the user's
-    lines.
-    """
+    """Returns a text that is the same for equal lists of calls, wherever the user makes them."""
     return "\n".join(x.line() for x in calls)
 
 
 def partners(calls: Iterable[Exchange], rank: int) -> set[int]:
-    """Returns the ranks that these calls of `rank` exchange with, as far as the calls name them."""
+    """Returns the other ranks that these calls of `rank` exchange with, if the calls name them."""
     found: set[int] = set()
     for x in calls:
         params = dict(x.params)
@@ -68,24 +76,30 @@ def partners(calls: Iterable[Exchange], rank: int) -> set[int]:
 
 
 def names_peers(calls: Iterable[Exchange]) -> bool:
-    """Whether some call is a send or a receive."""
+    """Whether any call is a send or a receive."""
     return any("dest" in params or "source" in params for params in (dict(x.params) for x in calls))
 
 
 def expects_unknown(calls: Iterable[Exchange]) -> bool:
-    """Whether a receive takes messages from any source."""
+    """Whether any call receives messages from any source."""
     return any(dict(x.params).get("source") == "any" for x in calls)
 
 
 def all_senders_known(lists: Mapping[int, Sequence[Exchange]], rank: int) -> bool:
-    """Whether the lists hold as many sends to `rank` as `rank` makes receives."""
+    """Whether the lists contain at least as many sends to `rank` as `rank` makes receives."""
     wanted = sum(x.times for x in lists[rank] if dict(x.params).get("source") is not None)
     sent = sum(x.times for calls in lists.values() for x in calls if _dest(x) == rank)
     return sent >= wanted
 
 
 def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -> bool:
-    """Whether another rank's list has a message that a receive of `rank` from any source takes."""
+    """Whether `others` contains a message that `rank` could receive from any source.
+
+    Args:
+        calls: The calls of `rank`.
+        rank: The receiving rank.
+        others: Another rank's calls.
+    """
     wanted = {
         (_comm(x), dict(x.params)["recv_tag"])
         for x in calls
@@ -98,8 +112,8 @@ def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -
 def can_simulate(lists: Mapping[int, Sequence[Exchange]]) -> bool:
     """Whether the outcome follows from the lists alone.
 
-    It does not with a receive from any source, a call in a loop or conditional, or two
-    communicators that look alike.
+    It doesn't if there's a receive from any source, a call in a loop or conditional, or if two
+    communicators can't be told apart.
     """
     return not any(
         "loop" in params or params.get("source") == "any" or "#" in params.get("comm", "")
@@ -109,13 +123,14 @@ def can_simulate(lists: Mapping[int, Sequence[Exchange]]) -> bool:
 
 
 def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
-    """Returns why the ranks' calls do not fit together, as the text of an `ExchangeError`; None if
-    they do.
+    """Returns an `ExchangeError`'s text if the ranks' calls don't fit together; None if they do.
+
+    Also returns None if the lists can't be simulated.
 
     Args:
         name: The step.
-        lists: The calls of each rank, in the order in which they are made. Every rank that one of
-            them names is there.
+        lists: The calls of each rank, in the order in which it makes them. Contains every rank that
+            any of these calls names.
     """
     if not can_simulate(lists):
         return None
@@ -136,18 +151,16 @@ def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
 
 
 class _MisfitError(Exception):
-    """Two calls meet that do not match."""
+    """Two calls that are paired with one another don't match."""
 
 
 @dataclass(slots=True)
 class _Simulation:
-    """The calls of all ranks, run against each other: how far each rank is, and the messages under
-    way.
-    """
+    """The calls of all ranks, how far each rank has come, and the messages in flight."""
 
     lists: Mapping[int, Sequence[Exchange]]
     at: dict[int, int] = field(init=False)
-    sent: set[int] = field(default_factory=set)  # ranks whose present `sendrecv` has sent
+    sent: set[int] = field(default_factory=set)  # ranks whose current `sendrecv` has sent already
     mail: dict[tuple[Any, int, int], deque[Exchange]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,7 +169,7 @@ class _Simulation:
     def finish(self) -> None:
         """Runs all ranks until none can make another call."""
         before = None
-        while (self.at, self.sent) != before:  # a `sendrecv` that has only sent has moved, too
+        while (self.at, self.sent) != before:  # a `sendrecv` that has only sent is progress, too
             before = dict(self.at), set(self.sent)
             for rank in self.at:
                 self._advance(rank)
@@ -180,7 +193,7 @@ class _Simulation:
         return calls[self.at[rank]] if rank in self.at and self.at[rank] < len(calls) else None
 
     def _advance(self, rank: int) -> None:
-        """Makes the calls of one rank until one blocks."""
+        """Makes the calls of one rank until one of them blocks."""
         while (call := self._call(rank)) is not None and self._make(rank, call):
             pass
 
@@ -229,9 +242,7 @@ class _Simulation:
 
 
 def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
-    """Returns the properties of a collective call that all members of its communicator must have in
-    common.
-    """
+    """Returns what all members of the communicator must have in common in a collective call."""
     if not is_call(call):
         return (call.line(),)
     params = dict(call.params)
@@ -275,9 +286,7 @@ def _member(call: Exchange, rank: int, end: str) -> int:
 
 
 def _dest(call: Exchange, *, named: bool = False) -> int | bool | None:
-    """Returns the rank of the world that a call sends to; with `named` whether the call names a
-    peer at all.
-    """
+    """Returns the world rank that a call sends to; with `named`, whether it names any peer."""
     params = dict(call.params)
     if named:
         return "dest" in params or "source" in params
@@ -287,13 +296,13 @@ def _dest(call: Exchange, *, named: bool = False) -> int | bool | None:
 
 
 def _comm(call: Exchange) -> tuple[Any, ...]:
-    """Returns a key that distinguishes communicators: members in their order, and the name."""
+    """Returns a key that distinguishes communicators, by their members in order and their name."""
     params = dict(call.params)
     return params["ranks"], params.get("comm", ""), is_call(call)
 
 
 def _text(call: Exchange) -> str:
-    """Describes a call in an error text, with ranks as `COMM_WORLD` counts them."""
+    """Describes a call in an error text, with ranks numbered as in `COMM_WORLD`."""
     params = dict(call.params)
     ranks = params["ranks"]
     kind = call.op.removeprefix(PREFIX)

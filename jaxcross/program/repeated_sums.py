@@ -1,5 +1,8 @@
-"""Finds sums over ranks that are added up, once per micro-batch, where the sum of what is added
-would do.
+"""Finds gradients that are exchanged once per micro-batch, although one exchange would do.
+
+A forward pass over the flat jaxpr tracks which values are sums of exchange results, up to constant
+factors. If the results of one source line are only ever added up, adding first and exchanging the
+sum gives the same total, to rounding.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ _ADDS = frozenset({"add", "add_any", "sub"})
 
 
 class RepeatedSum(NamedTuple):
-    """Exchanges of one line whose results are only added up.
+    """Exchanges of one source line whose results are only added up.
 
     Attributes:
         source: The user's line.
-        times: Exchanges of each array.
-        nbytes: Bytes that one exchange of all arrays hands to the wire.
+        times: How often each array is exchanged.
+        nbytes: Bytes that exchanging every array once hands to the wire.
     """
 
     source: str
@@ -32,11 +35,11 @@ class RepeatedSum(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """What is known of a value, by numbers of exchanges.
+    """What the pass has found out about a value. Exchanges are numbered in their order.
 
     Attributes:
-        terms: The sums over ranks that it is a sum of, up to constant factors.
-        needs: All exchanges that it depends on, as bits.
+        terms: The sums over ranks that the value is a sum of, up to constant factors.
+        needs: All exchanges that it depends on, as a bit set.
     """
 
     terms: frozenset[int] = frozenset()
@@ -44,21 +47,25 @@ class _Value(NamedTuple):
 
 
 def repeated_sums(traced: Traced) -> list[RepeatedSum]:
-    """Returns the lines that exchange a gradient more than once in a step, and add up the results.
+    """Returns the lines that exchange a gradient more than once per step and add up the results.
 
-    A sum counts if none of its terms depends on another one, as the terms do where each micro-batch
-    updates the parameters, if no term is used on its own as well, as for the noise scale of the
-    gradients, and if it has the shape of an argument that the step returns, as gradients have. A
-    line is returned if most of what the step sends is sent there.
+    A sum of exchange results counts under three conditions:
+
+    - None of its terms depends on another term. If each micro-batch updates the parameters, they
+      do.
+    - No term is also used separately, e.g. to compute the gradients' noise scale.
+    - It has the shape of an argument that the step returns, as gradients have.
+
+    A line is returned only if it accounts for most of the bytes that the step sends.
     """
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     lines: list[str] = []
     sizes: list[int] = []
     needs: list[int] = []
-    alone: set[int] = set()  # exchanges whose result is used otherwise than in a sum
+    alone: set[int] = set()  # exchanges whose result isn't only used in a sum
     sums: dict[
         str, dict[int, frozenset[int]]
-    ] = {}  # line -> (one of the exchanges -> all that are added to it)
+    ] = {}  # line -> (a sum's first exchange -> all its terms)
     state = {v.aval.shape for v in inner.outvars} & {a.shape for a in traced.in_avals}
 
     def rule(eqn: compat.Equation, operands: Sequence[_Value]) -> list[_Value]:
@@ -108,7 +115,6 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
 
 
 def _terms(eqn: compat.Equation, operands: Sequence[_Value]) -> frozenset[int]:
-    """Returns the terms of an equation's result."""
     name = eqn.primitive.name
     if name in _ADDS:
         return operands[0].terms | operands[1].terms

@@ -1,10 +1,11 @@
-"""Traces a step that is a `jax.shard_map`, as written for the devices of one process, for one rank
-of many.
+"""Traces a step that is a `jax.shard_map`, written for one process's devices, for one rank of many.
 
-JAX expects global arrays there, but the step gets its rank's shards. So the specs are read from the
-step, and it is traced with the global types that they make of the shards' types. Flattening then
-takes out the body, which is what one rank computes; under `check_vma=True` it includes the
-exchanges that JAX inserts for gradients. Touches no device.
+JAX expects such a step to get global arrays, but here it gets its rank's shards. So we first read
+the specs from the step, then compute the global types from them and the shards' types, and trace
+the step with those. Flattening later takes out the `shard_map`'s body, which is what one rank
+computes. With `check_vma=True`, the body includes the exchanges that JAX inserts for gradients.
+
+No device is used.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from jaxcross._jax_compat.shard_map import begins_under_vmap, first_shard_map, w
 from jaxcross.errors import CutError
 
 Specs = Sequence[tuple[int | None, Any]]
-"""The number of an argument of the step and the spec that cuts it; None for an array that is not an
-argument.
+"""Pairs of a step argument's number and the spec that shards it.
+
+The number is None for an array that isn't an argument.
 """
 _JITS = ("jit", "pjit")
 
@@ -31,20 +33,19 @@ _JITS = ("jit", "pjit")
 def trace_shards(
     step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int], name: str
 ) -> compat.Jaxpr | None:
-    """Returns the closed jaxpr of a flat step that is one `shard_map`, over types of the rank's
-    shards; else None.
+    """Returns the closed jaxpr of a flat step that is one `shard_map`; None for any other step.
 
     Args:
-        step: Takes and returns flat arrays; jitted or not. Its mesh is abstract, of devices, or
-            from the context.
-        avals: Types of the rank's own shards.
-        axes: Of the ranks, outermost first.
-        name: Of the step in messages.
+        step: Takes and returns flat arrays; jitted or not. Its mesh is abstract, made of devices,
+            or taken from the context.
+        avals: Types of the rank's own shards, which are also the jaxpr's input types.
+        axes: The axes over ranks, outermost first.
+        name: The step's name for messages.
 
     Raises:
-        CutError: The mesh is not that of `axes`, the step computes something outside its
-            `shard_map`, or a spec cuts an array that is not an argument of the step, or one
-            argument in two ways.
+        CutError: The mesh doesn't match `axes`, the step computes something outside its
+            `shard_map`, a spec shards an array that isn't an argument of the step, or two specs
+            shard one argument differently.
     """
     context = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
     for enter in (contextlib.nullcontext, lambda: jax.sharding.use_abstract_mesh(context)):
@@ -64,8 +65,7 @@ def trace_shards(
 def check_no_vmap(
     step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int], name: str
 ) -> None:
-    """Makes sure that a flat step which `trace_shards` cannot trace is not a `jax.vmap` of a
-    `shard_map`.
+    """Checks that a flat step which `trace_shards` can't trace isn't a `jax.vmap` of a `shard_map`.
 
     Raises:
         CutError: It is.
@@ -80,7 +80,7 @@ def check_no_vmap(
 
 
 def is_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
-    """Whether a jaxpr is a `shard_map` over ranks, jitted or not, and nothing else."""
+    """Whether a jaxpr consists of nothing but a `shard_map` over ranks, jitted or not."""
     eqns = compat.open_jaxpr(jaxpr)[0].eqns
     if len(eqns) != 1:
         return False
@@ -90,9 +90,7 @@ def is_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
 
 
 def _over_ranks(mesh: Any, axes: Mapping[str, int]) -> bool:
-    """Whether a mesh stands for the ranks, not for this rank's own devices along axes of their
-    own.
-    """
+    """Whether a mesh stands for the ranks, rather than for this rank's local devices."""
     return isinstance(mesh, jax.sharding.AbstractMesh) or any(a in axes for a in mesh.axis_names)
 
 
@@ -106,17 +104,16 @@ def _ask(
 
 
 def _divisible(avals: Sequence[Any], axes: Mapping[str, int]) -> list[tuple[tuple[int, ...], Any]]:
-    """Returns lengths that any specs can cut, since they are multiples of all ranks, and the types
-    of the elements.
+    """Returns shapes that any specs can shard, with the element types.
+
+    Each length is multiplied by the number of ranks.
     """
     ranks = math.prod(axes.values())
     return [(tuple(n * ranks for n in a.shape), a.dtype) for a in avals]
 
 
 def _spec_of_each(specs: Specs, name: str) -> dict[int, Any]:
-    """Returns the spec of each argument. Arrays that are not arguments must lie whole on every
-    rank.
-    """
+    """Returns the spec of each argument. An array that isn't an argument must not be sharded."""
     found: dict[int, Any] = {}
     for n, spec in specs:
         if n is None:
@@ -136,7 +133,7 @@ def _spec_of_each(specs: Specs, name: str) -> dict[int, Any]:
 
 
 def _plain(spec: Any) -> list[Any]:
-    """Returns a spec without its last Nones: `P("data")` and `P("data", None)` mean the same."""
+    """Returns a spec without trailing Nones: `P("data")` and `P("data", None)` are equivalent."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -170,10 +167,10 @@ def _check_mesh(mesh: Any, axes: Mapping[str, int], name: str) -> None:
 
 
 def check_nothing_else(jaxpr: compat.Jaxpr, name: str) -> None:
-    """Makes sure that a step whose `shard_map` is over ranks computes nothing outside it.
+    """Checks that a step whose `shard_map` is over ranks computes nothing outside the `shard_map`.
 
     Raises:
-        CutError: It does, or leaves axes to XLA's partitioner.
+        CutError: It does, or its `shard_map` leaves axes to XLA's partitioner.
     """
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         if eqn.primitive.name == "shard_map":

@@ -1,8 +1,8 @@
-"""Replaces linear solvers whose operator exchanges by calls: `custom_linear_solve`, as in `cg`,
-`gmres`, `bicgstab`.
+"""Replaces linear solvers whose operator exchanges, e.g. `cg`, `gmres` and `bicgstab`, by calls.
 
-The equation holds the operator, its transpose and two solvers, for derivatives that JAX has taken
-by now. Only the solver runs.
+These use `custom_linear_solve`, an equation that holds the operator, its transpose and two solvers.
+JAX needs all of them only to differentiate, which has already happened when we get the jaxpr. Only
+the solver runs, so a call of the solver is enough.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ _NAME = "custom_linear_solve"
 
 
 def call_solvers(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
-    """Replaces linear solvers that exchange by plain calls in a jaxpr, closed or open, also inside
-    loops.
+    """Replaces linear solvers that exchange by plain calls, even inside loops.
+
+    Args:
+        jaxpr: Closed or open.
+        axes: Axis name -> size.
+        wire: Recognises exchanges.
     """
 
     def called(eqn: compat.Equation) -> compat.Equation:

@@ -1,12 +1,12 @@
-"""The stages of a step, as users see them; the only file that knows all passes.
+"""The stages of a step as users see them. This is the only file that knows all passes.
 
     traced = crossover(step).trace(*args)    a flat jaxpr
     program = traced.cut(2)                  segments and the values between them, verified
     compiled = stages.compile(program)       XLA executables
     compiled.execution(leaves)               one step in flight
 
-Each result is plain data that the next stage reads. Nothing here depends on MPI: the wire came with
-the traced step.
+Each result is plain data that the next stage reads. Nothing here depends on MPI, because the traced
+step brings its wire along.
 """
 
 from __future__ import annotations
@@ -32,37 +32,38 @@ from jaxcross.program.verify import verify
 
 @final
 class Traced(trace.Traced):
-    """A step as one flat jaxpr, as `Step.trace` returns it: `trace.Traced` with the next stage as a
-    method.
-    """
+    """A step as one flat jaxpr, with the next stage as a method. `Step.trace` returns it."""
 
     def cut(self, how: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
-        """Cuts this step into a verified program; `jaxcross.program.stages.cut` has arguments and
-        errors.
+        """Cuts this step into a verified program.
+
+        See `jaxcross.program.stages.cut` for arguments and errors.
         """
         return cut(self, how, bucket_bytes=bucket_bytes)
 
 
 def as_stage(traced: trace.Traced) -> Traced:
-    """Returns the same traced step as users get it."""
+    """Returns the same traced step as the public class."""
     return Traced(**{f.name: getattr(traced, f.name) for f in fields(traced) if f.init})
 
 
 def cut(traced: trace.Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
-    """Cuts a traced step into a verified program. Does not wait or communicate; the result is the
-    same on every rank.
+    """Cuts a traced step into a verified program.
+
+    Does not wait or communicate. The result is the same on every rank.
 
     Args:
-        traced: A step whose `cond`s the host has decided (`Traced.undecided` is None).
-        cut: `"whole"`: before, exchanges, after. A number: also split the exchanges that do not
-            depend on one another into that many collective segments, in the order in which their
-            operands become ready. `"auto"`: one segment per 25 MB of gradients, 8 at most. Has no
-            effect on a step that calls mpi4jax.
-        bucket_bytes: Exchanges smaller than this share flat buffers up to this size.
+        traced: A step without a `cond` that the host still has to decide (`Traced.undecided` is
+            None).
+        cut: `"whole"` computes, makes all exchanges, and computes the rest. A number splits the
+            exchanges that don't depend on one another into that many collective segments, in the
+            order in which their operands become ready. `"auto"` makes one collective segment per 25
+            MB of gradients, but at most 8. Ignored if the step calls mpi4jax.
+        bucket_bytes: Exchanges smaller than this share flat buffers of up to this size.
 
     Raises:
         CutError: The host must decide a `cond` first.
-        ValueError: `cut` is not one of these, or `bucket_bytes` is not a number of bytes.
+        ValueError: `cut` is none of these, or `bucket_bytes` is not a number of bytes.
     """
     if traced.undecided is not None:
         raise CutError(
@@ -85,19 +86,21 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
     host_device: object = None,
     notify: Callable[[Segment], None] | None = None,
 ) -> Compiled:
-    """Compiles every segment. Waits for XLA; communicates only where the wire must create a
-    communicator.
+    """Compiles every segment.
+
+    Waits for XLA. Communicates only if the wire has to create a communicator.
 
     Args:
         program: A verified program that was cut from a traced step.
-        inputs: The flat arguments, or anything with shape, dtype and, where it matters, sharding;
-            the traced types if None.
-        cache: Shared by all programs that may have equal segments; a fresh one if None.
-        host_device: CPU device of collective segments; the first one if None.
-        notify: Called with each segment before it is compiled.
+        inputs: The flat arguments, or anything with a shape, a dtype and, if it matters, a
+            sharding. Defaults to the traced types.
+        cache: Share one cache between all programs that may have equal segments. Defaults to a new
+            one.
+        host_device: CPU device for collective segments. Defaults to the first one.
+        notify: Called with each segment before it's compiled.
 
     Raises:
-        ValueError: The program was parsed, so that its equations are unknown.
+        ValueError: The program was parsed from text, so it has no equations.
     """
     if program.traced is None:
         raise ValueError(
@@ -111,7 +114,7 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
         host=host,
         notify=notify,
     )
-    # Worked out once, so that a step in flight only looks things up.
+    # Computed once here, so that a step in flight only has to look things up.
     awaited, overlaps = collectives_to_await(program)
     carried = program.order.carried
     passthroughs = _passthroughs(program)
@@ -133,17 +136,16 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
 
 
 def _passthroughs(program: Program) -> tuple[tuple[int, bool], ...]:
-    """Returns the positions of the results that are not a segment's own output, and whether each
-    may be moved.
+    """Returns the positions of results that aren't a segment's own, and whether each may be moved.
 
-    They are constants, inputs that come back, and values that are an earlier result already. A
-    donated input may be moved, once. The others must be copied: the caller may donate every result
-    that it gets.
+    These results are constants, inputs that are returned, and values that are also an earlier
+    result. A donated input may be moved, once. The others must be copied, because the caller may
+    donate every result that it gets.
     """
     inputs = frozenset(program.inputs)
     taken = set(program.inputs) - program.donated
     found = []
-    # `taken` holds the values that belong to the user or to an earlier result already.
+    # `taken` holds the values that already belong to the user or to an earlier result.
     for place, v in enumerate(program.outputs):
         if v in inputs or v in taken:
             found.append((place, v not in taken))
@@ -152,11 +154,10 @@ def _passthroughs(program: Program) -> tuple[tuple[int, bool], ...]:
 
 
 def _constants_on_host(program: Program, host: Any) -> dict[int, Any]:
-    """Returns copies on the host, made once, of those constants that collective segments read and
-    that are elsewhere.
+    """Returns host copies of the constants that collective segments read but that live elsewhere.
 
-    Compute segments may read a constant, too. Without a copy of its own it would go to the host in
-    every step.
+    The copies are made once. Compute segments may read the same constant, so it must stay on its
+    device as well; without a separate copy, it would be transferred to the host in every step.
     """
     read = {v for segment in program.collectives for v in segment.inputs}
     constants = zip(program.inputs[: program.constants], program.traced.own_consts(), strict=True)

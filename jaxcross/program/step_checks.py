@@ -1,5 +1,7 @@
-"""Checks that `crossover` is given a function, jitted or not, and nothing that takes ranks for
-local devices.
+"""Checks that `crossover` is given a function whose exchanges are over ranks, not local devices.
+
+`jax.pmap`, and arrays laid out along a mesh axis that has the name of an axis over ranks, would
+both reach only this process's devices, so they're refused.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ _PMAP = (
 
 
 def check_step(step: object, name: str) -> None:
-    """Makes sure that `step` is a function that can be traced.
+    """Checks that `step` is a function that can be traced.
 
     Raises:
-        TypeError: It cannot be called, is a class or compiled already, or is or wraps a `jax.pmap`.
+        TypeError: It can't be called, is a class or already compiled, or is or wraps a `jax.pmap`.
     """
     if isinstance(step, jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced):
         raise TypeError(
@@ -47,17 +49,17 @@ def check_step(step: object, name: str) -> None:
 
 
 def check_mesh_axes(jaxpr: compat.Jaxpr, args: PyTree, axes: Collection[str], name: str) -> None:
-    """Makes sure that no sharding in a step names an axis that stands for ranks.
+    """Checks that no sharding in a step uses the name of an axis over ranks.
 
-    A local mesh may have any other axes. But a program for one global array, with a mesh axis in
-    place of `psum`, would run without an error: XLA exchanges between the devices of the mesh
-    alone, so each rank would train by itself.
+    A local mesh may have axes of any other name. But a program for one global array, with a mesh
+    axis instead of `psum`, would run without an error: XLA exchanges only between the devices of
+    the mesh, so each rank would train alone.
 
     Args:
         jaxpr: The step; not a `shard_map` over ranks.
         args: Its arguments, `(args, kwargs)`.
         axes: The names of the axes over ranks.
-        name: Of the step in messages.
+        name: The step's name for messages.
 
     Raises:
         CutError: An argument, or an equation of the step, is laid out along such an axis.
@@ -73,8 +75,8 @@ def _check_equations(jaxpr: compat.Jaxpr, axes: Collection[str], name: str) -> N
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         for sharding in compat.shardings_of(eqn):
             axis = _axis_in_spec(sharding, axes)
-            # A user's `reshard(grads, P())` means a sum over the mesh. JAX itself reshards
-            # constants.
+            # If a user writes `reshard(grads, P())`, that means a sum over the mesh. Literals are
+            # exempt, because JAX itself reshards constants.
             if eqn.primitive.name in _LAYS_OUT and not all(
                 isinstance(a, compat.Literal) for a in eqn.invars
             ):
@@ -93,7 +95,7 @@ _LAYS_OUT = frozenset({"reshard", "sharding_constraint", "jit", "pjit"})
 
 
 def _axis_in_spec(sharding: object, axes: Collection[str]) -> str | None:
-    """Returns the first of `axes` along which a sharding splits an array; None if there is none."""
+    """Returns the first of `axes` along which a sharding splits an array, or None."""
     if not isinstance(sharding, NamedSharding):
         return None
     named = (
@@ -113,10 +115,11 @@ def _refuse_axis(name: str, axis: str, what: str) -> None:
 
 
 def explain_failed_trace(step: Callable[..., Any], error: Exception, name: str) -> None:
-    """Raises a clearer error where the text of a failed trace misleads; returns where it suffices.
+    """Raises a clearer error if a failed trace's own error misleads; otherwise returns.
 
     Raises:
-        CutError: The step refers to a `jax.pmap`, or a `jax.jit` inside of it has static arguments.
+        CutError: The step refers to a `jax.pmap`, or contains a `jax.jit` with static arguments
+            that got an array there.
     """
     if any(
         compat.runs_pmap(getattr(each, "__code__", None))
@@ -133,9 +136,7 @@ def explain_failed_trace(step: Callable[..., Any], error: Exception, name: str) 
 
 
 def copy_signature(function: Callable[..., Any], step: Callable[..., Any]) -> None:
-    """Makes JAX's errors about the traced function name `step` instead, with its line and its
-    arguments.
-    """
+    """Makes JAX's errors about `function` show the name, line and arguments of `step` instead."""
     *_, inner = _layers(step)
     function.__wrapped__ = inner  # type: ignore[attr-defined]
     with suppress(TypeError, ValueError):  # a callable without a signature
@@ -143,9 +144,11 @@ def copy_signature(function: Callable[..., Any], step: Callable[..., Any]) -> No
 
 
 def _named(function: Callable[..., Any]) -> Iterator[Any]:
-    """Yields the values of the globals and nonlocals that a function refers to."""
-    # JAX leaves its own frames out of the tracebacks of its errors, so a `pmap` cannot be found
-    # there.
+    """Yields the values of the globals and nonlocals that a function refers to.
+
+    We search these for a `pmap` because JAX removes its own frames from the tracebacks of its
+    errors, so a `pmap` doesn't show up there.
+    """
     code = getattr(function, "__code__", None)
     if code is not None:
         known = inspect.getclosurevars(function)
@@ -153,8 +156,9 @@ def _named(function: Callable[..., Any]) -> Iterator[Any]:
 
 
 def _layers(step: Any) -> Iterator[Callable[..., Any]]:
-    """Yields a callable and, one by one, the functions inside it: of partials, `jit`, other
-    decorators, methods.
+    """Yields a callable and, one by one, the functions that it wraps.
+
+    Looks through partials, methods, `jit` and other decorators.
     """
     seen: set[int] = set()
     while step is not None and id(step) not in seen:
@@ -167,7 +171,7 @@ def _layers(step: Any) -> Iterator[Callable[..., Any]]:
 
 
 def remedy_for(leaf: object, tree: PyTree) -> str:
-    """Returns what to do about a leaf of `tree` that is not an array."""
+    """Returns what the user can do about a leaf of `tree` that isn't an array."""
     holder = _holder_of(leaf, tree)
     if holder is not None and (callable(leaf) or type(leaf).__module__ == "builtins"):
         return (
@@ -190,8 +194,9 @@ def remedy_for(leaf: object, tree: PyTree) -> str:
 
 
 def _holder_of(leaf: object, tree: PyTree) -> object | None:
-    """Returns the innermost node around a leaf that is of a class of its own; None if only
-    containers are around it.
+    """Returns the innermost node around a leaf that isn't a plain container.
+
+    Returns None if there are only tuples, lists and dicts around it.
     """
     nodes: list[object] = []
     jax.tree.leaves(tree, is_leaf=lambda node: bool(nodes.append(node)))

@@ -10,12 +10,13 @@ from jaxcross.program.ir import Aval, Exchange, Program, Segment, itemsize
 
 
 def parse(text: str) -> Program:
-    """Reads `Program.text()` back; equations are not part of it. `parse(p.text()).text() ==
-    p.text()`.
+    """Parses the text of `Program.text()`, so that `parse(p.text()).text() == p.text()`.
+
+    Equations aren't part of the text. Line lengths and numbers are limited, so that a damaged text
+    can't make us allocate huge amounts of memory.
 
     Raises:
-        ValueError: A line is not understood; the message quotes it. No allocation is as large as a
-            number in the text.
+        ValueError: A line can't be parsed; the message quotes it.
     """
     name = ""
     found = set[str]()
@@ -66,8 +67,8 @@ def parse(text: str) -> Program:
     )
 
 
-# Far more than any program has: a text's numbers and lines are checked before anything is made of
-# their size.
+# Far more than any program has. A text's numbers and line lengths are checked against these limits
+# before anything of that size is allocated.
 _MOST_VALUES = 1_000_000
 _LONGEST_LINE = 1_000_000
 _NOT_UNDERSTOOD = (ValueError, LookupError, TypeError, SyntaxError, RecursionError, MemoryError)
@@ -105,8 +106,8 @@ def _parse_ranges(text: str) -> tuple[int, ...]:
 
 
 _AVAL = re.compile(r"(?P<dtype>[^\[*]+)(?P<weak>\*?)\[(?P<shape>[\d,]*)\]$")
-# A name in quotes can be read in no second way: else a line of many would be tried in all
-# combinations.
+# A quoted name must match in only one way. Otherwise the regex would backtrack through all
+# combinations on a line with many of them.
 _NAME = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,='"][^\s,=]*"""
 _AXIS = re.compile(f"({_NAME})=(\\d+)(?: |$)")
 _EXCHANGE = re.compile(

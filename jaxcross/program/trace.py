@@ -1,6 +1,6 @@
-"""A train step and its arguments -> a flat jaxpr over the rank's own shards, with the axes bound.
+"""Traces a train step over its rank's own shards, with the axes bound, into one flat jaxpr.
 
-Tracing uses no device and does not communicate.
+Tracing uses no device and doesn't communicate.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ class Traced:
         name: Name of the step function.
         axes: Axis name -> size, row-major over ranks.
         jaxpr: Flat and closed over constants; its exchanges are top-level equations.
-        consts: Arrays that the step closed over, one for each of the jaxpr's leading inputs.
-        in_tree, out_tree: How arguments `(args, kwargs)` and results flatten.
+        consts: Arrays that the step closes over, one for each of the jaxpr's leading inputs.
+        in_tree, out_tree: How the arguments `(args, kwargs)` and the results flatten.
         in_avals: Abstract values of the flat arguments.
         donated: Positions of the flat arguments that the user donates.
         wire: Recognises and executes exchanges.
-        commit_flag_inputs: Positions of the flat arguments whose values are known only after the
+        commit_flag_inputs: Positions of the flat arguments whose values become known only after the
             step's exchanges.
-        undecided: A `cond` around an exchange that the host decides at each step; None once all are
-            decided.
-        decisions: The conditionals that only values decide, by the variable that counts who took
-            which branch.
-        present: Variables that are 0 on a rank that contributes zeros to an exchange, else 1.
-        until: A hash of what decides a loop's number of exchanges where ranks do not vote on it, by
-            its first result.
-        choices: The branches that the host has decided for, in order.
-        unflattened: The jaxpr before flattening; `decide` makes the variants from it.
+        undecided: A `cond` around an exchange, which the host decides in each step. None once all
+            of them are decided.
+        decisions: The conditionals whose predicates depend only on values, by the variable that
+            counts how many ranks took which branch.
+        present: Variables that are 0 on a rank that contributes zeros to an exchange, otherwise 1.
+        until: By a loop's first result, a hash of what determines its number of exchanges, if ranks
+            don't vote on it.
+        choices: The branches chosen by the host so far, in order.
+        unflattened: The jaxpr before flattening, from which `decide` makes the variants.
         paths: The tree paths of the flat arguments and of the flat results, for messages.
-        memo: Results of passes that are computed once, such as `labels.labelled`.
+        memo: Results of passes that are computed only once, such as `labels.labelled`.
     """
 
     name: str
@@ -84,16 +84,14 @@ class Traced:
     memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def decide(self, choice: int) -> Self:
-        """Returns the variant of the step in which the first undecided `cond` takes branch
-        `choice`.
-        """
+        """Returns the variant in which the first undecided `cond` takes branch `choice`."""
         return _flatten(self, (*self.choices, choice))
 
     def own_consts(self) -> tuple[Any, ...]:
         """Returns copies of `consts`, made once for all cuts and variants. Waits for them.
 
-        JAX may have aliased a NumPy array, or may not have read it yet, and the user may write to
-        that memory.
+        We need copies because JAX may alias a NumPy array, or may not have read it yet, while the
+        user may write to its memory.
         """
         for x in self.consts:
             if id(x) not in self._own:
@@ -122,7 +120,7 @@ def trace(
     donate_argnames: Sequence[str] = (),
     commit_flag_argnums: Sequence[int] = (),
 ) -> Traced:
-    """Traces `step` once with `axes` bound. Does not wait, does not communicate.
+    """Traces `step` once with `axes` bound. Does not wait or communicate.
 
     Args:
         step: Any function that JAX can trace, jitted or not.
@@ -132,18 +130,18 @@ def trace(
         wire: Recognises exchanges.
         donate_argnums: Positional arguments whose arrays the step may overwrite.
         donate_argnames: Keyword arguments, likewise.
-        commit_flag_argnums: Positional arguments whose values are known only after the step's
-            exchanges; no exchange may read them.
+        commit_flag_argnums: Positional arguments whose values become known only after the step's
+            exchanges, so no exchange may read them.
 
     Raises:
-        CutError: An argument leaf is not an array, an axis name is unknown, the step is the body of
+        CutError: An argument leaf isn't an array, an axis name is unknown, the step is the body of
             a `shard_map` without the `shard_map` (`pcast`), an array is laid out along an axis over
-            ranks, or an exchange is where it cannot be cut.
+            ranks, or an exchange is in a place that can't be cut.
     """
     kwargs = dict(kwargs or {})
     leaves, in_tree = jax.tree.flatten((tuple(args), kwargs))
     check_arrays(step, args, kwargs)
-    names = sorted(kwargs)  # the order in which JAX flattens them
+    names = sorted(kwargs)  # in the order in which JAX flattens them
     counts = [len(jax.tree.leaves(a)) for a in (*args, *(kwargs[name] for name in names))]
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     donate = (*donate_argnums, *(len(args) + names.index(name) for name in donate_argnames))
@@ -214,7 +212,7 @@ def _trace_whole(
             "jaxcross.crossover, or rename it."
         ) from error
     except Exception as error:
-        # A `shard_map` may refuse a rank's shards: it wants global arrays, and maybe a mesh.
+        # A `shard_map` may refuse a rank's shards, because it wants global arrays and maybe a mesh.
         shards = trace_shards(flat_step, avals, axes, name)
         if shards is not None:
             return shards
@@ -246,10 +244,10 @@ def _trace_whole(
 
 
 def check_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Checks that all leaves are arrays, or types of arrays.
+    """Checks that all leaves are arrays or types of arrays.
 
     Raises:
-        CutError: One is not; names its path.
+        CutError: A leaf isn't; the message contains its path.
     """
     for path, leaf in jax.tree.leaves_with_path((tuple(args), dict(kwargs))):
         if not (isinstance(leaf, jax.ShapeDtypeStruct) or compat.is_array_type(leaf)):
@@ -304,8 +302,9 @@ def _flatten(base: T, choices: tuple[int, ...]) -> T:
 
 
 def step_name(step: Callable[..., Any]) -> str:
-    """Returns the name of a step for messages; of a `functools.partial` the name of the function
-    inside.
+    """Returns a step's name for messages.
+
+    For a `functools.partial`, that's the name of the function inside.
     """
     inner = getattr(step, "func", step)
     return getattr(step, "__name__", getattr(inner, "__name__", type(step).__name__))

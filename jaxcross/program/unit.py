@@ -1,8 +1,7 @@
-"""Programs that call mpi4jax: everything from the first call to the last is one collective segment,
-the unit.
+"""Programs that call mpi4jax: all calls and the work between them form one segment, the unit.
 
-The calls may differ by rank, so ranks cannot agree on an order of parts of them. In one segment
-they are made in the order in which they are written, as under `jit`.
+The calls may differ by rank, so the ranks couldn't agree on the order of several parts. In a single
+collective segment, the calls are made in the order in which they're written, as under `jit`.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ def calls_mpi4jax(graph: Graph) -> bool:
 
 
 def unit_of(graph: Graph) -> Group:
-    """Returns all exchanges of a step, with the equations that compute from some of them for
-    others.
-    """
+    """Returns all exchanges of a step, with the equations that lie between two of them."""
     wires = sorted(graph.wires)
     needed = graph.ancestors(wires, {})
     after = set(wires)
@@ -42,10 +39,11 @@ def unit_of(graph: Graph) -> Group:
 
 
 def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
-    """Adds the equations before and after the unit to it, where they are cheap: one executable
-    then, as under `jit`.
+    """Adds the equations before and those after the unit to it if they're cheap.
 
-    Callbacks stay outside: a rank that fails in one still makes its calls.
+    The step is then one executable, as under `jit`. Callbacks stay outside the unit, because a rank
+    that fails in a callback must still make its calls. If the step has a commit flag, the equations
+    after the unit stay outside as well.
     """
     joined = set(unit.between)
     for here in (0, 2):
@@ -57,11 +55,11 @@ def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
 
 
 def zero_calls(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:
-    """Compiles the stand-in for a unit on a rank that has failed: the same calls in the same order,
-    with zeros.
+    """Compiles the stand-in for a unit on a rank that has failed: the same calls, but on zeros.
 
-    Nothing is computed between the calls, as a loop that ends by its values might not end on zeros.
-    The function returned waits for the peers and returns zeros in place of the segment's results.
+    The calls are made in the same order. Nothing is computed between them, because a loop that ends
+    depending on its values might never end on zeros. The returned function waits for the peers, and
+    returns zeros instead of the segment's results.
     """
 
     def calls() -> list[Any]:

@@ -1,6 +1,4 @@
-"""Whether a program is well formed: values live from definition to last use, exchanges stand where
-they belong.
-"""
+"""Checks that a program is well formed: how values flow, and where exchanges are."""
 
 from __future__ import annotations
 
@@ -10,10 +8,13 @@ from jaxcross.program.jaxpr_utils import holds_exchange
 
 
 def verify(program: Program) -> Program:
-    """Checks every hand-over; returns the program. Does not wait or communicate.
+    """Checks all values that segments hand over, and returns the program.
+
+    Doesn't wait or communicate.
 
     Raises:
-        InternalError: With the offending segment marked among its neighbours.
+        InternalError: The program isn't well formed. The message shows the offending segment among
+            its neighbours.
     """
     defined = set(program.inputs)
     returned = frozenset(program.outputs)
@@ -80,7 +81,7 @@ def _holds_exchange(program: Program, segment: Segment) -> bool:
 def _around(program: Program, place: int) -> str:
     lines = str(program).splitlines()[
         -len(program.segments) :
-    ]  # below the program, a line a segment
+    ]  # the text ends with one line per segment
     return "\n".join(
         f"{'-->' if i == place else '   '} {line}"
         for i, line in enumerate(lines)

@@ -1,5 +1,6 @@
-"""Element types that MPI does not have: random keys travel as their words, integers of 2 and 4 bits
-as 8 bits.
+"""Exchanges values whose element types MPI doesn't have: random keys, and 2-bit and 4-bit integers.
+
+Random keys travel as their words, the small integers as 8-bit integers.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ _SUMS = frozenset({"psum", "pmax", "pmin", "reduce_scatter"})
 
 
 def convert_wire_types(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
-    """Returns the jaxpr, closed or open, with such values exchanged in another type, also inside
-    loops.
+    """Returns the jaxpr with such values converted around each exchange, even inside loops.
 
-    A `shard_map` is left alone: the flattener converts its body when it takes it out.
+    The body of a `shard_map` is left alone here; the flattener converts it when it takes it out.
+
+    Args:
+        jaxpr: Closed or open.
+        axes: Axis name -> size.
+        wire: Recognises exchanges.
 
     Raises:
-        CutError: It sums random keys.
+        CutError: The step sums or compares random keys.
     """
 
     def converted(eqn: compat.Equation) -> compat.Equation:
@@ -42,9 +47,7 @@ def convert_wire_types(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire)
 
 
 def _call(eqn: compat.Equation, axes: Mapping[str, int], op: str) -> compat.Equation:
-    """Returns a call that converts the operands of an exchange, makes it, and converts the results
-    back.
-    """
+    """Returns a call that converts an exchange's operands, exchanges them, and converts back."""
     if op in _SUMS and any(_is_key(compat.array_type(a).dtype) for a in eqn.invars):
         raise CutError(
             f"`{op}` of random keys at {compat.source_of(eqn)}: keys cannot be added or compared. "

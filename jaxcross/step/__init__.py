@@ -4,22 +4,22 @@ crossover        the decorator, and the step that it returns: arguments in, resu
 signature        the arguments of a call: static ones bound, types compared
 variant          a step for one set of argument types: its trace, its programs, their executables
 step_record      state that all variants of a step share
-prepare          the executables of a variant for a job or a standalone step: agreed by all ranks,
-                 cut, compiled
+prepare          a variant's executables for a job or a standalone step: agreed by all ranks, cut,
+                 compiled
 agreement        a check that all ranks are about to make the same exchanges
 unit_agreement   the same for programs that call mpi4jax, whose calls may differ by rank
-exchange_order   an error where ranks make the same exchanges in another order
-advice           warnings about steps that are legal but rarely meant
-cut_tuner        `cut="auto"` of a step alone: tries cuts and keeps the fastest; `cut_budget` says
-                 for how long
-timed_trial      one step on copies of its arguments, as a whole or by segment
+exchange_order   an error if ranks make the same exchanges in different orders
+advice           warnings about steps that are legal but probably not what was meant
+cut_tuner        `cut="auto"` of a step alone: tries cuts and keeps the fastest; `cut_budget` limits
+                 the time
+timed_trial      one step on copies of its arguments, timed as a whole or by segment
 estimate         `jaxcross.estimate`; `script_estimate` does it for the first step that a script
                  calls
 fuse             `jaxcross.fuse`: which tiny jobs become one program; `fused_cost` measures both
                  ways
-measured_together  a measurement that all ranks begin together, or none
-profiled         whether profiles are of the step that is to run
+measured_together  a measurement that all ranks begin together, or not at all
+profiled         a check that profiles are of the step that is about to run
 solo_cost        the seconds and bytes of one step alone
-skip_nonfinite   `nonfinite="skip"`: a step that leaves its state as it was
+skip_nonfinite   `nonfinite="skip"`: a step that leaves its state unchanged
 nnx              steps that change Flax NNX objects in place
 """

@@ -1,4 +1,4 @@
-"""Warnings about steps that are legal but rarely meant."""
+"""Warnings about steps that are legal but probably not what the user meant."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ _log = logging.getLogger("jaxcross")
 
 
 def advise(traced: Traced, program: Program, warned: set[str]) -> None:
-    """Warns about exchanges that are missing, inside a loop, or repeated in every mini- or
-    micro-batch, about means of means and optimizers that differentiate, and about a state whose
-    types change.
+    """Warns about what a step probably shouldn't do.
+
+    That is: exchanges that are missing, inside a loop, or repeated in every mini- or micro-batch,
+    means of means, optimizers that differentiate the loss themselves, and a state whose types
+    change.
 
     Args:
         traced: The step.
-        program: What it was cut into.
-        warned: Source lines that were warned about before, however often the step is compiled;
-            added to.
+        program: The program that it was cut into.
+        warned: What was warned about before, so that each warning is given once, however often the
+            step is compiled. Updated in place.
     """
     if not program.exchanges and not program.local_step:
         axes = ", ".join(f"`{n}`" for n, _ in program.axes)
@@ -73,7 +75,7 @@ def _advise_on_loops(program: Program, warned: set[str]) -> None:
 
 
 def _advice(traced: Traced) -> Iterator[str]:
-    """Yields a text about each thing in a step that is rarely meant."""
+    """Yields a warning's text for each suspicious thing in a step."""
     name = traced.name
     for source in repeated_exchanges(traced.unflattened, traced.axes, traced.wire):
         yield (
@@ -117,11 +119,11 @@ def _advice(traced: Traced) -> Iterator[str]:
 
 
 def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.ShapedArray] | None:
-    """Returns the first leaf of the state that comes back with another element type; None if there
-    is none.
+    """Returns the first leaf of the state that changes its element type, with both types.
 
-    The state is what the step donates, if something of its structure and shapes is returned. What
-    is not donated may be parameters, and what looks like it their gradients.
+    Returns None if there's no such leaf. The state is a donated argument, provided that a result
+    has the same structure and shapes. Arguments that aren't donated don't count: they may be
+    parameters, and the result that looks like them may be their gradients.
     """
     positional, named = traced.in_tree.children()
     args = [*positional.children(), *named.children()]
@@ -144,8 +146,9 @@ def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.Shape
 
 
 def _results(tree: TreeDef) -> Iterator[tuple[int, TreeDef]]:
-    """Yields the structures of what a step returns, whole and element by element, each with its
-    first leaf's number.
+    """Yields the structure of a step's results as a whole, then of each element if it's a tuple.
+
+    Each comes with the number of its first leaf.
     """
     yield 0, tree
     node = tree.node_data()

@@ -1,5 +1,7 @@
-"""An agreement of all ranks that they are about to make the same exchanges, before a program
-runs.
+"""Makes sure, before a program runs, that all ranks are about to make the same exchanges.
+
+MPI matches exchanges by their order alone. If ranks exchanged different things, they'd deadlock or
+silently mix their values.
 """
 
 from __future__ import annotations
@@ -26,18 +28,19 @@ from jaxcross.world.control_plane import Control
 def agree_once(
     variant: Variant, host: StepHost, program: Program, *, candidate: bool = False
 ) -> None:
-    """Makes sure that all ranks are about to run `program`, unless `host` knows. Waits for all
-    ranks.
+    """Makes sure that all ranks are about to run `program`, unless the host knows that already.
+
+    Waits for all ranks.
 
     Args:
         variant: The variant.
         host: The code that runs it.
         program: One of the variant's programs.
-        candidate: Whether it is only tried, in a search for the fastest cut.
+        candidate: Whether the program is only tried, in a search for the fastest cut.
 
     Raises:
-        ExchangeError: The ranks differ; on every rank.
-        CutError: The profiles of all ranks are of another step or of another number of ranks.
+        ExchangeError: The ranks differ; raised on every rank.
+        CutError: On all ranks, the profiles are of a different step or number of ranks.
     """
     if program.exchanges and host.first_use(program, variant.record, candidate=candidate):
         host.agree(ExchangeAgreement.on(variant, program))
@@ -46,18 +49,19 @@ def agree_once(
 
 
 def agree_standalone(variant: Variant, host: Standalone) -> None:
-    """Makes sure that all ranks are about to make the same exchanges, outside a runner. Waits for
-    all ranks.
+    """Makes sure, outside a runner, that all ranks are about to make the same exchanges.
+
+    Waits for all ranks.
 
     Raises:
-        ExchangeError: The ranks differ; on every rank.
+        ExchangeError: The ranks differ; raised on every rank.
     """
     program, world = variant.default, variant.world
     if variant.is_unit:
         variant.record.units.agree(host, world, program, variant.cache_key)
     elif program.exchanges:
-        # Where the host takes branches, ranks may be at different calls of the step with equal
-        # exchanges.
+        # If the host decides branches, ranks may be at different calls of the step although their
+        # exchanges are equal.
         by_call = bool(variant.traced.choices)
         function = host.function
         host.agree(
@@ -69,14 +73,13 @@ def agree_standalone(variant: Variant, host: Standalone) -> None:
 
 
 def comparison_of_calls(variant: Variant, host: Standalone) -> Callable[[], None] | None:
-    """Returns what compares, before a call exchanges, that all ranks call the same step; None if it
-    takes no part.
+    """Returns a check that all ranks call the same step, to be made before a call exchanges.
 
-    Ranks that have agreed on two steps with equal exchanges might call them in different orders.
-    Outside a runner nothing else would find that. The comparison waits for all ranks, and raises
-    `ExchangeError` on every rank.
+    Returns None for a step that calls mpi4jax, which isn't checked. Ranks that have agreed on two
+    steps with equal exchanges might call them in different orders, and outside a runner nothing
+    else would detect that. The check waits for all ranks, and raises `ExchangeError` on every rank.
     """
-    # Calls of mpi4jax may concern only some of the ranks.
+    # mpi4jax calls may involve only some of the ranks, so the others wouldn't take part.
     return None if variant.is_unit else partial(_compare_calls, variant, host)
 
 
@@ -84,7 +87,8 @@ def _compare_calls(variant: Variant, host: Standalone) -> None:
     program, world = variant.default, variant.world
     if not world.exchange_owner.check_due():
         return
-    # As long as the vector of an agreement, because some rank may come to one instead.
+    # As long as an agreement's vector, because another rank may be in an agreement instead. The two
+    # all-reduces then match up.
     numbers = np.array([host.number, -host.number, 0, 0], np.int64)
     with world.monitor(job=program.name, step=host.calls, segment=-1, what="agreement"):
         low, high, _, _ = world.control.allreduce_min(numbers)
@@ -100,8 +104,9 @@ def _compare_calls(variant: Variant, host: Standalone) -> None:
 
 
 def is_current(variant: Variant) -> bool:
-    """Whether the ranks need not agree again on these argument types, if this rank exchanges as it
-    did.
+    """Whether the latest agreement still holds, given that the exchanges' signature hasn't changed.
+
+    Always true unless the step calls mpi4jax.
     """
     units = variant.record.units
     return not variant.is_unit or units.is_current(
@@ -115,14 +120,14 @@ class ExchangeAgreement:
     """An agreement on one program; implements `jaxcross.runtime.step_host.Agreement`.
 
     Attributes:
-        program: What this rank is about to run.
+        program: The program that this rank is about to run.
         world: All ranks.
-        order: Hash of its exchanges' labels. It takes time to compute, hence not while the exchange
-            lane waits.
-        function: The step's name and number, which all ranks must have in common outside a run; see
+        order: Hash of its exchanges' labels. It takes time to compute, so it's computed up front
+            rather than while the exchange lane waits.
+        function: Name and number of the step, which must be equal on all ranks outside a run; see
             `Standalone.function`.
         call: Number of the step's call.
-        by_call: Whether it must be the same call on all ranks.
+        by_call: Whether all ranks must be in the same call.
         cut_note: See `Variant.cut_note`.
     """
 
@@ -159,25 +164,26 @@ class ExchangeAgreement:
 
     @property
     def label(self) -> str:
-        # The lines after the first one hold all that the ranks must have in common.
+        # The lines after the first one contain everything that the ranks must have in common.
         return f"first call of `{self.program.name}`\n{self._signature}"
 
     @property
     def _signature(self) -> str:
-        # The note ends the line of the segments, which is compared last.
+        # The note is at the end of the line about segments, which is compared last.
         return self.program.exchange_signature() + self.cut_note
 
     def in_run(self, control: Control) -> None:
         program = self.program
         agree_on_order(control, program, self.order)
-        # Not while the ranks compile: a rank that fails there would not come.
+        # Here rather than during compilation, because a rank that fails to compile wouldn't take
+        # part.
         self.world.wire().create_communicators(program.exchanges, dict(program.axes))
 
     def standalone(self) -> None:
-        """Compares all ranks by one small all-reduce; texts are gathered only where hashes differ.
+        """Compares all ranks by one small all-reduce. Texts are gathered only if hashes differ.
 
         Raises:
-            ExchangeError: The ranks differ; on every rank.
+            ExchangeError: The ranks differ; raised on every rank.
         """
         program, control = self.program, self.world.control
         exchanges = (
@@ -187,7 +193,7 @@ class ExchangeAgreement:
         with self.world.monitor(job=program.name, step=self.call, segment=-1, what="agreement"):
             low, high, first, last = control.allreduce_min(
                 hashes
-            )  # a minimum, and a maximum with its sign changed
+            )  # minima; negated, the second and fourth are maxima
             if low != -high:
                 self.resolve()
             elif first != -last:
@@ -196,18 +202,19 @@ class ExchangeAgreement:
     def resolve(self) -> None:
         """Gathers what every rank calls, once a comparison has shown that the ranks differ.
 
-        Returns if the ranks do call the same step: a rank whose call failed before its first
-        exchange agrees again in its next call, while the other ranks still wait for it in theirs.
+        Returns if the ranks turn out to call the same step. That happens if a rank's call failed
+        before its first exchange: the rank agrees again in its next call, while the other ranks are
+        still waiting for it in theirs.
 
         Raises:
-            ExchangeError: The ranks differ; on every rank.
+            ExchangeError: The ranks differ; raised on every rank.
         """
         name = self.program.name
-        self.world.exchange_owner.unchecked = 0  # it may differ by the call that failed
+        self.world.exchange_owner.unchecked = 0  # ranks may differ after a failed call
         mine = f"{self.call}\n{self.by_call:d}\n{self.function}\n{self._signature}"
         parts = [text.split("\n", 3) for text in self.world.control.allgather_text(mine)]
         if others := [rank for rank, each in enumerate(parts) if len(each) < 4]:
-            # Lists of mpi4jax calls have no call number in front of them.
+            # A list of mpi4jax calls doesn't start with a call number.
             raise ExchangeError(without_calls(name, others))
         calls, by_call, functions, signatures = zip(*parts, strict=True)
         at = [f"call {number}" for number in calls]

@@ -1,5 +1,8 @@
-"""`crossover`: an ordinary train step -> one that is traced, cut, compiled, and run segment by
-segment.
+"""`crossover`: turns an ordinary train step into one that is cut and runs segment by segment.
+
+`crossover` itself only checks its arguments. The work happens in `Step.__call__`: it binds static
+arguments, looks up the `Variant` for the argument types, and traces the step if they're new. It
+then hands the variant to the job that called the step, or runs it standalone if there's no job.
 """
 
 from __future__ import annotations
@@ -97,51 +100,53 @@ def crossover(
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
 ) -> Step[P, R] | Callable[[Callable[P, R]], Step[P, R]]:
-    """Makes a train step run over MPI, its exchanges apart from its computation.
+    """Makes a train step run over MPI, with its exchanges separated from its computation.
 
-    Called alone, the result behaves like `jax.jit(step)` on every rank: it waits for the step's
-    exchanges, which a second thread makes while this one computes what it can, and returns arrays
-    that may still be computed. Called by a job of a `Runner`, its segments take turns with other
-    jobs'. Every rank must call it the same number of times with equal shapes; results that the step
-    makes by exchanges are the same on every rank.
+    If you call the result outside a job, it behaves like `jax.jit(step)` on every rank. The call
+    waits for the step's exchanges, which a second thread makes while this one computes what it can,
+    and returns arrays that may still be being computed. If a job of a `Runner` calls it, its
+    segments take turns with other jobs' segments. Every rank must call it the same number of times
+    with equal shapes. Results that the step obtains by exchanges are identical on all ranks.
 
     Args:
         step: An ordinary JAX function that uses named-axis collectives, written as for `pmap` or
             for `shard_map(check_vma=False)` (`psum` transposes to `psum`), or a `jax.shard_map`
-            itself over a mesh of the same axes; its arguments are the rank's own shards. Decorates
-            if left out.
+            itself over a mesh of the same axes. Its arguments are the rank's own shards. If
+            omitted, a decorator is returned.
         axes: A name (one axis over all ranks), or name -> size, row-major over ranks; one size may
             be -1.
-        cut: `"whole"`: compute, exchange, compute. A number: also where gradients become ready, in
-            about so many exchange segments, so that a step which runs alone computes on while its
-            first gradients travel. `"auto"`: the number that takes least time, tried on copies at
-            the first call and logged; next to other jobs, which hide the exchange anyway, one
-            segment per 25 MB, 8 at most. A job keeps what it began with. The cut decides the last
-            bits of results: to repeat a run, write the number that was found. What is kept over
-            runs (`jax_compilation_cache_dir`) is timed again, and dropped if it is slower.
-            `plan.cut(profiles)`: the number in which the step is fastest alone by its profiles,
-            without a trial.
-        bucket_bytes: Exchanges smaller than this share buffers up to this size; at 0 none do.
-        donate_argnums: Numbers of positional arguments whose arrays the step may overwrite; they
-            cannot be used again. Negative numbers count from the last positional argument of a
-            call.
-        donate_argnames: Names of such arguments. As for `jax.jit`, if only numbers or only names
-            are given, the others follow from the step's signature; if both are, an argument counts
-            as a call gives it: by position or by name.
-        static_argnums: Numbers of positional arguments that are not arrays but hashable; the step
-            is compiled for each value.
+        cut: `"whole"` computes, makes all exchanges, and computes the rest. A number also cuts the
+            computation where gradients become ready, into about that many exchange segments, so
+            that a step which runs alone keeps computing while its first gradients travel. `"auto"`
+            finds the fastest number by trying several on copies of the arguments at the first call,
+            and logs it. Alongside other jobs, which hide the exchange anyway, it uses one segment
+            per 25 MB, at most 8. A job keeps its cut until it ends. The cut affects the last bits
+            of results, so to reproduce a run, pass the number that was found. A number saved by an
+            earlier run (in `jax_compilation_cache_dir`) is timed again, and dropped if it's slower.
+            `plan.cut(profiles)` uses the number with which the step is fastest alone according to
+            its profiles, without a trial.
+        bucket_bytes: Exchanges smaller than this share buffers of up to this size. With 0, no
+            exchanges share a buffer.
+        donate_argnums: Numbers of positional arguments whose arrays the step may overwrite, so you
+            can't use these arrays again. Negative numbers count from the last positional argument
+            of a call.
+        donate_argnames: Names of such arguments. As for `jax.jit`, if you give only numbers or only
+            names, the others are inferred from the step's signature. If you give both, numbers
+            apply to arguments passed by position, and names to arguments passed by name.
+        static_argnums: Numbers of positional arguments that are hashable values rather than arrays.
+            The step is compiled for each value.
         static_argnames: Names of such arguments, as for `donate_argnames`.
 
     Raises:
-        TypeError: `step`, `axes` or the numbers or names of arguments are of another type; `step`
-            is a `jax.pmap`.
-        ValueError: A size, `cut` or `bucket_bytes` is out of range; the step has no argument of
-            some number or name; an argument is donated and static.
-        CutError: (when called) the step cannot be traced or cut, or a profile is of another step or
-            number of ranks.
-        ExchangeError: (when called) ranks disagree about the step's exchanges, or an earlier step
-            failed halfway.
-        JobError: (when called) two threads call steps at once, outside a runner.
+        TypeError: `step`, `axes`, or the numbers or names of arguments have the wrong type, or
+            `step` is a `jax.pmap`.
+        ValueError: A size, `cut` or `bucket_bytes` is out of range, the step has no argument of
+            some number or name, or an argument is both donated and static.
+        CutError: (when called) The step can't be traced or cut, or a profile is of a different step
+            or number of ranks.
+        ExchangeError: (when called) The ranks disagree about the step's exchanges, or an earlier
+            step failed halfway.
+        JobError: (when called) Two threads call steps at once, outside a runner.
 
     Example:
         >>> @jaxcross.crossover(axes="batch", donate_argnums=0)
@@ -191,7 +196,7 @@ _Call = tuple[_CacheKey, list[ArgType], Variant]
 
 
 class Step(Generic[P, R]):
-    """A step under `crossover`. See there."""
+    """A step under `crossover`; see there."""
 
     cut: Cut
 
@@ -211,11 +216,11 @@ class Step(Generic[P, R]):
         self.donate, self.static = donate, static
         self._roots = SingleFlightCache()  # (structure, types) of the arguments -> Variant
         self._last: _Call | None = None
-        self._noticed = False  # that it was compiled again
-        self.may_change = False  # whether other arguments are expected, and need no notice
-        self._standalone: Standalone | None = None  # the host outside a runner, once it was needed
+        self._noticed = False  # a retrace has been logged
+        self.may_change = False  # new argument types are expected, so they aren't logged
+        self._standalone: Standalone | None = None  # the host outside a runner, once needed
         self._host_lock = threading.Lock()
-        self._agreed: Variant | None = None  # what all ranks ran last, outside a runner
+        self._agreed: Variant | None = None  # the latest one that all ranks ran, outside a runner
         self._signature: int | None = None  # of its exchanges
         self._record = StepRecord(cut=cut, bucket_bytes=bucket_bytes, profiles=profiles)
 
@@ -243,8 +248,8 @@ class Step(Generic[P, R]):
                     "values inside by `jax.debug.print`; without exchanges the function itself can "
                     "run under `disable_jit`."
                 )
-            # Looking for objects costs more than flattening; a structure that was run before held
-            # none.
+            # Looking for objects takes longer than flattening. A structure that ran before
+            # contained none.
             if (last is None or last[0][0] != tree) and nnx.holds_objects(args, kwargs):
                 if skips:
                     raise CutError(
@@ -265,7 +270,7 @@ class Step(Generic[P, R]):
         return self._run_standalone(variant, world, leaves)
 
     def _run_standalone(self, variant: Variant, world: World, leaves: Sequence[object]) -> PyTree:
-        """Runs one step without a runner, in the turn of this thread."""
+        """Runs one step without a runner, once it's this thread's turn."""
         assert variant.program is not None
         if world.size == 1 or (variant is not self._agreed and not variant.program.exchanges):
             host = self._counting_host(world)
@@ -279,17 +284,18 @@ class Step(Generic[P, R]):
             try:
                 compiled = prepare(variant, host)
             except BaseException:
-                if variant.tunes_cut:  # other ranks may be in the rest of the search
+                if variant.tunes_cut:  # other ranks may still be searching
                     owner.broken_step = self.__name__
                 owner.must_agree = True
                 raise
             return host.run(compiled, leaves, self._record, compare=compare)
 
     def _counting_host(self, world: World) -> Standalone:
-        """Returns the host outside a runner, which counts this call too."""
-        # Under a lock, because a call that exchanges nothing has no turn to wait for. If two
-        # threads each made a host, and the one whose host the ranks have numbered stored it first,
-        # this rank would call the step by another number than the other ranks from then on.
+        """Returns the host for calls outside a runner, with this call counted."""
+        # Under a lock, because a call that exchanges nothing doesn't wait for its turn. Otherwise
+        # two threads could each make a host. If the thread whose host the ranks have numbered
+        # stored its host first, the other host would replace it, and from then on this rank would
+        # call the step by a different number than the other ranks.
         with self._host_lock:
             host = self._standalone
             if host is None or host.world is not world:
@@ -298,7 +304,7 @@ class Step(Generic[P, R]):
             return host
 
     def pure_step(self) -> Step[..., PyTree]:
-        """Returns the step over NNX graphs and states; made once, so that it is compiled once."""
+        """Returns the step over NNX graphs and states. Made once, so it's compiled only once."""
         return self.derived(
             "_pure", lambda: nnx.pure_function(self), profiles=self._record.profiles
         )
@@ -310,15 +316,16 @@ class Step(Generic[P, R]):
         *,
         profiles: tuple[Profile, ...] = (),
     ) -> Step[..., PyTree]:
-        """Returns the step of another function with the settings of this one; made once for each
-        name.
+        """Returns a step with this step's settings for another function.
+
+        Made only once per name.
         """
         known = self.__dict__.get(name)
         if known is None:
             settings = (self.axes, self.cut, self.bucket_bytes, self.donate, self.static, profiles)
             made = Step(make_function(), *settings)
-            # Jobs share steps. `setdefault` is one operation of the interpreter: the first thread's
-            # step stays.
+            # Jobs share steps. Since `setdefault` is a single operation of the interpreter, the
+            # step of the first thread stays.
             known = self.__dict__.setdefault(name, made)
         return known
 
@@ -331,15 +338,14 @@ class Step(Generic[P, R]):
     ) -> Callable[Q, R]: ...
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
-        """Binds the step to an instance, as its first argument, when it is looked up as a
-        method.
-        """
+        """Binds the step to an instance if it's looked up as a method."""
         return self if instance is None else partial(cast("Callable[..., R]", self), instance)
 
     @property
     def latest_program(self) -> Program | None:
-        """The program of the latest call, with the cut that was chosen; None before, and where a
-        `cond` decides.
+        """The latest call's program, in the cut that was chosen.
+
+        None before the first call, and if the host decides a `cond`.
         """
         return None if self._last is None else self._last[2].program
 
@@ -348,8 +354,9 @@ class Step(Generic[P, R]):
         return self.bind(*args, **kwargs)[0]
 
     def bind(self, *args: Any, **kwargs: Any) -> tuple[stages.Traced, list[Any]]:
-        """Returns the step traced for these arguments, and them flat. Does not compile, wait or
-        communicate.
+        """Returns the step traced for these arguments, and the flat arguments.
+
+        Does not compile, wait or communicate.
         """
         world = current_world()
         if nnx.holds_objects(args, kwargs):
@@ -361,12 +368,14 @@ class Step(Generic[P, R]):
         return traced, jax.tree.leaves((arrays, named))
 
     def _agree(self, variant: Variant, host: Standalone) -> bool:
-        """Makes sure that the ranks have agreed on the exchanges. Returns whether they did so in
-        this call.
+        """Makes sure that the ranks agree on the exchanges.
+
+        Returns whether they did so in this call.
         """
-        # The branch that the host takes may differ between ranks where the step was given different
-        # values: ask each time. But shapes may change on one rank alone: where its exchanges stay
-        # what they are, the other ranks go on and would not come to an agreement.
+        # If the host decides a branch, ranks with different values may take different branches, so
+        # they agree in every call. Otherwise they agree only if the exchanges have changed. New
+        # shapes alone are no reason, because shapes may change on a single rank: as long as its
+        # exchanges stay the same, the other ranks continue, and wouldn't take part in an agreement.
         signature = None if variant.traced.choices else variant.signature
         owner = host.world.exchange_owner
         always = signature is None or owner.must_agree
@@ -374,13 +383,13 @@ class Step(Generic[P, R]):
             return False
         due = always or signature != self._signature or not is_current(variant)
         if due:
-            owner.must_agree = True  # should this be interrupted
+            owner.must_agree = True  # in case this is interrupted
             try:
                 agree_standalone(variant, host)
             except ExchangeError:  # on every rank
-                # This rank's next step may be one that other ranks have agreed on before, so all of
-                # them agree on it again. Steps that call mpi4jax are left out, as they may concern
-                # only some of the ranks.
+                # This rank's next step may be one that other ranks have agreed on before, so all
+                # ranks agree on it again. Steps that call mpi4jax are exempt, because they may
+                # involve only some of the ranks.
                 owner.must_agree = not variant.is_unit
                 raise
             owner.must_agree = False
@@ -400,7 +409,7 @@ class Step(Generic[P, R]):
         count = len(args) + sum(isinstance(place, int) for place in static) - flagged
         donated = self.donate.places(count, kwargs)
         for place in donated:
-            if place in static:  # by a negative number
+            if place in static:  # via a negative number
                 raise both_donated_and_static(self.__name__, place)
         return trace(
             function,
@@ -416,8 +425,12 @@ class Step(Generic[P, R]):
     def _with_commit_flag(
         self, function: Callable[..., Any], count: int, named: Collection[str]
     ) -> Callable[..., Any]:
-        """Returns the step for a job that skips, called with `count` positional arguments and those
-        that are `named`, static ones among them.
+        """Returns the step with a commit flag, for a job that skips non-finite steps.
+
+        Args:
+            function: The step without its static arguments.
+            count: Number of positional arguments of the call, including static ones.
+            named: Names of its keyword arguments, including static ones.
         """
         static = self.static.places(count, named)
         places = self.donate.places(count, named) if self.donate else (0,)
@@ -438,10 +451,10 @@ class Step(Generic[P, R]):
         leaves: list[Any],
         cache_key: _CacheKey,
     ) -> Variant:
-        """Returns the variant that these arguments run, traced if it is new.
+        """Returns the variant for these arguments, traced if it's new.
 
-        Makes arrays of the leaves where the thread that dispatches would make arrays of another
-        type.
+        With a thread-local x64 setting, converts the leaves to arrays in place, because the
+        dispatching thread would convert them to other types.
         """
         try:
             arg_types = arg_types_of(leaves)
@@ -479,14 +492,14 @@ class Step(Generic[P, R]):
         args: PyTree,
         kwargs: PyTree,
     ) -> None:
-        """Logs the first time why the step is traced again."""
+        """Logs why the step is traced again, the first time that this happens."""
         if self._noticed or self.may_change:
             return
         self._noticed = True
         old_key, old_types, _ = last
         if old_key[0] != cache_key[0]:
-            # Often only what is static in an argument is new; then the executables are found by
-            # what they compute.
+            # Often only the static part of an argument is new. Then the executables are still
+            # found, because they're looked up by what they compute.
             change = describe_structures(old_key[0], cache_key[0])
             text = (
                 "`%s` is traced again, and compiled where its program is new: %s. This notice "
@@ -504,6 +517,6 @@ class Step(Generic[P, R]):
 
 
 def _without_static(places: Sequence[int | str], static: Sequence[int | str]) -> list[int]:
-    """Returns the numbers among `places`, counted without the static arguments."""
+    """Returns the numbers among `places`, renumbered without the static arguments."""
     numbers = {place for place in static if isinstance(place, int)}
     return [n - sum(s < n for s in numbers) for n in places if isinstance(n, int)]

@@ -1,5 +1,6 @@
-"""Limits the time of a search for the fastest cut where the length of the run is known, the same on
-every rank.
+"""Limits how long a search for the fastest cut may take, if the length of the run is known.
+
+The limit is the same on every rank.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import numpy as np
 from jaxcross.world.control_plane import Control
 
 SHARE = 0.25
-"""The share of the uncut steps' time that a search may take. The best measured cuts save a sixth to
-a third of that time, and most of a search is spent compiling, which takes as long for a short run
-as for a long one.
+"""The fraction of the uncut steps' total time that a search may take.
+
+The best measured cuts save a sixth to a third of that time. Most of a search is spent compiling,
+which takes as long for a short run as for a long one.
 """
 
 
@@ -25,9 +27,9 @@ class Budget:
     """The time that a search has left.
 
     Args:
-        steps: The number of steps of the run, as agreed by all ranks; None if it is not known: then
-            there is no limit.
-        together: `(label, work)` -> `work(control)`, at the same time on all ranks.
+        steps: The run's number of steps, as agreed by all ranks. None if it isn't known, in which
+            case there's no limit.
+        together: `(label, work)` -> `work(control)`, run at the same time on all ranks.
 
     Attributes:
         limit_s: Seconds that the search may take; infinite until `set`.
@@ -38,19 +40,19 @@ class Budget:
     ) -> None:
         self.steps, self._together = steps, together
         self.limit_s, self._marked_s = math.inf, time.perf_counter()
-        self._spent_s: float | None = None  # on cuts; without the uncut step, which runs anyway
+        self._spent_s: float | None = None  # on cuts, without the uncut step, which runs anyway
 
     def set(self, uncut_s: float) -> None:
-        """Sets the limit, from the seconds that an uncut step takes."""
+        """Sets the limit, given the seconds that an uncut step takes."""
         if self.steps is not None:
             self.limit_s = SHARE * self.steps * uncut_s
 
     def allows_another(self) -> bool:
-        """Whether one more cut may be tried, which takes at least as long as the one since the last
-        call.
+        """Whether there's time to try one more cut.
 
-        The same on every rank: the slowest one decides. Waits for all ranks, unless there is no
-        limit.
+        Trying it is assumed to take at least as long as trying the one since the previous call. The
+        answer is the same on every rank, because the slowest rank's time counts. Waits for all
+        ranks, unless there's no limit.
         """
         if math.isinf(self.limit_s):
             return True

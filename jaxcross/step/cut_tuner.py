@@ -1,8 +1,9 @@
 """Finds the fastest cut of a step that runs alone under `cut="auto"`, by trying several.
 
 Cutting the backward pass lets its first gradients travel while the rest is computed (wait-free
-backpropagation), but costs fusion, memory and a dispatch a segment. Which effect wins depends on
-the network, so cuts are timed, on copies of the arguments: the training itself is not affected.
+backpropagation), but it costs fusion, memory, and one dispatch per segment. Which effect wins
+depends on the network, so we time the cuts. That happens on copies of the arguments, so the
+training itself isn't affected.
 """
 
 from __future__ import annotations
@@ -33,31 +34,32 @@ from jaxcross.world.control_plane import Control, gather
 
 _log = logging.getLogger("jaxcross")
 SEGMENT_COUNTS = (1, 2, 4, 8, 16)
-_WARM_UP_STEPS = 2  # of each rival, in turn: the first ones get their memory from the kernel
+_WARM_UP_STEPS = 2  # per rival, alternating; the first steps get their memory from the kernel
 _TIMED_STEPS = 2
-_LARGEST_BYTES = 2**24  # of the cache file; a larger one was not written by us
-_SAME_STEP_RATIO = 1.25  # between the times of uncut steps of one network on one machine
-_QUIET_S = 5.0  # between two progress lines of a search
-_WORTH = 0.99  # a finer cut must save more than measurements scatter
+_LARGEST_BYTES = 2**24  # of the cache file; a larger one isn't ours
+_SAME_STEP_RATIO = 1.25  # largest ratio of uncut step times on one network and machine
+_QUIET_S = 5.0  # between two progress messages of a search
+_WORTH = 0.99  # a finer cut must save more than the noise in measurements
 
 Together = Callable[[str, Callable[[Control], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutHint:
-    """Knowledge about how to cut a step, gathered before it runs. All fields but `key` are the same
-    on every rank.
+    """What is known about a step's cut before it runs.
+
+    All fields but `key` are the same on every rank.
 
     Attributes:
         key: Identifies the step on this rank.
-        resumed: The number of segments that this job used before a restart. Another cut may round
-            differently, and a resumed run must continue bit for bit. None if it is not known, or
-            not the same on all ranks.
-        in_process: The number of segments of the run that was first in this process; None as for
+        resumed: The number of segments that this job used before a restart. A different cut may
+            round differently, and a resumed run must continue bit for bit. None if the number isn't
+            known, or isn't the same on all ranks.
+        in_process: The number of segments that the first run in this process used; None as for
             `resumed`.
         is_first: Whether nothing ran before in this process, on any rank.
-        cached: From JAX's folder of compiled programs: a number of segments, and the seconds of an
-            uncut step.
+        cached: A number of segments, and the seconds of an uncut step, from JAX's folder of
+            compiled programs.
         steps: The number of steps that the job has left, on the rank with the fewest; None if no
             rank knows it.
     """
@@ -71,7 +73,7 @@ class CutHint:
 
 
 def cut_key(program: Program, world: World) -> str:
-    """Returns a key for this rank's step, machine and neighbours that is the same in later runs."""
+    """Returns a key for this rank's step, machine and neighbours that is stable across runs."""
     return (
         f"{program_digest(program)} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
     )
@@ -86,13 +88,14 @@ def gather_hint(
     in_process: int | None = None,
     steps: int | None = None,
 ) -> CutHint:
-    """Combines the knowledge of all ranks, whose shapes, neighbours and files may differ. Waits for
-    all ranks.
+    """Combines what all ranks know, since their shapes, neighbours and files may differ.
+
+    Waits for all ranks.
 
     Args:
         key: See `cut_key`.
         rank: The rank of this process.
-        together: `(label, work)` -> `work(control)`, run at the same time on all ranks with no
+        together: `(label, work)` -> `work(control)`, run at the same time on all ranks, with no
             other exchange.
         resumed: This rank's value; see `CutHint`.
         in_process: Likewise.
@@ -101,8 +104,8 @@ def gather_hint(
     if resumed is not None and not 0 <= resumed <= max(SEGMENT_COUNTS):
         resumed = None
 
-    # Only rank 0 reads its file, and before `together`: the exchanges of all jobs would wait for
-    # the disk.
+    # Only rank 0 reads its file. It does so before `together`, because otherwise the exchanges of
+    # all jobs would wait for the disk.
     cached = CutCache(key).read() if rank == 0 else None
     own = [resumed, in_process, cached, steps]
     gathered = together("cut", lambda control: gather(control, own))
@@ -122,33 +125,33 @@ def gather_hint(
 
 
 class _UncutError(Exception):
-    """The uncut step, or the best one so far, fails on copies of its arguments: nothing can be
-    timed.
-    """
+    """Nothing can be timed: the uncut step, or the best cut so far, fails on the copies."""
 
 
 @final
 class CutSearch:
-    """A search for the fastest of a few cuts, on one rank. Its decisions follow from numbers that
-    all ranks share.
+    """A search for the fastest of a few cuts, on one rank.
 
-    Each candidate is twice as fine as the one before, until two finer ones in a row do not pay.
-    Where the length of the run is known, the search ends before it takes longer than a share of it
-    (`Budget`): a short run stays uncut.
+    Each candidate is twice as fine as the previous one, until two finer cuts in a row don't pay
+    off. If the length of the run is known, the search ends before it takes more than a fraction of
+    it (`Budget`), so a short run stays uncut.
 
-    A cut is not taken if it is slower than uncut in a last race of the two, or if it fails on some
-    rank, compiled or tried. If uncut steps cannot be tried, for example because copies do not fit
-    into memory, the step stays uncut.
+    A cut isn't taken if it loses a final race against the uncut step, or if compiling or trying it
+    fails on some rank. If uncut steps can't be tried, e.g. because the copies don't fit into
+    memory, the step stays uncut.
 
-    `run` waits for all ranks, each of which must call it with the same step. The slowest rank's
-    times count, so that all ranks choose the same cut. Where JAX keeps compiled programs
-    (`jax_compilation_cache_dir`), the choice is stored next to them with the seconds of an uncut
-    step. The network may have changed since: a cached cut is timed once against uncut, and the
-    search is repeated if it is slower, or if the uncut step takes a quarter more or less.
+    `run` waits for all ranks, each of which must call it with the same step. All decisions follow
+    from numbers that the ranks share: the slowest rank's times count, so all ranks choose the same
+    cut.
+
+    If JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is stored alongside
+    them with the seconds of an uncut step. The network may have changed by the next run. So a
+    cached cut is raced once against the uncut step, and the search is repeated if the cut is
+    slower, or if the time of the uncut step has changed by more than a quarter.
 
     Args:
         traced: The step.
-        leaves: Its flat arguments; copied where the step may overwrite them.
+        leaves: Its flat arguments; copied if the step may overwrite them.
         world: All ranks.
         cut: Number of segments -> program.
         build: Program -> executables, once all ranks have agreed on it.
@@ -173,16 +176,14 @@ class CutSearch:
         self._budget = Budget(hint.steps, together)
         self._compiled: dict[
             int, Compiled | None
-        ] = {}  # by number of segments; None: fails on some rank
+        ] = {}  # by number of segments; None if it fails on some rank
         self._compiling_s = 0.0
-        self._uncut_s: float | None = None  # a step
+        self._uncut_s: float | None = None  # per step
         self._tried = [1]
-        self._complete = True  # the budget has not ended the search
+        self._complete = True  # unless the budget ends the search
 
     def run(self) -> tuple[int, Compiled]:
-        """Returns the number of segments and the executables of the fastest cut. Waits for all
-        ranks.
-        """
+        """Returns the fastest cut's number of segments and executables. Waits for all ranks."""
         uncut = self._compiled[1] = self._build(self._cut(1))
         try:
             return self._run(uncut)
@@ -201,8 +202,8 @@ class CutSearch:
         n_segments, best = self._try_finer(uncut)
         gain = 1.0
         if best is not uncut:
-            # It won step by step against coarser cuts. It must win once more against the uncut step
-            # itself, and this race says by how much.
+            # It has beaten coarser cuts one by one. Now it must also beat the uncut step itself.
+            # This race also measures the speed-up.
             self._uncut_s, best_s = self._race(n_segments, uncut, best)
             gain = self._uncut_s / best_s
             if gain < 1:
@@ -212,8 +213,9 @@ class CutSearch:
         return n_segments, best
 
     def _check_cached(self, uncut: Compiled) -> tuple[int, Compiled] | None:
-        """Returns the cached cut if it is still at least as fast as the uncut step, in about the
-        same time.
+        """Returns the cached cut if it's still at least as fast as the uncut step.
+
+        Returns None as well if the uncut step's time has changed too much since.
         """
         if self._hint.cached is None:
             return None
@@ -241,8 +243,9 @@ class CutSearch:
         return None
 
     def _try_finer(self, uncut: Compiled) -> tuple[int, Compiled]:
-        """Races each finer cut against the best one so far, until two in a row do not pay or the
-        budget is used up.
+        """Races each finer cut against the best one so far.
+
+        Ends when two in a row don't pay off, or the budget is used up.
         """
         n_best, best, missed = 1, uncut, False
         finest, logged_s, name = (
@@ -251,8 +254,8 @@ class CutSearch:
             self._traced.name,
         )
         for n in SEGMENT_COUNTS[1:]:
-            # Exchanges that depend on one another leave little to cut. All ranks count the same
-            # collectives.
+            # If exchanges depend on one another, there's little to cut, so a larger number may not
+            # give more segments. All ranks count the same collectives.
             n_collectives = len(self._cut(n).collectives)
             if n_collectives <= finest:
                 continue
@@ -298,7 +301,7 @@ class CutSearch:
             compiled = self._build(self._cut(n))
         except (
             JaxRuntimeError
-        ) as error:  # errors of the agreement before it come on all ranks, and end the step
+        ) as error:  # an agreement's errors are raised on all ranks, and end the step
             error_text = summary(error)
         self._compiling_s += time.perf_counter() - start_s
         failed = self._together(f"cut={n}", lambda control: gather_failures(control, error_text))
@@ -321,7 +324,7 @@ class CutSearch:
     def _report(self, n_segments: int, uncut_s: float, gain: float, begin_s: float) -> None:
         if self._world.rank != 0:
             return
-        if self._complete:  # else a longer run may still search
+        if self._complete:  # otherwise a longer run may still search
             CutCache(self._hint.key).write(n_segments, uncut_s)
         if self._complete or len(self._tried) > 1:
             _log.warning(
@@ -355,12 +358,12 @@ def _race(
     together: Together,
     label: str,
 ) -> tuple[float, ...]:
-    """Returns the seconds a step of each rival takes, one or two, in turn: the best of each, on the
-    slowest rank.
+    """Returns the seconds per step of each rival, one or two, which take turns.
 
-    The second one's are infinite if it fails on some rank; both are if the first one fails.
+    A rival's time is its best step's, on the slowest rank. If the second rival fails on some rank,
+    its time is infinite; if the first one fails, both are.
 
-    Each step is a separate call of `together`, so that the watchdog waits for each as long as for
+    Each step is a separate call of `together`, so the watchdog allows as much time for each as for
     any other exchange.
     """
     running: list[Compiled | None] = [*rivals]
@@ -386,7 +389,7 @@ def _race(
                     f"`{traced.name}` with `{label}` fails on copies, and is not taken: {elapsed}",
                 )
                 running[1] = None
-    # The minimum of negative times is the slowest rank's.
+    # The minimum of the negated times is the slowest rank's.
     best = np.array([-min(found, default=0) for found in times_ns], np.int64)
     slowest = -together(label, lambda control: control.allreduce_min(best))
     pairs = zip(running, slowest, strict=True)
@@ -401,8 +404,9 @@ def _log_on_rank_0(world: World, text: str) -> None:
 
 
 class CutCache:
-    """Cuts found by earlier runs, in a file in JAX's folder of compiled programs. Only rank 0 reads
-    and writes it.
+    """Cuts found by earlier runs, in a file in JAX's folder of compiled programs.
+
+    Only rank 0 reads and writes it.
     """
 
     def __init__(self, key: str) -> None:
@@ -411,14 +415,14 @@ class CutCache:
         self._key = key
 
     def read(self) -> tuple[int, float] | None:
-        """Returns the number of segments, and the seconds of an uncut step when it was found."""
+        """Returns the number of segments, and the seconds of an uncut step at that time."""
         match self._all().get(self._key):
             case [int(n), float(uncut_s)] if type(n) is int and n in SEGMENT_COUNTS and uncut_s > 0:
                 return n, uncut_s
         return None
 
     def write(self, n_segments: int, uncut_s: float) -> None:
-        """Stores them. A file that cannot be written is a warning."""
+        """Stores both. Only warns if the file can't be written."""
         if self._file is None:
             return
         content = json.dumps({**self._all(), self._key: [n_segments, uncut_s]}, indent=1)

@@ -1,4 +1,4 @@
-"""`jaxcross.estimate`: how much faster several jobs of a step would run next to each other."""
+"""`jaxcross.estimate`: how much faster several jobs of one step would run alongside each other."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ def estimate(
     memory: int | str | None = None,
     profiles: Profiles | None = None,
 ) -> Estimate:
-    """Predicts how much faster jobs of this step would run next to each other, from a few steps on
-    the launched ranks.
+    """Predicts how much faster jobs of this step would run together, from a few steps on all ranks.
 
-    The step is timed on copies of its arguments: no argument changes, none is given away, and
-    nothing is remembered for the training that follows. Two programs are compiled, the uncut step
-    and one that is cut in four. Waits for all ranks, each of which must call it; the result is the
-    same on every rank.
+    The step is timed on copies of its arguments, so no argument is changed or donated, and nothing
+    carries over into the training that follows. Two programs are compiled: the uncut step, and the
+    step cut into four. Waits for all ranks, each of which must call it. The result is the same on
+    every rank.
 
     Args:
-        step: A `crossover` step, or a function with named-axis collectives, for which `axes` is
-            given.
-        *args: Its positional arguments, as in training: the initial state, one batch of this rank.
-        jobs: Number of equal jobs for which the recommendation is made.
-        steps: Number of steps to time, after two that are not timed. The median counts.
-        axes: As for `crossover`; only for a function that is not decorated.
-        mbps: Rate of a link in Mbit/s. Exchanges are taken to last at least as long as their bytes
-            need on it. A single rank then stands for one of two.
-        memory: Bytes of arrays that a rank may hold, as a number or as `"80GB"`. By default what
-            the device has, on CPUs the rank's share of the machine's memory.
-        profiles: A `plan.Profile` of the step, or several of it in several cuts: no step is timed
-            then. One without its memory has the step compiled for that.
+        step: A `crossover` step, or a function with named-axis collectives, for which you also pass
+            `axes`.
+        *args: Its positional arguments, as in training, e.g. the initial state and one of this
+            rank's batches.
+        jobs: Number of equal jobs that the recommendation is for.
+        steps: Number of steps to time, after two that aren't timed. The median counts.
+        axes: As for `crossover`; only for a function that isn't decorated.
+        mbps: Rate of a link in Mbit/s. Each exchange is assumed to take at least as long as its
+            bytes need on this link. A single rank then stands for one of two.
+        memory: Bytes of arrays that a rank may hold, as a number or as `"80GB"`. Defaults to what
+            the device has, or on CPUs to the rank's share of the machine's memory.
+        profiles: A `plan.Profile` of the step, or several profiles in different cuts. No step is
+            timed then. A profile without memory figures still has the step compiled to get them.
 
     Returns:
         The estimate, whose `print` has ten lines.
 
     Raises:
         TypeError: `step` is not a function, `axes` is missing or superfluous, or another argument
-            is of another type.
-        ValueError: `jobs`, `steps`, `mbps` or `memory` is out of range, or `mbps` stands next to
-            profiles.
-        CutError: The step cannot be traced, exchanges nothing, or calls mpi4jax, or a profile is of
-            another step or of another number of ranks.
+            has the wrong type.
+        ValueError: `jobs`, `steps`, `mbps` or `memory` is out of range, or both `mbps` and profiles
+            are given.
+        CutError: The step can't be traced, exchanges nothing, or calls mpi4jax, or a profile is of
+            a different step or number of ranks.
         ExchangeError: The ranks have different steps or arguments, or the step fails on some rank.
         JobError: Another thread is in a step.
 
-    All are raised on every rank before the first exchange, or after the last one: those of one rank
-    as `ExchangeError` on the others.
+    All errors are raised on every rank, before the first exchange or after the last one. If only
+    one rank has an error, the other ranks raise it as an `ExchangeError`.
 
     Example:
         >>> print(jaxcross.estimate(train_step, state, batch, jobs=2))

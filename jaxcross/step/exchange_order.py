@@ -1,5 +1,7 @@
-"""A check that all ranks make the same exchanges in the same order, beyond the equality of their
-signatures.
+"""Checks that all ranks make the same exchanges in the same order.
+
+Equal signatures don't guarantee that: two exchanges of the same kind, shape and type look alike.
+Their labels (`jaxcross.program.labels`) distinguish them.
 """
 
 from __future__ import annotations
@@ -16,37 +18,38 @@ from jaxcross.world.control_plane import Control, all_equal
 
 
 def order_hash(program: Program) -> int:
-    """Returns 62 bits of the labels of a program's exchanges in their order; see
-    `jaxcross.program.labels`.
+    """Returns a 62-bit hash of the labels of a program's exchanges, in their order.
 
-    Not the same on all ranks: a short batch may change labels. Does not wait or communicate.
+    It may differ between ranks that fit together, because a short batch may change labels. Does not
+    wait or communicate. See `jaxcross.program.labels`.
     """
     return hash_62(label_text(order_of(program)))
 
 
 def agree_on_order(control: Control, program: Program, own: int) -> None:
-    """Makes sure that ranks whose signatures are equal make the same exchanges in the same order.
+    """Makes sure that ranks with equal signatures make the same exchanges in the same order.
+
     Waits for all ranks.
 
     Args:
         control: Reaches all ranks.
-        program: What this rank is about to run.
+        program: The program that this rank is about to run.
         own: Its `order_hash`, which takes time to compute.
 
     Raises:
-        ExchangeError: They do not; on every rank.
+        ExchangeError: The ranks don't; raised on every rank.
     """
     if not all_equal(control, own):
         check_order(control, program)
 
 
 def check_order(control: Control, program: Program) -> None:
-    """`agree_on_order` for ranks of which some have different labels. Waits for all ranks.
+    """Does the work of `agree_on_order` if some ranks' labels differ. Waits for all ranks.
 
-    Gathers 192 bytes for each array that is exchanged, from each rank.
+    Gathers 192 bytes per exchanged array from each rank.
 
     Raises:
-        ExchangeError: They make the same exchange at different places; on every rank.
+        ExchangeError: The ranks make the same exchange in different places; raised on every rank.
     """
     order = order_of(program)
 

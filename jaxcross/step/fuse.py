@@ -1,5 +1,7 @@
-"""`jaxcross.fuse`: tiny jobs of one step -> fewer jobs, each of which trains several of them by one
-program.
+"""`jaxcross.fuse`: makes fewer jobs of tiny jobs with one step, so that one program trains several.
+
+Each job costs votes and hand-overs in every step, and if its step is tiny, these weigh heavily.
+Jobs that share a program share that cost, and their exchanges share messages.
 """
 
 from __future__ import annotations
@@ -26,46 +28,43 @@ from jaxcross.world.control_plane import gather
 
 When = Literal["faster", "always"]
 MAX_STEP_S = 0.005
-"""Seconds of a step alone, computation and exchange, above which jobs are not fused by
-measurement.
-"""
+"""Seconds of a step alone (computation and exchange) above which `"faster"` fuses no jobs."""
 
 
 def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = None) -> Fusion:
-    """Makes one job of several tiny ones that have the same step, where that is measured to be
-    faster.
+    """Fuses tiny jobs that have the same step into one job if that is measured to be faster.
 
-    A fused job has one program, with a body for each member: their exchanges share buffers and
-    messages, and all together cost the votes and hand-overs of one job. Each member ends in the
-    state that it reaches alone, bit for bit (see the page on tiny jobs for what was compared).
-    Members may have other shapes, other data, and other lengths. One whose data end, that stops
-    early, or whose data raise leaves alone; then the program is compiled again for the rest. What
-    raises in the step or in an evaluation ends all members.
+    A fused job has one program with a body for each member. The members' exchanges share buffers
+    and messages, and all members together cost the votes and hand-overs of one job. Each member
+    ends in the same state as when it runs alone, bit for bit (see the page on tiny jobs for what
+    was compared). Members may differ in shapes, data and length. A member leaves alone when its
+    data end, when it stops early, or when its data raise. The program is then compiled again for
+    the remaining members. An error in the step or in an evaluation ends all members.
 
-    Jobs of one step become one fused job if the step is decorated by `crossover` with
-    `cut="whole"`, exchanges by named axes, and takes no NNX objects, and if the jobs have
-    `nonfinite="ignore"`, and the same `mode` and `check_replicas`.
+    Jobs with the same step can be fused if the step is decorated by `crossover` with `cut="whole"`,
+    exchanges by named axes, and takes no NNX objects, and if the jobs have `nonfinite="ignore"` and
+    the same `mode` and `check_replicas`.
 
-    Measuring happens on copies of the states with the first batch of each job: the step alone, then
-    all of them in turns with and without fusing. No job is fused whose step takes more than 5 ms
-    alone (c + m). Compiling takes most of that time; executables stay for the run. Waits for all
-    ranks, each of which must call it with the same jobs.
+    Measuring happens on copies of the states, with the first batch of each job. It times the step
+    alone, then all jobs in turns, with and without fusing. If the step takes more than 5 ms alone
+    (c + m), the jobs aren't fused. Most of the time is spent compiling, but the run reuses the
+    executables. Waits for all ranks, each of which must call it with the same jobs.
 
     Args:
-        jobs: The jobs, with names of their own.
-        when: `faster` measures; `always` fuses what can be fused, and raises where jobs of a step
-            cannot.
-        world: From `jaxcross.initialize()`; the one that was initialized if None.
+        jobs: The jobs, each with a unique name.
+        when: `faster` measures. `always` fuses whatever can be fused, and raises if some of the
+            jobs can't.
+        world: From `jaxcross.initialize()`. Defaults to the world that was initialized.
 
     Returns:
-        The jobs for `jaxcross.run`. `Weighted` then has one share for a fused job.
+        The jobs for `jaxcross.run`. `Weighted` then has a single share for a fused job.
 
     Raises:
-        TypeError: `jobs` are not all of the class `Job`.
-        ValueError: `when` is another word, two jobs have one name, or `when="always"` and a job
-            cannot be fused.
-        JobError: On every rank: the ranks have different jobs, or the first batch of one raises.
-            Or: in a job.
+        TypeError: Some of `jobs` aren't of the class `Job`.
+        ValueError: `when` is neither of these words, two jobs have the same name, or
+            `when="always"` and a job can't be fused.
+        JobError: The ranks have different jobs, or a job's first batch raises; raised on every
+            rank. Or `fuse` was called in a job.
 
     Example:
         >>> jobs = [
@@ -87,7 +86,7 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
         )
     check_batches_apart(found)
     world = world if world is not None else current_world()
-    if world.estimate_request:  # the script's first step is measured, by itself
+    if world.estimate_request:  # the script's first step is measured, alone
         return Fusion(jobs=tuple(found), reasons=())
     if current_job() is not None:
         raise JobError(
@@ -114,12 +113,13 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
 
 
 def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidate]:
-    """Looks at all jobs, on every rank alike. Waits for all ranks.
+    """Examines all jobs, with the same result on every rank. Waits for all ranks.
 
     Raises:
-        JobError: On every rank: the ranks have different jobs, or a job's data raise on one.
+        JobError: The ranks have different jobs, or a job's data raise on one rank; raised on every
+            rank.
     """
-    steps = list({id(job._function): None for job in jobs})  # ranks know them by their order
+    steps = list({id(job._function): None for job in jobs})  # ranks identify them by their order
     facts = {
         "when": when,
         "jobs": [
@@ -131,7 +131,7 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
     found: list[_Candidate] = []
     try:
         found = [_Candidate.of(job) for job in jobs]
-    except Exception as error:  # of the data; raised on every rank
+    except Exception as error:  # from the data; raised on every rank
         failure = error
     mine = [facts, None if failure is None else describe(failure), [each.why_not for each in found]]
     with world.monitor(job="", step=0, segment=-1, what="jobs to fuse"):
@@ -156,7 +156,7 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
 
 
 def _sets(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
-    """Returns the jobs that can be fused with others, by step, in the order in which they came."""
+    """Groups the jobs that can be fused with one another, in the order in which they came."""
     sets: dict[object, list[_Candidate]] = {}
     for each in candidates:
         if not each.why_not:
@@ -193,14 +193,14 @@ def _decide(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A job that may be fused: the reason why not, if there is one, and what to measure it with."""
+    """A job that may be fused: what to measure it with, and the reason if it can't be fused."""
 
     trial: Trial
     why_not: str
 
     @classmethod
     def of(cls, job: Job) -> _Candidate:
-        """Looks at a job and its first batch. Waits for its data; does not communicate."""
+        """Examines a job and its first batch. Waits for its data; does not communicate."""
         step = job._function
         if not isinstance(step, Step):
             return cls(
@@ -235,10 +235,10 @@ class _Candidate:
 
 
 def fused_step(step: Step[..., Any]) -> Step[..., Any]:
-    """Returns the step that trains any number of jobs: `fused(states, batches) -> (states,
-    metrics)`, all tuples.
+    """Returns a step that trains any number of jobs: `fused(states, batches) -> (states, metrics)`.
 
-    Made once for each step, so that it is compiled once for all jobs that are fused alike.
+    All of these are tuples with one entry per job. The step is made only once per `step`, so it's
+    compiled only once for all jobs that are fused alike.
     """
     function = step.step
 
@@ -254,9 +254,9 @@ def fused_step(step: Step[..., Any]) -> Step[..., Any]:
                 )
         return tuple(state for state, _ in results), tuple(metrics for _, metrics in results)
 
-    fused.__name__ = step.__name__  # by which a job knows its steps
+    fused.__name__ = step.__name__  # jobs recognise their steps by it
     made = step.derived("_fused", lambda: fused)
-    made.may_change = True  # with each job that leaves
+    made.may_change = True  # its arguments do whenever a job leaves
     return made
 
 
@@ -265,7 +265,7 @@ def _why_not_traced(step: Step[..., Any], job: Job, batch: PyTree) -> str:
         return f"`{step.__name__}` takes NNX objects, which it would change in place"
     try:
         traced = step.trace(job.state, batch)
-    except Exception as error:  # which the run raises as well
+    except Exception as error:  # the run raises it as well
         return f"`{step.__name__}` cannot be traced: {clause(first_line(describe(error)))}"
     if traced.undecided is not None:
         return f"`{step.__name__}` exchanges in a conditional that the host decides"
@@ -276,7 +276,10 @@ def _why_not_traced(step: Step[..., Any], job: Job, batch: PyTree) -> str:
 
 
 def _first_of(job: Job) -> list[Any]:
-    """Returns the first batch in a list, empty if there is none, and leaves it to the job."""
+    """Returns a list with the first batch, or an empty list if there is none.
+
+    The job still gets that batch, even if its data are an iterator.
+    """
     if job._steps == 0:
         return []
     data, iterator = job._batches, iter(job._batches)
@@ -290,7 +293,7 @@ def _first_of(job: Job) -> list[Any]:
 
 @final
 class _Unread(Iterator[Any]):
-    """An iterator whose first batches were looked at."""
+    """An iterator with its first batches, already read, put back in front."""
 
     def __init__(self, first: Sequence[Any], rest: Iterator[Any]) -> None:
         self._batches, self._rest = chain(first, rest), rest

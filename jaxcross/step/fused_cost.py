@@ -1,4 +1,4 @@
-"""Measures what several jobs of one step cost in turns and fused, on copies of their states."""
+"""Measures several jobs of one step, taking turns and fused, on copies of their states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxcross.world import World
 from jaxcross.world.control_plane import gather
 
 _WARM_UP_STEPS = 5
-_STEPS = 20  # timed of each run
+_STEPS = 20  # timed per run
 _TURNS = 3
 
 
@@ -35,12 +35,12 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedCost:
-    """The same on every rank, of the slowest rank.
+    """What the jobs cost on the slowest rank; the same on every rank.
 
     Attributes:
         step_s: Seconds of the longest step alone, computation and exchange (c + m).
-        in_turns_s: Seconds in which each job makes a step, in crossover; None if not measured.
-        fused_s: The same, fused.
+        in_turns_s: Seconds for one step of every job if they take turns; None if not measured.
+        fused_s: The same if they're fused.
     """
 
     step_s: float
@@ -51,25 +51,26 @@ class FusedCost:
 def measure(
     trials: Sequence[Trial], fused: Step[..., Any], *, limit_s: float, world: World
 ) -> FusedCost:
-    """Measures the step alone and, unless that takes more than `limit_s`, all jobs in turns and
-    fused. Waits for all.
+    """Measures the step alone, then all jobs in turns and fused. Waits for all ranks.
+
+    The second part is left out if a step alone takes more than `limit_s`.
 
     Raises:
         CutError, ExchangeError: As `measure_on_all_ranks` does.
-        JobError: On every rank: a step fails.
+        JobError: A step fails; raised on every rank.
     """
     step_s = max(_alone_s(trials[n], world) for n in _unlike(trials, world))
     if step_s > limit_s:
         return FusedCost(step_s=step_s)
     times: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(_TURNS):  # by turns, so that a disturbance meets both
+    for _ in range(_TURNS):  # alternating, so that a disturbance affects both
         for fuses, found in times.items():
             found.append(_step_of_each_s(trials, fused if fuses else None, world))
     return FusedCost(step_s=step_s, in_turns_s=median(times[False]), fused_s=median(times[True]))
 
 
 def _unlike(trials: Sequence[Trial], world: World) -> list[int]:
-    """Returns a job of each shape, the same on every rank. Waits for all ranks."""
+    """Returns one job per shape, the same jobs on every rank. Waits for all ranks."""
     first: dict[str, int] = {}
     for n, trial in enumerate(trials):
         first.setdefault(repr((form(trial.job.state), form(trial.batch))), n)
@@ -93,9 +94,7 @@ def _alone_s(trial: Trial, world: World) -> float:
 
 
 def _step_of_each_s(trials: Sequence[Trial], fused: FusedStep | None, world: World) -> float:
-    """Returns the seconds in which each job makes a step, of the slowest rank. Waits for all
-    ranks.
-    """
+    """Returns the seconds for one step of every job, on the slowest rank. Waits for all ranks."""
     stamps: list[list[float]] = []
     jobs = [
         Job(
@@ -115,17 +114,18 @@ def _step_of_each_s(trials: Sequence[Trial], fused: FusedStep | None, world: Wor
 
 
 def _repeated(trial: Trial) -> Iterator[PyTree]:
-    """Returns the batch again and again; copies of one that the step may overwrite, since the job
-    is to train on it.
+    """Yields the batch over and over.
+
+    Yields copies if the step may overwrite the batch, because the job will still train on it.
     """
     step = trial.job._function
     assert isinstance(step, Step)
-    donated = any(n % 2 for n in step.donate.numbers)  # the second of two arguments
+    donated = any(n % 2 for n in step.donate.numbers)  # the batch is the second of two arguments
     return map(own_copy, repeat(trial.batch)) if donated else repeat(trial.batch)
 
 
 def _timed(step: Callable[..., Any], stamps: list[list[float]]) -> Callable[..., Any]:
-    """Returns the step, which notes when it is called."""
+    """Returns the step, wrapped to note the time of each call."""
     mine: list[float] = []
     stamps.append(mine)
 
@@ -137,5 +137,5 @@ def _timed(step: Callable[..., Any], stamps: list[list[float]]) -> Callable[...,
 
 
 def seconds(value: float) -> str:
-    """Returns a short time for people."""
+    """Formats a short time for people."""
     return f"{1000 * value:.3g} ms"

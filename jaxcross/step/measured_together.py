@@ -1,4 +1,4 @@
-"""Measures a step on all ranks at once, or raises on all of them."""
+"""Measures a step on all ranks at once, or raises an error on all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxcross.world.control_plane import gather
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Step to measure, and how.
+    """A step to measure, and how to measure it.
 
     Attributes:
         traced: The step.
@@ -39,19 +39,19 @@ class Subject:
 def measure_on_all_ranks(
     make_subject: Callable[[], Subject], name: str, *, world: World, job: JobContext | None
 ) -> Estimate:
-    """Measures a step and predicts; the result is the same on every rank. Waits for all ranks.
+    """Measures a step and returns an estimate, the same on every rank. Waits for all ranks.
 
     Args:
-        make_subject: Called once; where it raises on some rank, all ranks raise before anything is
+        make_subject: Called once. If it raises on some rank, all ranks raise before anything is
             exchanged.
         name: The step's name.
         world: All ranks.
         job: The job that asks; None outside a run.
 
     Raises:
-        ExchangeError: On ranks without an error of their own, if another one has one; or as
-            `SoloCost.measure` does.
-        Exception: What `make_subject` raises.
+        ExchangeError: Another rank has an error and this one doesn't, or as `SoloCost.measure`
+            does.
+        Exception: Whatever `make_subject` raises.
     """
     with ExitStack() as turn:
         host: StepHost
@@ -87,7 +87,7 @@ def measure_on_all_ranks(
 def _begin_together(
     host: StepHost, world: World, name: str, settings: Settings | None, failure: Exception | None
 ) -> None:
-    """Makes sure that all ranks can measure, and in the same way. Waits for all ranks."""
+    """Makes sure that all ranks can measure, with equal settings. Waits for all ranks."""
     error_text = "" if failure is None else clause(first_line(describe(failure)))
     mine = [error_text, None if settings is None else settings.as_data()]
     ranks = run_watched(host, world, name, lambda control: gather(control, mine))

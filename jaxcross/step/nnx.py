@@ -1,9 +1,9 @@
-"""Steps that change Flax NNX objects in place, as `nnx.jit` allows: the objects' state goes in, and
-comes back.
+"""Steps that change Flax NNX objects in place, as `nnx.jit` allows.
 
-Only the objects are split, all those of one call together, so that shared variables stay shared;
-every other argument keeps its position and its type. State that the step adds to an object, and
-objects that it returns, come back as well.
+Before the step, each object is split into its graph and state. The step runs on these, and its
+results are written back to the objects. Only objects are split; every other argument keeps its
+position and its type. All objects of a call are split together, so shared variables stay shared.
+State that the step adds to an object, and objects that it returns, come back as well.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class PureStep(Protocol):
 
 
 class ObjectStep(Protocol):
-    """A step that is called with NNX objects. It is also the tag by which `nnx` finds the same
-    objects again.
+    """A step that is called with NNX objects.
+
+    It also serves as the tag by which `nnx` finds the same objects again.
     """
 
     __name__: str
@@ -47,18 +48,17 @@ class ObjectStep(Protocol):
 
 
 def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
-    """Whether an argument is or contains an NNX object (module, optimizer, metric, `Rngs`,
-    variable) itself.
+    """Whether any argument contains an NNX object (module, optimizer, metric, `Rngs` or variable).
 
-    State that was split from its object does not count. Does not wait or communicate; free before
-    Flax is imported.
+    An argument may also be such an object itself. State that was split from its object doesn't
+    count. Does not wait or communicate, and costs nothing unless Flax has been imported.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
     is_object, split = nnx.graph.is_graph_node, (nnx.State, nnx.statelib.FlatState)
     found: list[object] = []
-    # One question a type: this runs before every step, and NNX takes microseconds to answer.
+    # One query per type, because this runs before every step, and NNX takes microseconds per query.
     stops_at: dict[type, bool] = {}
 
     def stop(x: object) -> bool:
@@ -94,10 +94,10 @@ def call(step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree])
 def bind(
     step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> tuple[Traced, list[PyTree]]:
-    """Traces `step` on the state of the objects among its arguments, which stay as they are;
-    returns that flat, too.
+    """Traces `step` on the state of the objects among its arguments, without changing the objects.
 
-    Does not compile, wait or communicate.
+    Returns the traced step and the flat arguments, with the objects' state. Does not compile, wait
+    or communicate.
     """
     from flax import nnx
 
@@ -107,8 +107,9 @@ def bind(
 
 
 def pure_function(step: ObjectStep) -> Callable[..., PyTree]:
-    """Returns the function of `step` as one of graphs and states: it returns the changed objects'
-    and the results'.
+    """Returns the function of `step` over graphs and states instead of objects.
+
+    It returns the changed objects and the results, also as graphs and states.
     """
     from flax import nnx
 
@@ -127,8 +128,9 @@ def pure_function(step: ObjectStep) -> Callable[..., PyTree]:
 def _split(
     step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> tuple[list[PyTree], dict[str, PyTree]]:
-    """Returns the arguments with graph and state in place of every object. Static arguments are
-    passed as they are.
+    """Returns the arguments with each object replaced by its graph and state.
+
+    Static arguments are passed through as they are.
     """
     from flax import nnx
 
@@ -148,8 +150,7 @@ def _split(
 def _without(
     args: Sequence[PyTree], kwargs: Mapping[str, PyTree], static: Sequence[int | str]
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    # A static argument may be any object, including one that JAX takes for a pytree but cannot
-    # flatten.
+    # A static argument may be any object, even one that JAX takes for a pytree but can't flatten.
     return (
         tuple(None if n in static else a for n, a in enumerate(args)),
         {name: None if name in static else a for name, a in kwargs.items()},
@@ -159,7 +160,7 @@ def _without(
 def _with(
     split: Sequence[PyTree], args: Sequence[PyTree], static: Sequence[int | str]
 ) -> list[PyTree]:
-    """Returns `split` with the static ones of `args` in their places."""
+    """Returns `split` with the static arguments from `args` put back in their places."""
     return [args[n] if n in static else a for n, a in enumerate(split)]
 
 
@@ -170,7 +171,7 @@ def _with_named(
 
 
 def _only_objects(tree: PyTree) -> PyTree:
-    """Returns `tree` with None in place of all other leaves: the caller still has them."""
+    """Returns `tree` with all other leaves replaced by None, because the caller still has them."""
     from flax import nnx
 
     is_object = nnx.graph.is_graph_node

@@ -1,6 +1,4 @@
-"""The executables of a variant for the host that runs it: agreed by all ranks, cut, and
-compiled.
-"""
+"""Makes a variant's executables for the host that runs it: agreed by all ranks, cut, compiled."""
 
 from __future__ import annotations
 
@@ -15,17 +13,17 @@ from jaxcross.step.variant import Variant
 
 
 def prepare(variant: Variant, host: StepHost) -> Compiled:
-    """Returns the executables, at a job's first use once all ranks are known to want the same
-    exchanges.
+    """Returns the executables for a host. A job's ranks agree on the exchanges at its first use.
 
-    The ranks agree before anything is compiled: a standalone step before this call, a job here.
-    Each job agrees for itself, and its communicators are made then, since which of two equal jobs
-    compiles first may differ between ranks.
+    The ranks always agree before anything is compiled: for a standalone step before this call, for
+    a job in it. Each job makes an agreement of its own, and its communicators are created then. It
+    can't rely on another job with the same step, because which of two equal jobs compiles first may
+    differ between ranks.
     """
     if variant.tunes_cut or (variant.is_unit and host.in_run):
         compiled = variant.of_host.get(host)
         if compiled is None:
-            # Once a host: a job keeps its cut, and its communicators, to its end.
+            # Once per host, because a job keeps its cut and its communicators until it ends.
             compiled = (
                 _choose_cut(variant, host)
                 if variant.tunes_cut
@@ -40,7 +38,7 @@ def prepare(variant: Variant, host: StepHost) -> Compiled:
 
 
 def _with_own_communicators(variant: Variant, host: StepHost) -> Compiled:
-    """Compiles a program that calls mpi4jax over communicators of the job's own."""
+    """Compiles a program that calls mpi4jax, over the job's own communicators."""
     program = variant.record.units.agree_in_run(
         host, variant.world, variant.default, variant.cache_key
     )
@@ -49,17 +47,17 @@ def _with_own_communicators(variant: Variant, host: StepHost) -> Compiled:
 
 
 def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
-    """Returns what `host` runs to its end: the same cut on every rank. Waits for all ranks, unless
-    they know.
+    """Returns the executables that `host` runs until it ends, in the same cut on every rank.
+
+    Waits for all ranks, unless they remember the cut.
     """
     record, world = variant.record, variant.world
     agree_once(variant, host, variant.default)
-    # Read before the ranks meet again: a job that joins in that meeting may be here before this one
-    # goes on.
+    # Read before the ranks synchronize again. A job that joins there may be in this function, and
+    # drop the arguments, before this thread continues.
     trial_args = variant.trial_args
     chosen = record.chosen_cuts.get(variant.signature)
-    # Outside a run every rank has made the same calls, so what this one remembers is what all
-    # remember.
+    # Outside a run, every rank has made the same calls, so all ranks remember the same.
     if not host.in_run:
         known = _known_program(variant, chosen)
         if known is None and trial_args is None:
@@ -77,9 +75,9 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
         in_process=None if chosen is None else chosen.n_segments,
         steps=host.steps_left,
     )
-    is_only_job = host.is_only_job  # as of that meeting, hence the same on all ranks
-    # The cut before a restart comes first: it keeps results equal to the bit. Next to other jobs
-    # exchanges are hidden.
+    is_only_job = host.is_only_job  # as of that moment, so it's the same on all ranks
+    # The cut from before a restart takes precedence, because it keeps the results bitwise
+    # identical. Alongside other jobs, exchanges are hidden anyway, so the default cut will do.
     n_segments = hint.resumed
     if n_segments is None:
         n_segments = hint.in_process if is_only_job else 0
@@ -90,8 +88,8 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
         program = variant.program_in(n_segments)
         agree_once(variant, host, program)
         compiled = _compile(variant, host, n_segments, program)
-    # At most one job of a run is both the only and the first one. So what stays here is the same on
-    # ranks where jobs come in different orders.
+    # At most one job of a run is both the only one and the first one. So what is remembered here is
+    # the same on all ranks, even if jobs come in different orders on them.
     if is_only_job and hint.is_first:
         record.chosen_cuts[variant.signature] = ChosenCut(
             n_segments, compiled.program.exchange_hash()
@@ -104,8 +102,9 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
 
 
 def _known_program(variant: Variant, chosen: ChosenCut | None) -> tuple[int, Program] | None:
-    """Returns the cut that was chosen before, perhaps for other shapes, if its exchanges are the
-    same.
+    """Returns the cut that was chosen before, unless the exchanges in that cut have changed.
+
+    It may have been chosen for other shapes.
     """
     if chosen is None:
         return None
@@ -116,8 +115,9 @@ def _known_program(variant: Variant, chosen: ChosenCut | None) -> tuple[int, Pro
 def _search(
     variant: Variant, host: StepHost, trial_args: tuple[object, ...], hint: CutHint
 ) -> tuple[int, Compiled]:
-    """Measures which cut is the fastest. Nothing else runs next to this step as the search
-    begins.
+    """Measures which cut is the fastest.
+
+    When the search begins, nothing else runs alongside this step.
     """
 
     def build(program: Program) -> Compiled:
@@ -138,7 +138,7 @@ def _search(
 
 
 def _compile(variant: Variant, host: StepHost, n_segments: int, program: Program) -> Compiled:
-    # The lock: jobs that share the step compile each cut once.
+    # The lock makes jobs that share the step compile each cut only once.
     with host.compiling(program.name), variant.lock:
         compiled = variant.compiled.get(n_segments)
         if compiled is None:

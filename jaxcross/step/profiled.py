@@ -1,4 +1,4 @@
-"""Whether profiles are of the step that is to run."""
+"""Checks that the given profiles are of the step that is about to run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from jaxcross.errors import CutError
 from jaxcross.plan.profile import Profile
 from jaxcross.program.ir import Program, human_bytes
 
-_ALIKE_BYTES = 64  # and a hundredth: a metric more is not another step
+_ALIKE_BYTES = 64  # plus 1%: one more metric doesn't make it a different step
 
 
 def check_profiles(profiles: Sequence[Profile], program: Program, ranks: int) -> None:
-    """Makes sure that profiles are of this step on so many ranks. Does not communicate.
+    """Makes sure that profiles are of this step on this number of ranks. Does not communicate.
 
-    Batch sizes are not compared: the profile says nothing about arguments. Nor are bytes where the
-    host takes branches with other exchanges, such as one in every eighth step: the profile is of
-    one of them.
+    Batch sizes aren't compared, because a profile says nothing about arguments. Bytes aren't
+    compared if the host decides between branches with different exchanges, e.g. one on every eighth
+    step, because the profile is of only one branch.
 
     Raises:
-        CutError: They are of another number of ranks, or of a step that exchanges other bytes.
+        CutError: A profile is of a different number of ranks, or of a step that exchanges a
+            different number of bytes.
     """
     exchanged = sum(segment.nbytes for segment in program.segments)
     branches = program.traced is not None and program.traced.choices

@@ -1,5 +1,6 @@
-"""`jaxcross estimate script.py`: measures the first step that a script calls, in place of it, and
-ends the script.
+"""`jaxcross estimate script.py`: measures the first step that a script calls.
+
+The measurement takes the place of that call, and then the script is terminated.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from jaxcross.step.variant import Variant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The environment variable `JAXCROSS_ESTIMATE`, an object in JSON.
+    """The environment variable `JAXCROSS_ESTIMATE`, a JSON object.
 
     Attributes:
         jobs, steps, mbps, memory: As for `jaxcross.estimate`.
-        step: Name of the step to measure; the first that is called if None.
+        step: Name of the step to measure. Defaults to the first one that is called.
         json: File that rank 0 writes the estimate to, if any.
 
     Raises:
-        TypeError, ValueError: It is something else.
+        TypeError, ValueError: The variable is something else.
     """
 
     jobs: int = 2
@@ -40,7 +41,7 @@ class Request:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads the variable's text."""
+        """Parses the variable's text."""
         names = [f.name for f in fields(cls)]
         try:
             found = json.loads(text)
@@ -66,16 +67,15 @@ class Request:
 
 
 def estimate_in_script(variant: Variant, leaves: Sequence[Any], job: JobContext | None) -> None:
-    """Measures a step that a script is about to call, prints the estimate on rank 0, and ends the
-    script on all ranks.
+    """Measures a step that a script is about to call, and ends the script on all ranks.
 
-    Returns, so that the step is made as usual, if another step was asked for, or if the step
-    exchanges in other calls than this one. Waits for all ranks.
+    Rank 0 prints the estimate. Returns, so that the step runs as usual, if the user asked for
+    another step, or if this step makes its exchanges only in other calls. Waits for all ranks.
 
     Raises:
-        SystemExit: All is done, outside a run.
-        Stopped: All is done, in a job.
-        ValueError, CutError, ExchangeError: The step cannot be measured.
+        SystemExit: The measurement is done, outside a run.
+        Stopped: The measurement is done, in a job.
+        ValueError, CutError, ExchangeError: The step can't be measured.
     """
     world, program = variant.world, variant.default
     request = Request.parse(world.estimate_request)

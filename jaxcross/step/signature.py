@@ -1,6 +1,4 @@
-"""The arguments of one call of a step: static ones bound, array types compared, and errors for
-those that cannot be.
-"""
+"""A step call's arguments: binds static ones, compares types, and describes what's wrong."""
 
 from __future__ import annotations
 
@@ -16,11 +14,15 @@ from jaxcross._pytree import PyTree, TreeDef
 
 R = TypeVar("R")
 ArgType = ShapedArray | tuple[ShapedArray, jax.sharding.Sharding | None]
-"""The part of an array that a recompilation depends on; its place only where there is more than
-one.
+"""The properties of an array that require a recompilation if they change.
+
+Its sharding is included only if there's more than one place.
 """
 StaticValue = tuple[int | str, type, object]
-"""A static argument's number or name, its type and value. The type, because 1 == True == 1.0."""
+"""A static argument's number or name, its type and its value.
+
+The type is needed because 1 == True == 1.0.
+"""
 
 
 def bind_static(
@@ -30,14 +32,14 @@ def bind_static(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[Callable[..., R], tuple[Any, ...], Mapping[str, Any]]:
-    """Returns the step as a function of its other arguments, and those: by position, and by name.
+    """Returns the step as a function of its other arguments, and these, by position and by name.
 
     Args:
         step: The step.
         name: Its name.
         static: The static arguments.
         args: All positional arguments.
-        kwargs: All arguments by name.
+        kwargs: All keyword arguments.
     """
     if not static:
         return step, tuple(args), kwargs
@@ -65,10 +67,10 @@ def bind_static(
 
 
 def check_hashable(name: str, static: Sequence[StaticValue]) -> None:
-    """Makes sure that executables can be found by the values of static arguments.
+    """Makes sure that executables can be looked up by the values of static arguments.
 
     Raises:
-        ValueError: A value cannot be hashed.
+        ValueError: A value can't be hashed.
     """
     for place, kind, value in static:
         try:
@@ -86,7 +88,7 @@ def arg_types_of(leaves: Sequence[Any]) -> list[ArgType]:
     """Returns the type of each leaf.
 
     Raises:
-        TypeError: A leaf is not an array.
+        TypeError: A leaf isn't an array.
     """
     many = _many_places()
     try:
@@ -105,8 +107,9 @@ def arg_types_of(leaves: Sequence[Any]) -> list[ArgType]:
 
 
 def are_ready(leaves: Sequence[Any], arg_types: list[ArgType]) -> bool:
-    """Whether the leaves are plain `jax.Array`s of these types, none donated. Costs tens of
-    nanoseconds a leaf.
+    """Whether the leaves are plain `jax.Array`s of these types and none was donated.
+
+    Takes tens of nanoseconds per leaf.
     """
     try:
         return not any(map(ArrayImpl.is_deleted, leaves)) and arg_types_of(leaves) == arg_types
@@ -118,11 +121,11 @@ def check_leaves(name: str, leaves: Sequence[object], args: PyTree, kwargs: PyTr
     """Makes sure that the leaves have values.
 
     Raises:
-        TypeError: A leaf is a type only, or traced.
+        TypeError: A leaf is only a type, or is traced.
         ValueError: A leaf was donated.
     """
-    # On the path of every step with a NumPy array or a random key: asking for an array's exact type
-    # costs a tenth of asking whether it is a jax.Array.
+    # Every step with a NumPy array or a random key gets here. Comparing an array's exact type takes
+    # a tenth of the time of asking whether it's a `jax.Array`.
     for n, leaf in enumerate(leaves):
         if type(leaf) is not ArrayImpl:
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -136,7 +139,7 @@ def check_leaves(name: str, leaves: Sequence[object], args: PyTree, kwargs: PyTr
                     "from the host and cannot stand inside jit, grad or vmap. Put the "
                     "transformation inside the step."
                 )
-            if not isinstance(leaf, jax.Array):  # else a random key
+            if not isinstance(leaf, jax.Array):  # otherwise it's a random key
                 continue
         if leaf.is_deleted():
             path = jax.tree_util.keystr(jax.tree.leaves_with_path((args, kwargs))[n][0][1:])
@@ -149,9 +152,7 @@ def check_leaves(name: str, leaves: Sequence[object], args: PyTree, kwargs: PyTr
 def describe_change(
     old: Sequence[ArgType], new: Sequence[ArgType], args: PyTree, kwargs: PyTree
 ) -> str | None:
-    """Returns the first argument whose type changed, with both types, in words; None if there is
-    none.
-    """
+    """Describes the first argument whose type changed, with both types; None if there is none."""
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path((args, kwargs))]
     for path, before, after in zip(paths, old, new, strict=False):
         if before != after:
@@ -160,8 +161,9 @@ def describe_change(
 
 
 def describe_structures(old: TreeDef, new: TreeDef) -> str:
-    """Returns where two structures of `(args, kwargs)` differ first, and a cure if it is static
-    data, in words.
+    """Describes the first place where two structures of `(args, kwargs)` differ.
+
+    If they differ in static data that has a common cure, adds the cure.
     """
     path, before, after = _first_difference(old, new)
     if len(path) < 2:
@@ -190,8 +192,10 @@ def describe_structures(old: TreeDef, new: TreeDef) -> str:
 def _first_difference(
     old: TreeDef, new: TreeDef, path: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], Any, Any]:
-    """Returns the way to the first node that differs, and its type and static data in each; None
-    for a leaf's.
+    """Returns the path to the first differing node, with its type and static data in each
+    structure.
+
+    A leaf has None instead of these.
     """
     before, after = old.node_data(), new.node_data()
     if before == after and old.num_nodes > 1 and len(old.children()) == len(new.children()):
@@ -203,13 +207,14 @@ def _first_difference(
 
 @cache
 def _many_places() -> bool:
-    """Whether an array may lie elsewhere than on the one device that there is."""
+    """Whether there's more than one device that an array may be on."""
     return jax.local_device_count() > 1 or jax.default_backend() != "cpu"
 
 
 def _cure(before: ArgType, after: ArgType) -> str:
-    """Returns what to do about a state that begins as Python's number and comes back as an array;
-    "" for the rest.
+    """Returns the cure for a state that starts as a Python number but comes back as an array.
+
+    Returns "" for any other change.
     """
     old, new = (t[0] if isinstance(t, tuple) else t for t in (before, after))
     if old.shape != new.shape or not old.weak_type or new.weak_type:

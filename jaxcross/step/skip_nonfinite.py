@@ -1,5 +1,8 @@
-"""`nonfinite="skip"`: a step with one more argument, which says after its exchanges whether the
-state may change.
+"""`nonfinite="skip"`: steps that leave their state unchanged if an exchange isn't finite.
+
+Whether a step may change its state is known only after its exchanges, when the ranks vote. So the
+step gets one more argument, the commit flag, which no exchange reads. The program uses it to select
+between the old and the new value of each array of the state.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ Form: TypeAlias = tuple[Any, list[Any]]  # structure, then shapes and types; see
 
 @cache
 def commit_flag() -> jax.Array:
-    """Returns the last argument of a step with a commit flag: True. The commit vote may replace it
-    by False.
+    """Returns the last argument of a step with a commit flag, which is True.
+
+    The commit vote may replace it by False.
     """
     return jnp.ones((), bool)
 
@@ -31,24 +35,24 @@ def commit_flag() -> jax.Array:
 def with_commit_flag(
     function: Callable[..., PyTree], name: str, state: Sequence[int | str], *, donated: bool
 ) -> Callable[..., PyTree]:
-    """Returns `function` with a `commit_flag` as its last positional argument: if it is False, the
-    state is unchanged.
+    """Returns `function` with one more argument: if that `commit_flag` is False, the state is kept.
 
-    The state is the part of the results that corresponds to the arguments whose numbers or names
-    are in `state`: for each, the part with the same structure, shapes and types, wherever it
-    stands; for an argument that is a single array, a whole result. If `donated` is false there may
-    be none: an evaluation returns no state.
+    The flag is the last positional argument. The state is the part of the results that corresponds
+    to the arguments whose numbers or names are in `state`. For each of them, that's the part with
+    the same structure, shapes and types, wherever it is in the results. An argument that is a
+    single array corresponds only to a whole result. If `donated` is false, there may be no state,
+    because an evaluation returns none.
 
     Raises:
-        CutError: (when traced) no donated argument is like a result, one is like several, or it
-            seems to come back in another structure; an argument that is not in `state` comes back
-            next to one that is.
+        CutError: (when traced) No donated argument is like a result, an argument is like several
+            results, or a donated argument seems to come back in a different structure. Or, without
+            donated arguments, an argument that isn't in `state` comes back alongside one that is.
     """
 
     def flagged(*args: PyTree, **kwargs: PyTree) -> PyTree:
         *given, commits = args
-        # A step may write into a dict or an NNX state that it was given, which would then hold the
-        # new values.
+        # A step may write into a dict or an NNX state that it was given. Without a copy of the
+        # structure, that would then hold the new values.
         own = {
             place: jax.tree.map(lambda leaf: leaf, argument)
             for place, argument in (*enumerate(given), *kwargs.items())
@@ -63,7 +67,7 @@ def with_commit_flag(
                 "new state, in a tuple with its metrics perhaps."
             )
         fixed = [place for place, *_ in static if isinstance(place, int)]
-        # As the caller counts.
+        # Numbered as in the caller's arguments, i.e. including static ones.
         numbers = [n for n in range(len(given) + len(fixed)) if n not in fixed]
         called = {**dict(enumerate(numbers)), **{word: word for word in kwargs}}
         if donated:
@@ -82,26 +86,26 @@ def with_commit_flag(
 
 
 class _Results:
-    """Results of a step, whose state keeps its old values where the step is not committed."""
+    """A step's results, in which the state keeps its old values if the step isn't committed."""
 
     def __init__(self, results: PyTree, name: str) -> None:
         flat, self._structure = jax.tree.flatten_with_path(results)
         self._results, self._name = results, name
         self._paths, self._leaves = [path for path, _ in flat], [leaf for _, leaf in flat]
-        self.kept: set[int] = set()  # leaves that are state
+        self.kept: set[int] = set()  # numbers of the leaves that are state
 
     def tree(self) -> PyTree:
         """Returns the results in their original structure."""
         return jax.tree.unflatten(self._structure, self._leaves)
 
     def keep(self, states: dict[int | str, PyTree], commits: jax.Array) -> list[int | str]:
-        """Replaces the parts that are state by their old values, unless the step `commits`.
+        """Makes each part that is state take its old value, unless the step `commits`.
 
-        Returns the arguments that are like no part.
+        Returns the arguments that no part is like.
         """
         lacking: list[int | str] = []
         alike = _by_form(states)
-        # The shallowest ones first: a part of a state may be like another argument.
+        # Shallowest parts first, because a part of a state may look like another argument.
         for kind, numbers in sorted(alike, key=lambda item: self._positions(item[0])[0]):
             depth, parts = self._positions(kind)
             if parts and not depth:
@@ -123,10 +127,9 @@ class _Results:
         return lacking
 
     def check_scattered(self, donated: dict[int | str, PyTree]) -> None:
-        """Raises CutError if one of these arguments, which are like no part, is scattered over the
-        results.
+        """Raises CutError if an argument without a matching part is scattered over the results.
 
-        Its arrays would change although the step is skipped.
+        Its arrays would change even if the step is skipped.
         """
         free = Counter(form([leaf for n, leaf in enumerate(self._leaves) if n not in self.kept])[1])
         for place, old in donated.items():
@@ -140,9 +143,7 @@ class _Results:
                 )
 
     def check_others(self, others: dict[int | str, PyTree]) -> None:
-        """Raises CutError if one of these arguments, which are not declared as state, seems to
-        be.
-        """
+        """Raises CutError if an argument that isn't declared as state seems to be state."""
         for place, old in others.items():
             kind = form(old)
             if _arrays(old) and not _bare(kind) and self._positions(kind)[1]:
@@ -153,10 +154,10 @@ class _Results:
                 )
 
     def _positions(self, kind: Form) -> tuple[int, list[list[int]]]:
-        """Returns the smallest depth at which parts of this form stand outside of the state, and
-        the leaves of each.
+        """Returns the smallest depth at which parts of this form occur, and the leaves of each.
 
-        A single array counts only if it is a whole result: metrics are arrays, too.
+        Parts that are already known to be state don't count. A single array counts only if it's a
+        whole result, because metrics are arrays too.
         """
         found: list[tuple[int, list[int]]] = []
         for path, part in jax.tree.leaves_with_path(
@@ -172,7 +173,7 @@ class _Results:
 
 
 def _by_form(states: dict[int | str, PyTree]) -> list[tuple[Form, list[int | str]]]:
-    """Returns the arguments by their forms. Arguments without arrays are left out."""
+    """Groups the arguments by their form, leaving out arguments without arrays."""
     found: list[tuple[Form, list[int | str]]] = []
     for number, state in states.items():
         own = form(state)
@@ -185,10 +186,10 @@ def _by_form(states: dict[int | str, PyTree]) -> list[tuple[Form, list[int | str
 
 
 def _bare(kind: Form) -> bool:
-    """Whether it is the form of a single array."""
+    """Whether this is the form of a single array."""
     return bool(jax.tree_util.treedef_is_leaf(kind[0]))
 
 
 def _arrays(tree: PyTree) -> list[PyTree]:
-    """Returns the leaves that are not scalars, since metrics are scalars, too."""
+    """Returns the leaves that aren't scalars. Scalars may be metrics."""
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.ndim(leaf)]

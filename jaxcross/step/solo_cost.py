@@ -1,6 +1,4 @@
-"""Measures what one step costs alone: seconds of each segment, bytes on the wire, bytes in
-memory.
-"""
+"""Measures what one step costs alone: seconds per segment, wire bytes, and memory."""
 
 from __future__ import annotations
 
@@ -34,10 +32,10 @@ from jaxcross.world import World
 from jaxcross.world.control_plane import Control, gather
 
 PIECES = 4
-"""Exchange segments of the cut that is measured next to the uncut step."""
+"""Number of exchange segments of the cut that is measured in addition to the uncut step."""
 
-_WARM_UP_STEPS = 2  # the first ones get their memory from the kernel
-_ONE_RANK_STANDS_FOR = 2  # ranks, where one asks for a link
+_WARM_UP_STEPS = 2  # the first steps get their memory from the kernel
+_ONE_RANK_STANDS_FOR = 2  # ranks, if `mbps` is given on a single rank
 _WIDE = ("float32", "float64")
 
 
@@ -46,15 +44,16 @@ class Settings:
     """Settings of a measurement, the same on every rank.
 
     Attributes:
-        jobs: Number of jobs that is asked about.
-        steps: Steps to time.
-        mbps: Rate of a link on which the exchanges are to be thought of, in Mbit/s; None for what
-            is there.
-        memory_bytes: Bytes that a rank may use; None for what the device or the machine has.
-        profiles: Those of the step, in place of a measurement; none if it is to be timed.
+        jobs: Number of jobs that the estimate is for.
+        steps: Number of steps to time.
+        mbps: Rate in Mbit/s of the link that the exchanges should be assumed to use. None for the
+            actual link.
+        memory_bytes: Bytes that a rank may use. None for what the device or the machine has.
+        profiles: Profiles of the step to use instead of a measurement. Empty if the step should be
+            timed.
 
     Raises:
-        TypeError, ValueError: One of them makes no sense.
+        TypeError, ValueError: A setting makes no sense.
     """
 
     jobs: int = 2
@@ -80,7 +79,7 @@ class Settings:
             )
 
     def as_data(self) -> dict[str, Any]:
-        """Returns all settings as plain data, for a comparison of ranks."""
+        """Returns all settings as plain data, so that ranks can compare them."""
         plain = asdict(replace(self, profiles=()))
         if not self.profiles:
             del plain["profiles"]
@@ -91,7 +90,7 @@ class Settings:
 
 @final
 class SoloCost:
-    """A measurement of one step on copies of its arguments, which leaves them as they are.
+    """A measurement of one step on copies of its arguments, which stay unchanged.
 
     Args:
         traced: The step.
@@ -113,7 +112,7 @@ class SoloCost:
         bucket_bytes: int,
     ) -> None:
         self._leaves, self._host, self._world, self._settings = leaves, host, world, settings
-        # A record of its own: nothing is remembered for the training that may follow.
+        # A separate record, so that nothing carries over into training that may follow.
         record = StepRecord(cut="whole", bucket_bytes=bucket_bytes)
         self._variant = Variant(traced, record, world, trial_args=tuple(leaves)).choose(leaves)
         self._sizes = dict(traced.axes)
@@ -124,8 +123,8 @@ class SoloCost:
         """Makes sure that this rank's step can be measured. Does not communicate.
 
         Raises:
-            CutError: It exchanges nothing, or calls mpi4jax, or a profile is of another step or
-                number of ranks.
+            CutError: The step exchanges nothing, or calls mpi4jax, or a profile is of a different
+                step or number of ranks.
         """
         program = self._variant.default
         if self._variant.is_unit:
@@ -143,15 +142,16 @@ class SoloCost:
         check_profiles(self._settings.profiles, program, self._world.size)
 
     def measure(self, *, where: str = "") -> StepCost:
-        """Returns the cost, the same on every rank. Waits for all ranks, each of which must have a
-        step that can be measured.
+        """Returns the cost, the same on every rank.
+
+        Waits for all ranks, each of which must have a step that can be measured.
 
         Args:
             where: See `StepCost`.
 
         Raises:
-            ExchangeError: On every rank: the ranks have different steps, or the step fails on some
-                rank.
+            ExchangeError: The ranks have different steps, or the step fails on some rank; raised on
+                every rank.
         """
         program = self._variant.default
         given = self._settings.profiles
@@ -202,8 +202,9 @@ class SoloCost:
         return compiled
 
     def _build(self, program: Program) -> Compiled | str:
-        """Returns the executables, or on all ranks a text about what failed on some. Waits for all
-        ranks.
+        """Returns the executables, or, on all ranks, a text about what failed on some.
+
+        Waits for all ranks.
         """
         agree_once(self._variant, self._host, program, candidate=True)
         compiled, error_text = None, ""
@@ -221,8 +222,9 @@ class SoloCost:
         return compiled
 
     def _profile(self, compiled: Compiled) -> Profile | str:
-        """Times each segment, or returns on all ranks a text about what failed on some. Waits for
-        all ranks.
+        """Times each segment, or returns, on all ranks, a text about what failed on some.
+
+        Waits for all ranks.
         """
         timed: list[list[int]] = []
 
@@ -255,8 +257,9 @@ class SoloCost:
         return max(measured_s, 8e-6 * nbytes / self._settings.mbps)
 
     def _cut_profile(self, program: Program, whole: Profile) -> Profile | None:
-        """Returns the profile in four exchange segments; None where there are no more than before,
-        or it fails.
+        """Returns the profile of the step in four exchange segments.
+
+        Returns None if this cut has no more segments than the uncut step, or if it fails.
         """
         if not whole.exchange_s:
             return None
@@ -268,7 +271,7 @@ class SoloCost:
         return None if isinstance(found, str) else found
 
     def _wire_bytes(self, exchanges: Sequence[Exchange]) -> tuple[int, int]:
-        """Returns the bytes that a rank receives, and those if wide numbers travel in 16 bits."""
+        """Returns the bytes that a rank receives, as is and with wide floats sent as 16 bits."""
         narrow = (replace(x, dtype="bfloat16") if x.dtype in _WIDE[:2] else x for x in exchanges)
         wide_bytes = sum(wire_bytes(x, self._sizes) for x in exchanges)
         return wide_bytes, sum(wire_bytes(x, self._sizes) for x in narrow)

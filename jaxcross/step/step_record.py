@@ -11,8 +11,11 @@ from jaxcross.step.unit_agreement import Units
 
 
 class ChosenCut(NamedTuple):
-    """The cut that `cut="auto"` chose: its number of segments, 0 for the default one, and that
-    program's signature.
+    """The cut that `cut="auto"` chose.
+
+    Attributes:
+        n_segments: Its number of segments; 0 for the default cut.
+        signature: Hash of the exchanges of the program in that cut.
     """
 
     n_segments: int
@@ -25,11 +28,11 @@ class StepRecord:
 
     Attributes:
         cut, bucket_bytes: As given to `crossover`.
-        profiles: Those that chose the cut, if any, and must be of this step.
-        warned: Source lines of loops and of `optax.MultiSteps` that a warning was logged for.
+        profiles: The profiles that determined the cut, if any. They must be of this step.
+        warned: What a warning was logged about, such as loops and `optax.MultiSteps`.
         chosen_cuts: The cut that `cut="auto"` chose first in this process, by the default program's
-            signature. Kept here and not in a variant, because shapes may change on one rank alone,
-            and the other ranks would not come to a new search.
+            signature. It's stored here rather than in a variant, because shapes may change on one
+            rank only, and the other ranks wouldn't take part in a new search.
         units: Agreements on programs that call mpi4jax.
     """
 

@@ -1,5 +1,6 @@
-"""One step on copies of its arguments. If a copy or a computation fails on one rank, all ranks
-abandon it together.
+"""Runs one step on copies of its arguments, to time it.
+
+If a copy or a computation fails on one rank, all ranks abandon the trial together.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from jaxcross.world.control_plane import Control, any_rank
 def time_step(
     compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: World, control: Control
 ) -> int | str:
-    """Returns the nanoseconds of one step on copies, or on all ranks a text about what failed on
-    some.
+    """Returns the nanoseconds of one step on copies of its arguments.
 
-    Waits for all ranks.
+    If it fails on some rank, all ranks return a text about the failure instead. Waits for all
+    ranks.
     """
     copies = _copied(traced, leaves, control)
     if isinstance(copies, str):
@@ -46,8 +47,8 @@ def time_segments(
 ) -> list[int] | str:
     """Returns the nanoseconds of each segment of one step on copies, or a text as `time_step` does.
 
-    Segments run one after the other, and an exchange is timed from when all ranks have arrived, so
-    that nothing hides behind anything. Waits for all ranks.
+    Segments run one at a time, and an exchange is timed from the moment when all ranks have reached
+    it, so no segment is hidden behind another one. Waits for all ranks.
     """
     copies = _copied(traced, leaves, control)
     if isinstance(copies, str):
@@ -73,8 +74,9 @@ def _timed(trial: _Trial, index: int) -> int:
 
 
 def _copied(traced: Traced, leaves: Sequence[Any], control: Control) -> list[Any] | str:
-    """Returns the arguments, copied where the step may overwrite them, or on all ranks a text if a
-    copy failed.
+    """Returns the arguments, copied if the step may overwrite them.
+
+    If a copy fails, returns a text about it on all ranks.
     """
     error_text, copies = "", []
     try:
@@ -82,13 +84,14 @@ def _copied(traced: Traced, leaves: Sequence[Any], control: Control) -> list[Any
         jax.block_until_ready(copies)
     except JaxRuntimeError as error:
         error_text = summary(error)
-    # On all ranks, before anything is exchanged.
+    # All ranks must learn of a failure before anything is exchanged.
     return gather_failures(control, error_text) or copies
 
 
 def gather_failures(control: Control, error_text: str) -> str:
-    """Returns all ranks' errors as one text, the same on every rank; empty if there are none. Waits
-    for all ranks.
+    """Returns all ranks' errors as one text, or "" if there are none. Waits for all ranks.
+
+    The text is the same on every rank.
     """
     if not any_rank(control, error_text):
         return ""
@@ -103,10 +106,10 @@ def summary(error: Exception) -> str:
 
 @final
 class _Trial:
-    """A step in flight that goes on after XLA has failed: it computes no more and exchanges zeros,
-    as other ranks wait.
+    """A step in flight that continues after XLA has failed, since the other ranks wait for it.
 
-    It raises only if an exchange itself fails, or if the number of exchanges depends on data.
+    After a failure it computes nothing more, and exchanges zeros. It raises only if an exchange
+    itself fails, or if the number of exchanges depends on data.
 
     Attributes:
         error_text: The first failure; empty if there was none.
@@ -134,11 +137,11 @@ class _Trial:
         self._attempt(partial(self._execution.wait_inputs, index))
 
     def wait_segment(self, index: int) -> None:
-        """Waits for the end of a segment that was run."""
+        """Waits until a segment that was started has finished."""
         self._attempt(partial(self._execution.wait_outputs, index))
 
     def branch_mismatch(self, index: int) -> None:
-        """Ignores the mismatch: the real step, which follows, will raise it."""
+        """Ignores the mismatch, because the real step, which follows, will raise it."""
 
     def outputs(self) -> None:
         """Waits for the results, and discards them."""

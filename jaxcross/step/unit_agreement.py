@@ -1,7 +1,8 @@
 """An agreement of the ranks on programs that call mpi4jax, whose calls may differ by rank.
 
-Each rank's list of calls is run against the others'. Outside a runner only ranks that exchange with
-one another take part. In a job all ranks do, and the calls get communicators of the job's own.
+Each rank's list of calls is simulated against the other ranks' lists (`rank_lists`). Outside a
+runner, only ranks that exchange with one another take part. In a job, all ranks do, and the calls
+get the job's own communicators.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from jaxcross.wire.job_comms import Key
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control, gather
 
-# Whether a program is one of these follows from its calls, on each rank by itself.
+# Each rank decides from its own calls whether its program is of this kind. So a rank without calls
+# wouldn't take part.
 _REMEDY = "a rank without calls needs one to take its turns: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
 Lists = Mapping[int, tuple[Exchange, ...]]
 
@@ -35,15 +37,16 @@ Lists = Mapping[int, tuple[Exchange, ...]]
 class Units:
     """Agreements on a step's programs that call mpi4jax; shared by all variants of the step.
 
-    A rank agrees again where its own list changes, or what the step was called with except for
-    shapes, such as a static argument: that changes on all ranks. It does not where shapes alone
-    change, as a batch may be shorter on one rank. Messages of other shapes change at both ends, so
-    that all ranks that exchange with one another come.
+    A rank agrees again if its own list of calls changes, or if anything that the step was called
+    with changes, except for shapes. Other changes, e.g. of a static argument, happen on all ranks.
+    Shapes alone are no reason to agree again, because a batch may be shorter on one rank only. If
+    messages change their shapes, they do so at both ends, so all ranks that exchange with one
+    another take part.
 
     Attributes:
-        latest: The latest agreement outside a runner: what tells the step's variants apart but for
-            types, and this rank's list.
-        of_host: For each job, the hash of all lists by the same two.
+        latest: The latest agreement outside a runner: what distinguishes the step's variants except
+            for types, and this rank's list.
+        of_host: For each job, the hash of all ranks' lists, by the same pair.
     """
 
     latest: tuple[object, str] | None = None
@@ -52,16 +55,17 @@ class Units:
     )
 
     def is_current(self, world: World, program: Program, cache_key: object) -> bool:
-        """Whether the latest agreement outside a runner holds for this program."""
+        """Whether the latest agreement outside a runner covers this program."""
         return self.latest == (cache_key, rank_lists.comparison_text(world.wire().calls(program)))
 
     def agree(self, host: StepHost, world: World, program: Program, cache_key: object) -> str:
-        """Makes sure that the calls fit together, unless this was found before in this job. Returns
-        a hash of all lists in a job. Waits for all ranks, and outside a runner for those that
-        exchange with this one.
+        """Makes sure that the calls fit together, unless the job has already done so.
+
+        In a job, waits for all ranks and returns a hash of all lists. Outside a runner, waits for
+        the ranks that exchange with this one.
 
         Raises:
-            ExchangeError: They do not; on each of those ranks.
+            ExchangeError: The calls don't fit together; raised on each of those ranks.
         """
         calls = world.wire().calls(program)
         known = self.of_host.setdefault(host, {}) if host.in_run else {}
@@ -89,11 +93,12 @@ class Units:
     def agree_in_run(
         self, host: StepHost, world: World, program: Program, cache_key: object
     ) -> Program:
-        """Returns the program over the job's own communicators, once all ranks have agreed. Waits
-        for all ranks.
+        """Returns the program over the job's own communicators, once all ranks have agreed.
+
+        Waits for all ranks.
 
         Raises:
-            ExchangeError: The calls do not fit together; on every rank.
+            ExchangeError: The calls don't fit together; raised on every rank.
         """
         digest = self.agree(host, world, program, cache_key)
         wire = MpiWire(world, comms=world.job_comms.for_job(host))
@@ -109,12 +114,13 @@ class UnitAgreement:
         units: The step's agreements.
         host: The job, or the step outside a runner.
         world: All ranks.
-        program: What this rank is about to run.
+        program: The program that this rank is about to run.
         calls: This rank's list.
-        mine: What tells the step's variants apart but for types, and this rank's list as a text.
+        mine: What distinguishes the step's variants except for types, and this rank's list as a
+            text.
         label: Text that all ranks must have in common.
-        order: Hash of its exchanges' labels. It takes time to compute, hence not while the exchange
-            lane waits.
+        order: Hash of its exchanges' labels. It takes time to compute, so it's computed up front
+            rather than while the exchange lane waits.
         digest: Hash of all ranks' lists, once they have agreed in a job.
     """
 
@@ -129,10 +135,10 @@ class UnitAgreement:
     digest: str = ""
 
     def in_run(self, control: Control) -> None:
-        """Compares all ranks' lists, and makes the communicators that the job lacks.
+        """Compares all ranks' lists, and creates the communicators that the job lacks.
 
         Raises:
-            ExchangeError: The lists do not fit together; on every rank.
+            ExchangeError: The lists don't fit together; raised on every rank.
         """
         comms = self.world.job_comms
         gathered = gather(control, [rank_lists.encode(self.calls), comms.in_use()])
@@ -142,8 +148,8 @@ class UnitAgreement:
             raise ExchangeError(error_text)
         named = [(rank, x) for rank, calls in lists.items() for x in calls if rank_lists.is_call(x)]
         self._check_names(named)
-        # Every rank that belongs to a communicator must pick the same free number for it, hence all
-        # ranks' busy ones.
+        # Every rank in a communicator must choose the same free number for it, so each needs to
+        # know the numbers in use on all ranks.
         taken = {(_key(key), number) for _, busy in gathered for key, number in busy}
         own_comms = comms.for_job(self.host)
         for key in sorted({key_of(x) for _, x in named} - set(own_comms)):
@@ -162,7 +168,7 @@ class UnitAgreement:
         """Compares the lists of the ranks that exchange with this one, outside a runner.
 
         Raises:
-            ExchangeError: The lists do not fit together; on each of those ranks.
+            ExchangeError: The lists don't fit together; raised on each of those ranks.
         """
         lists = _gathered(self.world, self.program, self.calls)
         self.units.latest = self.mine
@@ -182,22 +188,22 @@ class UnitAgreement:
 
 
 def list_hash(world: World, program: Program) -> int:
-    """Returns this rank's list of calls as a number of 62 bits."""
+    """Returns this rank's list of calls as a 62-bit hash."""
     return hash_62(rank_lists.comparison_text(world.wire().calls(program)))
 
 
 def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Lists:
-    """Returns the lists of all ranks that exchange with this one, directly or through others. Waits
-    for them.
+    """Returns the lists of all ranks that exchange with this one, directly or indirectly.
+
+    Waits for these ranks.
 
     Raises:
-        ExchangeError: All ranks have the same list, but in it the same exchange at different
-            places.
+        ExchangeError: All ranks have the same list, but with the same exchange in different places.
     """
     rank, text, name = world.rank, rank_lists.encode(calls), program.name
     everyone = list(range(world.size))
-    # A collective over all ranks shows that all of them come; without one, only those that the
-    # calls connect do.
+    # A collective over all ranks guarantees that all of them take part. Without one, we can only
+    # rely on the ranks that the calls connect.
     if not any(_over_ranks(x, everyone) for x in calls):
         accepts = partial(_accepts, rank) if rank_lists.expects_unknown(calls) else None
         texts = world.gather_connected(
@@ -206,8 +212,8 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
         return {r: rank_lists.decode(t) for r, t in texts.items()}
     number, order = hash_62(rank_lists.comparison_text(calls)), order_hash(program)
     with world.monitor(job=name, step=0, segment=-1, what="agreement"):
-        # As long as the vector of `ExchangeAgreement.standalone`: a rank without calls may be
-        # there.
+        # As long as the vector of `ExchangeAgreement.standalone`, because a rank without calls may
+        # be in that one. The two all-reduces then match up.
         low, high, first, last = world.control.allreduce_min(
             np.array([number, -number, order, -order], np.int64)
         )
@@ -219,15 +225,13 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
 
 
 def _over_ranks(call: Exchange, ranks: list[int]) -> bool:
-    """Whether a call is a collective over exactly these ranks, not a message from one to
-    another.
-    """
+    """Whether a call is a collective over exactly these ranks, rather than a message."""
     params = dict(call.params)
     return sorted(params["ranks"]) == ranks and "dest" not in params and "source" not in params
 
 
 def _accepts(rank: int, texts: Mapping[int, str], other: str | None) -> bool:
-    """Whether to go on gathering from `other`; see `jaxcross.world.neighbours`."""
+    """Whether to continue gathering from `other`; see `jaxcross.world.neighbours`."""
     lists = {r: rank_lists.decode(t) for r, t in texts.items()}
     if other is None:
         return not rank_lists.all_senders_known(lists, rank)
@@ -241,9 +245,7 @@ def _decoded(name: str, texts: list[str]) -> Lists:
 
 
 def without_calls(name: str, ranks: list[int]) -> str:
-    """Returns the error text for ranks whose step makes no call of mpi4jax, while that of others
-    does.
-    """
+    """Returns the error text for ranks that make no mpi4jax calls in a step, unlike others."""
     return (
         f"`{name}` calls mpi4jax on some ranks, but not on rank{'s' * (len(ranks) > 1)} "
         f"{', '.join(map(str, ranks))}: {_REMEDY}."

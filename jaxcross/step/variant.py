@@ -1,5 +1,6 @@
-"""A step for one set of argument types: its trace, its programs and their executables. Data;
-`prepare` fills it in.
+"""A step for one set of argument types: its trace, its programs and their executables.
+
+This is data, which `prepare` fills in.
 """
 
 from __future__ import annotations
@@ -30,32 +31,35 @@ from jaxcross.world import World
 
 @dataclass(slots=True, eq=False)
 class Variant:
-    """A traced step, its programs and their executables; with a `cond` that the host decides, a
-    child for each branch.
+    """A traced step, its programs and their executables.
 
-    Under `cut="auto"`, jobs may run it in different cuts, each job in one cut to its end. Job
-    threads come here in an order of each rank's own, so the cut of a job follows from what all
-    ranks report about that job, never from what another job left here.
+    If the host decides a `cond`, a variant has a child for each branch instead of programs.
+
+    Under `cut="auto"`, jobs may run the same variant in different cuts, but each job keeps its cut
+    until it ends. The order in which job threads get here may differ between ranks. So a job's cut
+    follows from what all ranks report about that job, never from what another job stored here.
 
     Attributes:
         traced: The step for one set of argument types.
         record: State that all variants of the step share.
         world: Communicators and executables.
-        cache_key: All but the types that tells the step's variants apart: structure, static
-            arguments, configuration.
-        trial_args: Flat arguments to try cuts on; dropped once a cut was chosen.
+        cache_key: What distinguishes the step's variants except for types: structure, static
+            arguments and configuration.
+        trial_args: Flat arguments to try cuts on; dropped once a cut has been chosen.
         children: Variants by branch, if the host decides a `cond`.
-        branch_of: The branch that flat arguments take; None if there is nothing to decide.
-        default: The program as `cut` says; under `"auto"` the one that runs next to other jobs.
+        branch_of: Function that returns the branch that flat arguments take. None if there's
+            nothing to decide.
+        default: The program in the given `cut`. Under `"auto"`, the program that runs alongside
+            other jobs.
         signature: Hash of the exchanges of `default`.
         program: The program of the latest call; `default` before the first one.
         arg_types: Types to compile for.
         is_unit: Whether `default` calls mpi4jax.
-        tunes_cut: Whether there is a cut to choose.
-        refusal: The reason why a profile given as `cut` does not fit this step, which is an error
-            once the ranks have compared it; None if there is none.
+        tunes_cut: Whether there's a cut to choose.
+        refusal: Why a profile given as `cut` doesn't fit this step, or None. It becomes an error
+            once the ranks have compared it.
         compiled: Executables by number of segments; 0 for `default`.
-        of_host: Executables of each job or standalone step, where these may differ.
+        of_host: Executables of each job or standalone step, if these may differ.
     """
 
     traced: Traced
@@ -79,11 +83,11 @@ class Variant:
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        # A variant lives as long as its step, and must not keep the arrays of its first call alive.
+        # A variant lives as long as its step, so it must not keep its first call's arrays alive.
         leaves = self.trial_args or ()
         self.trial_args = None
         if self.traced.undecided is not None:
-            # Nothing can be cut before the branch is known: each branch is a variant of its own.
+            # Nothing can be cut before the branch is known, so each branch has its own variant.
             self.branch_of = _on_host(self.traced.undecided)
             return
         program = stages.cut(self.traced, self.record.cut, bucket_bytes=self.record.bucket_bytes)
@@ -93,16 +97,16 @@ class Variant:
             except CutError as error:
                 if program.is_unit:
                     raise
-                # It may be this rank's profile alone. The others would wait for this rank in their
-                # agreement.
+                # Perhaps only this rank has such a profile. If it raised now, the other ranks would
+                # wait for it in their agreement.
                 self.refusal = str(error)
         self.program = self.default = program
-        # Kept, because it is asked at every call.
+        # Stored, because every call needs it.
         self.is_unit = program.is_unit
         self.signature = list_hash(self.world, program) if self.is_unit else program.exchange_hash()
         self.arg_types = _without_values(self.traced, leaves)
-        # Exchanges that stay on this rank cost as much in any cut, and a unit of mpi4jax calls has
-        # only one.
+        # Exchanges that stay on this rank take the same time in any cut, and a unit of mpi4jax
+        # calls has only one cut.
         exchanges = any(not program.is_single_rank(s) for s in program.collectives)
         self.tunes_cut = self.record.cut == "auto" and not self.is_unit and exchanges
         if self.tunes_cut:
@@ -111,14 +115,16 @@ class Variant:
 
     @property
     def cut_note(self) -> str:
-        """Text about the cut in which ranks with equal exchanges must not differ; empty for a
-        number that fits.
+        """Text about the cut, in which ranks with equal exchanges must not differ.
+
+        Empty for a number that fits.
         """
         return f" ({self.refusal})" if self.refusal else ' (`cut="auto"`)' if self.tunes_cut else ""
 
     def choose(self, leaves: Sequence[object]) -> Variant:
-        """Returns the variant whose program these arguments run: itself, or that of the branch they
-        take.
+        """Returns the variant whose program these arguments run.
+
+        That's this variant, or the one for the branch that the arguments take.
         """
         if self.branch_of is None:
             return self
@@ -133,7 +139,7 @@ class Variant:
         return self.children.get(index, make).choose(leaves)
 
     def program_in(self, n_segments: int) -> Program:
-        """Returns the step's program in so many exchange segments; `default` for 0."""
+        """Returns the step's program in `n_segments` exchange segments; `default` for 0."""
         if n_segments == 0:
             return self.default
         known = self.compiled.get(n_segments)
@@ -145,24 +151,23 @@ class Variant:
 
 
 def _on_host(undecided: Predicate) -> Callable[[Sequence[object]], int]:
-    """Returns the predicate of a `cond` as a function of the flat arguments, computed on the host's
-    CPU device.
-    """
+    """Returns a `cond`'s predicate as a function of the flat arguments, run on the host's CPU."""
     cpu = jax.local_devices(backend="cpu")[0]
     evaluate = jax.jit(jaxpr_as_fun(undecided.jaxpr))
 
     def branch_of(leaves: Sequence[object]) -> int:
         with jax.default_device(cpu):
             (index,) = evaluate(*(np.asarray(leaves[p]) for p in undecided.inputs))
-        # Clamped as `lax.switch` does.
+        # Clamped, as in `lax.switch`.
         return min(max(int(index), 0), undecided.branches - 1)
 
     return branch_of
 
 
 def _without_values(traced: Traced, leaves: Sequence[object]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the types of the arguments, which may be compiled for long after the arrays
-    themselves were donated.
+    """Returns the types of the arguments.
+
+    We may still compile for them long after the arrays themselves were donated.
     """
     places = [x.sharding if isinstance(x, jax.Array) and x.committed else None for x in leaves]
     return tuple(
