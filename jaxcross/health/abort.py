@@ -1,4 +1,10 @@
-"""Ends every rank when one fails, whatever state MPI is in."""
+"""Terminates every rank if one fails, whatever state MPI is in.
+
+MPI has no way to continue without a rank, so when a rank fails, the others would wait for it
+forever. The failing rank therefore prints why, sends the reason to the other ranks, and calls
+`MPI_Abort`. Every part of this may hang or fail itself (a closed stderr, a broken link, a stuck
+MPI), so a timer ends the process in any case.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +21,10 @@ from typing import NoReturn, final
 from jaxcross.errors import clause, first_line, shortened
 from jaxcross.health.tracebacks import ends_run, trim
 
-# mpirun ends the others at once; this is for an MPI that is itself stuck.
+# Normally mpirun terminates the other ranks at once. This limit is for an MPI that is itself stuck.
 ABORT_GRACE_S = 4.0
-# mpirun reads the output of ranks through pipes, and drops what it has not read when it has to end
-# them.
+# mpirun reads the ranks' output through pipes. When it has to terminate them, it drops whatever it
+# hasn't read yet, so we give it some time.
 _READ_S = 0.3
 INTERRUPTED = 130
 TERMINATED = 143
@@ -26,11 +32,11 @@ TERMINATED = 143
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortReason:
-    """Reason for which a rank ends all others.
+    """The reason why a rank terminates all others.
 
     Attributes:
         text: One sentence, which the other ranks repeat.
-        kind: `failed`, `interrupted`, `terminated`, or `reported`: a failure of other ranks.
+        kind: `failed`, `interrupted`, `terminated`, or `reported` (a failure of other ranks).
         code: The exit code of all ranks.
         lost: The ranks that are reported.
     """
@@ -42,27 +48,26 @@ class AbortReason:
 
 
 Notify = Callable[[AbortReason], None]
-"""Sends the other ranks the reason for which they end. May wait for about a second."""
+"""Sends the other ranks the reason why they are terminated. May wait for about a second."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came. Code that cleans up after Ctrl-C also cleans up after it; the exit code is
-    143.
+    """Raised on SIGTERM, with exit code 143.
+
+    It's a subclass so that code that cleans up after Ctrl-C also cleans up after SIGTERM.
     """
 
 
 def abort_everywhere(message: str, reason: AbortReason, notify: Notify | None = None) -> NoReturn:
-    """Prints `message`, notifies the other ranks and ends all through MPI, or this one alone if MPI
-    does not react.
+    """Prints `message`, notifies the other ranks and terminates all of them through MPI.
 
-    Ends them within about 4 s in every case: with a closed or blocked stderr, after another
-    interrupt, at the end of the main thread.
+    If MPI doesn't react, only this process is terminated. In any case it ends within about 4 s,
+    even if stderr is closed or blocked, if another interrupt arrives, or if the main thread ends.
     """
     timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(reason.code or 1,))
-    timer.daemon = (
-        False  # else the interpreter might end before, successfully, where a daemon thread aborts
-    )
-    with suppress(RuntimeError):  # the interpreter is already shutting down and starts no threads
+    # Otherwise, if a daemon thread aborts, the interpreter might exit first, with success.
+    timer.daemon = False
+    with suppress(RuntimeError):  # the interpreter is shutting down and starts no more threads
         timer.start()
     try:
         print_error(message)
@@ -75,8 +80,9 @@ def abort_everywhere(message: str, reason: AbortReason, notify: Notify | None = 
 
 
 def end_processes(code: int) -> NoReturn:
-    """Ends all ranks through MPI without a message; before MPI was loaded, this one, and `mpirun`
-    ends the others.
+    """Terminates all ranks through MPI, without a message.
+
+    If MPI hasn't been loaded yet, this only ends this process, and `mpirun` terminates the others.
     """
     code = code or 1
     if "mpi4py.MPI" not in sys.modules:
@@ -91,21 +97,21 @@ def end_processes(code: int) -> NoReturn:
 
 
 def print_error(text: str) -> None:
-    """Prints on stderr. Does not raise."""
-    with suppress(Exception):  # a closed stream must not keep the other ranks waiting
-        print(
-            f"{text}\n", end="", file=sys.stderr, flush=True
-        )  # one write, also where Python does not buffer
+    """Prints on stderr. Never raises."""
+    with suppress(Exception):
+        # A closed stream must not keep the other ranks waiting. We print in a single write, even if
+        # Python's output is unbuffered.
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)
         sys.stdout.flush()
 
 
 def is_interactive() -> bool:
-    """Whether somebody types at this process: Python's prompt, `python -i`, IPython, a notebook."""
+    """Whether a person types into this process: a prompt, `python -i`, IPython, or a notebook."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def traceback_text(error: BaseException) -> str:
-    """Returns an error's traceback, trimmed for users. Does not raise."""
+    """Returns an error's traceback, trimmed for users. Never raises."""
     with suppress(Exception):
         trim(error)
         return "".join(traceback.format_exception(error)).rstrip()
@@ -114,12 +120,11 @@ def traceback_text(error: BaseException) -> str:
 
 @final
 class ExceptionHooks:
-    """Hooks with which an uncaught exception, in any thread, ends all ranks, its traceback printed
-    once with the rank.
+    """Hooks with which an uncaught exception in any thread terminates all ranks.
 
-    In a process that this one forks, the hooks that were installed before run instead: its end is
-    not the rank's. They run in an interactive session, too, and if there is one rank only, whose
-    end no other rank waits for.
+    The traceback is printed once, with the rank. In some cases, the hooks that were installed
+    before are called instead: in a forked child process, whose end is not the rank's; in an
+    interactive session; and if there is only one rank, because no other rank waits for it.
 
     Args:
         rank: This rank.
@@ -127,8 +132,8 @@ class ExceptionHooks:
 
     Attributes:
         notify: Sends the other ranks the reason, once there is a watchdog.
-        failed_alike: Whether another rank has failed in the same way, which then ends all; waits
-            1.5 s at most.
+        failed_alike: Whether another rank has failed in the same way and will terminate all ranks.
+            Waits for at most 1.5 s.
         report: Notes that this rank prints its own reason.
     """
 
@@ -148,23 +153,20 @@ class ExceptionHooks:
         threading.excepthook = self._on_thread_exception
 
     def _fails_alike(self, failure: AbortReason) -> bool:
-        """Whether another rank prints the traceback of the same failure, and ends all ranks; waits
-        for that end.
-        """
+        """Whether another rank reports the same failure; if so, waits to be terminated by it."""
         alike = False
-        with suppress(BaseException):  # also an interrupt: this rank then reports for itself
+        with suppress(BaseException):  # after an interrupt, this rank reports its own failure
             alike = self.failed_alike is not None and self.failed_alike(failure)
         if alike:
-            with suppress(BaseException):  # Open MPI sends SIGTERM first
+            with suppress(BaseException):  # Open MPI sends SIGTERM before it kills
                 threading.Event().wait(ABORT_GRACE_S)
         return alike
 
     def _print(self, error: BaseException) -> None:
         heading = f"jaxcross: rank {self._rank} of {self._size} failed:"
         text = traceback_text(error)
-        if (
-            self._previous is sys.__excepthook__
-        ):  # in one write, or the tracebacks of several ranks interleave
+        # We print in a single write; otherwise the tracebacks of several ranks interleave.
+        if self._previous is sys.__excepthook__:
             print_error(f"{heading}\n{text}")
             return
         print_error(heading)
@@ -174,7 +176,7 @@ class ExceptionHooks:
     def _show(
         self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        """Shows an exception as Python would, but not the cause of a job's failure again."""
+        """Shows an exception as Python would, but doesn't repeat the cause of a job's failure."""
         if self._previous is sys.__excepthook__ and getattr(value, "cause_rank", None) is not None:
             print_error("".join(traceback.format_exception(value, chain=False)).rstrip())
         else:
@@ -195,17 +197,17 @@ class ExceptionHooks:
         if size == 1:
             if self.notify is not None:
                 with suppress(Exception):
-                    self.notify(failure)  # into the event file
+                    self.notify(failure)  # writes it to the event file
             with suppress(Exception):
                 trim(value)
             self._show(kind, value, value.__traceback__)
             return
-        if ends_run(
-            value
-        ):  # the same on every rank: only an error that this rank raised itself needs a traceback
+        # This error is the same on every rank, so a traceback is only needed for an error that this
+        # rank raised itself.
+        if ends_run(value):
             self.report()
-            # A job that failed has printed its traceback when it left the run. Rank 0 prints the
-            # notes.
+            # A failed job has already printed its traceback when it left the run. Only rank 0
+            # prints the notes.
             if value.__cause__ is not None and getattr(value, "cause_rank", None) is None:
                 self._print(value.__cause__)
             notes = getattr(value, "__notes__", ()) if rank == 0 else ()
@@ -224,9 +226,9 @@ class ExceptionHooks:
         size = self._size
         error = args.exc_value
         own = args.thread is not None and args.thread.name.startswith("jaxcross-")
-        goes_on = not own and (
-            size == 1 or is_interactive()
-        )  # without a thread of jaxcross, a run would wait for ever
+        # If one of jaxcross's own threads died, a run would wait forever, so its failure always
+        # terminates all ranks.
+        goes_on = not own and (size == 1 or is_interactive())
         if os.getpid() != self._pid or goes_on:
             self._previous_of_threads(args)
             return
@@ -249,11 +251,11 @@ class ExceptionHooks:
 
 
 def _nothing() -> None:
-    """Does nothing, before there is a watchdog."""
+    """Stands in for the watchdog before there is one."""
 
 
 def stop_reason(rank: int, *, terminated: bool) -> AbortReason:
-    """Returns the reason of an end that a person or a batch system asked for."""
+    """Returns the reason of a termination that a person or a batch system has requested."""
     if terminated:
         return AbortReason(
             text=f"rank {rank} was told to end (SIGTERM)", kind="terminated", code=TERMINATED

@@ -1,5 +1,8 @@
-"""Notices of the end: the rank that ends all others sends them the reason first, and each of them
-prints it.
+"""Abort notices: the rank that terminates all others first sends them the reason, which they print.
+
+Without a notice, a rank is terminated without a message. A rank that receives a notice prints one
+line with its own current activity, and returns a receipt. The sender waits for all receipts, but
+for a second at most, because a rank may be dead.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ _LONGEST_ALIKE_S = 1.5
 
 @final
 class AbortNotices:
-    """Notices of the end, from and to all other ranks.
+    """Sends abort notices to all other ranks and receives theirs.
 
     Args:
-        comm: A communicator in which nothing else uses tags 4 and 5.
-        flight: Describes the current activity of this rank and records its exit.
+        comm: A communicator on which nothing else uses tags 4 and 5.
+        flight: Describes this rank's current activity and records its exit.
     """
 
     def __init__(self, comm: TimedComm, flight: FlightRecorder) -> None:
@@ -37,38 +40,34 @@ class AbortNotices:
         self._size: int = comm.Get_size()
         self._notifying = threading.Lock()
         self._notified = threading.Event()
-        self._obeyed: tuple[int, str] | None = (
-            None  # the sender of a notice that this rank obeys, and its reason
-        )
-        self._reports = False  # this rank ends all by itself, and prints its own reason
+        # The sender of a notice that this rank obeys, and the sender's reason.
+        self._obeyed: tuple[int, str] | None = None
+        self._reports = False  # this rank terminates all ranks itself, and prints its own reason
         self._receipts: list[Any] = []  # MPI reads a message until its request is complete
 
     def notify(self, reason: AbortReason) -> None:
-        """Records the exit of this rank and notifies the others. Waits for their receipts, a second
-        at most.
-        """
+        """Records this rank's exit and notifies the others. Waits at most 1 s for receipts."""
         activity = self._flight.record_exit(reason.kind, reason.text, reason.lost)
         from mpi4py import MPI
 
         if MPI.Is_finalized():
-            return  # no message leaves this rank any more
+            return  # too late to send a message
         if not self._notifying.acquire(blocking=False):
-            self._notified.wait(
-                _NOTIFY_S
-            )  # another thread notifies, and must not be ended in the middle
+            # Another thread is notifying the ranks and must not be killed halfway.
+            self._notified.wait(_NOTIFY_S)
             return
         status = MPI.Status()
-        # A send to a rank that has died may never return.
+        # We leave out the lost ranks, because a send to a dead rank may never return.
         unnotified = set(range(self._size)) - {self._rank, *reason.lost}
         text = f"{reason.text}, {activity}" if reason.kind == "failed" else reason.text
         pending = []
         for rank in sorted(unnotified):
-            with suppress(Exception):  # the link to one of them may be what is broken
+            with suppress(Exception):  # the link to this rank may be what is broken
                 pending.append(self._comm.isend((text, reason.code), dest=rank, tag=_NOTICE))
         deadline = time.monotonic() + _NOTIFY_S
         while unnotified and time.monotonic() < deadline:
-            # Two ranks may notify each other at once: each answers, or both would wait for the
-            # whole second.
+            # Two ranks may notify each other at the same time. Each has to answer the other one,
+            # otherwise both would wait for the whole second.
             other = self._receive()
             if other is not None:
                 self._answer(other[0])
@@ -77,27 +76,27 @@ class AbortNotices:
                 unnotified.discard(status.Get_source())
             threading.Event().wait(0.01)
         self._notified.set()
-        del pending  # a rank without the notice by now is ended without a message of its own
+        del pending  # a rank that hasn't received the notice is terminated without a message
 
     def failed_alike(self, own: AbortReason) -> bool:
-        """Whether another rank has sent notice of the same failure as this rank's own. Waits 1.5 s
-        at most.
+        """Whether another rank has sent notice of the same failure. Waits at most 1.5 s.
 
-        If so, this rank has obeyed it: it has printed one line, and the sender ends all ranks.
+        If so, this rank obeys the notice: it has printed a single line, and the sender terminates
+        all ranks.
         """
         from mpi4py import MPI
 
         if MPI.Is_finalized():
             return False
-        # Ranks wait the longer the higher they are, so that the first one does not wait for the
-        # others.
+        # The higher the rank, the longer it waits, so that the lowest rank that failed reports
+        # without waiting for the others.
         deadline = time.monotonic() + min(_ALIKE_S * self._rank, _LONGEST_ALIKE_S)
         what = own.text.removeprefix(f"rank {self._rank} ")
         while self._obeyed is None:
             notice = self._receive()
             if notice is not None:
                 sender, reason, _ = notice
-                # A check that one rank fails raises "On rank N: ..." on the others.
+                # If a check fails on one rank, the other ranks raise "On rank N: ...".
                 alike = reason.removeprefix(f"rank {sender} ").startswith(
                     what.replace(f"On rank {sender}: ", "", 1)
                 )
@@ -114,27 +113,23 @@ class AbortNotices:
                 self._reports = True
                 return False
             threading.Event().wait(0.01)
-        sender, reason = self._obeyed  # by another thread, which has printed its line
+        # Another thread obeyed the notice, and has printed this rank's line.
+        sender, reason = self._obeyed
         self._reports = not reason.removeprefix(f"rank {sender} ").startswith(what)
         return not self._reports
 
     def report(self) -> None:
-        """Notes that this rank is about to print its own reason, so that it prints no other
-        rank's.
-        """
+        """Notes that this rank is about to print its own reason, and must not print another one."""
         self._reports = True
 
     def check(self) -> None:
-        """Ends this rank, with a message, if a notice has come from another one; else does
-        nothing.
-        """
+        """Terminates this rank, with a message, if another rank's notice has arrived."""
         notice = self._receive()
         if notice is None:
             return
         sender, reason, code = notice
-        if (
-            self._reports or self._notifying.locked()
-        ):  # this rank ends all, too, and prints its own reason
+        # This rank terminates all ranks, too, and prints its own reason.
+        if self._reports or self._notifying.locked():
             self._answer(sender)
             return
         self._obeyed = sender, reason
@@ -142,7 +137,7 @@ class AbortNotices:
         print_error(
             f"jaxcross: rank {self._rank} of {self._size} ends while {activity}, because {reason}"
         )
-        self._answer(sender)  # the sender ends all ranks once it has all receipts
+        self._answer(sender)  # the sender terminates all ranks once it has all receipts
         threading.Event().wait(_HOLD_S)
         end_processes(code)
 
@@ -150,7 +145,8 @@ class AbortNotices:
         from mpi4py import MPI
 
         status = MPI.Status()
-        # Matched: two threads may probe at once, and only one of them must receive the message.
+        # A matched probe: two threads may probe at the same time, but only one of them must receive
+        # the message.
         message = self._comm.improbe(source=MPI.ANY_SOURCE, tag=_NOTICE, status=status)
         return None if message is None else (status.Get_source(), *message.recv())
 

@@ -1,4 +1,4 @@
-"""Activities of a rank, and the report of a stuck wait, made of the statuses of several ranks."""
+"""A rank's activities, and the report of a stuck wait, which uses the statuses of several ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ class Activity:
     """Something that a rank has begun: a wait for other ranks, a computation, a compilation.
 
     Attributes:
-        job: Name of the job, or "" for an activity that belongs to none.
+        job: Name of the job, or "" if the activity belongs to no job.
         step: Step of the job, from 1; 0 before the first one.
         segment: Index of the segment in its program, -1 for none.
         what: `exchange`, `vote`, `compute`, `compile`, ...
-        number: Position in the sequence of waits that all ranks share; 0 for an activity outside
-            that sequence.
-        since_s: The time of its beginning, in this rank's `time.monotonic`.
-        local: Whether this rank alone decides when it ends: then no other rank is to blame for it.
+        number: Position in the sequence of waits that all ranks share; 0 if the activity isn't part
+            of that sequence.
+        since_s: The time at which it began, by this rank's `time.monotonic`.
+        local: Whether this rank alone determines when it ends, so that no other rank can be the
+            cause of a delay.
     """
 
     job: str
@@ -61,19 +62,19 @@ class Activity:
 
     @property
     def label(self) -> str:
-        """Names the kind of activity."""
+        """The name of the kind of activity."""
         return f"own {self.what}" if self.local else self.what
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """The progress of a rank, as it answers another one.
+    """A rank's progress, as it reports it to a rank that asks.
 
     Attributes:
         entered: Number of waits of the shared sequence that it has entered.
-        waits: The waits of all kinds that it is in.
-        asking: Whether it is about to report.
-        recent_local: Jobs of which a local wait has ended a short while ago.
+        waits: All waits that it is currently in.
+        asking: Whether it is about to report a stuck wait.
+        recent_local: Jobs that had a local wait that ended a short while ago.
     """
 
     entered: int
@@ -82,7 +83,10 @@ class RankStatus:
     recent_local: frozenset[str] = frozenset()
 
     def may_be_late(self, job: str | None = None) -> bool:
-        """Whether the rank is in a local wait of this job (or of any), or was a short while ago."""
+        """Whether the rank is in a local wait of this job, or was a short while ago.
+
+        With None, a local wait of any job counts.
+        """
         local = self.recent_local.union(wait.job for wait in self.waits if wait.local)
         return bool(local) if job is None else job in local
 
@@ -95,15 +99,17 @@ def missing_ranks(
     *,
     excuse_local: bool,
 ) -> dict[int, str] | None:
-    """Returns the ranks that must come to a wait and have not, each with the reason; None if all
-    have come.
+    """Returns the ranks that haven't entered a wait, each with the reason; None if none is missing.
+
+    Ranks that haven't answered don't count as missing. The result is empty if all missing ranks are
+    excused.
 
     Args:
         job: The job of the wait, "" for none.
-        what: Its name.
-        ranks: The ranks that must come.
-        answers: The statuses of the ranks that answered, by rank.
-        excuse_local: Whether to leave out ranks that are in local waits.
+        what: The name of the wait.
+        ranks: The ranks that must enter the wait.
+        answers: The status of each rank; None for a rank that didn't answer.
+        excuse_local: Whether to excuse ranks that are, or recently were, in a local wait.
     """
     late = {}
     for rank in ranks:
@@ -133,16 +139,16 @@ def stall_report(
     Args:
         rank: The rank that reports.
         wait: The stuck wait.
-        waited_s: Its length.
-        answers: The status of every other rank; None for a rank without an answer.
-        waiting_for: The ranks that it waits for, perhaps itself, each with the reason, where the
-            shared sequence of waits does not determine them.
+        waited_s: The length of the wait so far.
+        answers: The status of every other rank; None for a rank that didn't answer.
+        waiting_for: The ranks for which it waits, each with the reason, if the shared sequence of
+            waits doesn't determine them. This may include the reporting rank itself.
     """
     lines = [f"jaxcross: rank {rank} has waited {waited_s:.0f} s in {wait}."]
     late = late_ranks(wait, answers, waiting_for)
     for r in late:
         status = answers.get(r)
-        if status is None:  # this rank
+        if status is None:  # the reporting rank itself
             assert waiting_for is not None
             lines.append(f"  rank {r} is late itself: {waiting_for[r]}.")
             continue
@@ -184,10 +190,11 @@ def late_ranks(
     answers: Mapping[int, RankStatus | None],
     waiting_for: Mapping[int, str] | None = None,
 ) -> list[int]:
-    """Returns the ranks that keep a wait from ending.
+    """Returns the ranks that prevent a wait from ending.
 
-    With `waiting_for` these are its ranks that did not fail to answer. Without it, the ranks that
-    have not entered this wait: all ranks enter the waits of the shared sequence in one order.
+    With `waiting_for`, these are its ranks, except those that failed to answer. Without it, these
+    are the ranks that haven't entered the wait: all ranks enter the waits of the shared sequence in
+    the same order, so their numbers can be compared.
     """
     if waiting_for is not None:
         return [r for r in sorted(waiting_for) if r not in answers or answers[r] is not None]
@@ -197,9 +204,7 @@ def late_ranks(
 def _different_waits(
     wait: Activity, answers: Mapping[int, RankStatus | None]
 ) -> list[tuple[int, Activity]]:
-    """Returns the ranks whose wait of the same number is for something else, each with that
-    wait.
-    """
+    """Returns the ranks whose wait of the same number is for something else, with that wait."""
     return [
         (rank, other)
         for rank, status in sorted(answers.items())

@@ -1,9 +1,10 @@
-"""Signals during a run: an exception that a handler raises is kept until the main thread asks for
-it.
+"""Defers signals during a run: a handler's exception is kept until the main thread asks for it.
 
-So it never comes in the middle of something. This holds for Ctrl-C and SIGTERM, and for handlers of
-the user, as for a warning of a batch system. Where the main thread does not ask any more, because
-the run has ended and its last states are being saved, the second exception is raised at once.
+This way, the exception never interrupts the main thread in the middle of something. It works for
+Ctrl-C and SIGTERM, and also for the user's own handlers, such as one for a batch system's warning.
+
+If the main thread has stopped asking, e.g. because the run has ended and its last states are being
+saved, the first exception stays where it is. So the exception of a second signal is raised at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 @final
 class DeferredHandler:
-    """A signal handler that calls another one and keeps the exception that it raises.
+    """A signal handler that calls another handler and keeps any exception that the latter raises.
 
     Attributes:
         handler: The handler that it replaces.
@@ -42,10 +43,12 @@ class DeferredHandler:
             self.handler(number, frame)
         except BaseException as error:
             if os.getpid() != self._pid:
-                raise  # in a forked child no thread asks for it
+                raise  # in a forked child, no thread asks for it
             now_s = time.monotonic()
             if self._times_s and now_s - self._times_s[-1] < _AT_ONCE_S:
-                return  # one signal comes several times: through the launcher, and to each process
+                # The same signal arrives several times: through the launcher, and sent to each
+                # process.
+                return
             if self._kept:
                 raise
             self._times_s.append(now_s)
@@ -54,8 +57,9 @@ class DeferredHandler:
 
 @contextmanager
 def defer_signals() -> Iterator[deque[BaseException]]:
-    """A context in which exceptions of signal handlers are kept, in order. Outside of the main
-    thread none come.
+    """A context in which exceptions of signal handlers are kept, in order, in the yielded deque.
+
+    Outside the main thread, it has no effect.
     """
     kept: deque[BaseException] = deque()
     times_s: deque[float] = deque(maxlen=1)
@@ -70,7 +74,6 @@ def defer_signals() -> Iterator[deque[BaseException]]:
         yield kept
     finally:
         for number, handler in before.items():
-            if isinstance(
-                signal.getsignal(number), DeferredHandler
-            ):  # else the script has set another one: it stays
+            # If the script has installed another handler in the meantime, that one stays.
+            if isinstance(signal.getsignal(number), DeferredHandler):
                 signal.signal(number, handler)

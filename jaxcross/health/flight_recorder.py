@@ -1,5 +1,7 @@
-"""The flight recorder: the activities of this rank, written to a file as they happen, so that it
-survives `kill -9`.
+"""The flight recorder writes this rank's activities to a file as they happen.
+
+The file is meant for the time after a failure, so it survives whatever ends the process, even `kill
+-9`.
 """
 
 from __future__ import annotations
@@ -26,18 +28,18 @@ _quoted = lru_cache(4096)(json.dumps)
 
 VERSION = 1
 LIMIT_BYTES = 8 << 20
-"""The size of each of the two files that are kept, so that a rank never fills a disk."""
+"""Maximum size of each of the two files that we keep, so that a rank never fills a disk."""
 
 _LONGEST_TEXT = 2000
 
 
 @final
 class FlightRecorder:
-    """The current activities of this rank and, in a folder, a line for each beginning and end.
-    Thread-safe.
+    """This rank's current activities and, in a folder, one line per beginning and end. Thread-safe.
 
-    A line leaves the process by one unbuffered write: whatever ends the process loses none. Nothing
-    here waits for other ranks, and a disk that fails ends the recording, not the training.
+    Each line is written by one unbuffered write, so no line is lost however the process ends.
+    Nothing here waits for other ranks. If the disk fails, the recording stops, but the training
+    continues.
 
     Args:
         processes: The process of every rank.
@@ -53,31 +55,31 @@ class FlightRecorder:
         self.work_begun = threading.Event()
         self._tokens = itertools.count(1)
         self._open: dict[int, Activity] = {}
-        self._last: Activity | None = None  # of a job
-        self._saved: dict[str, str] = {}  # the line of each job's newest checkpoint
+        self._last: Activity | None = None  # the latest activity with a job that has ended
+        self._saved: dict[str, str] = {}  # each job's newest checkpoint, as a line of the file
         self._file = self._previous = -1
         self._path = Path()
         self._written_bytes = 0
         self._rotating = threading.Lock()
         self._exit_recorded = False
-        self._left_by = threading.local()  # the activity that the last exception in a thread left
+        self._left_by = threading.local()  # the activity that a thread's last exception left
 
     def record_to(self, folder: str | os.PathLike[str]) -> None:
-        """Writes from now on to `rank-K.jsonl` in `folder`, which is made if need be.
+        """From now on, writes to `rank-K.jsonl` in `folder`, which is created if necessary.
 
         Raises:
-            OSError: The file cannot be made.
+            OSError: The file can't be created.
         """
-        folder = Path(folder).absolute()  # the script may change its working directory
+        folder = Path(folder).absolute()  # the script may change its working directory later
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self._rank}.jsonl"
-        with self._rotating:  # another thread may be changing the file that is about to be left
+        with self._rotating:  # another thread may be rotating the current file
             if path != self._path:
                 self._path = path
                 self._start_file()
 
     def begin(self, activity: Activity) -> int:
-        """Records the begin of an activity and returns the token to give to `end`."""
+        """Records the beginning of an activity and returns a token for `end`."""
         token = next(self._tokens)
         self._open[token] = activity
         if activity.job and not self.work_begun.is_set():
@@ -87,7 +89,7 @@ class FlightRecorder:
         return token
 
     def end(self, token: int, *, failed: bool = False) -> None:
-        """Records the end of an activity, or that an exception left it."""
+        """Records the end of an activity, or that it was left by an exception."""
         activity = self._open.pop(token)
         if failed:
             self._left_by.activity = activity
@@ -110,18 +112,19 @@ class FlightRecorder:
         self.end(token)
 
     def current(self) -> tuple[Activity, ...]:
-        """Returns the activities under way, the one that began first at the head."""
+        """Returns the activities in progress, oldest first."""
         return tuple(self._open.copy().values())
 
     @property
     def run(self) -> str:
-        """Identifies this run's processes, the same on every rank."""
+        """Identifies this run. The same on every rank."""
         first = self._processes[0]
         return f"{first.host} {first.pid} {first.started}"
 
     def replace_file(self, name: str, text: str) -> None:
-        """Replaces a small file next to the event file; readers see the old text or the new one,
-        whole.
+        """Replaces a small file in the event file's folder.
+
+        The replacement is atomic: readers see either the old text or the new one.
         """
         if self._file < 0:
             return
@@ -132,22 +135,23 @@ class FlightRecorder:
             _log.warning("rank %d cannot write `%s`: %s", self._rank, path, error)
 
     def beat(self) -> None:
-        """Records that this rank lives."""
+        """Records that this rank is alive."""
         if self._file >= 0:
             self._write(f'{{"beat":1,"at":{time.monotonic_ns()}}}\n')
 
     def note(self, text: str, *, job: str = "", step: int = 0) -> None:
-        """Records a fact for readers of the file."""
+        """Records a fact for the file's readers."""
         self._record(note=shortened(text, _LONGEST_TEXT), job=job, step=step)
 
     def checkpoint(self, name: str, *, job: str, any_ranks: bool) -> None:
-        """Records the newest checkpoint of which this rank's part is on disk; each later file
-        repeats it.
+        """Records the newest checkpoint of which this rank's part is on disk.
+
+        Each later file repeats it.
 
         Args:
             name: The checkpoint's name.
             job: The job's name.
-            any_ranks: Whether another number of ranks can resume from it.
+            any_ranks: Whether a different number of ranks can resume from it.
         """
         facts = {"checkpoint": name, "job": job, "any_ranks": any_ranks, "at": time.monotonic_ns()}
         self._saved[job] = json.dumps(facts) + "\n"
@@ -155,17 +159,20 @@ class FlightRecorder:
             self._write(self._saved[job])
 
     def record_exit(self, kind: str, text: str, lost: Sequence[int] = ()) -> str:
-        """Records why this rank ends; returns its activity, or the one that the exception has left.
+        """Records why this rank exits, and returns its activity as text.
+
+        After a failure, that's the activity that the exception has left. Only the first call is
+        recorded.
 
         Args:
             kind: `left` (its script ended), `failed`, `terminated`, `interrupted`, `told` (to end,
                 by another rank), or `reported` (a failure of other ranks).
             text: The reason.
-            lost: The ranks that it reports.
+            lost: The ranks that this rank reports.
         """
         left_by: Activity | None = getattr(self._left_by, "activity", None)
         activity = f"in {left_by}" if kind == "failed" and left_by is not None else self.describe()
-        if not self._exit_recorded:  # the first reason is the reason
+        if not self._exit_recorded:  # later reasons are consequences of the first one
             self._exit_recorded = True
             self._record(
                 words=kind, text=shortened(text, _LONGEST_TEXT), lost=list(lost), standing=activity
@@ -173,7 +180,9 @@ class FlightRecorder:
         return activity
 
     def describe(self) -> str:
-        """Returns the current activity as text: `in` a wait for other ranks, or else what began
+        """Returns the current activity as text.
+
+        If this rank is in a wait for other ranks, that's the activity; otherwise it's what began
         last.
         """
         now = list(self._open.copy().values())
@@ -195,18 +204,18 @@ class FlightRecorder:
 
     def _write(self, line: str) -> None:
         try:
-            text = (
-                line.encode()
-            )  # before the file is read: another thread may run here, and change it
+            # We encode before `self._file` is read, because another thread may run in the meantime
+            # and change it.
+            text = line.encode()
             written = os.write(self._file, text)
-            self._written_bytes += (
-                written  # apart from the write, in which other threads run and count too
-            )
+            # A separate statement from the write, during which other threads may run and count,
+            # too.
+            self._written_bytes += written
             if self._written_bytes > LIMIT_BYTES and self._rotating.acquire(blocking=False):
                 try:
-                    # The count may be that of the file before, if another thread has just changed
-                    # it. Changed once more for that, the history would be gone: the file itself
-                    # knows how long it is.
+                    # If another thread has just rotated the file, the count may still be that of
+                    # the previous file. If we rotated again because of that, the history would be
+                    # lost. So we ask the file itself for its size.
                     self._written_bytes = os.fstat(self._file).st_size
                     if self._written_bytes > LIMIT_BYTES:
                         self._start_file()
@@ -217,7 +226,7 @@ class FlightRecorder:
             _log.warning("rank %d records its events no longer: %s", self._rank, error)
 
     def _start_file(self) -> None:
-        """Starts a file with the activities under way; keeps the file before it, and no other."""
+        """Starts a new file with the activities in progress. Only the previous file is kept."""
         now_ns = time.monotonic_ns()
         own = self._processes[self._rank]
         header = {
@@ -238,21 +247,21 @@ class FlightRecorder:
         ]
         text = "".join(lines).encode()
         new = self._path.with_suffix(".new")
-        new.unlink(missing_ok=True)  # of an earlier run that ended here
+        new.unlink(missing_ok=True)  # left by an earlier run that ended at this point
         file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)
         os.write(file, text)
         if self._path.exists():
             os.replace(self._path, self._path.with_suffix(".old.jsonl"))
         os.replace(new, self._path)
-        # Another thread may write to the file that was current a moment ago: it stays open until
-        # the next change.
+        # Another thread may still be writing to the file that was current a moment ago, so we keep
+        # it open until the next rotation.
         stale = self._previous
         self._previous = self._file
         self._file = file
         self._written_bytes = len(text)
-        # Activities that other threads began or ended since `under_way` was read are in the file
-        # before. Recording them twice does no harm. Ends come last: an activity recorded here as
-        # begun may have ended by now.
+        # Since `under_way` was read, other threads may have recorded beginnings and ends in the
+        # previous file. We record these again in the new one, since duplicates do no harm. Ends
+        # come last, because an activity that we record as begun may have ended by now.
         begun = {
             token: activity
             for token, activity in self._open.copy().items()
@@ -270,8 +279,9 @@ def _all_begun(activities: Mapping[int, Activity], now_ns: int) -> list[str]:
 
 
 def _begun(token: int, activity: Activity, now_ns: int) -> str:
-    """Returns a line of JSON, formatted by hand: `json.dumps` takes as long as everything else
-    together.
+    """Returns a line of JSON, which is formatted by hand.
+
+    `json.dumps` would take as long as everything else together.
     """
     return (
         f'{{"begin":{token},"at":{now_ns},"what":{_quoted(activity.label)},"job":{_quoted(activity.job)},'

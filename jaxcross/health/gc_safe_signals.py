@@ -1,16 +1,16 @@
-"""Signals whose exception would be lost: in a callback of the garbage collector, and while an
-extension is loaded.
+"""Handles signals whose exception would be lost in a garbage-collector callback or an import.
 
-Python drops what is raised in such a callback. JAX installs one, and importing and tracing collect
-garbage all the time: one Ctrl-C of two would print "Exception ignored in _xla_gc_callback" and do
-nothing else. An extension module whose initialization imports others takes the exception for a
-failed import, or crashes. So the handler doesn't raise there, but has the signal sent again a
+Python drops exceptions that are raised in a callback of the garbage collector. JAX installs such a
+callback, and importing and tracing collect garbage all the time, so half of all Ctrl-Cs would print
+"Exception ignored in _xla_gc_callback" and do nothing else. While an extension module is being
+loaded, its initialization may import other modules. It then takes the exception for a failed
+import, or crashes. In both places, our handler doesn't raise, but has the signal sent again a
 moment later.
 
-By then the script may have ended. The exception could only interrupt a callback of `atexit`: Python
-prints it, the process ends anyway, and whatever the callback was closing stays open. So a signal
-that was sent again is dropped once the interpreter is exiting. A new one still raises there,
-because somebody who presses Ctrl-C at that point may want to get past a callback that hangs.
+By then, the script may have ended. The exception could then only interrupt a callback of `atexit`:
+Python prints it, the process ends anyway, and whatever the callback was closing stays open. So a
+signal that was sent again is dropped if the interpreter is exiting. A new signal still raises at
+that point, because the user who presses Ctrl-C may want to get past a callback that hangs.
 """
 
 from __future__ import annotations
@@ -29,21 +29,18 @@ _AGAIN_S = 0.05
 
 @final
 class Postponement:
-    """Decides for the handler of one signal whether to raise now, or to have the signal sent again
-    a moment later.
-    """
+    """Decides whether a signal's handler raises now, or the signal is sent again a moment later."""
 
     def __init__(self) -> None:
         self._sent_again = False
 
     def lets_through(self, number: int, frame: FrameType | None) -> bool:
-        """Whether the handler should raise in this frame. If the exception would be lost, sends the
-        signal again.
-        """
+        """Whether the handler should raise here; if not, the signal is re-sent or dropped."""
         sent_again = self._sent_again
         self._sent_again = False
-        # Handlers run in the main thread, which counts as ended from the moment it starts to exit.
-        # The timer's thread can't make this decision, because the exit could begin right after it.
+        # Handlers run in the main thread, which counts as ended as soon as it starts to exit. We
+        # can't decide this in the timer's thread, because the exit could begin right after the
+        # decision.
         if sent_again and not threading.main_thread().is_alive():
             return False
         if not _would_be_lost(frame):
@@ -69,9 +66,7 @@ def _would_be_lost(frame: FrameType | None) -> bool:
 
 @final
 class InterruptHandler:
-    """Raises `KeyboardInterrupt`, as Python's own handler does, but not where the exception would
-    be lost.
-    """
+    """Raises `KeyboardInterrupt` like Python's own handler, except where it would be lost."""
 
     def __init__(self) -> None:
         self._postponement = Postponement()
@@ -82,9 +77,9 @@ class InterruptHandler:
 
 
 def install_interrupt() -> bool:
-    """Makes Ctrl-C reach the main thread where Python would lose it, and returns whether it did.
+    """Installs `InterruptHandler` for Ctrl-C, and returns whether it did.
 
-    A handler of the script stays, and so does one that is installed already.
+    A handler that the script has installed stays in place, and so does an `InterruptHandler`.
     """
     with suppress(ValueError):  # not in the main thread
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -1,7 +1,8 @@
 """Heartbeats: each rank sends a small message to its two neighbours in a ring, about once a second.
 
-The cost for a rank does not grow with their number. A rank that receives nothing from a neighbour
-for too long, or sees that its process is gone, notifies all others.
+A rank's cost therefore doesn't grow with the number of ranks. If a rank receives nothing from a
+neighbour for too long, or finds that the neighbour's process is gone, it terminates all ranks with
+a report.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _LONGEST_BETWEEN_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostPeer:
-    """A neighbour that does not beat any more.
+    """A neighbour whose heartbeats have stopped.
 
     Attributes:
         rank: Its rank.
         process: Its process.
-        found: The state of that process as the kernel reports it.
-        since_beat_s: The time since its last beat.
-        activity: Its activity at its last beat, "" if there was none.
+        found: The state of that process as reported by the kernel.
+        since_beat_s: The time since its last heartbeat.
+        activity: Its activity at its last heartbeat, "" if there was none.
     """
 
     rank: int
@@ -60,21 +61,21 @@ class LostPeer:
 
 @final
 class BeatTimer:
-    """The time since the last beat of each neighbour. Pure: time passes by `tick` only.
+    """The time since each neighbour's last heartbeat. Pure: time only passes in `tick`.
 
-    Only time in which this rank itself was awake counts: where all ranks were stopped together, as
-    by a batch system or the lid of a laptop, none of them is late.
+    Only time during which this rank itself was awake counts. If all ranks were stopped together,
+    e.g. by a batch system or by closing a laptop's lid, none of them is late.
 
     Args:
         ranks: The neighbours.
-        heartbeat_timeout_s: The longest time between two beats.
-        tick_s: The longest time between two ticks of a rank that is awake.
+        heartbeat_timeout_s: The maximum time between two heartbeats.
+        tick_s: The maximum time between two ticks of a rank that is awake.
 
     Attributes:
-        seconds: The time since the last beat, by rank.
-        activities: The activity at the last beat, by rank.
-        exited: Neighbours whose script has ended, each with the number of shared waits that it had
-            entered.
+        seconds: The time since the last heartbeat, by rank.
+        activities: The activity at the last heartbeat, by rank.
+        exited: The neighbours whose script has ended, each with the number of shared waits that it
+            had entered.
     """
 
     def __init__(self, ranks: Sequence[int], *, heartbeat_timeout_s: float, tick_s: float) -> None:
@@ -85,19 +86,20 @@ class BeatTimer:
         self.exited: dict[int, int] = {}
 
     def on_beat(self, rank: int, activity: str) -> None:
-        """Notes a beat."""
+        """Notes a heartbeat."""
         self.seconds[rank] = 0.0
         self.activities[rank] = activity
 
     def on_exit(self, rank: int, entered: int) -> None:
-        """Notes that a rank's script has ended, after so many shared waits. It beats on until all
-        scripts have.
+        """Notes that a rank's script has ended, after it had entered this many shared waits.
+
+        The rank keeps sending heartbeats until all scripts have ended.
         """
         self.seconds[rank] = 0.0
         self.exited[rank] = entered
 
     def tick(self, passed_s: float) -> list[int]:
-        """Advances the time and returns the ranks whose last beat is too long ago."""
+        """Advances the time and returns the ranks whose last heartbeat was too long ago."""
         for rank in self.seconds:
             self.seconds[rank] += min(passed_s, self._tick_s)
         return [
@@ -112,13 +114,14 @@ def neighbours(rank: int, size: int) -> list[int]:
 
 @final
 class Heartbeat:
-    """Sends this rank's beats and receives its neighbours'. One thread uses it, and nothing in it
-    waits.
+    """Sends this rank's heartbeats and receives its neighbours'.
+
+    It's used by a single thread, and nothing in it waits.
 
     Args:
-        comm: A communicator in which nothing else uses tag 3.
-        heartbeat_timeout_s: The longest time between two beats of a neighbour.
-        flight: Describes the current activity of this rank.
+        comm: A communicator on which nothing else uses tag 3.
+        heartbeat_timeout_s: The maximum time between two heartbeats of a neighbour.
+        flight: Describes this rank's current activity.
         processes: The process of every rank.
     """
 
@@ -146,7 +149,7 @@ class Heartbeat:
         self._sent_s = time.monotonic()
 
     def poll(self) -> LostPeer | None:
-        """Receives beats, sends one if it is time to, and returns a neighbour that was lost."""
+        """Receives heartbeats, sends them if they are due, and returns a neighbour that is lost."""
         self._receive()
         now_s = time.monotonic()
         passed_s = now_s - self._sent_s
@@ -155,14 +158,14 @@ class Heartbeat:
         self._sent_s = now_s
         self._flight.beat()
         for rank in self._neighbours:
-            # One message under way is enough: those to a rank that stands still must not pile up.
+            # One message in flight is enough: messages to a rank that has stopped must not pile up.
             if rank not in self._sent or self._comm.test(self._sent[rank]):
                 self._sent[rank] = self._comm.isend(self._flight.describe(), dest=rank, tag=_BEAT)
         overdue = self._timer.tick(passed_s)
         for rank in self._timer.seconds:
             found = process_state(self._processes[rank], self._processes[self._rank])
-            # A process that is gone may have sent a notice of the end: it is received before the
-            # second look.
+            # Before its process ended, the rank may have sent an abort notice. So we only report it
+            # the second time that we find it gone, since by then a notice would have been received.
             if rank in overdue or (found == "gone" and rank in self._gone):
                 return self.lost_peer(rank)
             if found == "gone":
@@ -170,7 +173,10 @@ class Heartbeat:
         return None
 
     def lost_peer(self, rank: int, at_least_s: float = 0.0) -> LostPeer:
-        """Returns what is known of a rank that is given up, `at_least_s` after its last beat."""
+        """Returns what is known about a rank that we give up on.
+
+        `at_least_s` is a lower bound for the time since its last heartbeat.
+        """
         return LostPeer(
             rank=rank,
             process=self._processes[rank],
@@ -180,14 +186,16 @@ class Heartbeat:
         )
 
     def exited(self) -> Mapping[int, int]:
-        """Returns the neighbours whose script has ended, each with the number of shared waits that
-        it had entered.
+        """Returns the neighbours whose script has ended.
+
+        Each one comes with the number of shared waits that it had entered.
         """
         return self._timer.exited
 
     def announce_exit(self, entered: int) -> None:
-        """Tells the neighbours that this rank's script has ended, after so many shared waits. It
-        beats on.
+        """Notifies the neighbours that this rank's script has ended, after this many shared waits.
+
+        The rank keeps sending heartbeats afterwards.
         """
         self._exit_messages = [
             self._comm.isend(entered, dest=rank, tag=_BEAT) for rank in self._neighbours

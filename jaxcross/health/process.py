@@ -1,4 +1,4 @@
-"""Identity of a rank's process, and its state as the kernel of this host reports it."""
+"""Identity of a rank's process, and its state as reported by this host's kernel."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ State = Literal["gone", "stopped", "running", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessId:
-    """A process among those of all hosts.
+    """Identifies a process among those of all hosts.
 
     Attributes:
         host: Name of its host.
-        machine: Tells hosts and containers of one name apart: the kernel's boot, its namespace of
-            processes.
-        pid: Number of the process there.
-        started: Start time in the kernel's ticks, since process numbers are reused. -1 if it is not
-            known.
+        machine: The kernel's boot id and the namespace of its processes, which distinguish hosts
+            and containers of the same name. "" if unknown.
+        pid: The process's number on that machine.
+        started: Start time in the kernel's ticks, because process numbers are reused. -1 if
+            unknown.
     """
 
     host: str
@@ -42,24 +42,26 @@ def this_process() -> ProcessId:
 
 
 def process_state(process: ProcessId, seen_from: ProcessId) -> State:
-    """Returns the state of another rank's process, as far as it can be known from here. Reads one
-    small file.
+    """Returns the state of another rank's process, as far as it can be determined from here.
+
+    This only reads one small file. A process on another machine is `unknown`.
     """
     here = (seen_from.host, seen_from.machine)
     if not process.machine or process.started < 0 or (process.host, process.machine) != here:
         return "unknown"
     found = _stat(process.pid)
-    # Another start time: the number was given to a new process. Z and X: dead, but not collected by
-    # its parent yet.
+    # A different start time means that the number has been reused for a new process. Z and X stand
+    # for a dead process that its parent hasn't collected yet.
     if found is None or found[1] != process.started or found[0] in "ZX":
         return "gone"
     return "stopped" if found[0] in "Tt" else "running"
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """Returns state and start of a process; None if there is none, or no `/proc`."""
+    """Returns a process's state and start time, or None if there's no such process or `/proc`."""
     try:
-        # Its name stands in parentheses and may hold anything, parentheses and spaces included.
+        # The process's name is in parentheses and may contain anything, including parentheses and
+        # spaces.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return fields[0], int(fields[19])
     except (OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""The end of all scripts: no rank leaves MPI while another may still send to it."""
+"""The end of all scripts: no rank leaves MPI while another rank may still send to it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from jaxcross.health.timed_comm import TimedComm
 
 @final
 class ShutdownBarrier:
-    """Two barriers after the end of this rank's script. One thread uses it, and nothing in it
-    waits.
+    """Two barriers after the end of this rank's script.
 
-    MPI lets a rank finalise before the others, and MPICH over TCP then tries for ever to reach it.
-    Past the first barrier all scripts have ended, and this rank sends nothing more; past the second
-    one no rank sends any more.
+    MPI lets a rank finalise before the others, and MPICH over TCP then tries forever to reach that
+    rank. So we need two barriers. Once the first one has been passed, all scripts have ended, and
+    this rank stops sending. Once the second one has been passed, no rank sends any more, and MPI
+    may be finalised.
+
+    It's used by a single thread, and nothing in it waits.
 
     Args:
-        comm: A communicator in which nothing else is collective.
+        comm: A communicator on which there are no other collective calls.
 
     Attributes:
-        stopped_sending_s: The time from which on this rank sends nothing, None before.
+        stopped_sending_s: The time at which this rank stopped sending, None before.
     """
 
     def __init__(self, comm: TimedComm) -> None:
@@ -30,7 +32,7 @@ class ShutdownBarrier:
         self.stopped_sending_s: float | None = None
 
     def passed(self) -> bool:
-        """Whether MPI may be finalised. Once it is true, do not ask again."""
+        """Whether MPI may be finalised. Must not be called again once it has returned True."""
         if not self._comm.test(self._barrier):
             return False
         if self.stopped_sending_s is not None:

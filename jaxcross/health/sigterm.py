@@ -1,5 +1,6 @@
-"""SIGTERM, with which batch systems end a job, treated as Ctrl-C whatever the threads of this
-process wait for.
+"""Treats SIGTERM, with which batch systems end a job, like Ctrl-C.
+
+It works whatever the threads of this process are waiting for.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from jaxcross.health.abort import Terminated
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.gc_safe_signals import Postponement
 
-# A batch system signals every process of a job, and `mpirun` passes on what it gets.
+# A batch system signals every process of a job, and `mpirun` forwards the signals that it receives,
+# so one stop arrives as several signals. Those within this time count as one.
 ONE_STOP_S = 2.0
 _REACT_S = 5.0
 
 
 @final
 class SigtermHandler:
-    """Turns SIGTERM into `Terminated` in the main thread, and detects a main thread that does not
-    come to it.
+    """Raises `Terminated` in the main thread on SIGTERM, and detects if that thread can't react.
 
     Args:
         flight: Records the signal.
@@ -39,17 +40,15 @@ class SigtermHandler:
         self._forking = threading.local()
 
     def install(self) -> None:
-        """Installs the handler, unless the script has installed one, or this is not the main
-        thread.
-        """
+        """Installs the handler in the main thread, unless the script has installed its own."""
         if (
             threading.current_thread() is not threading.main_thread()
             or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         ):
             return
-        # Python runs a handler when the main thread is back from C. The byte that it writes to a
-        # wakeup pipe is there at once, so that the watchdog sees a signal that the main thread has
-        # not.
+        # Python only runs a handler once the main thread returns from C code. However, it writes a
+        # byte to the wakeup pipe at once, so the watchdog finds out about a signal that the main
+        # thread hasn't handled yet.
         self._pipe, end = os.pipe()
         os.set_blocking(self._pipe, False)
         os.set_blocking(end, False)
@@ -57,15 +56,17 @@ class SigtermHandler:
         others = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         if others != -1:
             signal.set_wakeup_fd(others)
-        # Workers of a data loader end by SIGTERM, too, and would write to the pipe of their parent.
-        # Until they have forgotten it, the signal waits.
+        # A data loader's workers are ended by SIGTERM, too, and would write to the pipe of their
+        # parent. So the signal is blocked during a fork until the child has reset the handler and
+        # the pipe.
         os.register_at_fork(
             before=self._hold_back, after_in_parent=self._let_through, after_in_child=self._forget
         )
 
     def overdue(self) -> bool:
-        """Whether SIGTERM came 5 s ago and the main thread, in C all the time, has not seen it.
-        Does not wait.
+        """Whether SIGTERM arrived more than 5 s ago and the main thread hasn't handled it.
+
+        That means that the main thread has been in C code all the time. Does not wait.
         """
         if self._pipe < 0:
             return False
@@ -79,7 +80,7 @@ class SigtermHandler:
         return self._came_s > self._handled_s and now_s - self._came_s > _REACT_S
 
     def _drain(self) -> bool:
-        """Whether SIGTERM has come since the last call."""
+        """Whether SIGTERM has arrived since the last call."""
         with suppress(BlockingIOError):
             return signal.SIGTERM in os.read(self._pipe, 4096)
         return False
@@ -92,10 +93,11 @@ class SigtermHandler:
 
     def _forget(self) -> None:
         handler = signal.getsignal(signal.SIGTERM)
+        # During a run, our handler is wrapped in a `DeferredHandler`.
         if self._handle in (
             handler,
             getattr(handler, "handler", None),
-        ):  # during a run it is deferred
+        ):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
         self._let_through()
@@ -104,7 +106,7 @@ class SigtermHandler:
         if not self._postponement.lets_through(number, frame):
             return
         now_s = time.monotonic()
-        # else `overdue`, called later, would take the byte of this signal for another one
+        # Otherwise a later call of `overdue` would take this signal's byte for another signal.
         self._drain()
         if self._handled_s and now_s - self._handled_s < ONE_STOP_S:
             return

@@ -10,7 +10,7 @@ from types import FrameType
 
 
 def stacks() -> str:
-    """Returns the stack of every thread, the main thread first. Does not stop them."""
+    """Returns the stack of every thread, the main thread first. Does not stop the threads."""
     names = {t.ident: t.name for t in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(_frames().items(), key=lambda item: item[0] != main)
@@ -24,9 +24,9 @@ def stacks() -> str:
 def _frames() -> dict[int, FrameType]:
     """Returns the frame of every thread.
 
-    While Python before 3.11.9 lists the frames, it holds a lock that threads need to begin or end.
-    A garbage collection in there may let such a thread run, and the process never goes on
-    (python/cpython#106883).
+    While Python before 3.11.9 lists the frames, it holds a lock that threads need to start or exit.
+    If garbage is collected during that time, such a thread may run, and the process deadlocks
+    (python/cpython#106883). So we disable garbage collection.
     """
     collects = gc.isenabled()
     gc.disable()

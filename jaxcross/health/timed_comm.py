@@ -1,7 +1,7 @@
-"""A communicator with a time limit on each call: a send to a rank that has died may never return.
+"""A communicator with a time limit on each call.
 
-MPICH over TCP tries for ever. The thread in such a call cannot notice it, so another one measures
-the calls.
+A send to a rank that has died may never return: MPICH over TCP keeps trying forever. The thread
+that makes the call can't notice, so another thread measures the calls.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ _LONGEST_BETWEEN_S = 1.0
 
 @final
 class TimedComm:
-    """The calls of an mpi4py communicator that the watchdog makes, each bounded in time.
+    """The mpi4py calls that the watchdog makes, each with a time limit.
 
     Args:
         comm: A communicator that nothing else uses.
-        limit_s: The longest time that a call may last.
-        on_stuck: Called with the rank that the call is for, None for any, once a call lasts longer.
+        limit_s: The maximum duration of a call.
+        on_stuck: Called if a call takes longer, with the rank to which the call is addressed, or
+            None for any rank.
     """
 
     def __init__(
@@ -37,11 +38,11 @@ class TimedComm:
         self._thread = threading.Thread(target=self._watch, name="jaxcross-guard", daemon=True)
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Starts to measure the calls."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; waits for it."""
+        """Stops the thread, and waits for it."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -59,7 +60,7 @@ class TimedComm:
             return self._comm.iprobe(source=source, tag=tag, status=status)
 
     def improbe(self, source: int, tag: int, status: Any) -> Any:
-        """Returns a message that only the caller can receive now, None if there is none."""
+        """Returns a message that now only the caller can receive, or None if there is none."""
         with self._calling(None):
             return self._comm.improbe(source=source, tag=tag, status=status)
 
@@ -68,8 +69,9 @@ class TimedComm:
             return self._comm.recv(source=source, tag=tag)
 
     def test(self, request: Any) -> bool:
-        """Whether a request is complete. The call is what makes MPI progress, and may hang as a
-        send does.
+        """Whether a request is complete.
+
+        MPI makes progress in this call, so it may hang like a send.
         """
         with self._calling(None):
             return request.Test()
@@ -94,8 +96,8 @@ class TimedComm:
             del self._calls[number]
 
     def _watch(self) -> None:
-        # Time is counted in turns of this thread: a call does not last longer because the process
-        # was stopped in it.
+        # We count time in iterations of this thread, so that a call doesn't appear to take longer
+        # because the process was stopped.
         between_s = min(_LONGEST_BETWEEN_S, self._limit_s / 5)
         lasting: dict[int, float] = {}
         while not self._stop.wait(between_s):
@@ -107,7 +109,7 @@ class TimedComm:
                     continue
                 try:
                     rank = self._calls[number]
-                except KeyError:  # it has come to its end since `copy`
+                except KeyError:  # it has returned since `copy`
                     continue
                 self._on_stuck(rank)
                 return

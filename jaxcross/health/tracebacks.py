@@ -1,6 +1,4 @@
-"""Tracebacks trimmed for users: from the first line of the script to the last line of the user's
-own code.
-"""
+"""Trims tracebacks for users: from the script's first line to the user's last line of code."""
 
 from __future__ import annotations
 
@@ -11,17 +9,16 @@ from jaxcross.errors import CutError, ExchangeError, JobError
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _STARTERS = ("<frozen runpy>", "mpi4py/__main__.py", "mpi4py/run.py")
-# Errors that jaxcross raises for the user. For all others, lines of the package belong to the
-# traceback.
+# Errors that jaxcross raises to the user. In all other errors, the package's lines stay in the
+# traceback, because the error may have its cause there.
 _OUR_ERRORS = (CutError, ExchangeError, JobError, TypeError, ValueError)
 
 
 def trim(error: BaseException) -> None:
-    """Removes the lines that start a script, and jaxcross's own at both ends, from an error and
-    from its causes.
+    """Removes the lines that start a script, and jaxcross's lines at both ends, from a traceback.
 
-    A traceback that would have no line left stays as it is, and so do all where
-    `jax_traceback_filtering` is off.
+    The tracebacks of the error's causes are trimmed as well. If no line would be left, a traceback
+    stays as it is. With `jax_traceback_filtering` set to `off`, nothing is trimmed.
     """
     import jax
 
@@ -36,8 +33,9 @@ def trim(error: BaseException) -> None:
 
 
 def ends_run(error: BaseException) -> bool:
-    """Whether `Runner.run` raises this job's error on every rank at its end; the cause is then this
-    rank's own.
+    """Whether this is a job's error that `Runner.run` raises at the end of the run on every rank.
+
+    The cause of such an error is this rank's own.
     """
     modules = {line.tb_frame.f_globals.get("__name__") for line in _lines(error.__traceback__)}
     return "jaxcross.jobs.outcome" in modules and isinstance(error, JobError | ExchangeError)

@@ -1,8 +1,12 @@
-"""A thread of each rank that talks to those of the others: which rank has not arrived, which is
-silent, why do all end?
+"""The watchdog: a thread on each rank that finds out why ranks wait, and terminates runs that hang.
 
-It talks point to point over its own communicator; such messages pass while a collective on another
-one is stuck.
+A timeout on an exchange would only tell *that* a rank waits. The watchdog also finds out which rank
+hasn't arrived and what that rank is doing, because it asks the other ranks' watchdogs. It sends
+point-to-point messages on its own communicator, and these get through even if a collective on
+another communicator is stuck.
+
+The same thread sends and receives heartbeats and abort notices, detects a main thread that doesn't
+react to SIGTERM, and runs the barriers at the end of the script.
 """
 
 from __future__ import annotations
@@ -28,18 +32,19 @@ from jaxcross.health.stacks import stacks
 from jaxcross.health.timed_comm import TimedComm
 
 WaitingFor = Callable[[Mapping[int, RankStatus | None]], Mapping[int, str] | None]
-"""Returns the ranks that a wait is for, perhaps this one, each with the reason.
+"""Returns the ranks for which a wait waits, perhaps including this one, each with the reason.
 
-Called before a report, with the answers of the other ranks. An empty result: something else holds
-the wait up, which is monitored itself. `None`: all ranks are there, and the wait should be over.
+It's called before a report, with the answers of the other ranks. If the result is empty, the wait
+is held up by something else that is monitored itself. If it's None, all ranks have arrived, and the
+wait should have ended.
 """
 
 
 class Monitor(AbstractContextManager[None], Protocol):
-    """A context whose length is monitored."""
+    """A context whose duration is monitored."""
 
     def renew(self) -> None:
-        """Starts the time again: what is waited for has made progress."""
+        """Restarts the time, because what the context waits for has made progress."""
 
 
 _QUERY = 1
@@ -54,15 +59,16 @@ _LONGEST_TURN_S = 1.0
 
 @final
 class Watchdog:
-    """Monitors this rank's waits and answers the other ranks' questions.
+    """Monitors this rank's waits and answers questions from other ranks.
 
     Args:
         comm: A communicator that nothing else uses.
         timeout_s: Seconds after which a wait is reported and all ranks are aborted.
         flight: Records the waits.
         processes: The process of every rank.
-        heartbeat_timeout_s: Seconds after which a rank that does not beat is reported; 0 for never.
-        sigterm: Tells whether this thread must end a main thread that is busy in C.
+        heartbeat_timeout_s: Seconds without a heartbeat after which a rank is reported; 0 for
+            never.
+        sigterm: Tells this thread if it must terminate because the main thread is busy in C code.
     """
 
     def __init__(
@@ -93,26 +99,27 @@ class Watchdog:
         self._entered = 0
         self._waits: dict[int, tuple[Activity, WaitingFor | None]] = {}
         self._looked_s = time.monotonic()
-        self._local_ended_s: dict[str, float] = {}  # by job, the end of its latest local wait
+        self._local_ended_s: dict[str, float] = {}  # when each job's latest local wait ended
         self._shutdown: ShutdownBarrier | None = None
         self._asking = False
         self._questions = 0
-        self._asked: set[int] = set()  # ranks that are about to report
+        self._asked: set[int] = set()  # ranks that asked and are about to report
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxcross-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Starts to monitor and to answer. Without other ranks nothing can hang, and there is no
-        thread.
+        """Starts to monitor and to answer.
+
+        A single rank has no watchdog thread, because nothing can hang without other ranks.
         """
         if self._others:
             self._comm.start()
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread once the scripts of all ranks have ended; until then it monitors on.
+        """Stops the thread once the scripts of all ranks have ended, and monitors until then.
 
-        Waits for all ranks, as leaving MPI does. MPI may be finalised after that.
+        Waits for all ranks, as `MPI_Finalize` does. Afterwards, MPI may be finalised.
         """
         self._flight.record_exit("left", "its script ended")
         self._stop.set()
@@ -125,17 +132,15 @@ class Watchdog:
         self._comm.stop()
 
     def notify(self, reason: AbortReason) -> None:
-        """Sends all other ranks the reason for which this one ends them. Waits a second at most."""
+        """Sends all other ranks the reason why this rank terminates them. Waits for at most 1 s."""
         self._notices.notify(reason)
 
     def failed_alike(self, own: AbortReason) -> bool:
-        """Whether another rank has failed in the same way as this one. Waits 1.5 s at most."""
+        """Whether another rank has failed in the same way as this one. Waits for at most 1.5 s."""
         return self._notices.failed_alike(own)
 
     def report(self) -> None:
-        """Notes that this rank is about to print why it ends all, so that it prints no other rank's
-        reason.
-        """
+        """Notes that this rank is about to print its own reason, and must not print another one."""
         self._notices.report()
 
     def monitor(
@@ -148,7 +153,7 @@ class Watchdog:
         waiting_for: WaitingFor | None = None,
         local: bool = False,
     ) -> Monitor:
-        """Returns a context whose length is monitored. See `jaxcross.world.World.monitor`."""
+        """Returns a context whose duration is monitored. See `jaxcross.world.World.monitor`."""
         return _Monitored(self, partial(self.enter, job, step, segment, what, waiting_for, local))
 
     def enter(
@@ -160,7 +165,7 @@ class Watchdog:
         waiting_for: WaitingFor | None,
         local: bool,
     ) -> int:
-        """Begins to monitor a wait; returns the token to give to `leave`."""
+        """Starts to monitor a wait, and returns a token for `leave`."""
         if local and waiting_for is None:
             itself = {self._rank: f"own {what} is its own affair"}
             waiting_for = lambda _: itself  # noqa: E731
@@ -177,7 +182,7 @@ class Watchdog:
         return token
 
     def leave(self, token: int, *, failed: bool) -> None:
-        """Ends what `enter` began."""
+        """Ends the wait that `enter` began."""
         with self._lock:
             wait, _ = self._waits.pop(token)
             if wait.local:
@@ -185,7 +190,7 @@ class Watchdog:
         self._flight.end(token, failed=failed)
 
     def renew(self, token: int) -> None:
-        """Starts the time of a wait again."""
+        """Restarts the time of a wait."""
         with self._lock:
             if token in self._waits:
                 wait, waiting_for = self._waits[token]
@@ -194,8 +199,9 @@ class Watchdog:
     def _status(self) -> RankStatus:
         with self._lock:
             waits = tuple(wait for wait, _ in self._waits.values())
-            # Other ranks count the time in which this one was in a local wait as theirs: their
-            # waits began before its end, so it stays excused for as long again.
+            # Other ranks were waiting while this one was in a local wait, and that time counts
+            # towards their waits. So this rank remains excused for another `timeout_s` after the
+            # end of its local wait.
             since_s = time.monotonic() - self.timeout_s
             self._local_ended_s = {
                 job: end_s for job, end_s in self._local_ended_s.items() if end_s > since_s
@@ -213,8 +219,8 @@ class Watchdog:
         while True:
             try:
                 if self._stop.wait(self._interval_s):
-                    # The script has ended here, not everywhere: beats, answers and notices go on
-                    # until the barrier.
+                    # The script has ended on this rank, but perhaps not on others. Heartbeats,
+                    # answers and notices continue until the barrier.
                     self._shutdown = self._shutdown or self._begin_shutdown()
                     if self._shutdown.passed():
                         return
@@ -228,8 +234,9 @@ class Watchdog:
                 )
 
     def _attend(self) -> None:
-        """Does what must go on whatever else is done. Called often: less than a second passes
-        between two calls.
+        """Does what must be done regularly, whatever else this thread is doing.
+
+        It's called so often that less than a second passes between two calls.
         """
         self._leave_out_stops()
         self._notices.check()
@@ -242,12 +249,13 @@ class Watchdog:
             )
 
     def _leave_out_stops(self) -> None:
-        """Leaves out of all waits the time in which the process was stopped, and this thread with
-        it.
+        """Subtracts the time during which the process, and with it this thread, was stopped.
+
+        It's subtracted from all waits.
         """
         now_s = time.monotonic()
-        # This thread takes turns of less than a second. A longer gap between two turns is a stop,
-        # as by SIGSTOP.
+        # The iterations of this thread take less than a second. A longer gap between two of them
+        # means that the process was stopped, e.g. by SIGSTOP.
         stopped_s = now_s - self._looked_s - _LONGEST_TURN_S
         self._looked_s = now_s
         if stopped_s <= 0:
@@ -274,7 +282,7 @@ class Watchdog:
             self._investigate(waits[0][0])
 
     def _lasts(self, token: int) -> Activity | None:
-        """Returns the wait if it has lasted for too long and still does."""
+        """Returns the wait if it is still in progress and has taken too long, else None."""
         with self._lock:
             wait, _ = self._waits.get(token, (None, None))
         return (
@@ -288,8 +296,8 @@ class Watchdog:
 
     def _exchange_beats(self) -> None:
         if self._shutdown is not None and self._shutdown.stopped_sending_s is not None:
-            # Past the first barrier no rank beats any more: only the second barrier's length tells
-            # of a lost one.
+            # After the first barrier, no rank sends heartbeats any more, so we can only detect a
+            # lost rank by the duration of the second barrier.
             if time.monotonic() - self._shutdown.stopped_sending_s > self._limit_s:
                 self._report(
                     "MPI does not let it leave after all scripts: a rank, its host or a link is "
@@ -301,7 +309,7 @@ class Watchdog:
                 self._report(str(lost), lost.rank)
 
     def _answer_questions(self) -> None:
-        """Answers the other ranks; prints this rank's stacks where they ask for them."""
+        """Answers the other ranks, and prints this rank's stacks on request."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -309,9 +317,8 @@ class Watchdog:
             asker = status.Get_source()
             number, question = self._comm.recv(source=asker, tag=_QUERY)
             if question == "stacks":
-                with suppress(
-                    Exception
-                ):  # a closed stream, or one whose encoding lacks a letter of a stack
+                with suppress(Exception):
+                    # The stream may be closed, or its encoding may lack a character of a stack.
                     print(f"jaxcross: stacks of rank {self._rank}:\n{stacks()}", flush=True)
             else:
                 with self._lock:
@@ -319,7 +326,7 @@ class Watchdog:
             self._comm.send((number, self._status()), dest=asker, tag=_ANSWER)
 
     def _on_stuck_call(self, rank: int | None) -> None:
-        """Reports a call of MPI that does not return."""
+        """Reports an MPI call that doesn't return."""
         if rank is None or self._heartbeat is None:
             whom = "any rank" if rank is None else f"rank {rank}"
             self._report(
@@ -332,11 +339,9 @@ class Watchdog:
             )
 
     def _check_exited(self, wait: Activity) -> None:
-        """Reports a neighbour that has exited before this wait, without waiting for the watchdog's
-        whole time.
-        """
-        # The heartbeat's timeout is grace: a rank that exits by an error sends its notice of the
-        # end after its beats.
+        """Reports a neighbour whose script ended before this wait, without waiting `timeout_s`."""
+        # We allow for the heartbeat timeout, because a rank that exits with an error sends its
+        # abort notice after its announcement of the exit.
         if (
             self._heartbeat is None
             or time.monotonic() - wait.since_s < self._heartbeat.heartbeat_timeout_s
@@ -364,8 +369,8 @@ class Watchdog:
         pending = [self._comm.isend((self._questions, question), dest=r, tag=_QUERY) for r in ranks]
         answers: dict[int, RankStatus | None] = dict.fromkeys(ranks)
         status = MPI.Status()
-        # Time is counted in turns of this thread: a process that was stopped while it asked still
-        # reads the answers.
+        # We count time in iterations of this thread, so that a process that was stopped while it
+        # was asking still reads the answers.
         for _ in range(round(_ANSWER_S / _ASKING_INTERVAL_S)):
             if None not in answers.values():
                 break
@@ -373,20 +378,27 @@ class Watchdog:
             while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_ANSWER, status=status):
                 source = status.Get_source()
                 number, answer = self._comm.recv(source=source, tag=_ANSWER)
-                if number == self._questions:  # not a late answer to an earlier question
+                if number == self._questions:  # ignores a late answer to an earlier question
                     answers[source] = answer
             self._stop.wait(_ASKING_INTERVAL_S)
-        del pending  # a rank that did not answer did not receive either; the abort comes next
+        # A rank that didn't answer may not have received the question, either. The abort comes
+        # next.
+        del pending
         return answers
 
     def _investigate(self, token: int) -> None:
-        """Reports and aborts, unless another rank does so or the wait ends first.
+        """Reports a stuck wait and aborts, unless another rank does so or the wait ends first.
 
-        One report is enough. Of two ranks, either one was asked before it began to ask, and leaves
-        the report to the other; or both asked at once, see that in each other's answers, and the
-        lower one reports. A rank that asked and does not answer is probably reporting. A rank that
-        holds back reports after all if it still lives 10 s later. Local waits a rank reports
-        itself, whichever other asks.
+        One report is enough, so ranks have to decide which of them reports:
+
+        - If this rank was asked before it began to ask, it leaves the report to the rank that
+          asked.
+        - If two ranks asked at the same time, they find this in each other's answers, and the lower
+          one reports.
+        - A rank that has asked and doesn't answer is probably reporting.
+        - A rank that leaves the report to another one, and is still alive 10 s later, reports after
+          all.
+        - A rank always reports its own local waits, whoever else asks.
         """
         with self._lock:
             wait, waiting_for = self._waits.get(token, (None, None))
@@ -401,20 +413,21 @@ class Watchdog:
                 self._attend()
             if not self._stop.is_set():
                 answers = self._ask("standing", self._others)
-        # The questions took seconds: the wait may be over by now, or a stop of the process explains
-        # its length.
+        # Asking took seconds. The wait may have ended by now, or the process may have been stopped,
+        # which explains the length of the wait.
         self._leave_out_stops()
         wait = self._lasts(token)
         self._asking = wait is not None and not self._stop.is_set()
         if wait is None or not self._asking:
             return
         ranks = None if waiting_for is None else waiting_for(answers)
-        # The wait may have ended while its reason was read, which then names the wrong ranks.
+        # The wait may have ended while `waiting_for` was computing its result, which then names the
+        # wrong ranks.
         if self._lasts(token) is None:
             self._asking = False
             return
-        # No rank to blame. A rank that does not answer for a while is left to the heartbeats, where
-        # there are any.
+        # There's no rank to blame, so the wait may continue. If a rank doesn't answer for a while,
+        # the heartbeats deal with it, provided that there are any.
         if (
             ranks is not None
             and not ranks
@@ -428,7 +441,7 @@ class Watchdog:
     def _leaves_report(self, answers: Mapping[int, RankStatus | None]) -> bool:
         """Whether the answers to this rank's own question show that another rank reports."""
         with self._lock:
-            asked = set(self._asked)  # while this rank asked: it had not been asked before
+            asked = set(self._asked)  # ranks that asked while this one was asking
         return any(
             r in asked if s is None else s.asking and r < self._rank for r, s in answers.items()
         )
@@ -440,8 +453,8 @@ class Watchdog:
         ranks: Mapping[int, str] | None,
     ) -> NoReturn:
         late = late_ranks(wait, answers, ranks)
-        # The late ranks print their stacks themselves; their answers only show that they have done
-        # so.
+        # The late ranks print their stacks themselves. Their answers only confirm that they have
+        # done so.
         self._ask("stacks", [r for r in late or self._others if r != self._rank])
         waited_s = time.monotonic() - wait.since_s
         report = stall_report(self._rank, wait, waited_s, answers, ranks)

@@ -1,17 +1,17 @@
-"""Exchanges on the wire: JAX's named-axis collectives over MPI, by mpi4jax or by mpi4py.
+"""Exchanges on the wire: JAX's named-axis collectives over MPI, through mpi4jax or mpi4py.
 
 recognise     which equations are exchanges
-lower         a jaxpr with exchanges -> one with messages; `coalesce` joins small ones
-collectives   sums, gathers and the like made of messages; 16-bit floats are summed in float32
-messages      the five calls for any element type and any number of elements
-primitive     messages by mpi4jax: calls inside one executable
-host_program  messages by mpi4py: the host makes them between executables; `host_calls`, and `arena`
-              for their memory
+lower         turns a jaxpr with exchanges into one with messages; `coalesce` joins small ones
+collectives   sums, gathers etc. built from messages; 16-bit floats are summed in float32
+messages      the five calls, for any element type and any number of elements
+primitive     messages through mpi4jax: calls inside one executable
+host_program  messages through mpi4py, sent by the host between executables; `host_calls`, and
+              `arena` for their memory
 mpi_wire      `Wire` of program/ir.py over MPI: `World.wire` returns it
 rank_grid     axes over ranks: names, sizes, coordinates, groups
-job_comms     a job's own communicators in place of those that its mpi4jax calls name; `calls`
-bytes         how many bytes an exchange brings to a rank
-offsets       pieces of a vector at constant places, made arguments
+job_comms     a job's own communicators, which replace those its mpi4jax calls name; `calls`
+bytes         how many bytes a rank receives in an exchange
+offsets       slices of a vector whose constant positions become arguments
 """
 
 from jaxcross.wire.bytes import issued_bytes, wire_bytes

@@ -1,12 +1,13 @@
-"""Page-aligned memory that exchanges receive into, used again as soon as nothing refers to it any
-more.
+"""Page-aligned memory that exchanges receive into, recycled as soon as nothing refers to it.
 
-A page of fresh memory costs a fault when it is first written, 25 ms per 100 MB; the same pages
-again cost nothing. And JAX takes an aligned NumPy array as it is, without a copy, so whoever holds
-a result of an exchange holds a part of an arena. No analysis of the program decides when that
-memory is free. Instead, each array that `take` returns is a new NumPy object over its slot. All
-views of it and all JAX arrays made from it keep the object alive, and the slot is free once the
-object is gone. A result that the user keeps forever just keeps its slot.
+Writing to a fresh page for the first time costs a page fault, which adds up to 25 ms per 100 MB.
+Reusing the same pages costs nothing. JAX also takes an aligned NumPy array without copying it, so a
+JAX array that holds the result of an exchange is backed by a part of an arena.
+
+We therefore have to find out when that memory is free, and we do it without analysing the program.
+Each array that `take` returns is a new NumPy object over its slot. All views of this object and all
+JAX arrays made from it keep it alive, and once the object has been collected, the slot is free. If
+the user keeps a result forever, its slot simply stays occupied.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import numpy as np
 
 from jaxcross._jax_compat import collect_garbage
 
-# Below this size, NumPy's own allocator is at least as fast, and a page would be mostly empty.
+# Below this size, NumPy's own allocator is at least as fast, and most of the page would be wasted.
 SMALLEST_BYTES = 64 * 1024
-# Idle slots are kept so long: jobs of one run alternate within seconds, and a slot of a finished
-# job is to go.
+# How long an idle slot is kept. Jobs of one run alternate within seconds, so their slots survive,
+# but the slots of a finished job should be released.
 IDLE_S = 60.0
 
 
@@ -45,15 +46,13 @@ class _Slot:
 @final
 @dataclass(slots=True)
 class Arena:
-    """The slots of one wire. Safe to use from several threads."""
+    """The slots of one wire. Thread-safe."""
 
     _slots: dict[int, list[_Slot]] = field(default_factory=dict)  # by size in bytes
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Returns an array with undefined content that shares memory with nothing that anyone can
-        still reach.
-        """
+        """Returns an uninitialised array whose memory isn't shared with any reachable array."""
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST_BYTES:
@@ -65,8 +64,8 @@ class Arena:
             slots = self._slots.setdefault(size, [])
             slot = _free(slots)
             if slot is None:
-                # A JAX array that is gone leaves the NumPy array it was made from to JAX's next
-                # call.
+                # When a JAX array is collected, JAX only releases the underlying NumPy array on its
+                # next call, so we trigger that here before we allocate a new slot.
                 collect_garbage()
                 slot = _free(slots)
             if slot is None:
@@ -79,7 +78,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, used or not."""
+        """Bytes of all slots, whether in use or free."""
         with self._lock:
             return sum(size * len(slots) for size, slots in self._slots.items())
 
@@ -95,8 +94,8 @@ def _free(slots: list[_Slot]) -> _Slot | None:
 
 
 def _memory(size: int) -> mmap.mmap:
-    # Private, so that a forked process keeps what it had of a slot when this process uses the slot
-    # again.
+    # The mapping is private, so that a forked process keeps its view of a slot even when this
+    # process recycles the slot.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)

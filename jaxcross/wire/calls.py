@@ -1,6 +1,4 @@
-"""mpi4jax's own calls in a program: what each rank's list of them says, and the communicators that
-they go over.
-"""
+"""A program's own mpi4jax calls: how ranks compare them, and which communicators they use."""
 
 from __future__ import annotations
 
@@ -19,15 +17,15 @@ def calls_of(
 ) -> tuple[Exchange, ...]:
     """Returns all exchanges of a program in order, each with the `ranks` of its group.
 
-    A communicator with the same ranks and name as an earlier one of the list gets a number after
-    its name: `#1`.
+    A program may use several communicators that have the same ranks and the same name. From the
+    second one on, we append a number to the name: `#1`.
 
     Args:
-        program: Any.
-        members: The ranks of an exchange over named axes.
+        program: The program.
+        members: Returns the ranks of an exchange over named axes.
     """
     found: list[Exchange] = []
-    alike: dict[Key, list[int]] = {}  # handles of communicators with the same members and name
+    alike: dict[Key, list[int]] = {}  # handles of communicators with equal members and names
     for segment in program.collectives:
         comms = _comms_in(segment.jaxpr, dict(program.axes))
         for exchange, comm in zip(segment.exchanges, comms, strict=True):
@@ -49,21 +47,22 @@ def calls_of(
 
 
 def key_of(exchange: Exchange) -> Key:
-    """Returns what every rank can compare of a call's communicator: its members and its name."""
+    """Returns what ranks can compare about a call's communicator: its members and its name."""
     params = dict(exchange.params)
     return params["ranks"], params.get("comm", "")
 
 
 def handle_of(comm: Any) -> int:
-    """Returns MPI's handle of a communicator, which is valid in this process only."""
+    """Returns MPI's handle of a communicator, which is only valid in this process."""
     from mpi4py import MPI
 
     return MPI._handleof(comm)
 
 
 def with_communicators(jaxpr: compat.Jaxpr, comms: Mapping[Key, Any]) -> compat.Jaxpr:
-    """Returns the open jaxpr with mpi4jax's calls over `comms` instead of the user's, inner jaxprs
-    included.
+    """Returns the open jaxpr with mpi4jax's calls moved from the user's communicators to `comms`.
+
+    Inner jaxprs are rewritten, too. A call whose communicator isn't in `comms` stays as it is.
     """
 
     def changed(eqn: compat.Equation) -> compat.Equation:
@@ -78,8 +77,9 @@ def with_communicators(jaxpr: compat.Jaxpr, comms: Mapping[Key, Any]) -> compat.
 
 
 def _comms_in(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> Iterator[Any]:
-    """The communicator of each exchange, None for those over named axes, in the order of
-    `Segment.exchanges`.
+    """Yields the communicator of each exchange, in the order of `Segment.exchanges`.
+
+    For an exchange over named axes it yields None.
     """
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         found = recognise(eqn, axes)

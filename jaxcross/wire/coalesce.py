@@ -1,8 +1,9 @@
-"""Small sums with no other exchange between them travel as one message.
+"""Joins small sums into one message if there is no other exchange between them.
 
-Ranks wait for each other once a message, and a rank whose core computes takes its time to answer;
-what joining them gains is in benchmarks/results/benchmarks.md. Pure; the same on every rank, as it
-follows from the equations.
+Ranks wait for each other once per message, and a rank whose core is busy computing is slow to
+answer, so fewer messages mean fewer waits. The measured gain is in
+benchmarks/results/benchmarks.md. This module is pure, and its result is identical across ranks
+because it depends on the equations alone.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from jaxcross.wire.collectives import gathers
 from jaxcross.wire.messages import is_narrow_float
 from jaxcross.wire.recognise import involves_axes, recognise
 
-# What is larger is not worth the copy into the common message and out of it; messages are limited
-# for their memory.
+# Above `SMALL_BYTES`, copying a value into the joint message and out of it costs more than it
+# saves. `MESSAGE_BYTES` limits the memory of a joint message.
 SMALL_BYTES = 4 * 2**20
 MESSAGE_BYTES = 32 * 2**20
 
 
 def groups(eqns: Sequence[compat.Equation], axes: Mapping[str, int]) -> Iterator[list[Any]]:
-    """The equations, in an order in which each follows those that it reads; sums of one list may be
-    one message.
+    """Yields the equations in lists; the sums of one list may travel as one message.
 
-    What only computes (a shared buffer that is filled or emptied) does not part the sums before it
-    from those behind: it comes before all of them, or behind them where it reads one. Callbacks of
-    `ordered=True` do part them.
+    The order is valid: every equation comes after those whose results it reads. An equation that
+    only computes (e.g. fills or empties a shared buffer) doesn't separate the sums before it from
+    those after it. If it reads the result of one of these sums, it's moved behind all of them,
+    otherwise it's moved in front of them. Callbacks with `ordered=True` do separate sums.
     """
     run: list[tuple[Any, Exchange]] = []
     behind: list[list[Any]] = []
-    written: set[Any] = set()  # by the sums of the run and what comes behind them
+    written: set[Any] = set()  # written by the sums of the run and by what is behind them
     for eqn in eqns:
         exchange = sum_of(eqn, axes)
         reads = not written.isdisjoint(v for v in eqn.invars if not isinstance(v, compat.Literal))
@@ -61,8 +62,9 @@ def groups(eqns: Sequence[compat.Equation], axes: Mapping[str, int]) -> Iterator
 
 
 def packed(values: Sequence[jax.Array], multiple: int = 1) -> jax.Array:
-    """Returns all elements in one vector, value by value, each padded with zeros to a multiple of
-    elements.
+    """Returns all elements in one vector, value after value.
+
+    Each value is padded with zeros so that its length is a multiple of `multiple`.
     """
     return buffers.packed(
         [
@@ -75,7 +77,7 @@ def packed(values: Sequence[jax.Array], multiple: int = 1) -> jax.Array:
 
 
 def unpacked(flat: jax.Array, like: Sequence[jax.Array], multiple: int = 1) -> list[jax.Array]:
-    """Returns the values that `packed` joined."""
+    """Splits a vector into the values that `packed` joined."""
     pieces = offsets.split(flat, [value.size + -value.size % multiple for value in like])
     return [
         piece[: value.size].reshape(value.shape) for piece, value in zip(pieces, like, strict=True)
@@ -83,7 +85,7 @@ def unpacked(flat: jax.Array, like: Sequence[jax.Array], multiple: int = 1) -> l
 
 
 def sum_of(eqn: compat.Equation, axes: Mapping[str, int]) -> Exchange | None:
-    """The equation's exchange, if it is one sum and nothing else."""
+    """Returns the equation's exchange if it is a single sum, else None."""
     exchanges = recognise(eqn, axes)
     return exchanges[0] if exchanges is not None and [x.op for x in exchanges] == ["psum"] else None
 
@@ -96,7 +98,8 @@ def _messages(run: Sequence[tuple[Any, Exchange]], axes: Mapping[str, int]) -> l
         dtype = jnp.dtype(exchange.dtype)
         nbytes = exchange.count * dtype.itemsize
         if is_narrow_float(dtype):
-            # else it travels another way, by other bytes
+            # Otherwise joining would change how the value is sent, and therefore how many bytes it
+            # takes.
             fits = not gathers(exchange.count, dtype.itemsize, group_size(exchange, axes))
         else:
             fits = dtype.kind in "iufc"

@@ -1,8 +1,8 @@
-"""JAX's named-axis collectives built from messages: one function a collective, with the shapes that
-JAX gives it.
+"""JAX's named-axis collectives built from messages: one function per collective.
 
-Each takes the equation's operand and its parameters by name, communicates when the region runs, and
-is the same on every rank of the channel.
+Each function takes the equation's operand and, by name, the equation's parameters, and returns a
+result of the shape that JAX expects. It is traced inside a wire region and communicates when the
+region runs. All ranks of the channel trace the same function.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 from jaxcross.wire import messages
 from jaxcross.wire.messages import Channel
 
-# Up to here a 16-bit sum is one all-gather of everything instead of an all-to-all and an
-# all-gather: latency counts.
+# Up to this size, latency dominates, so a 16-bit sum is a single all-gather of all operands instead
+# of an all-to-all followed by an all-gather.
 GATHER_BYTES = 64 * 1024
-# Adding rank after rank fixes the order of a float sum; beyond this many ranks the program would
-# grow too long.
+# Adding the ranks one after the other fixes the order of a float sum. Beyond this many ranks, the
+# unrolled program would become too long.
 _UNROLLED_RANKS = 64
 
 
 def gathers(count: int, itemsize: int, size: int) -> bool:
-    """Whether the sum of a 16-bit message is made by one all-gather."""
+    """Whether a sum of 8- or 16-bit floats of this size is computed from a single all-gather."""
     return count * itemsize * size <= GATHER_BYTES
 
 
 def psum(x: jax.Array, channel: Channel) -> jax.Array:
-    """Sum over ranks. 8 and 16-bit floats are summed in float32 and rounded once."""
+    """Sum over ranks. Floats of 8 and 16 bits are summed in float32 and rounded once."""
     if messages.is_narrow_float(x.dtype):
         return _sum_narrow(x, channel)
     from mpi4py import MPI
@@ -42,17 +42,17 @@ def psum(x: jax.Array, channel: Channel) -> jax.Array:
 
 
 def pmax(x: jax.Array, channel: Channel) -> jax.Array:
-    """Maximum over ranks; NaN wins, as in XLA."""
+    """Maximum over ranks. NaN wins, as in XLA."""
     return _extreme(x, channel, largest=True)
 
 
 def pmin(x: jax.Array, channel: Channel) -> jax.Array:
-    """Minimum over ranks; NaN wins, as in XLA."""
+    """Minimum over ranks. NaN wins, as in XLA."""
     return _extreme(x, channel, largest=False)
 
 
 def all_gather(x: jax.Array, channel: Channel, *, dimension: int, tiled: bool) -> jax.Array:
-    """Every rank's `x` along a new axis, or along an old one when tiled."""
+    """Every rank's `x` along a new axis or, if `tiled`, concatenated along the existing one."""
     parts = jnp.moveaxis(messages.allgather(x, channel), 0, dimension)
     if not tiled:
         return parts
@@ -62,7 +62,7 @@ def all_gather(x: jax.Array, channel: Channel, *, dimension: int, tiled: bool) -
 
 
 def reduce_scatter(x: jax.Array, channel: Channel, *, dimension: int, tiled: bool) -> jax.Array:
-    """This rank's block of the sum: an all-to-all and a local sum in rank order."""
+    """This rank's block of the sum, by an all-to-all and a local sum in rank order."""
     if tiled:
         shape = (
             *x.shape[:dimension],
@@ -75,9 +75,7 @@ def reduce_scatter(x: jax.Array, channel: Channel, *, dimension: int, tiled: boo
 
 
 def all_to_all(x: jax.Array, channel: Channel, *, split_axis: int, concat_axis: int) -> jax.Array:
-    """Block `j` of `split_axis` goes to rank `j`; received blocks are joined along
-    `concat_axis`.
-    """
+    """Sends block `j` of `split_axis` to rank `j` and joins received blocks along `concat_axis`."""
     block = x.shape[split_axis] // channel.size
     blocks = x.reshape(*x.shape[:split_axis], channel.size, block, *x.shape[split_axis + 1 :])
     received = messages.alltoall(jnp.moveaxis(blocks, split_axis, 0), channel)
@@ -87,7 +85,7 @@ def all_to_all(x: jax.Array, channel: Channel, *, split_axis: int, concat_axis: 
 
 
 def ppermute(x: jax.Array, channel: Channel, *, perm: tuple[tuple[int, int], ...]) -> jax.Array:
-    """Returns the operand of this rank's source; zeros where the permutation names none."""
+    """Returns the operand of this rank's source, or zeros if the permutation names no source."""
     source = next((s for s, d in perm if d == channel.rank), None)
     dest = next((d for s, d in perm if s == channel.rank), None)
     return messages.sendrecv(x, source=source, dest=dest, channel=channel)
@@ -110,8 +108,9 @@ def _sum_narrow(x: jax.Array, channel: Channel) -> jax.Array:
 
 
 def _sum_ranks(parts: jax.Array) -> jax.Array:
-    """Sum along the first axis, first rank first; floats narrower than float32 in float32, rounded
-    once.
+    """Sums along the first axis, lowest rank first.
+
+    Floats narrower than float32 are summed in float32 and rounded once.
     """
     narrow = messages.is_narrow_float(parts.dtype)
     wide = parts.astype(jnp.float32) if narrow else parts
@@ -137,17 +136,18 @@ def _extreme(x: jax.Array, channel: Channel, *, largest: bool) -> jax.Array:
         return functools.reduce(pick, [parts[i] for i in range(channel.size)])
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return messages.allreduce(x, op, channel)
-    if x.dtype == jnp.float8_e8m0fnu:  # without a sign: ordered as they are, NaN last
-        keys = jax.lax.bitcast_convert_type(x, jnp.uint8) + jnp.uint8(
-            not largest
-        )  # first, where the smallest wins
+    # This type has no sign, so its bits are already in order, with NaN last.
+    if x.dtype == jnp.float8_e8m0fnu:
+        # For a minimum, adding 1 wraps NaN around to 0, so that it comes first.
+        keys = jax.lax.bitcast_convert_type(x, jnp.uint8) + jnp.uint8(not largest)
         keys = messages.allreduce(keys, op, channel) - jnp.uint8(not largest)
         return jax.lax.bitcast_convert_type(keys, x.dtype)
-    if x.dtype.name.endswith("fnuz"):  # NaN lies among the numbers, and neither end is free for it
+    # In these types NaN lies among the numbers, and neither end of the range is free for it.
+    if x.dtype.name.endswith("fnuz"):
         return _extreme(x.astype(jnp.float32), channel, largest=largest).astype(x.dtype)
-    # MPI's maximum of NaN and a number depends on which comes first. Integers that are ordered as
-    # the floats are, with NaN at the end that wins, give XLA's answer and the same bits on every
-    # rank.
+    # MPI's maximum of NaN and a number depends on which of them comes first. So we map floats to
+    # integers of the same order, with NaN at the end that wins. This gives XLA's answer, bit for
+    # bit the same on every rank.
     signed = np.dtype(f"int{wire.itemsize * 8}")
     bits = jax.lax.bitcast_convert_type(x, signed)
     limits = jnp.iinfo(signed)
@@ -156,13 +156,14 @@ def _extreme(x: jax.Array, channel: Channel, *, largest: bool) -> jax.Array:
 
 
 def _flip(bits: jax.Array) -> jax.Array:
-    """Order-preserving map between a float's bits and signed integers; its own inverse."""
+    """Maps a float's bits to signed integers of the same order; it is its own inverse."""
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 def reduce_locally(op: str, x: jax.Array, positions: tuple[int, ...]) -> jax.Array:
-    """The local half of a reduction that also names array dimensions (a step inside `vmap` makes
-    such).
+    """Does the local part of a reduction that also names positional array dimensions.
+
+    A step inside `vmap` creates such reductions.
     """
     if not positions:
         return x

@@ -1,9 +1,9 @@
-"""mpi4jax's five calls as equations that no executable contains: the host makes them, between
-executables, by mpi4py.
+"""mpi4jax's five calls as equations that the host carries out between executables, using mpi4py.
 
-A trace that calls `allreduce` of this module instead of mpi4jax's has one equation per message,
-which `HostProgram` carries out. Signatures and results are mpi4jax's. The buffers are NumPy arrays,
-so Python's MPI binding sends and receives in place: no copy is made on either side.
+If a trace calls `allreduce` of this module instead of mpi4jax's, the jaxpr gets one equation per
+message. No executable ever contains these equations: `HostProgram` splits the program at them and
+makes the calls. Signatures and results are the same as in mpi4jax. The buffers are NumPy arrays, so
+mpi4py sends and receives in place, without a copy on either side.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 Receive = Callable[[tuple[int, ...], Any], np.ndarray]
-"""Returns memory for a result of this shape and type."""
+"""Returns memory for a result with the given shape and element type."""
 
 
 def allreduce(x: jax.Array, op: Any, *, comm: Any) -> jax.Array:
-    """Reduces elementwise by an MPI operator."""
+    """Reduces elementwise with an MPI operator."""
     return _bind("allreduce", x, x.shape, comm, op=op)
 
 
@@ -33,7 +33,7 @@ def allgather(x: jax.Array, *, comm: Any) -> jax.Array:
 
 
 def alltoall(x: jax.Array, *, comm: Any) -> jax.Array:
-    """Sends block `j` of the first axis to rank `j`; block `i` of the result came from rank `i`."""
+    """Sends block `j` of the first axis to rank `j`. Block `i` of the result is from rank `i`."""
     return _bind("alltoall", x, x.shape, comm)
 
 
@@ -45,7 +45,7 @@ def bcast(x: jax.Array, root: int, *, comm: Any) -> jax.Array:
 def sendrecv(
     x: jax.Array, like: jax.Array, source: Any, dest: Any, *, recvtag: int, comm: Any
 ) -> jax.Array:
-    """Sends `x` to `dest` and returns what `source` sends, which has the shape of `like`."""
+    """Sends `x` to `dest` and returns the message from `source`, which has the shape of `like`."""
     return _bind(
         "sendrecv", x, like.shape, comm, source=int(source), dest=int(dest), recvtag=recvtag
     )
@@ -70,8 +70,8 @@ def _alltoall(x: np.ndarray, receive: Receive, *, comm: Any, **_: Any) -> np.nda
 
 
 def _bcast(x: np.ndarray, receive: Receive, *, comm: Any, root: int, **_: Any) -> np.ndarray:
-    # The root gets a copy as well: a later segment may overwrite the result, and `x` may be the
-    # user's.
+    # Even the root gets a copy, because a later segment may overwrite the result, and `x` may
+    # belong to the user.
     result = receive(x.shape, x.dtype)
     if comm.Get_rank() == root:
         result[...] = x
@@ -94,7 +94,8 @@ def _sendrecv(
     return result
 
 
-# Primitives don't have mpi4jax's names, by which the user's own calls are recognised.
+# The prefix keeps these primitives apart from mpi4jax's, by whose names we recognise the user's own
+# calls.
 _MAKE: dict[str, Callable[..., np.ndarray]] = {
     "allreduce": _allreduce,
     "allgather": _allgather,
@@ -110,8 +111,9 @@ for _primitive in _PRIMITIVES.values():
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Handle:
-    """An object of MPI as a parameter of an equation. JAX asks for a hash, which mpi4py's objects
-    don't have.
+    """Wraps an MPI object that is a parameter of an equation.
+
+    JAX requires parameters to be hashable, which mpi4py's objects aren't.
     """
 
     wrapped: Any
@@ -128,13 +130,13 @@ def is_message(eqn: Any) -> bool:
 
 
 def maker(eqn: Any, receive: Receive) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function that makes an equation's exchange: it takes the operand and returns the
-    result.
+    """Returns a function that carries out an equation's exchange on a NumPy operand.
 
-    The function waits for the peers. The operand must be contiguous, and is only read.
+    The function waits for the other ranks of the exchange. Its operand must be contiguous, and is
+    only read.
 
     Args:
-        eqn: One that `is_message`.
+        eqn: An equation for which `is_message` holds.
         receive: Returns the memory for the result.
     """
     params = {

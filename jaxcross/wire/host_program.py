@@ -1,18 +1,17 @@
-"""A collective segment as a list of executables and host exchanges, carried out in order by the
-exchange lane.
+"""Runs a collective segment as a list of executables and host exchanges, on the exchange lane.
 
-XLA can't call Python from the middle of an executable without giving it one of its threads, so the
-segment is split: casts, concatenations and small arithmetic stay compiled, and each message between
-them is one mpi4py call on NumPy views of the arrays. A loop or a conditional that holds an exchange
-is carried out by the host as well: its body is such a list again. This costs a few dispatches per
-iteration and needs no callback.
+XLA can't call Python from the middle of an executable without giving up one of its threads for
+that, so we split the segment. Casts, concatenations and small arithmetic stay compiled, and each
+message between them is a single mpi4py call on NumPy views of the arrays. If a loop or a
+conditional contains an exchange, the host carries it out as well: its body is again such a list.
+This costs a few dispatches per iteration, but needs no callback.
 
-There are as few executables as the exchanges' order allows. What a later message sends is computed
-together with what the next one sends, unless it depends on a result in between, and everything else
-is computed after the last message.
+The segment is split into as few executables as the order of the exchanges allows. An executable
+computes everything that the next message needs, together with what later messages need if that can
+be computed already. Whatever no message depends on is computed after the last message.
 
-A large result becomes a JAX array where it is. This takes 15 us for any array, so a small result
-stays a NumPy array until an executable reads it, which takes 5 us.
+A large result becomes a JAX array in place, without a copy. Making a JAX array takes 15 us whatever
+its size, so a small result stays a NumPy array until an executable reads it, which takes 5 us.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ from jaxcross.wire.bytes import call_of
 from jaxcross.wire.host_calls import Receive
 
 Values = dict[Any, Any]
-"""Arrays by the variable that they are the value of."""
+"""Maps each variable to the array that is its value."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLowered:
-    """A closed jaxpr with messages of `host_calls`; see `jaxcross.program.lowered.Lowered`.
+    """A closed jaxpr with messages of `host_calls`; implements `jaxcross.program.lowered.Lowered`.
 
     Attributes:
         jaxpr: The jaxpr.
         receive: Returns memory for a result.
-        abort: Ends all ranks with a text. It's called if MPI fails, because the peers wait in the
-            exchange.
+        abort: Terminates all ranks with the given message. It's called if MPI fails, because the
+            other ranks of the exchange would wait forever.
     """
 
     jaxpr: Any
@@ -60,8 +59,9 @@ class HostLowered:
 
     @property
     def lent(self) -> Sequence[int]:
-        """Positions of the results that may be receive buffers: large results of messages, and all
-        results of loops.
+        """Positions of the results that may be receive buffers.
+
+        These are the large results of messages and all results of loops.
         """
         inner, _ = compat.open_jaxpr(self.jaxpr)
         own, _ = _own_results(inner)
@@ -88,12 +88,13 @@ class _Site:
     abort: Callable[[str], None]
 
     def default(self) -> AbstractContextManager[Any]:
-        """Returns a context in which arrays without a device are the host's."""
+        """Returns a context in which arrays without a device are placed on the host."""
         return jax.default_device(self.host)
 
     def put(self, x: np.ndarray) -> jax.Array:
-        """Returns a NumPy array as a JAX array on the host, committed to it only if the program's
-        arguments are.
+        """Returns a NumPy array as a JAX array on the host.
+
+        The array is committed to the host only if the program's arguments are.
         """
         return compat.put_on_host(x, self.host, committed=self.place is not None)
 
@@ -111,8 +112,9 @@ class _Site:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """As of an executable's `memory_analysis`: what a run needs besides its arguments and
-    results.
+    """What a run needs besides its arguments and results.
+
+    Has the fields of an executable's `memory_analysis` that we use.
     """
 
     temp_size_in_bytes: int
@@ -125,11 +127,11 @@ class _Stage:
     """One executable, one message, or one loop.
 
     Attributes:
-        inputs: What it reads. Literals are allowed.
+        inputs: The atoms that the stage reads, including literals.
         outputs: The variables of its results.
         run: Computes the results.
-        temp_nbytes: Returns the bytes that it needs for itself meanwhile.
-        kind: A loop, or a conditional, sends messages; a message also receives into its results.
+        temp_nbytes: Returns the bytes of temporary memory that the stage needs while it runs.
+        kind: `loop` stands for a conditional, too. Messages and loops communicate.
     """
 
     inputs: Sequence[Any]
@@ -141,12 +143,12 @@ class _Stage:
 
 @final
 class HostProgram:
-    """A compiled closed jaxpr whose messages the host sends.
+    """A compiled closed jaxpr whose messages are sent by the host.
 
     Args:
-        jaxpr: Has messages of `host_calls`, at the top level or in loops and conditionals.
-        site: Where it runs.
-        donate: Arguments that may be overwritten.
+        jaxpr: A jaxpr with messages of `host_calls`, at the top level or in loops and conditionals.
+        site: Where the program runs.
+        donate: Positions of the arguments that may be overwritten.
     """
 
     def __init__(self, jaxpr: Any, site: _Site, donate: Sequence[int] = ()) -> None:
@@ -162,10 +164,10 @@ class HostProgram:
 
     def __call__(self, *args: Any) -> list[Any]:
         # JAX's check for invalid values could stop this rank between two messages, while its peers
-        # wait in the second one. It's off while messages are sent, and `_check` looks at the
-        # results afterwards. The thread isn't in the step's contexts, either, and without the
-        # setting JAX would make 32-bit arrays of NumPy's 64-bit ones. A user's guard against
-        # implicit transfers isn't about these.
+        # wait in the second one. So we turn the check off while messages are sent, and `_check`
+        # inspects the results afterwards. This thread doesn't inherit the step's contexts, and
+        # without `enable_x64`, JAX would turn NumPy's 64-bit arrays into 32-bit ones. The user's
+        # guard against implicit transfers isn't meant for our transfers, so we allow them here.
         with (
             self._site.default(),
             jax.enable_x64(True),
@@ -178,9 +180,10 @@ class HostProgram:
         return results
 
     def run(self, *args: Any) -> list[Any]:
-        """Does the same without those contexts, for a program that runs inside another one."""
+        """Like a call, but without those contexts: for a program that runs inside another one."""
         values: Values = {**self._consts}
-        for var, arg in zip(self._invars, args, strict=True):  # one may be a number of Python's
+        # An argument may be a Python number.
+        for var, arg in zip(self._invars, args, strict=True):
             values[var] = arg if isinstance(arg, jax.Array) else np.asarray(arg, var.aval.dtype)
         for n, (stage, done) in enumerate(zip(self._stages, self._done, strict=True)):
             try:
@@ -194,12 +197,12 @@ class HostProgram:
         return [values[var] for var in self._outvars]
 
     def _give_up(self, n: int, error: Exception) -> None:
-        """Ends all ranks if stage `n` failed between two messages, because the peers wait in the
-        later one.
+        """Terminates all ranks if stage `n` failed between two messages.
 
-        A failure before the first message or after the last one only fails the step. The failure of
-        a computation may come up in the message that waits for it. A loop that fails may have sent
-        some of its messages.
+        The other ranks would wait forever in the later message. A failure before the first message
+        or after the last one only fails the step. Dispatch is asynchronous, so the failure of a
+        computation may only surface in the message that waits for its result. A loop that fails may
+        already have sent some of its messages.
         """
         kinds = [stage.kind for stage in self._stages]
         sends = [kind != "executable" for kind in kinds]
@@ -208,10 +211,10 @@ class HostProgram:
             self._site.abort(f"`{self._site.name}` failed between two of its exchanges: {what}")
 
     def memory_analysis(self) -> _Memory:
-        """Returns the bytes that a run needs besides arguments and results.
+        """Returns the bytes that a run needs besides its arguments and results.
 
-        These are the values that one stage passes to another, and the temporaries of the stage with
-        the most.
+        These are the values passed from one stage to another, plus the largest temporary memory of
+        any stage.
         """
         between = _vars(var for stage in self._stages for var in stage.outputs) - _vars(
             self._outvars
@@ -221,8 +224,9 @@ class HostProgram:
 
 
 def _check(results: Sequence[Any]) -> None:
-    """Raises JAX's error for an invalid value if the user has asked for it, which waits for the
-    results.
+    """Raises JAX's error for an invalid value if the user has turned that check on.
+
+    In that case it waits for the results.
     """
     for name in compat.invalid_values_to_find():
         found = {"nan": np.isnan, "inf": np.isinf}[name]
@@ -233,7 +237,7 @@ def _check(results: Sequence[Any]) -> None:
 
 
 def holds_message(jaxpr: Any) -> bool:
-    """Whether a jaxpr, or one inside of it, has a message that the host sends."""
+    """Whether a jaxpr, or one nested inside it, has a message that the host sends."""
     return holds(jaxpr, host_calls.is_message)
 
 
@@ -244,13 +248,13 @@ def _by_host(eqn: Any) -> bool:
 def _stages(
     inner: Any, site: _Site, results: set[Any], copies: Mapping[Any, Any], donated: set[Any]
 ) -> Iterator[_Stage]:
-    """Yields an open jaxpr's stages.
+    """Yields the stages of an open jaxpr.
 
     Args:
         inner: The jaxpr.
-        site: Where it runs.
-        results: What it returns.
-        copies: Results that the last executable copies, and what they are copies of.
+        site: Where the stages run.
+        results: The variables that the program returns.
+        copies: Results that the last executable has to copy, mapped to the originals.
         donated: Arguments that may be overwritten.
     """
     groups = _groups(inner.eqns)
@@ -267,15 +271,14 @@ def _stages(
 
 
 def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
-    """Returns the equations of each stage: one message, loop or conditional, or the equations of an
-    executable.
+    """Returns the equations of each stage: a message, loop or conditional, or an executable.
 
-    Messages keep their order. Executables come before the message that needs them; the last one may
-    be empty.
+    Messages keep their order. An executable is placed directly before the message that needs it.
+    The last executable may be empty.
     """
     needs = _dependences(eqns)
     by_host = [_by_host(eqn) for eqn in eqns]
-    sent: set[int] = set()  # what messages depend on
+    sent: set[int] = set()  # equations that messages depend on
     for i in reversed(range(len(eqns))):
         if by_host[i] or i in sent:
             sent |= needs[i]
@@ -297,10 +300,10 @@ def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
 
 
 def _dependences(eqns: Sequence[Any]) -> list[set[int]]:
-    """Returns the earlier equations that each one must come after.
+    """Returns, for each equation, the earlier equations that must run before it.
 
-    Messages keep their order, which is the same on all ranks. So does whatever has an effect, such
-    as a callback.
+    Messages keep their order, which is identical across ranks. So do equations with effects, e.g.
+    callbacks.
     """
     maker: dict[Any, int] = {}
     found: list[set[int]] = []
@@ -323,7 +326,7 @@ def _executable(
     donated: set[Any],
     site: _Site,
 ) -> _Stage:
-    """Compiles equations; `later` are the values that are needed afterwards."""
+    """Compiles equations into a stage; `later` are the values that are needed after the stage."""
     made = [var for eqn in eqns for var in eqn.outvars]
     inputs = sorted(
         _vars([*(a for eqn in eqns for a in eqn.invars), *copies.values()]) - {*made},
@@ -349,7 +352,7 @@ def _carried_out(eqn: Any, site: _Site) -> _Stage:
     run, programs = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name](eqn, site)
 
     def owned(*operands: Any) -> list[Any]:
-        # A loop that makes no iteration returns its operands, which may be the user's.
+        # A loop with zero iterations returns its operands, which may belong to the user.
         taken = set(map(id, operands))
         return [jnp.array(x) if id(x) in taken else x for x in run(*operands)]
 
@@ -366,7 +369,7 @@ def _message(eqn: Any, site: _Site) -> Callable[[Any], Sequence[Any]]:
     is_small = _is_small(eqn)
 
     def run(operand: Any) -> Sequence[Any]:
-        x = np.asarray(operand, order="C")  # waits for the operand; copies nothing
+        x = np.asarray(operand, order="C")  # waits for the operand, but doesn't copy it
         try:
             result = send(x)
         except MPI.Exception as error:
@@ -378,8 +381,10 @@ def _message(eqn: Any, site: _Site) -> Callable[[Any], Sequence[Any]]:
 
 
 def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
-    """The host starts the iterations one by one; the body takes its slice of the operands, and adds
-    its results.
+    """The host starts the iterations one by one.
+
+    The compiled body takes its slices of the stacked operands, and writes its results into the
+    stacked results.
     """
     n_consts, n_carry = compat.scan_counts(eqn)
     length = eqn.params["length"]
@@ -404,7 +409,7 @@ def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
 
     types = [*avals[:n_consts], *avals[n_consts + n_carry :], *avals[n_consts:][:n_carry], *stacked]
     empty = site.compile(lambda: [lax.full(aval.shape, 0, aval.dtype) for aval in stacked], [])
-    if length == 0:  # there's no slice that `body` could take
+    if length == 0:  # there is no slice that `body` could take
         return lambda *operands: [*operands[n_consts:][:n_carry], *empty()], []
     traced = jax.make_jaxpr(body)(jax.ShapeDtypeStruct((), np.int32), *map(struct_of, types))
     program = HostProgram(traced, site, donate=range(1 + len(avals), 1 + len(types)))
@@ -422,8 +427,8 @@ def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
 def _while(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
     """The host reads the condition before each iteration.
 
-    Under `vmap`, each element of the batch has a condition of its own. The loop continues while any
-    of them holds, and an element whose condition no longer holds keeps its values.
+    Under `vmap`, every batch element has its own condition. The loop continues as long as any of
+    them holds, and an element whose condition no longer holds keeps its values.
     """
     n_condition = eqn.params["cond_nconsts"]
     n_body = eqn.params["body_nconsts"]
@@ -457,7 +462,7 @@ def _while(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequenc
 
 
 def _cond(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
-    """The host reads which branch is taken."""
+    """The host reads the index of the branch and runs that branch."""
     branches = [HostProgram(branch, site) for branch in eqn.params["branches"]]
 
     def run(index: Any, *operands: Any) -> Sequence[Any]:
@@ -468,10 +473,11 @@ def _cond(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
 
 
 def _own_results(inner: Any) -> tuple[list[Any], dict[Any, Any]]:
-    """Returns a variable for each result, and those that are copies with what they are copies of.
+    """Returns a variable for each result, and maps those that are copies to their originals.
 
-    A later segment may overwrite a result, so none of them may be an argument's array, or another
-    result's. Messages' small results are copied because they are NumPy arrays.
+    A later segment may overwrite a result, so a result must not share its array with an argument or
+    with another result. The small results of messages are copied as well, because they are NumPy
+    arrays.
     """
     small = (
         var
@@ -497,7 +503,7 @@ def _is_small(message: Any) -> bool:
 
 
 def _last_uses(stages: Sequence[_Stage], results: set[Any]) -> list[set[Any]]:
-    """Returns the values that are needed no longer after each stage."""
+    """Returns, for each stage, the values that no later stage needs."""
     needed = set(results)
     done = []
     for stage in reversed(stages):
@@ -518,8 +524,9 @@ def _value(atom: Any, values: Values) -> Any:
 
 
 def _order(inner: Any) -> Callable[[Any], int]:
-    """Returns the place of a variable in a jaxpr: executables' arguments are in this order on every
-    rank.
+    """Returns a function that gives a variable's position in a jaxpr.
+
+    Executables take their arguments in this order, which is identical across ranks.
     """
     every = [*inner.constvars, *inner.invars, *(var for eqn in inner.eqns for var in eqn.outvars)]
     return {var: n for n, var in enumerate(every)}.__getitem__

@@ -1,8 +1,9 @@
-"""Communicators of a job's own in place of those that its mpi4jax calls name.
+"""A job's own communicators, which replace the user's communicators in its mpi4jax calls.
 
-Other calls on the user's communicator, by another job or outside of any step, then cannot meet a
-step's messages. A communicator is kept when its job has left, and the next job on the same ranks
-gets it: MPI has some thousands only, and executables hold their handles.
+Without them, the user's communicator could be used at the same time by another job, or outside of
+any step, and those messages could match a step's messages. A job's communicators are kept when the
+job leaves, and the next job on the same ranks reuses them: MPI only has a few thousand
+communicators, and compiled executables contain their handles.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from weakref import ref
 
 Key = tuple[tuple[int, ...], str]
-"""Members in their order, and the name of the user's communicator."""
+"""Members in order, and the name of the user's communicator."""
 
 
 @dataclass(slots=True)
@@ -24,8 +25,9 @@ class _Lent:
 
 @dataclass(slots=True)
 class JobComms:
-    """The communicators of each job on this rank. Only the exchange lane writes; threads of jobs
-    read.
+    """The communicators of each job on this rank.
+
+    Only the exchange lane writes. The jobs' threads read.
     """
 
     _lent: dict[tuple[Key, int], _Lent] = field(default_factory=dict)
@@ -35,7 +37,7 @@ class JobComms:
         return {key: lent.comm for (key, _), lent in self._lent.copy().items() if lent.job() is job}
 
     def in_use(self) -> list[tuple[Key, int]]:
-        """Returns the communicators of jobs that have not left on this rank."""
+        """Returns the communicators of the jobs that haven't left on this rank."""
         return [
             place
             for place, lent in self._lent.copy().items()
@@ -43,8 +45,6 @@ class JobComms:
         ]
 
     def assign(self, job: Any, key: Key, number: int, make: Callable[[], Any]) -> None:
-        """Gives a job the communicator `number` of those with this key, which is made if there is
-        none.
-        """
+        """Gives a job communicator `number` of those with this key, made by `make` if necessary."""
         lent = self._lent.get((key, number))
         self._lent[key, number] = _Lent(make() if lent is None else lent.comm, ref(job))

@@ -1,5 +1,8 @@
-"""From a jaxpr with exchanges to one with messages: calls of mpi4jax, or equations that the host
-carries out.
+"""Turns a jaxpr with exchanges into one with messages.
+
+A message is either an mpi4jax call or an equation that the host carries out. We retrace the jaxpr:
+each equation is evaluated as it is, except that exchanges are replaced by the functions of
+`collectives`, and loops and conditionals that contain exchanges are retraced with new bodies.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from jaxcross.wire.recognise import (
     recognise,
 )
 
-# How exchanges reach their peers: (axes, groups) -> channel.
+# Returns the channel on which the exchanges of these axes and groups are sent.
 Connect = Callable[[Sequence[str], Any], Channel]
 
 _LOOPS = ("scan", "while", "cond")
@@ -39,12 +42,13 @@ _LOOPS = ("scan", "while", "cond")
 def lower(
     jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect, comms: Mapping[Key, Any] | None = None
 ) -> Any:
-    """Returns a closed jaxpr with the same arguments and results, in which every exchange is
-    messages.
+    """Returns a closed jaxpr in which every exchange has become one or several messages.
 
-    Messages are sent in equation order, except for sums with no other exchange between them, which
-    may be one message in the place of the last. Communicators are made here, so all members of a
-    group must lower. mpi4jax's own calls go over `comms` if it has a communicator for theirs.
+    Arguments and results stay the same. Messages are sent in equation order, with one exception:
+    sums with no other exchange between them may be joined into a single message, which is sent in
+    the place of the last sum. This function makes the communicators that are missing, so all
+    members of a group must lower the jaxpr. If `comms` has a replacement for the communicator of an
+    mpi4jax call, the call uses the replacement.
     """
     if comms:
         jaxpr = compat.close(with_communicators(compat.open_jaxpr(jaxpr)[0], comms))
@@ -52,12 +56,11 @@ def lower(
 
 
 def calls_mpi4jax(jaxpr: compat.Jaxpr) -> bool:
-    """Whether a jaxpr, or one inside of it, calls mpi4jax."""
+    """Whether a jaxpr, or one nested inside it, calls mpi4jax."""
     return holds(jaxpr, lambda eqn: eqn.primitive.name.endswith("_mpi"))
 
 
 def _retrace(jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect) -> Any:
-    """The closed jaxpr with messages in place of exchanges."""
     structs = map(struct_of, jaxpr.in_avals)
     return jax.make_jaxpr(lambda *args: _evaluate(jaxpr, args, mesh, connect))(*structs)
 
@@ -91,8 +94,8 @@ def _equation(
     exchanges = recognise(eqn, mesh.sizes)
     if exchanges is not None and not name.endswith("_mpi"):
         results = [_exchange(x, v, mesh, connect) for x, v in zip(exchanges, values, strict=True)]
-        # JAX's types may say more of a result than ours do (a weak type), never another element
-        # type.
+        # JAX's type of a result may contain more than ours (that it's weakly typed), but the
+        # element type is always the same.
         return [
             jnp.asarray(r, dtype=compat.array_type(o).dtype)
             for r, o in zip(results, eqn.outvars, strict=True)
@@ -122,18 +125,20 @@ def _equation(
 def _sums(
     eqns: Sequence[compat.Equation], values: list[Any], mesh: RankGrid, connect: Connect
 ) -> Sequence[Any]:
-    """Several sums over the same ranks by one message."""
+    """Computes several sums over the same ranks with a single message."""
     exchange = coalesce.sum_of(eqns[0], mesh.sizes)
     assert exchange is not None
     values = [jnp.asarray(value) for value in values]
     ranks = connect(*group_of(exchange, mesh)).size
     if ranks == 1:
         return values
-    # A sum in 16 bits is cut into a block a rank: filled one by one, values take the bytes together
-    # that each takes.
+    # A sum of narrow floats is cut into one block per rank. We fill these blocks one after the
+    # other, and pad each value to a multiple of the number of ranks, so that a joined message takes
+    # as many bytes as its values would take separately.
     blocks = ranks if is_narrow_float(values[0].dtype) else 1
-    # Barriers: around the message XLA computes as around a call, so that one executable of a whole
-    # step gives the bits that its segments give.
+    # The barriers make XLA treat the message like a call, and compile what is around it separately.
+    # Otherwise one executable of a whole step and the step's segments would differ in their last
+    # bits.
     flat = jax.lax.optimization_barrier(
         coalesce.packed(jax.lax.optimization_barrier(values), blocks)
     )
@@ -152,10 +157,9 @@ def _exchange(exchange: Exchange, x: Any, mesh: RankGrid, connect: Connect) -> A
 
 def _map_closed(params: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
     def convert(value: Any) -> Any:
-        if type(value) in (
-            tuple,
-            list,
-        ):  # named tuples of loops hold no jaxprs, and are built otherwise
+        # We compare the exact type: the named tuples of loops hold no jaxprs, and their
+        # constructors take separate arguments.
+        if type(value) in (tuple, list):
             return type(value)(convert(v) for v in value)
         return function(value) if compat.is_closed_jaxpr(value) else value
 

@@ -1,9 +1,11 @@
-"""Messages of any element type that JAX has and of any number of elements, by mpi4jax's calls or
-the host's.
+"""Messages of any JAX element type and any number of elements, sent by mpi4jax or the host.
 
-Every function is traced inside a wire region, communicates over `channel` when the region runs, and
-must be reached by all of the channel's ranks in the same order. Nothing is copied unless a message
-has to be split.
+MPI doesn't have JAX's narrow floats, and mpi4jax limits a message to 2**31 - 1 elements. This
+module hides both: it bit-casts element types that MPI doesn't have, and splits long messages.
+
+Every function here is traced inside a wire region and communicates over `channel` when the region
+runs. All ranks of the channel must reach these calls in the same order. Nothing is copied unless a
+message has to be split.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ MAX_COUNT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """A communicator, this rank's position in it, and the longest message that it takes.
+    """A communicator, this rank's position in it, and its maximum message length.
 
     Attributes:
-        calls: What has the calls: mpi4jax, or `jaxcross.wire.host_calls`.
-        comm: The mpi4py communicator; None in a group of one, where nothing is ever sent.
+        calls: The module that has the calls: mpi4jax or `jaxcross.wire.host_calls`.
+        comm: The mpi4py communicator. Not used in a group of one rank, because nothing is sent
+            there.
         rank: This rank's position in the group.
-        size: Ranks in the group.
-        max_count: Elements that one message may have; longer ones are split.
+        size: Number of ranks in the group.
+        max_count: Maximum number of elements per message. Longer messages are split.
     """
 
     calls: Any
@@ -42,8 +45,9 @@ class Channel:
 
 
 def split_counts(count: int, max_count: int = MAX_COUNT) -> tuple[int, ...]:
-    """Returns the element counts of the messages that carry `count` elements: as few as possible,
-    nearly equal.
+    """Returns the lengths of the messages that carry `count` elements: as few as possible.
+
+    The lengths differ by at most one element.
     """
     if count == 0:
         return ()
@@ -53,15 +57,18 @@ def split_counts(count: int, max_count: int = MAX_COUNT) -> tuple[int, ...]:
 
 
 def is_narrow_float(dtype: Any) -> bool:
-    """Whether MPI has no such float, so that it travels bit-cast and is summed in float32."""
+    """Whether this is an 8- or 16-bit float.
+
+    MPI doesn't have these types, so they are sent bit-cast to integers, and summed in float32.
+    """
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits in (8, 16)
 
 
 def carrier(dtype: Any) -> np.dtype:
-    """The element type that MPI sees for elements of `dtype`.
+    """Returns the element type with which MPI sends elements of `dtype`.
 
     Raises:
-        ExchangeError: No MPI type has its size.
+        ExchangeError: MPI has no element type that could carry `dtype`.
     """
     if is_narrow_float(dtype):
         return np.dtype(f"uint{jnp.finfo(dtype).bits}")
@@ -75,7 +82,7 @@ def carrier(dtype: Any) -> np.dtype:
 
 
 def allreduce(x: jax.Array, op: Any, channel: Channel) -> jax.Array:
-    """Elementwise reduction by an MPI operator; the element type must be one that MPI reduces."""
+    """Reduces elementwise with an MPI operator. MPI must be able to reduce the element type."""
     if channel.size == 1 or x.size == 0:
         return x
     return _in_pieces(
@@ -84,7 +91,7 @@ def allreduce(x: jax.Array, op: Any, channel: Channel) -> jax.Array:
 
 
 def allgather(x: jax.Array, channel: Channel) -> jax.Array:
-    """Every rank's `x`, stacked along a new first axis."""
+    """Returns every rank's `x`, stacked along a new first axis."""
     if channel.size == 1 or x.size == 0:
         return jnp.broadcast_to(x[None], (channel.size, *x.shape))
     return _as_carrier(
@@ -99,7 +106,7 @@ def allgather(x: jax.Array, channel: Channel) -> jax.Array:
 
 
 def alltoall(x: jax.Array, channel: Channel) -> jax.Array:
-    """Block `j` of the first axis goes to rank `j`; block `i` of the result came from rank `i`."""
+    """Sends block `j` of the first axis to rank `j`. Block `i` of the result is from rank `i`."""
     if channel.size == 1 or x.size == 0:
         return x
 
@@ -116,7 +123,7 @@ def alltoall(x: jax.Array, channel: Channel) -> jax.Array:
 
 
 def bcast(x: jax.Array, root: int, channel: Channel) -> jax.Array:
-    """The root's `x`."""
+    """Returns the root's `x`."""
     if channel.size == 1 or x.size == 0:
         return x
     return _as_carrier(
@@ -128,7 +135,10 @@ def bcast(x: jax.Array, root: int, channel: Channel) -> jax.Array:
 
 
 def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Channel) -> jax.Array:
-    """`source`'s `x`, or zeros where there is no source; sends to `dest` where there is one."""
+    """Sends `x` to `dest` and returns the `x` of `source`.
+
+    If `dest` is None, nothing is sent. If `source` is None, the result is zeros.
+    """
     if x.size == 0 or (source is None and dest is None):
         return jnp.zeros_like(x)
     if source == channel.rank and dest == channel.rank:
@@ -138,7 +148,7 @@ def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Cha
     null = MPI.PROC_NULL
 
     def one(piece: jax.Array) -> jax.Array:
-        # MPI leaves the buffer of a receive from PROC_NULL untouched, so an empty one will do.
+        # A receive from PROC_NULL doesn't touch its buffer, so an empty buffer is enough.
         buffer = jnp.zeros((0,), piece.dtype) if source is None else piece
         got = channel.calls.sendrecv(
             piece,
@@ -154,7 +164,7 @@ def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Cha
 
 
 def _as_carrier(x: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Move bits: the element type does not matter to who receives them."""
+    """Sends `x` bit-cast to a type that MPI has. This works because `send` only moves bits."""
     wire = carrier(x.dtype)
     if wire == x.dtype:
         return send(x)
@@ -164,8 +174,9 @@ def _as_carrier(x: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Arr
 def _in_pieces(
     send: Callable[[jax.Array], jax.Array], x: jax.Array, channel: Channel, *, stacked: bool = False
 ) -> jax.Array:
-    """One message where it fits, else the flat array in pieces; `stacked` results have a leading
-    rank axis.
+    """Sends `x` as one message if that is short enough, otherwise flattened and in pieces.
+
+    With `stacked`, the results of `send` have a leading rank axis.
     """
     counts = split_counts(x.size, channel.max_count)
     if len(counts) == 1:

@@ -1,8 +1,8 @@
-"""The wire of the exchange lane: recogniser and lowerer over a world's communicators.
+"""The exchange lane's wire: recognises exchanges and lowers them to MPI messages.
 
-Exchanges go over MPI in one of two ways, the world's choice. By *mpi4jax* they are calls inside one
-XLA executable. By *mpi4py* the host makes them between executables, on buffers of its own
-(`host_program`).
+There are two ways to exchange over MPI, and the world decides which one is used. With *mpi4jax*,
+exchanges are calls inside an XLA executable. With *mpi4py*, the host makes them between
+executables, on buffers of its own (`host_program`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from jaxcross.wire.rank_grid import RankGrid
 from jaxcross.wire.recognise import group_of, recognise
 
 Over = Literal["mpi4jax", "mpi4py"]
-"""The library that makes the exchanges."""
+"""The library that carries out the exchanges."""
 
 
 class WireWorld(Protocol):
-    """The ranks and communicators that a wire uses; see `jaxcross.world.World`."""
+    """The ranks and communicators that a wire uses; implemented by `jaxcross.world.World`."""
 
     @property
     def over(self) -> Over: ...
@@ -48,13 +48,13 @@ class WireWorld(Protocol):
 
 @final
 class MpiWire:
-    """`jaxcross.program.ir.Wire` over MPI. Immutable.
+    """Implements `jaxcross.program.ir.Wire` over MPI. Immutable.
 
     Args:
         world: The ranks and their communicators.
-        over: The library that makes the exchanges; the world's choice if None.
-        max_count: Elements of the longest message; longer ones are split.
-        comms: In place of the communicators that mpi4jax's own calls name.
+        over: The library that carries out the exchanges. If None, the world decides.
+        max_count: Maximum number of elements per message. Longer messages are split.
+        comms: Replacements for the communicators that mpi4jax's own calls name.
     """
 
     __slots__ = ("_comms", "_max_count", "_over", "_world")
@@ -75,16 +75,15 @@ class MpiWire:
     def recognise(
         self, eqn: compat.Equation, axes: Mapping[str, int]
     ) -> tuple[Exchange, ...] | None:
-        """The equation's exchanges over `axes`, or None. Neither waits nor communicates."""
+        """Returns the equation's exchanges over `axes`, or None. Does not communicate."""
         return recognise(eqn, axes)
 
     def lower(self, jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> Lowered:
-        """Returns what compiles to the closed `jaxpr`, with its exchanges made over MPI in equation
-        order.
+        """Returns a `Lowered` of the closed `jaxpr` whose exchanges go over MPI, in equation order.
 
-        Waits for the other members of each group that has no communicator yet. If the jaxpr calls
-        mpi4jax itself, all its exchanges go over mpi4jax, whatever the world's choice is: their
-        order is then XLA's.
+        If a group has no communicator yet, waits for the group's other members. If the jaxpr calls
+        mpi4jax itself, all its exchanges go over mpi4jax, whatever the world has chosen, because
+        only then does XLA put all of them in one order.
         """
         grid = self._world.rank_grid(axes)
         if self._over == "mpi4jax" or calls_mpi4jax(jaxpr):
@@ -105,30 +104,29 @@ class MpiWire:
         lowered = lower(jaxpr, grid, connect, self._comms)
         if holds_message(lowered):
             return HostLowered(lowered, self._world.arena.take, self._world.abort)
-        if not lowered.effects:  # every group has one rank: nothing is sent
+        # Every group has a single rank, so nothing is sent.
+        if not lowered.effects:
             return Traceable(jaxpr_as_fun(lowered))
         lowered, consts = compat.constants_first(lowered)
         return Traceable(lambda *args: primitive.bind(lowered, *consts, *args))
 
     def calls(self, program: Program) -> tuple[Exchange, ...]:
-        """Returns all exchanges of a program in order, each with its `ranks`. Neither waits nor
-        communicates.
-        """
+        """Returns a program's exchanges in order, each with its `ranks`. Does not communicate."""
         grid = self._world.rank_grid(dict(program.axes))
         return calls_of(program, lambda exchange: grid.group(*group_of(exchange, grid)))
 
     def create_communicators(self, exchanges: Iterable[Exchange], axes: Mapping[str, int]) -> None:
-        """Makes the communicators that these exchanges need, so that `lower` does not have to wait
-        for other ranks.
+        """Makes the communicators that these exchanges need, so that `lower` doesn't have to wait.
 
-        Waits for the other members of each group that has none yet, in the order of `exchanges`.
+        If a group has no communicator yet, waits for the group's other members, in the order of
+        `exchanges`.
         """
         grid = self._world.rank_grid(axes)
-        for exchange in (x for x in exchanges if x.axes):  # mpi4jax's own calls have theirs
+        for exchange in (x for x in exchanges if x.axes):  # mpi4jax's own calls bring their own
             self._world.communicator(grid, *group_of(exchange, grid))
 
     def coords(self, axes: Mapping[str, int]) -> dict[str, int]:
-        """Returns this rank's index along each axis. Pure."""
+        """Returns this rank's index along each axis. Does not communicate."""
         grid = self._world.rank_grid(axes)
         return dict(zip(grid.names, grid.coords, strict=True))
 
@@ -139,8 +137,9 @@ class MpiWire:
         return hash(self._identity())
 
     def _identity(self) -> tuple[Any, ...]:
-        """Returns all that executables depend on: they hold handles of this world's
-        communicators.
+        """Returns everything that executables depend on.
+
+        The world is a part of it, because executables contain handles of its communicators.
         """
         return (
             id(self._world),

@@ -1,9 +1,9 @@
-"""Pieces of a vector at places that are constants of the trace, which `compile_with_arguments`
-makes arguments of.
+"""Slices of a vector at constant positions, which `compile_with_arguments` turns into arguments.
 
-XLA's CPU backend compiles one kernel for all operations that are alike, and slices at different
-literal places are not: 5 ms each, 8 s for the 1,500 small gradients of a shared buffer. With the
-place as an argument, pieces of one size share a kernel. An argument costs 0.3 us a call.
+XLA's CPU backend compiles only one kernel for identical operations, but slices at different literal
+positions aren't identical. Each one takes 5 ms to compile, and the 1,500 small gradients of a
+shared buffer take 8 s. If the position is an argument, all slices of the same size share a kernel.
+An argument costs 0.3 us per call.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ _LARGEST = np.iinfo(np.uint32).max
 
 
 def split(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    """Returns consecutive pieces of a vector; those of a size that occurs once at literal
-    places.
+    """Splits a vector into consecutive pieces of these sizes.
+
+    Pieces whose size occurs only once are sliced at literal positions, because they have no kernel
+    to share.
     """
     times = Counter(sizes)
     starts = itertools.accumulate(sizes, initial=0)
@@ -34,6 +36,7 @@ def split(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
 
 
 def _at_constant(flat: jax.Array, start: int, size: int) -> jax.Array:
-    # One element and not a scalar, which JAX would write into the equation as a literal.
+    # An array of one element rather than a scalar: JAX would write a scalar into the equation as a
+    # literal.
     position = np.asarray([start], np.uint32)
     return lax.dynamic_slice(flat, (lax.reshape(position, ()),), (size,))

@@ -1,12 +1,11 @@
-"""The one primitive of the wire: a stretch of a program that holds exchanges, called like an
-ordinary operation.
+"""The wire's only primitive: a region that contains exchanges, called like any other operation.
 
-mpi4jax orders its calls by a JAX effect, and a jitted function with that effect costs hundreds of
-microseconds a call and cannot be compiled ahead of time (`benchmarks/wire_call.py`). The region has
-no effect of its own: when it is lowered it makes an XLA token, and JAX threads that through the
-mpi4jax calls inside, in equation order, loops and branches included. The calls are marked as having
-side effects, so XLA neither drops nor merges them. One call costs what any small jitted function
-costs.
+mpi4jax keeps its calls in order by a JAX effect. A jitted function with this effect costs hundreds
+of microseconds per call and can't be compiled ahead of time (`benchmarks/wire_call.py`). The region
+itself has no effect. When it is lowered, it creates an XLA token, and JAX threads this token
+through the mpi4jax calls inside, in equation order, including those in loops and branches. The
+calls are marked as having side effects, so XLA neither drops nor merges them. A call of the region
+then costs no more than a call of any small jitted function.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ region_p.multiple_results = True
 
 
 def bind(jaxpr: Jaxpr, *args: Any) -> list[Any]:
-    """Run the closed `jaxpr`, which holds mpi4jax equations, as one equation without effects."""
+    """Runs the closed `jaxpr`, which contains mpi4jax equations, as one effect-free equation."""
     return region_p.bind(*args, jaxpr=jaxpr)
 
 
@@ -44,8 +43,9 @@ def _lower(ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
 
 
 def _keep(*asked: Any) -> tuple[list[bool], Any]:
-    # The peers take part whether or not this rank reads the result. JAX 0.12 asks of what is used
-    # and what lives.
+    # Dead code elimination must keep the region and all of its operands: the other ranks exchange
+    # whether or not this rank reads the result. JAX 0.12 passes one argument more than earlier
+    # versions, before the equation.
     eqn = asked[-1]
     return [True] * len(eqn.invars), eqn
 

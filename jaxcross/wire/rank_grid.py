@@ -1,4 +1,7 @@
-"""Axes over ranks: names, sizes, coordinates, and who is in a group with whom. Pure: no MPI."""
+"""The ranks as a grid with named axes: sizes, coordinates, and the groups that exchange.
+
+Pure: this module doesn't use MPI.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from jaxcross._arguments import is_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGrid:
-    """The ranks of a world as a grid, row-major, seen from one of them.
+    """The ranks of a world as a row-major grid, seen from one of them.
 
     Attributes:
         names: The axes, outermost first.
-        shape: Ranks along each axis.
+        shape: Number of ranks along each axis.
         coords: This rank's position along each axis.
     """
 
@@ -27,7 +30,7 @@ class RankGrid:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks along each axis by name: the axis environment that a step is traced with."""
+        """Number of ranks along each axis, by name: the axis environment for tracing a step."""
         return dict(zip(self.names, self.shape, strict=True))
 
     @property
@@ -35,21 +38,23 @@ class RankGrid:
         return int(np.ravel_multi_index(self.coords, self.shape)) if self.shape else 0
 
     def index(self, axis: str) -> int:
-        """This rank's position along one axis: what `jax.lax.axis_index` gives."""
+        """This rank's position along one axis, as returned by `jax.lax.axis_index`."""
         return self.coords[self._position(axis)]
 
     def group(
         self, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None
     ) -> tuple[int, ...]:
-        """World ranks that exchange with this one over `axes`, in the order of JAX's flattened axis
-        index.
+        """Returns the world ranks that exchange with this rank over `axes`, itself included.
+
+        The ranks are in the order of JAX's flattened axis index.
 
         Args:
-            axes: In the order the user wrote them; the first varies slowest.
+            axes: The axes in the order in which the user wrote them; the first one varies slowest.
             groups: `axis_index_groups`: positions within the flattened axes.
 
         Raises:
-            ValueError: An axis is not in the mesh or is named twice, or no group holds this rank.
+            ValueError: An axis is not in the mesh or is named twice, or no group contains this
+                rank.
         """
         where = [self._position(a) for a in axes]
         if len(set(where)) != len(where):
@@ -77,12 +82,13 @@ class RankGrid:
 
 
 def axis_sizes(axes: str | Mapping[str, int]) -> dict[str, int]:
-    """Name to size, one of which may be -1: what can be said of `axes` before the number of ranks
-    is known.
+    """Returns the size of each axis by name, with at most one -1 that isn't resolved.
+
+    This checks as much of `axes` as is possible before the number of ranks is known.
 
     Raises:
         TypeError: `axes` is neither a name nor a mapping.
-        ValueError: There is no axis, one has no such size, or two are -1.
+        ValueError: There is no axis, a size is invalid, or two sizes are -1.
     """
     if isinstance(axes, str):
         return {axes: -1}
@@ -106,17 +112,17 @@ def axis_sizes(axes: str | Mapping[str, int]) -> dict[str, int]:
 
 
 def make_rank_grid(axes: str | Mapping[str, int], *, rank: int, size: int) -> RankGrid:
-    """The mesh that `axes` describes, seen from `rank` of `size`.
+    """Returns the mesh that `axes` describes, seen from `rank` out of `size` ranks.
 
     Args:
-        axes: One name (an axis over all ranks), or name to size, outermost first; one size may be
-            -1.
-        rank: Whose coordinates.
+        axes: A single name (for an axis over all ranks), or a mapping from names to sizes,
+            outermost first. One size may be -1.
+        rank: The rank whose coordinates the grid has.
         size: Number of ranks.
 
     Raises:
         TypeError: `axes` is neither a name nor a mapping.
-        ValueError: The sizes do not multiply to `size`.
+        ValueError: `axes` is invalid, or the product of the sizes isn't `size`.
     """
     wanted = axis_sizes(axes)
     known = math.prod(n for n in wanted.values() if n != -1)

@@ -1,8 +1,7 @@
-"""Recognises exchanges among equations: JAX's named-axis collectives over our axes, and mpi4jax's
-own primitives.
+"""Recognises exchanges: JAX's named-axis collectives over our axes, and mpi4jax's primitives.
 
-Pure: reads one equation, communicates nothing. The same on every rank, mpi4jax's point-to-point
-calls apart.
+Everything here only reads equations and doesn't communicate. The result is identical across ranks,
+except for mpi4jax's point-to-point calls, whose peers differ between ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from jaxcross.program.ir import Exchange
 from jaxcross.program.jaxpr_utils import holds
 from jaxcross.wire.rank_grid import RankGrid
 
-# Primitive name -> our name. The variants differ in what JAX's types say of the result, not in what
-# is sent.
+# Maps JAX's primitive names to ours. The variants differ in the type that JAX gives to the result,
+# but they send the same data.
 _OPS = {
     "psum": "psum",
     "psum_invariant": "psum",
@@ -39,7 +38,7 @@ _OPS = {
 }
 REDUCTIONS = ("psum", "pmax", "pmin")
 
-# Collectives that have no MPI counterpart here, and what to write instead.
+# Collectives that we don't implement over MPI, and what to use instead.
 _UNSUPPORTED = {
     "ragged_all_to_all": "pad to equal blocks and use `jax.lax.all_to_all`",
     "pbroadcast_dynamic": "use `jax.lax.pbroadcast` with a fixed source",
@@ -47,18 +46,18 @@ _UNSUPPORTED = {
     "precv": "use `jax.lax.ppermute`",
 }
 
-# Equations about our axes that move nothing between ranks.
+# Equations that name our axes but move no data between ranks.
 LOCAL = frozenset({"pvary", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"})
 
 
 def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
-    """The exchanges of an equation, one per operand in operand order; None if it is not one over
-    `axes`.
+    """Returns an equation's exchanges, one per operand, or None if it doesn't exchange over `axes`.
 
-    An mpi4jax equation gives exactly one exchange, whatever its operands.
+    An mpi4jax equation always gives exactly one exchange, even if it has no operand or several. One
+    that sends nothing (the transpose of an all-reduce) gives None.
 
     Raises:
-        ExchangeError: A collective over our axes that cannot be made.
+        ExchangeError: The equation is a collective over our axes that we can't carry out.
     """
     name = eqn.primitive.name
     if name.endswith("_mpi"):
@@ -103,11 +102,12 @@ def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, 
 
 
 def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
-    """The axes and groups over whose ranks an exchange goes, in the order in which it counts
-    them.
+    """Returns the axes and the groups over whose ranks an exchange goes.
+
+    The order of the axes determines how the exchange numbers its ranks.
     """
-    # Positions count in the order in which the user names the axes. XLA's permutation alone counts
-    # in mesh order.
+    # XLA numbers the positions in the order in which the user names the axes. The exception is the
+    # permutation, which uses the order of the mesh.
     axes = exchange.axes
     if exchange.op == "ppermute":
         axes = tuple(a for a in mesh.names if a in axes)
@@ -117,12 +117,7 @@ def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
 def _check_indices(
     op: str, params: Mapping[str, Any], axes: Sequence[str], size: int, source: str
 ) -> None:
-    """Makes sure that a collective names indices of its axes, as XLA does for `pmap`. MPI would end
-    all ranks.
-
-    Raises:
-        ExchangeError: It does not.
-    """
+    """Checks a collective's indices like XLA does for `pmap`; MPI would terminate all ranks."""
     perm = params.get("perm", ((params["source"], 0),) if op == "pbroadcast" else ())
     for what, indices in (
         ("sources", [s for s, _ in perm]),
@@ -147,7 +142,7 @@ def names_axis(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
 
 
 def involves_axes(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
-    """Whether an equation, or one inside of it, is an exchange or says a word about our axes."""
+    """Whether an equation, or one nested inside it, is an exchange or names one of our axes."""
 
     def concerned(eqn: compat.Equation) -> bool:
         return eqn.primitive.name.endswith("_mpi") or names_axis(eqn, axes)
@@ -156,7 +151,7 @@ def involves_axes(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
 
 
 def names_axis_inside(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
-    """Whether an equation inside names one of our axes."""
+    """Whether any equation in the jaxpr, at any depth, names one of our axes."""
     return holds(jaxpr, lambda eqn: names_axis(eqn, axes))
 
 
@@ -167,8 +162,9 @@ def _axes_of(eqn: compat.Equation) -> tuple[Any, ...]:
 
 
 def _params(op: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Returns all parameters but operand and axes that the message depends on, hashable and free of
-    handles.
+    """Returns all parameters that the message depends on, except for the operand and the axes.
+
+    They are hashable and contain no handles.
     """
     found: list[tuple[str, Any]] = []
     if op == "all_gather":
@@ -188,16 +184,18 @@ def _params(op: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
-    """mpi4jax's primitives on the user's communicator; its members, never its handle, go into the
-    signature.
+    """Recognises mpi4jax's primitives on a communicator of the user.
+
+    The exchange contains the communicator's members, never its handle, because handles differ
+    between processes.
     """
     params = eqn.params
     if params.get("transpose"):
-        return None  # The transpose of an all-reduce is the identity: nothing is sent.
+        return None  # the transpose of an all-reduce is the identity, so nothing is sent
     comm = unwrap(params["comm"])
     op = eqn.primitive.name.removesuffix("_mpi")
     source = compat.source_of(eqn, outside="mpi4jax/_src")
-    if not comm:  # as `MPI.COMM_NULL` counts
+    if not comm:  # `MPI.COMM_NULL` is falsy
         raise ExchangeError(
             f"`mpi4jax.{op}` goes over `MPI.COMM_NULL`, at {source}: this rank is not a member of "
             "that communicator (`Split` gives it none for the color `MPI.UNDEFINED`), or it was "
@@ -230,12 +228,7 @@ def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
 
 
 def _check_numbers(call: str, params: Mapping[str, Any], size: int, source: str) -> None:
-    """Makes sure that a call names ranks of its communicator and tags that MPI has: MPI would end
-    the whole job.
-
-    Raises:
-        ExchangeError: It does not; says where it is made.
-    """
+    """Checks an mpi4jax call's ranks and tags: for wrong ones, MPI would terminate the job."""
     from mpi4py import MPI
 
     others = {"dest": (MPI.PROC_NULL,), "source": (MPI.PROC_NULL, MPI.ANY_SOURCE)}
@@ -255,8 +248,10 @@ def _check_numbers(call: str, params: Mapping[str, Any], size: int, source: str)
 
 
 def _point_to_point(op: str, params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Peers and tags of a send or a receive. A peer is a rank of the communicator, None for
-    `PROC_NULL`, or `any`; a tag is a number or `any`.
+    """Returns the peers and tags of a send or a receive.
+
+    A peer is a rank of the communicator, None for `PROC_NULL`, or `any`. A tag is a number or
+    `any`.
     """
     from mpi4py import MPI
 
@@ -272,13 +267,13 @@ def _point_to_point(op: str, params: Mapping[str, Any]) -> list[tuple[str, Any]]
 
 
 def unwrap(value: Any) -> Any:
-    """The MPI object behind a parameter of an mpi4jax equation."""
-    # mpi4jax wraps handles in a class with a hash but no equality.
+    """Returns the MPI object behind a parameter of an mpi4jax equation."""
+    # mpi4jax wraps handles in a class that defines a hash, but no equality.
     return value.wrapped if type(value).__name__ == "HashableMPIType" else value
 
 
 def world_ranks(comm: Any) -> tuple[int, ...]:
-    """The ranks of `COMM_WORLD` that a communicator joins, in its own order."""
+    """Returns a communicator's members as ranks of `COMM_WORLD`, in the communicator's order."""
     from mpi4py import MPI
 
     group = comm.Get_group()

@@ -1,4 +1,9 @@
-"""Small agreements between all ranks, on a communicator of their own."""
+"""Small agreements between all ranks, on a communicator of their own.
+
+Votes and checks only need two operations, an elementwise minimum and a gathering of texts, so
+`Control` has nothing else. Because nothing else uses the communicator, these messages can't be
+mixed up with exchanges.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +14,23 @@ import numpy as np
 
 
 class Control(Protocol):
-    """The messages that votes and agreements need. Every call waits for every rank; one thread uses
-    it.
+    """The messages that votes and agreements need.
+
+    Every call waits for every rank. Only one thread may use it.
     """
 
     rank: int
     size: int
 
     def allreduce_min(self, values: np.ndarray) -> np.ndarray:
-        """The elementwise minimum over ranks of an int64 array of one agreed length."""
+        """Returns the elementwise minimum over ranks of an int64 array.
+
+        The array must have the same length on every rank.
+        """
         ...
 
     def allgather_text(self, text: str) -> list[str]:
-        """Every rank's text, by rank."""
+        """Returns every rank's text, by rank."""
         ...
 
 
@@ -47,8 +56,9 @@ class MpiControl:
 
 
 def gather(control: Control, value: object) -> list[Any]:
-    """Returns every rank's value, by rank. Values travel as JSON: tuples arrive as lists. Waits for
-    all ranks.
+    """Returns every rank's value, by rank. Waits for all ranks.
+
+    Values are sent as JSON, so tuples arrive as lists.
     """
     text = json.dumps(value)
     return [
@@ -57,13 +67,14 @@ def gather(control: Control, value: object) -> list[Any]:
 
 
 def all_equal(control: Control, number: int) -> bool:
-    """Whether all ranks give the same number below 2**62; the same on every rank. Waits for all
-    ranks.
+    """Whether all ranks pass the same number, which must be below 2**62. Waits for all ranks.
+
+    The result is identical across ranks.
     """
     low, high = control.allreduce_min(np.array([number, -number], np.int64))  # -high is the maximum
     return bool(low == -high)
 
 
 def any_rank(control: Control, flag: object) -> bool:
-    """Whether `flag` is true on some rank; the same on every rank. Waits for all ranks."""
+    """Whether `flag` is true on any rank. Waits for all ranks, and is identical across them."""
     return control.allreduce_min(np.array([-bool(flag)], np.int64)).item() < 0

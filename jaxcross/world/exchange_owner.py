@@ -1,9 +1,8 @@
-"""The right to exchange with other ranks: one run of jobs has it, or one thread that calls a step
-outside any run.
+"""Decides who may exchange: one run of jobs, or one thread that calls a step outside any run.
 
-Ranks match exchanges by their order alone. Two threads that exchange at once would each be in an
-order of their own, which may differ between ranks, and one step's sums would be mixed with the
-other's.
+Ranks match up exchanges by their order alone. If two threads exchanged at the same time, their
+exchanges would interleave in an order that may differ between ranks, and one step's sums would be
+mixed up with the other's.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ VARIABLE = "JAXCROSS_CHECK_CALLS"
 
 
 def check_interval(environ: Mapping[str, str]) -> int:
-    """Returns n: in every nth call outside a run, the ranks compare which step they call.
+    """Returns n: the ranks compare which step they call on every n-th call outside a run.
 
     Raises:
         ValueError: `JAXCROSS_CHECK_CALLS` is not a whole number of at least 1.
@@ -38,16 +37,16 @@ class ExchangeOwner:
     """Whether a thread of this process may exchange now. Nothing in it waits or communicates.
 
     Attributes:
-        broken_step: The step, if any, that failed outside a run before it had made all of its
-            exchanges: other ranks may be in the rest.
-        must_agree: Whether a step outside a run failed before its first exchange, perhaps on this
-            rank alone: the ranks must agree on the next one.
-        check_every: The ranks compare which step they call on every such call outside a run; the
+        broken_step: The step that failed outside a run before it had finished all of its exchanges,
+            "" if there is none. Other ranks may be waiting in the remaining exchanges.
+        must_agree: Whether a step outside a run failed before its first exchange. This may have
+            happened on this rank alone, so the ranks must agree on the next step.
+        check_every: The ranks compare which step they call on every such call outside a run. The
             same on every rank.
-        unchecked: Calls since they last did so.
+        unchecked: Number of calls since the last comparison.
         functions: Number of steps outside a run that the ranks have agreed on.
-        lane_threads: Living threads of the lanes of a run.
-        job_threads: Living threads of jobs.
+        lane_threads: The live threads of a run's lanes.
+        job_threads: The live threads of jobs.
     """
 
     __slots__ = (
@@ -69,7 +68,7 @@ class ExchangeOwner:
         self.functions = 0
         self._run = threading.Lock()
         self._step = threading.Lock()
-        self._caller = (0, "")  # the thread that holds `_step`, and the step or run that it is in
+        self._caller = (0, "")  # the thread that holds `_step`, and its step or run
         self.broken_step = ""
         self.must_agree = False
         self.lane_threads: set[threading.Thread] = set()
@@ -77,16 +76,15 @@ class ExchangeOwner:
 
     @property
     def in_run(self) -> bool:
-        """Whether a thread of a run lives in this process."""
+        """Whether any thread of a run is alive in this process."""
         return bool(self.lane_threads or self.job_threads)
 
     def run(self) -> ExitStack:
-        """Returns a context in which one run may exchange, from before its first message to its
-        last one.
+        """Returns a context in which one run may exchange, from its first message to its last one.
 
         Raises:
-            JobError: Another run is in progress, or one that broke has left a lane, or a thread is
-                in a step outside any run.
+            JobError: Another run is in progress, or a run that broke has left a lane thread behind,
+                or another thread is in a step outside any run.
         """
         refusal = JobError(
             "A run is in progress in this process, and two at once would mix up their messages. "
@@ -98,8 +96,8 @@ class ExchangeOwner:
         if self.lane_threads:
             self._run.release()
             raise refusal
-        # A run's first messages, before it has a lane, would be mixed with those of a step that has
-        # begun already. Nor may a step begin between them.
+        # A run sends its first messages before it has a lane. They would be mixed up with the
+        # messages of a step that has already begun, or of one that begins in between.
         if not self._step.acquire(blocking=False):
             theirs, other = self._in_step()
             self._run.release()
@@ -116,8 +114,8 @@ class ExchangeOwner:
         """Returns a context in which this thread may make the exchanges of a step outside any run.
 
         Raises:
-            ExchangeError: A step has failed halfway on this rank.
-            JobError: Another thread is in a step, or in a run.
+            ExchangeError: An earlier step has failed halfway on this rank.
+            JobError: Another thread is in a step or in a run.
         """
         if not self._step.acquire(blocking=False):
             theirs, other = self._in_step()
@@ -128,8 +126,8 @@ class ExchangeOwner:
                 "with the other's. Call steps from one thread, or make the threads' work jobs of a "
                 "`jaxcross.Runner`, which agrees on an order."
             )
-        # Asked last: the thread that had the turn before may have failed halfway until it gave the
-        # turn back.
+        # We check this only once we hold the lock, because until the previous thread releases the
+        # lock, its step may still fail halfway.
         if self.broken_step:
             self._step.release()
             raise ExchangeError(
@@ -142,16 +140,16 @@ class ExchangeOwner:
         return _releasing(self._step)
 
     def _in_step(self) -> tuple[str, str]:
-        """Returns what holds `_step`, and the name of its thread."""
+        """Returns the step or run that holds `_step`, and the name of its thread."""
         ident, theirs = self._caller
         return theirs, next((t.name for t in threading.enumerate() if t.ident == ident), str(ident))
 
     def check_due(self) -> bool:
-        """Counts a call outside a run that is about to exchange. Returns whether the ranks compare
-        what they call.
+        """Counts a call outside a run that is about to exchange.
 
-        The count is the same on every rank: each call is counted where the ranks meet, not where it
-        begins.
+        Returns whether the ranks have to compare which step they call. The count is identical
+        across ranks because a call is counted when the ranks are about to communicate, rather than
+        when the call begins.
         """
         self.unchecked += 1
         if self.unchecked < self.check_every:
@@ -160,10 +158,11 @@ class ExchangeOwner:
         return True
 
     def check_not_stray(self, step: str) -> None:
-        """Refuses a step that is called during a run from a thread other than a job's.
+        """Refuses a step that is called during a run from a thread that isn't a job's.
 
         Raises:
-            JobError: Its exchanges would have no place in the order that all ranks agreed on.
+            JobError: The step's exchanges would have no place in the order that all ranks agreed
+                on.
         """
         thread = threading.current_thread()
         if self.in_run and thread not in self.job_threads:
@@ -176,8 +175,9 @@ class ExchangeOwner:
 
 
 def _releasing(*locks: threading.Lock) -> ExitStack:
-    # The caller holds the locks already: a refusal is raised in its own frame, not in one of
-    # `contextlib`. They are given back in this order.
+    # The caller has already acquired the locks, so that a refusal is raised in the caller's own
+    # frame instead of a frame of `contextlib`. The locks are released in the order of the
+    # arguments.
     context = ExitStack()
     for lock in reversed(locks):
         context.callback(lock.release)

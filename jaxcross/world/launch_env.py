@@ -1,5 +1,6 @@
-"""The launcher's variables for this process, compared with MPI. Pure: the environment is an
-argument.
+"""The launcher's variables for this process, compared with what MPI reports.
+
+Pure: the environment is an argument.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from dataclasses import dataclass
 
 from jaxcross.errors import ExchangeError
 
-# Set per process by the launchers that start MPI ranks. SLURM's counts only where no MPI launcher
-# speaks: under `mpirun` inside a SLURM job it counts mpirun's own helpers. SLURM_NTASKS would not
-# do: a batch script has it, too.
+# Launchers that start MPI ranks set one of these variables in each process. SLURM's variable only
+# counts if none of the MPI launchers' variables is set: under `mpirun` inside a SLURM job, it
+# counts mpirun's own helper processes. We can't use SLURM_NTASKS, because a batch script has it,
+# too.
 _SIZES = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
@@ -21,23 +23,25 @@ _SIZES = (
 )
 
 MPI_SETTINGS = {"OMPI_MCA_btl_tcp_flags": "send", "OMPI_MCA_mpi_yield_when_idle": "1"}
-"""Settings with which Open MPI is started, measured by `benchmarks/exchange_cost.py`. By default it
-puts long messages over TCP in one direction at a time, and an all-reduce takes 1.7 times as long as
-with messages that are sent; and a rank that waits takes the core from computation. They overrule
-Open MPI's parameter files.
+"""Settings with which we start Open MPI; see `benchmarks/exchange_cost.py` for the measurements.
+
+By default, Open MPI transfers long messages over TCP with PUT operations, in one direction at a
+time, and an all-reduce takes 1.7 times as long as with plain sends. The second setting is needed
+because a waiting rank would otherwise take the core away from computation. These settings take
+precedence over Open MPI's parameter files.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """The number of ranks that a launcher announced, and the variable that says so."""
+    """The number of ranks that the launcher announced, and the variable that it is from."""
 
     size: int
     variable: str
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Reads the launcher's variables; None if no launcher started this process."""
+    """Reads the launcher's variables. Returns None if no launcher started this process."""
     for name in _SIZES:
         if environ.get(name, "").isdecimal():
             return Launch(size=int(environ[name]), variable=name)
@@ -45,11 +49,12 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def check_launch(launch: Launch | None, *, world_size: int, vendor: str) -> None:
-    """Refuse a world that is smaller than what was launched: N processes that each believe to be
-    alone.
+    """Refuses a world whose size isn't the number of launched processes.
+
+    This typically means that N processes have been launched, and each of them believes it's alone.
 
     Raises:
-        ExchangeError: With the remedy for the launcher at hand.
+        ExchangeError: The sizes differ. The text has the remedy for the launcher that was used.
     """
     if launch is None or launch.size == world_size:
         return
@@ -71,7 +76,7 @@ def check_launch(launch: Launch | None, *, world_size: int, vendor: str) -> None
 
 
 def vendor_of(library_version: str) -> str:
-    """`mpich`, `openmpi`, `intel`, ... from `MPI.Get_library_version()`."""
+    """Returns `mpich`, `openmpi`, `intel`, ... given the text of `MPI.Get_library_version()`."""
     text = library_version.lower()
     for mark, vendor in (
         ("open mpi", "openmpi"),

@@ -1,6 +1,4 @@
-"""Flat messages between ranks on a communicator of their own, sent and received without waiting for
-anybody.
-"""
+"""Flat messages between ranks on a communicator of their own, sent and received asynchronously."""
 
 from __future__ import annotations
 
@@ -11,29 +9,31 @@ import numpy as np
 
 
 class Mailbox(Protocol):
-    """One thread's messages to and from all ranks, itself included. Those of one rank come in the
-    order sent.
+    """One thread's messages to and from all ranks, including its own.
+
+    Messages from the same rank arrive in the order in which they were sent.
     """
 
     rank: int
     size: int
 
     def send(self, rank: int, tag: int, message: np.ndarray) -> None:
-        """Begins to send bytes (uint8, flat), which must not change any more. Does not wait."""
+        """Starts sending bytes (flat, uint8), which must not change afterwards. Does not wait."""
         ...
 
     def receive(self) -> tuple[int, int, np.ndarray] | None:
-        """Sender, tag and bytes of a message that has come, if one has. Waits at most for the rest
-        of it.
+        """Returns sender, tag and bytes of a message that has arrived, or None.
+
+        If only the beginning of a message has arrived, waits for its remainder.
         """
         ...
 
     def sent(self) -> bool:
-        """Whether every message has left this rank. Moves large ones on."""
+        """Whether every message has left this rank. Calling this makes large messages progress."""
         ...
 
     def close(self) -> None:
-        """Gives the communicator back. Every rank must call it, everything sent and received."""
+        """Frees the communicator. Every rank must call it once everything is sent and received."""
         ...
 
 
@@ -51,9 +51,8 @@ class MpiMailbox:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self._own: deque[tuple[int, np.ndarray]] = deque()
-        self._leaving: list[
-            tuple[Any, np.ndarray]
-        ] = []  # MPI reads a message until its request is complete
+        # MPI reads a message until its request is complete, so we keep it alive until then.
+        self._leaving: list[tuple[Any, np.ndarray]] = []
 
     def send(self, rank: int, tag: int, message: np.ndarray) -> None:
         if rank == self.rank:
@@ -71,7 +70,8 @@ class MpiMailbox:
         if found is None:
             return None
         message = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-        # Both ends may be in such a call at once: it moves on what this rank sends, too.
+        # Two ranks may be in this call at the same time, each receiving from the other. There is no
+        # deadlock, because the call also makes progress on what this rank is sending.
         found.Recv([message, self._mpi.BYTE])
         return status.Get_source(), status.Get_tag(), message
 

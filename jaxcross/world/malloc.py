@@ -1,13 +1,12 @@
-"""Memory of a rank: kept once it was had, in large pages where the kernel gives them to those who
-ask.
-"""
+"""Settings of glibc's malloc for a rank, so that freed memory is kept and uses large pages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Large pages; never a mapping of its own, nothing back to the kernel (64 GiB: never); one heap, the
-# only one without a limit on the size of what it holds.
+# In this order: use large pages, if the kernel gives them on request; never use a separate mapping
+# for an allocation; never return memory to the kernel (64 GiB stands for never); and use one heap,
+# since the main heap is the only one whose size isn't limited.
 _TUNABLES = (
     "glibc.malloc.hugetlb=1:"
     "glibc.malloc.mmap_max=0:"
@@ -17,12 +16,12 @@ _TUNABLES = (
 
 
 def advice(environ: Mapping[str, str], *, libc: str, accelerators: int) -> str | None:
-    """Returns a notice for a user whose ranks compute on CPUs without these settings. Pure.
+    """Returns a notice for users whose ranks compute on CPUs without these settings. Pure.
 
     Args:
-        environ: Of the process.
-        libc: Name of its C library.
-        accelerators: How many the node has.
+        environ: The environment of the process.
+        libc: The name of its C library.
+        accelerators: Number of accelerators of the node.
     """
     if accelerators or libc != "glibc" or environ.get("GLIBC_TUNABLES"):
         return None
@@ -34,13 +33,15 @@ def advice(environ: Mapping[str, str], *, libc: str, accelerators: int) -> str |
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables with which glibc keeps memory of the kernel; none if the user has tuned it.
-    Pure.
+    """Returns the variables with which glibc keeps its memory; none if the user has tuned it. Pure.
 
-    XLA takes a step's buffers from malloc and gives them back, and glibc gives large ones back to
-    the kernel, which clears them again: 146,000 pages of 4 kB in each ResNet-50 step (batch 4), or
-    600 of 2 MB, and several times that where two jobs and their exchanges take turns. On a virtual
-    machine that is up to a third of the step. Kept, two pages a step are left. It is read when a
-    process starts, so only who starts it can set it. Other C libraries ignore it.
+    XLA allocates a step's buffers with malloc and frees them afterwards. glibc returns large
+    buffers to the kernel, which has to clear the pages when they are allocated again. In each
+    ResNet-50 step (batch 4), this affects 146,000 pages of 4 kB, or 600 pages of 2 MB, and several
+    times as many if two jobs and their exchanges alternate. On a virtual machine, that takes up to
+    a third of the step. If glibc keeps the memory, only two pages per step remain.
+
+    glibc reads the variable when a process starts, so only the parent that starts the process can
+    set it. Other C libraries ignore the variable.
     """
     return {} if environ.get("GLIBC_TUNABLES") else {"GLIBC_TUNABLES": _TUNABLES}

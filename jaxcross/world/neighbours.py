@@ -1,10 +1,13 @@
-"""Texts of the ranks that exchange with one another, directly or through others; the rest of the
-world takes no part.
+"""Gathers texts among the ranks that exchange with one another, directly or through others.
 
-Each rank sends what it knows to its partners and receives what they know, in rounds, until it knows
-every rank that a known rank is a partner of. Its last message to a partner says so. The partner
-then knows everything, too, so that each rank receives exactly the messages that its partners send,
-and none is left over for the next gathering.
+The ranks that exchange with each other (the partners) form a graph. We gather the texts of a
+connected component of this graph, and the rest of the world doesn't take part.
+
+The gathering proceeds in rounds. In each round a rank sends what it knows to its partners and
+receives what they know. It stops once it has the text of every rank that any known rank names as a
+partner, and flags its last message to each partner as such. The partner then also has all texts. So
+each rank receives exactly the messages that its partners send, and none is left over for the next
+gathering.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# A round's messages must not be taken for those of another one: a rank that waits for any sender
-# looks at the tag.
+# Every round has its own tag, so that its messages can't be confused with those of another round: a
+# rank that receives from any sender selects messages by the tag.
 _FIRST_TAG = 1000
 
 Known = dict[int, tuple[str, frozenset[int]]]
@@ -21,35 +24,37 @@ Accepts = Callable[[Mapping[int, str], str | None], bool]
 
 
 class Neighbours:
-    """Gathers texts of connected ranks, one gathering at a time.
+    """Gathers the texts of connected ranks, one gathering at a time.
 
     Args:
-        comm: An mpi4py communicator on which nothing else sends single messages.
+        comm: An mpi4py communicator on which nothing else sends point-to-point messages.
     """
 
     __slots__ = ("_comm", "_early")
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-        self._early: dict[
-            int, Any
-        ] = {}  # first messages of ranks that are partners in a later gathering
+        # First messages of ranks that will be partners in a later gathering.
+        self._early: dict[int, Any] = {}
 
     def gather(
         self, text: str, partners: Iterable[int], *, accepts: Accepts | None = None
     ) -> dict[int, str]:
-        """The texts of all ranks that are connected with this one. Waits for them; each must call
-        it.
+        """Returns the texts of all ranks that are connected with this one.
+
+        Waits for these ranks, each of which must call it.
 
         Args:
-            text: This rank's.
-            partners: The ranks it exchanges with. A rank is a partner of its partners.
-            accepts: Given for a rank that cannot name all of its partners. Of the texts by rank
-                that it has, and the text of another rank that names this one: whether that is a
-                partner, too. With None for that text: whether more partners are to come.
+            text: This rank's text.
+            partners: The ranks with which this rank exchanges. The relation is symmetric: this rank
+                must be a partner of each of its partners.
+            accepts: Needed if this rank can't name all of its partners in advance. It gets two
+                arguments: the texts received so far, by rank, and the text of another rank that
+                names this rank as a partner. It returns whether that rank is a partner, too. If the
+                second argument is None, it returns whether there are more partners to come.
 
         Returns:
-            The texts by rank, this one's included; the same on all connected ranks.
+            The texts by rank, including this rank's own. Identical on all connected ranks.
         """
         comm = self._comm
         me = self._comm.Get_rank()
@@ -107,14 +112,13 @@ class Neighbours:
             p = status.Get_source()
             if accepts(message[0][p][0]):
                 return p, message
-            self._early[p] = message  # it waits for an answer to this one, and sends no other
+            self._early[p] = message  # the sender waits for an answer before it sends another
 
 
 def _learn(known: Known, theirs: Known) -> None:
     for rank, (text, partners) in theirs.items():
-        if rank not in known or len(known[rank][1]) < len(
-            partners
-        ):  # a rank may find partners while it waits
+        # A rank may find further partners while it waits, so the longer list is newer.
+        if rank not in known or len(known[rank][1]) < len(partners):
             known[rank] = text, partners
 
 

@@ -1,9 +1,10 @@
-"""Prints findings about MPI, mpi4jax and JAX as JSON: `python -m jaxcross.world.probe [exchange |
-versions]`.
+"""Prints findings about MPI, mpi4jax and JAX as JSON.
 
-It runs in a process of its own, because a broken MPI may end the process that touches it. `jaxcross
-doctor --hosts` sends this file to Python on other hosts. They may lack jaxcross, so only the
-function that needs it imports it.
+Usage: `python -m jaxcross.world.probe [exchange | versions]`.
+
+The probe runs in a separate process, because a broken MPI may terminate the process that loads it.
+`jaxcross doctor --hosts` sends this file to Python on other hosts, where jaxcross may not be
+installed, so only the functions that need jaxcross import it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PACKAGES = ("jaxcross", "jax", "jaxlib", "mpi4py", "mpi4jax")
 
 
 def probe_mpi() -> dict[str, Any]:
-    """MPI's library, version and thread level. Starts MPI."""
+    """Returns MPI's library, version and thread level. Starts MPI."""
     from mpi4py import MPI
 
     levels = {
@@ -44,8 +45,10 @@ def _first_line(version: str) -> str:
 
 
 def probe_mpi4jax() -> dict[str, Any]:
-    """mpi4jax's version and warnings, the MPI it was built for, and whether it can send from GPUs.
-    Starts MPI.
+    """Returns what mpi4jax was built for and what it supports. Starts MPI.
+
+    This includes its version and warnings, the MPI that it was built for, and whether it can send
+    from GPUs.
     """
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
@@ -68,7 +71,7 @@ def probe_mpi4jax() -> dict[str, Any]:
 
 
 def probe_jax() -> dict[str, Any]:
-    """JAX's versions and devices. Starts JAX's backends."""
+    """Returns the versions and devices of JAX. Starts JAX's backends."""
     import jax
 
     return {
@@ -79,8 +82,9 @@ def probe_jax() -> dict[str, Any]:
 
 
 def probe_versions() -> dict[str, str | None]:
-    """Versions of what must be the same on all hosts, None for what is not there. Starts
-    nothing.
+    """Returns the versions of everything that must be the same on all hosts. Starts nothing.
+
+    The version is None for a package that isn't installed.
     """
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
@@ -99,13 +103,14 @@ def probe_versions() -> dict[str, str | None]:
 
 
 def probe_exchange() -> dict[str, Any]:
-    """One all-reduce over all ranks, through the whole wire, and the connections that it took.
-    Waits for every rank.
+    """Does one all-reduce over all ranks through the whole wire. Waits for every rank.
+
+    Returns whether the result is correct, and between which addresses ranks are connected.
     """
     import jax
 
-    # Exchanges run on the host's CPU device. An accelerator would lend its memory to the first rank
-    # that asks for it.
+    # Exchanges run on the host's CPU device. On an accelerator, the first rank that uses it would
+    # take its memory.
     jax.config.update("jax_platforms", "cpu")
     import jax.numpy as jnp
 
@@ -121,9 +126,10 @@ def probe_exchange() -> dict[str, Any]:
             jaxpr.in_avals, name="doctor", host=jax.devices("cpu")[0], place=None
         )
         (total,) = jax.block_until_ready(exchange(jnp.full(4, world.rank + 1.0)))
+        # Importing this starts MPI, and `initialize` limits how long that may take.
         from mpi4py import (
             MPI,
-        )  # not before `initialize`, which limits how long MPI may take to start
+        )
 
         ends = MPI.COMM_WORLD.gather(tcp_ends())
     expected = world.size * (world.size + 1) / 2
@@ -137,12 +143,13 @@ def probe_exchange() -> dict[str, Any]:
 
 
 def tcp_ends() -> list[tuple[str, str]]:
-    """Returns the two ends of each TCP connection of this process, its own first, as
-    `address:port`. Linux only.
+    """Returns the two ends of each TCP connection of this process, as `address:port`.
+
+    This process's own end comes first. Only works on Linux.
     """
     own = set()
     for link in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):  # closed since
+        with suppress(OSError):  # closed in the meantime
             own.add(os.readlink(link))
     tables: list[str] = []
     for name in ("tcp", "tcp6"):
@@ -152,8 +159,9 @@ def tcp_ends() -> list[tuple[str, str]]:
 
 
 def ends_of(table: Iterable[str], own: set[str]) -> list[tuple[str, str]]:
-    """Returns both ends of the established connections in `/proc/net/tcp` whose sockets are in
-    `own`. Pure.
+    """Returns both ends of the established connections whose sockets are in `own`. Pure.
+
+    The `table` has the lines of `/proc/net/tcp`.
     """
     rows = (line.split() for line in table)
     return [
@@ -164,8 +172,9 @@ def ends_of(table: Iterable[str], own: set[str]) -> list[tuple[str, str]]:
 
 
 def _end(text: str) -> str:
-    """`0200000A:B461` -> `10.0.0.2:46177`. The kernel prints words of 32 bits as this machine has
-    them in memory.
+    """Converts an end to text: `0200000A:B461` becomes `10.0.0.2:46177`.
+
+    The kernel prints 32-bit words in this machine's byte order.
     """
     digits, port = text.split(":")
     words = [bytes.fromhex(digits[n : n + 8]) for n in range(0, len(digits), 8)]
@@ -177,8 +186,9 @@ def _end(text: str) -> str:
 
 
 def connections(ends: Sequence[Iterable[tuple[str, str]]]) -> list[tuple[str, str]]:
-    """Returns the pairs of addresses between which ranks are connected, from the `tcp_ends` of each
-    rank. Pure.
+    """Returns the pairs of addresses between which ranks are connected. Pure.
+
+    The argument has each rank's `tcp_ends`.
     """
     found = {
         (own.rpartition(":")[0], other.rpartition(":")[0])
@@ -190,7 +200,10 @@ def connections(ends: Sequence[Iterable[tuple[str, str]]]) -> list[tuple[str, st
 
 
 def main() -> int:
-    """Run the probes that can be run; each failure is a value, not the end."""
+    """Runs the probes that the command line selects, and prints their findings.
+
+    Without arguments, a probe that fails is reported as a finding and doesn't stop the others.
+    """
     if sys.argv[1:] == ["exchange"]:
         found: dict[str, Any] = {"exchange": probe_exchange()}
         rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))

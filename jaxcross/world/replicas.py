@@ -1,4 +1,4 @@
-"""Is a pytree equal on all ranks? Or make it so."""
+"""Checks that a pytree is identical on all ranks, or makes it identical."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ _CHUNK_BYTES = 2**30
 
 
 def check_equal(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
-    """`state` itself, after all ranks have compared their leaves' bytes, except those of the paths
-    `rank_local`. Waits for every rank.
+    """Returns `state` after all ranks have compared digests of its leaves. Waits for every rank.
+
+    Leaves whose paths are in `rank_local` aren't compared.
 
     Raises:
-        ExchangeError: On every rank, naming the first leaf that differs and two ranks; or a rank
-            that cannot read its own, where it is what reading raised.
-        TypeError: On every rank, naming the first leaf that is neither an array nor a number.
+        ExchangeError: The state differs between ranks: raised on every rank, naming the first leaf
+            that differs and two ranks. Or some rank can't read its own state: raised on the other
+            ranks, while that rank raises the original error.
+        TypeError: A leaf is neither an array nor a number. Raised on every rank, naming the first
+            such leaf.
     """
     hint = (
         "Build it from the same seed on every rank. If each rank is to have its own value of a "
@@ -37,13 +40,17 @@ def check_equal(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
 
 
 def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
-    """Rank 0's values in this rank's tree, each leaf of this rank's type and where it was; leaves
-    of the paths `rank_local` stay as they are. Waits for every rank.
+    """Returns this rank's tree with rank 0's values. Waits for every rank.
+
+    Each leaf keeps this rank's type and placement. Leaves whose paths are in `rank_local` stay as
+    they are.
 
     Raises:
-        ExchangeError: On every rank, if shapes, element types or the tree itself differ; or a rank
-            cannot read its own, where it is what reading raised.
-        TypeError: On every rank, naming the first leaf that is neither an array nor a number.
+        ExchangeError: The trees, shapes or element types differ: raised on every rank. Or some rank
+            can't read its own state: raised on the other ranks, while that rank raises the original
+            error.
+        TypeError: A leaf is neither an array nor a number. Raised on every rank, naming the first
+            such leaf.
     """
     _compare(
         _gathered(_form, state, comm, rank_local),
@@ -58,9 +65,9 @@ def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
         values = _broadcast_leaf(leaf, comm)
         try:
             return _placed(values, leaf)
-        except (
-            Exception
-        ) as error:  # of the device's memory perhaps; the others send the next leaf all the same
+        except Exception as error:
+            # The device may have run out of memory, for instance. The other ranks broadcast the
+            # next leaf in any case, so this rank has to continue, too.
             failures.append(error)
             return leaf
 
@@ -73,8 +80,9 @@ def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
 def _gathered(
     what: Callable[[Any], str], state: Any, comm: Any, rank_local: Collection[str]
 ) -> list[list[tuple[str, str]]]:
-    """Returns by rank the path of each leaf and its description, which is the same for all that are
-    rank-local.
+    """Returns, by rank, the path of each leaf and its description.
+
+    All rank-local leaves have the same description.
     """
 
     def described(path: str, leaf: Any) -> str:
@@ -85,9 +93,9 @@ def _gathered(
     failure = None
     try:
         mine = [(path, described(path, leaf)) for path, leaf in _leaves(state)]
-    except (
-        Exception
-    ) as error:  # of memory perhaps, or the leaf was donated: the others wait all the same
+    except Exception as error:
+        # This rank may have run out of memory, or the leaf was donated. The other ranks wait in the
+        # gathering in any case, so this rank has to take part.
         trouble = f"{type(error).__name__}: {error}"
         failure = error
     every = comm.allgather((mine, trouble))
@@ -128,7 +136,7 @@ def _compare(all_ranks: list[list[tuple[str, str]]], *, hint: str) -> None:
 
 
 def _check_arrays(state: Any) -> None:
-    """Comes after the comparison, so that all ranks raise, or none."""
+    """Comes after the comparison, so that either all ranks raise or none does."""
     for path, leaf in _leaves(state):
         if not _is_numeric(leaf):
             raise TypeError(
@@ -162,7 +170,7 @@ def _digest(leaf: Any) -> str:
     if not _is_numeric(leaf):
         return _form(leaf)
     array = np.ascontiguousarray(_host(leaf))
-    # A view, not a copy, of arrays that may fill half of the memory.
+    # Hash a view rather than a copy, because the arrays may fill half of the memory.
     content = hashlib.blake2b(array.reshape(-1).view(np.uint8).data, digest_size=8)
     return f"{array.dtype}{list(array.shape)} {content.hexdigest()}"
 
@@ -178,8 +186,8 @@ def _broadcast_leaf(leaf: Any, comm: Any) -> np.ndarray:
 def _placed(values: np.ndarray, leaf: Any) -> Any:
     """Returns rank 0's values with the type and on the device of this rank's leaf."""
     if isinstance(leaf, jax.Array):
-        # Its type and place stand fast, whatever the caller's contexts are: a job's do not hold on
-        # the exchange lane.
+        # The leaf determines type and device, whatever contexts are active here: a job's contexts
+        # don't apply on the exchange lane's thread.
         with jax.enable_x64(True), jax.default_device(next(iter(leaf.devices()))):
             return rebuild(leaf, forms_of(leaf), {"": values})
     return type(leaf)(values) if isinstance(leaf, bool | int | float | complex) else values

@@ -1,4 +1,4 @@
-"""The time for which a thread that waits by polling stays off the core after each poll."""
+"""Shortens the time for which a polling thread stays off the core after each poll."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class _Attributes(ctypes.Structure):
 
 
 def ask_for_short_slices(slice_ns: int = _SLICE_NS) -> bool:
-    """Asks Linux to give this thread the core for a quarter of a millisecond at a time; returns
-    whether it agreed.
+    """Asks Linux to schedule this thread in slices of 0.25 ms. Returns whether the kernel accepted.
 
-    MPI waits by polling and yields the core after each poll. A yield forfeits the thread's slice, 3
-    ms by default, and where a computation shares the core, the thread polls but once in that time:
-    the link runs dry. With slices of 0.25 ms an exchange of 102 MB next to a computation takes 1.07
-    s instead of 1.25 (alone 1.05), and the computation hardly longer. Needs no privilege; kernels
-    before 6.12 ignore it. The thread keeps its niceness.
+    MPI waits by polling, and yields the core after each poll. A yield forfeits the rest of the
+    thread's slice, which is 3 ms by default. If a computation shares the core, the thread then
+    polls only once in that time, and the link runs dry. With slices of 0.25 ms, an exchange of 102
+    MB alongside a computation takes 1.07 s instead of 1.25 s (1.05 s without the computation), and
+    the computation hardly takes longer.
+
+    This needs no privilege. Kernels before 6.12 ignore it. The thread keeps its niceness.
     """
     number = _SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:

@@ -1,4 +1,4 @@
-"""Starting the world: MPI, the thread pool, the device, the hooks that end all ranks together."""
+"""Starts the world: MPI, the thread pool, the device, the hooks that end all ranks together."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from jaxcross.world.world import World
 
 _log = logging.getLogger(__name__)
 
-# The one world of this process, as MPI is one: steps are decorated before it exists, and find it
-# when called.
+# The only world of this process, because a process has only one MPI. Steps are decorated before the
+# world exists, and look it up here when they are called.
 _CURRENT: list[World] = []
 _VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
@@ -63,39 +63,43 @@ def initialize(
     heartbeat_timeout_s: float = 30.0,
     wire: Over | None = None,
 ) -> World:
-    """Joins the MPI world. Call it before the first JAX array; waits for every rank.
+    """Joins the MPI world. Waits for every rank. Call it before the first JAX array.
 
-    From here on an uncaught exception, the end of a rank's process or its silence ends all ranks,
-    each with an error that names the rank; an exception at Python's prompt or in a notebook ends
-    nothing. SIGTERM is an interrupt with exit code 143. Where the variable `JAXCROSS_EVENTS` names
-    a folder, each rank writes down there what it does, for `jaxcross doctor --post-mortem`. Outside
-    a run, the ranks compare on every call that they call the same step, or on every n-th call if
-    the variable `JAXCROSS_CHECK_CALLS` is n on some rank. XLA's CPU pool is large enough for a
-    waiting exchange, and several ranks on one node each take their own accelerator.
-    Without a launcher the world has one rank. A second call returns the same world; it cannot ask
-    for another one.
+    From this point on, all ranks are terminated if one of them fails: if it has an uncaught
+    exception, or its process dies or goes silent. Each rank prints an error that names the failed
+    rank. At Python's prompt and in a notebook, an exception terminates nothing. SIGTERM acts as an
+    interrupt with exit code 143.
 
-    In a worker process that a rank has started (`multiprocessing`, Grain) it neither joins nor
-    waits: the world that it returns there has the numbers of that rank, and whatever would exchange
-    with other ranks raises `ExchangeError`.
+    If the variable `JAXCROSS_EVENTS` names a folder, each rank records its activities there, for
+    `jaxcross doctor --post-mortem`. Outside a run, the ranks compare on every call that they call
+    the same step. If the variable `JAXCROSS_CHECK_CALLS` is n on some rank, they only do so on
+    every n-th call.
+
+    XLA's CPU pool is made large enough for a waiting exchange, and if several ranks share a node,
+    each takes its own accelerator. Without a launcher, the world has a single rank. A second call
+    returns the same world, and must not request different settings.
+
+    A worker process that a rank has started (`multiprocessing`, Grain) neither joins nor waits. The
+    world that it gets has the numbers of its rank, and everything that would exchange with other
+    ranks raises `ExchangeError`.
 
     Args:
         stall_timeout_s: Seconds after which a wait for other ranks is reported, and all ranks are
-            aborted. The start of MPI itself counts as one.
-        heartbeat_timeout_s: Seconds after which a rank whose process does not show that it lives is
-            reported, and all ranks are aborted; 0 for never. It shows it about once a second, from
-            a thread of its own, whatever it computes.
-        wire: The library that makes the exchanges, the same on every rank: `mpi4jax`, in XLA
+            aborted. The start of MPI counts as such a wait.
+        heartbeat_timeout_s: Seconds without a heartbeat after which a rank is reported, and all
+            ranks are aborted; 0 for never. A rank sends a heartbeat about once a second, from a
+            separate thread, whatever it computes.
+        wire: The library for the exchanges, the same on every rank: `mpi4jax`, inside XLA
             executables, or `mpi4py`, between them. If None, the variable `JAXCROSS_WIRE` decides.
-            Without it, that's mpi4jax, but mpi4py on accelerators and where mpi4jax isn't
-            installed; rank 0 says so.
+            Without that variable, it's mpi4jax, except on accelerators or if mpi4jax isn't
+            installed: there it's mpi4py, and rank 0 logs the reason.
 
     Raises:
-        ExchangeError: MPI or the wire cannot be used, ranks have different wires, only a part of
-            the launched ranks can be seen, JAX started too early, or this process is a subprocess
-            of a rank that is not a worker of `multiprocessing`.
-        ValueError: An argument or a variable that makes no sense, or an argument that differs from
-            the first call's.
+        ExchangeError: MPI or the wire can't be used, ranks have different wires, only a part of the
+            launched ranks is visible, JAX started too early, or this process is a subprocess of a
+            rank, but not a worker of `multiprocessing`.
+        ValueError: An argument or a variable is invalid, or an argument differs from that of the
+            first call.
     """
     _check_arguments(stall_timeout_s, heartbeat_timeout_s)
     over = wire_choice.chosen(wire, os.environ)
@@ -123,9 +127,9 @@ def initialize(
         _CURRENT.append(worker)
         return worker
     launch = read_launch(os.environ)
-    own_handler = (
-        install_interrupt()
-    )  # else this is a rank of `jaxcross launch`, whose words these are
+    # If another handler is installed, this is a rank of `jaxcross launch`, which prints the
+    # message.
+    own_handler = install_interrupt()
     try:
         return _start(launch, stall_timeout_s, heartbeat_timeout_s, over)
     except KeyboardInterrupt:
@@ -187,14 +191,15 @@ def _check_arguments(stall_timeout_s: Any, heartbeat_timeout_s: Any) -> None:
         ("heartbeat_timeout_s", heartbeat_timeout_s, never),
     ):
         seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
-        if not (seconds > 0 or (seconds == 0 and wanted == never)):  # NaN is neither
+        if not (seconds > 0 or (seconds == 0 and wanted == never)):  # NaN fails both comparisons
             raise ValueError(f"`{name}` must be a number of seconds, {wanted}, got {value!r}.")
 
 
 @contextmanager
 def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
-    """Ends all ranks if some other one does not come: there is no watchdog yet that could tell
-    which.
+    """Terminates all ranks if another rank doesn't arrive in time.
+
+    There is no watchdog yet that could find out which rank is missing.
     """
     reason = f"rank {rank} has waited {limit_s:g} s for all ranks to call `jaxcross.initialize()`"
     message = (
@@ -236,15 +241,15 @@ def _join(
         {name: os.environ[name] for name in _VISIBLE if os.environ.get(name)}
     )
     node.Free()
-    # One size for all ranks: replicated values stay equal to the bit even where nodes have unequal
-    # cores.
+    # All ranks use the same pool size, so that replicated values stay identical bit for bit even if
+    # nodes have different numbers of cores.
     own_cores = xla_pool.cores()
     cores = world.allreduce(own_cores, op=mpi.MAX)
     size_of_pool = _prepare_pool(cores, own_cores)
     accelerators = _accelerators()
     wire = _load_wire(world, over, accelerators)
     _take_device(settings_of_node, local_rank=local_rank, accelerators=accelerators)
-    if rank == 0 and size > 1:  # `libc_ver` reads the interpreter's file
+    if rank == 0 and size > 1:  # `libc_ver` reads the interpreter's executable
         advice = malloc.advice(os.environ, libc=platform.libc_ver()[0], accelerators=accelerators)
         if advice is not None:
             _log.warning(advice)
@@ -282,18 +287,20 @@ def _join(
         _base=base,
         _neighbours=Neighbours(base),
         estimate_request=os.environ.get("JAXCROSS_ESTIMATE", ""),
-        # One number for all ranks, which may have different environments: they meet in each check.
+        # All ranks use the same number, even if their environments differ, because each check is
+        # collective.
         exchange_owner=ExchangeOwner(world.allreduce(check_interval(os.environ), op=mpi.MAX)),
         _watchdog=watchdog,
     )
 
 
 def current_world() -> World:
-    """The world that `initialize` made in this process, or the rank's numbers in its worker. Does
-    not communicate.
+    """Returns the world that `initialize` has made in this process. Does not communicate.
+
+    In a worker process, returns a world that only has the rank's numbers.
 
     Raises:
-        RuntimeError: `initialize` was not called.
+        RuntimeError: `initialize` hasn't been called.
     """
     if not _CURRENT:
         worker = world_of_worker(os.environ, _make_world)
@@ -307,15 +314,14 @@ def current_world() -> World:
 
 
 def _make_world(**fields: Any) -> World:
-    """Returns a world of these fields, handed what the layers above it provide: its wire and its
-    executables.
-    """
+    """Returns a world with these fields, plus what higher layers provide: wire and executables."""
     return World(executables=ExecutableCache(), make_wire=MpiWire, unpickle=current_world, **fields)
 
 
 def load_mpi() -> Any:
-    """mpi4py's MPI module. Starts MPI, with `MPI_SETTINGS` where the environment has none, unless
-    the script has.
+    """Returns mpi4py's MPI module. Starts MPI, unless the script has already done so.
+
+    Sets `MPI_SETTINGS` before the start, except those that the environment already has.
 
     Raises:
         ExchangeError: No MPI library can be loaded.
@@ -334,10 +340,10 @@ def load_mpi() -> Any:
 
 
 def _load_wire(world: Any, over: Over | None, accelerators: int) -> Over:
-    """Returns the library that makes the exchanges, ready to use. Waits for every rank.
+    """Returns the library for the exchanges, ready to use. Waits for every rank.
 
     Raises:
-        ExchangeError: It cannot be used, or ranks have different ones.
+        ExchangeError: The library can't be used, or ranks have different libraries.
     """
     found, why = (over, "") if over is not None else wire_choice.default(accelerators, os.environ)
     if found == "mpi4jax":
@@ -350,19 +356,19 @@ def _load_wire(world: Any, over: Over | None, accelerators: int) -> Over:
 
 
 def load_mpi4jax() -> Any:
-    """mpi4jax, its calls registered with XLA.
+    """Returns mpi4jax after registering its calls with XLA.
 
     Raises:
-        ExchangeError: It is missing, or was built for another MPI or a newer jaxlib than those that
-            are loaded.
+        ExchangeError: mpi4jax is missing, or was built for a different MPI or a newer jaxlib than
+            the loaded ones.
     """
     try:
         with warnings.catch_warnings():
-            # That JAX is newer than those it was tested with: jaxcross's own range says which ones
-            # work.
+            # mpi4jax warns if JAX is newer than the versions that it was tested with. We ignore
+            # that, because jaxcross's own version range states which versions work.
             warnings.filterwarnings("ignore", message=r"\s*The latest supported JAX version")
             import mpi4jax
-        compat.register_host_calls()  # otherwise the first array of the script would fail
+        compat.register_host_calls()  # otherwise the script's first array would fail
     except (ImportError, RuntimeError) as error:
         jaxlib = importlib.metadata.version("jaxlib")
         raise ExchangeError(
@@ -387,13 +393,13 @@ def _flight_recorder(processes: list[process.ProcessId], rank: int, folder: str)
     if folder:
         try:
             flight.record_to(folder)
-        except OSError as error:  # on this rank alone perhaps: no reason to end the training
+        except OSError as error:  # may concern this rank only, so training continues
             _log.warning("rank %d does not record its events: %s", rank, error)
     return flight
 
 
 def _accelerators() -> int:
-    """NVIDIA devices of this node, counted without starting CUDA."""
+    """Returns the number of NVIDIA devices of this node, counted without starting CUDA."""
     return len([p for p in Path("/dev").glob("nvidia*") if p.name.removeprefix("nvidia").isdigit()])
 
 
@@ -418,16 +424,17 @@ def _take_device(
 def device_of(
     settings: Sequence[Mapping[str, str]], *, local_rank: int, accelerators: int
 ) -> int | None:
-    """Returns which of the accelerators that a rank can see it takes, or None to leave the choice
-    alone. Pure.
+    """Returns the index of the accelerator that a rank takes, or None for no choice. Pure.
 
-    A rank that is alone on its node keeps all. Where a batch system shows the same several to each
-    rank, each takes its own; a setting that differs between ranks, or that is JAX's, stands.
+    The index counts the accelerators that are visible to the rank. A rank that is alone on its node
+    keeps all accelerators. If a batch system shows the same accelerators to every rank by
+    `CUDA_VISIBLE_DEVICES`, each rank takes a different one. If the ranks' settings differ, or use
+    any other variable, they remain in effect.
 
     Args:
-        settings: Of each rank of the node, those variables that hide accelerators.
-        local_rank: This rank's place among them.
-        accelerators: How many the node has.
+        settings: For each rank of the node, those of its variables that hide accelerators.
+        local_rank: This rank's position among them.
+        accelerators: Number of accelerators of the node.
     """
     own = settings[local_rank]
     if own:

@@ -1,10 +1,9 @@
-"""A time limit for the start of MPI, kept by a second process, because a rank's own threads do not
-run meanwhile.
+"""A time limit for the start of MPI, enforced by a second process.
 
-`MPI_Init` waits for every rank with Python's lock held. If a firewall lets a rank's messages
-disappear, or a rank never comes, it never returns, and no thread or signal handler of this process
-gets a turn. So a small process waits next to it, which ends as soon as its pipe is closed: when MPI
-has started, or the rank has ended.
+`MPI_Init` waits for every rank while it holds Python's lock. If a firewall drops a rank's messages,
+or a rank never arrives, `MPI_Init` never returns, and no thread or signal handler of this process
+can run. So a small guard process waits alongside, which kills the rank when the limit has passed.
+The guard exits as soon as its pipe is closed, i.e. once MPI has started or the rank has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
-_SPEAKER_FIRST_S = 2.0  # then `mpirun` has ended the other ranks, before they say the same
+# Rank 0 reports first. `mpirun` then ends the other ranks before they print the same message.
+_SPEAKER_FIRST_S = 2.0
 
 _GUARD = """
 import os, select, signal, sys
@@ -30,12 +30,11 @@ if not select.select([0], [], [], limit_s)[0]:
 
 @contextmanager
 def limited_start(size: int, limit_s: float, environ: Mapping[str, str]) -> Iterator[None]:
-    """Ends this rank, with a message, if the block has not ended in time; `mpirun` then ends the
-    others.
+    """Kills this rank, with a message, if the block takes too long; `mpirun` then ends the others.
 
     Args:
-        size: Number of ranks; nothing is limited for a single one.
-        limit_s: The limit.
+        size: Number of ranks. A single rank has no limit.
+        limit_s: The limit in seconds.
         environ: The environment, in which the launcher names this rank.
     """
     if size == 1:
@@ -71,9 +70,7 @@ def limited_start(size: int, limit_s: float, environ: Mapping[str, str]) -> Iter
 
 
 def limit_text(rank: str, size: int, limit_s: float) -> str:
-    """Returns the message of a rank that has waited too long; `rank` is "" if it is not known.
-    Pure.
-    """
+    """Returns the message of a rank that has waited too long; `rank` is "" if unknown. Pure."""
     return (
         f"jaxcross: {f'rank {rank}' if rank else 'a rank'} of {size} has waited {limit_s:g} s in "
         "the start of MPI; all ranks end. Either the script of some rank hangs before "

@@ -1,6 +1,4 @@
-"""Tells a log now and then that the ranks have joined, while their script prepares what it will
-run.
-"""
+"""Notes in the log that the ranks have joined, until the script begins its first run or step."""
 
 from __future__ import annotations
 
@@ -12,20 +10,21 @@ from contextlib import suppress
 from typing import final
 
 FIRST_S = 5.0
-"""Seconds before the first notice; each one after that comes after twice as many."""
+"""Seconds until the first notice. The time until the next notice doubles with each one."""
 
 
 def no_progress_wanted(environ: Mapping[str, str]) -> bool:
-    """Whether the user wants to see no progress. Pure."""
+    """Whether the user has turned progress output off. Pure."""
     try:
         return float(environ.get("JAXCROSS_PROGRESS", "")) == 0
-    except ValueError:  # not set; or wrong, as the runner says
+    except ValueError:
+        # It's either unset or invalid. The runner reports an invalid value.
         return False
 
 
 @final
 class StartNotice:
-    """Prints how many ranks have joined, in a thread of its own, until some work begins.
+    """Prints how many ranks have joined, in a thread of its own, until work begins.
 
     Args:
         ranks: Number of ranks.
@@ -48,9 +47,10 @@ class StartNotice:
             next_s *= 2
 
     def notify(self, since_s: float) -> None:
-        """Prints one notice."""
+        """Prints a notice."""
         ranks = f"{self._ranks} ranks have" if self._ranks > 1 else "1 rank has"
-        with suppress(OSError, ValueError, AttributeError):  # a closed log ends no training
+        with suppress(OSError, ValueError, AttributeError):
+            # A closed log must not end the training.
             print(
                 f"[jaxcross] {ranks} joined; no job has begun, {since_s:.0f} s",
                 file=sys.stderr,

@@ -1,6 +1,4 @@
-"""Which library makes the exchanges: mpi4jax, or mpi4py on host buffers. All ranks must use the
-same one.
-"""
+"""Chooses the library for the exchanges, mpi4jax or mpi4py, which must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ CHOICES: tuple[Over, ...] = get_args(Over)
 
 
 def chosen(argument: str | None, environ: Mapping[str, str]) -> Over | None:
-    """Returns what `initialize(wire=...)` or else the environment asks for, None if neither does.
+    """Returns the wire requested by `initialize(wire=...)` or else by the environment, or None.
 
     Raises:
-        ValueError: There's no wire of that name.
+        ValueError: The requested wire doesn't exist.
     """
     for what, value in (("`wire`", argument), (f"`{VARIABLE}`", environ.get(VARIABLE) or None)):
         if value is not None:
@@ -32,11 +30,11 @@ def chosen(argument: str | None, environ: Mapping[str, str]) -> Over | None:
 
 
 def default(accelerators: int, environ: Mapping[str, str]) -> tuple[Over, str]:
-    """Returns the wire of a rank that asks for none, and why if that isn't mpi4jax.
+    """Returns the wire of a rank for which none was requested, and the reason if it isn't mpi4jax.
 
     Args:
-        accelerators: How many the node has.
-        environ: `JAX_PLATFORMS=cpu` leaves them alone.
+        accelerators: Number of accelerators of the node.
+        environ: The environment. With `JAX_PLATFORMS=cpu`, accelerators aren't used.
     """
     if importlib.util.find_spec("mpi4jax") is None:
         return "mpi4py", "mpi4jax isn't installed"
@@ -49,16 +47,17 @@ def default(accelerators: int, environ: Mapping[str, str]) -> tuple[Over, str]:
 
 
 def check_equal(wires: Sequence[Over], reasons: Sequence[str] = ()) -> None:
-    """Makes sure that all ranks use one wire: ranks that mix them aren't tested, and may wait for
-    each other for ever.
+    """Checks that all ranks use the same wire.
+
+    Ranks that mix wires aren't tested, and could wait for each other forever.
 
     Args:
-        wires: By rank.
-        reasons: Why each rank has its wire, as of `default`; empty if it was asked for or is
-            mpi4jax.
+        wires: The wire of each rank.
+        reasons: The reason of each rank's wire, as returned by `default`. Empty for a wire that was
+            requested, and for mpi4jax.
 
     Raises:
-        ExchangeError: They don't; the same text on every rank.
+        ExchangeError: The wires differ. The text is identical on every rank.
     """
     if len(set(wires)) > 1:
         why = "; ".join(dict.fromkeys(filter(None, reasons)))

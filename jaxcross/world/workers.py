@@ -1,9 +1,9 @@
-"""Worker processes of a rank, such as those of a data loader: each has the rank's numbers and never
-takes part in MPI.
+"""Worker processes of a rank, such as a data loader's, which must never take part in MPI.
 
-`spawn` and `forkserver` of `multiprocessing` import the script again in every worker,
-`initialize()` included; a forked worker inherits communicators. MPI allows neither: a worker that
-joined would end the run, or start again for ever.
+With `spawn` and `forkserver`, `multiprocessing` imports the script again in every worker, including
+its call of `initialize()`. A forked worker inherits the communicators. MPI allows neither: a worker
+that joined would terminate the run, or be restarted forever. So a worker gets a world with the
+numbers of its rank, in which everything that communicates raises.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from jaxcross.health.process import ProcessId, process_state, this_process
 from jaxcross.world.world import World
 
 VARIABLE = "JAXCROSS_RANK"
-"""Set by `initialize()` for the processes that a rank starts: its process, its numbers, where it
-listens.
+"""Set by `initialize()` for the processes that a rank starts.
+
+It's a JSON object that has the rank's process, its numbers, and the pipe on which it listens.
 """
 
 _NUMBERS = (
@@ -47,7 +48,7 @@ _TALKING = (
     "_base",
     "_watchdog",
     "_neighbours",
-)  # all of a world that communicates
+)  # the fields of a world that communicate
 _PACKAGE = str(Path(__file__).parents[1])
 _REMEDY = (
     "Workers must not train: put what trains under `if __name__ == '__main__':`. "
@@ -57,9 +58,7 @@ _REMEDY = (
 
 
 def mark(world: World) -> None:
-    """Tells the processes that this rank starts or forks, by the environment, that they are its
-    workers.
-    """
+    """Marks, in the environment, all processes that this rank starts or forks as its workers."""
     listener = _listen(world)
     process = this_process()
     numbers = {name: getattr(world, name) for name in _NUMBERS}
@@ -73,18 +72,18 @@ def mark(world: World) -> None:
 
 
 def world_of_worker(environ: Mapping[str, str], make_world: Callable[..., World]) -> World | None:
-    """The world of a worker process, None in any other process.
+    """Returns the world of a worker process, or None in any other process.
 
-    It has the numbers of the rank that started the worker; everything that communicates raises.
-    Does not start MPI.
+    This world has the numbers of the rank that started the worker, and everything that communicates
+    raises. MPI isn't started.
 
     Args:
         environ: The environment of this process.
-        make_world: Makes a `World` of the fields that belong to this process.
+        make_world: Makes a `World` from the fields that differ between processes.
 
     Raises:
-        ExchangeError: This process was started by a rank, though not by `multiprocessing`, and has
-            the rank's launcher variables: MPI would fail in it.
+        ExchangeError: This process was started by a rank, but not by `multiprocessing`, and has
+            inherited the rank's launcher variables. MPI would fail in it.
     """
     text = environ.get(VARIABLE)
     if text is not None and _is_worker():
@@ -92,7 +91,7 @@ def world_of_worker(environ: Mapping[str, str], make_world: Callable[..., World]
         if not compat.backends_started():
             import jax
 
-            jax.config.update("jax_platforms", "cpu")  # the accelerator is the rank's
+            jax.config.update("jax_platforms", "cpu")  # the accelerator belongs to the rank
         refusal: Any = Refusal(
             mine["rank"], ProcessId(**mine["process"]), mine["listener"], mine["stall_timeout_s"]
         )
@@ -111,13 +110,13 @@ def world_of_worker(environ: Mapping[str, str], make_world: Callable[..., World]
 
 @final
 class Refusal:
-    """Takes the place, in a worker, of whatever talks to other ranks: every use raises.
+    """Replaces everything in a worker's world that communicates: every use raises.
 
     Args:
         rank: The rank that started the worker.
-        process: Its process.
-        listener: A pipe of that process, -1 for none; see `mark`.
-        timeout_s: The rank's `stall_timeout_s`, which a worker may ask for.
+        process: The rank's process.
+        listener: The file descriptor of a pipe of that process, -1 if there is none; see `mark`.
+        timeout_s: The rank's `stall_timeout_s`, which a worker may read.
     """
 
     def __init__(self, rank: int, process: ProcessId, listener: int, timeout_s: float) -> None:
@@ -134,14 +133,15 @@ class Refusal:
             "other ranks"
         )
         if _imports_script() and self._notify(what):
-            raise SystemExit(
-                1
-            )  # a pool would start the next worker, for ever; the rank ends instead, and says why
+            # A pool would replace this worker by a new one, and so on forever. Instead, the rank
+            # terminates and reports why.
+            raise SystemExit(1)
         raise ExchangeError(f"{what[0].upper()}{what[1:]}. {_REMEDY}")
 
     def _notify(self, what: str) -> bool:
-        """Ends the rank, and with it all others. Whether it ends, or has ended: another worker may
-        have been first.
+        """Makes the rank terminate all ranks. Returns whether it will, or already has.
+
+        Another worker may have been first, so the rank's process may be gone by now.
         """
         if self._listener < 0:
             return False
@@ -154,17 +154,17 @@ class Refusal:
 
 
 def _listen(world: World) -> int:
-    """Ends all ranks once a worker says that it runs the script. A pipe to write to by way of
-    `/proc`, else -1.
+    """Starts a thread that terminates all ranks once a worker reports that it runs the script.
+
+    Returns a pipe to which workers write through `/proc`, or -1 if there is no `/proc`.
     """
     if not Path("/proc/self/fd").exists():
         return -1
     reader, writer = os.pipe()
 
     def wait() -> None:
-        what = (
-            os.read(reader, 4096).decode(errors="replace").partition("\n")[0]
-        )  # of the first worker
+        # Only the first worker's message counts.
+        what = os.read(reader, 4096).decode(errors="replace").partition("\n")[0]
         abort_everywhere(
             f"jaxcross: {what}; all {world.size} ranks end. `multiprocessing` imports the script "
             f"again in every worker, unless it forks. {_REMEDY}",
@@ -177,8 +177,9 @@ def _listen(world: World) -> int:
 
 
 def _disarm(world: World, process: ProcessId) -> None:
-    """Makes the world of a rank that of its worker, in the child of a fork, for all references to
-    it.
+    """Turns a rank's world into a worker's world, in the child of a fork.
+
+    The object is changed in place, so that all references to it are affected.
     """
     refusal = Refusal(world.rank, process, -1, world.stall_timeout_s)
     atexit.unregister(world._watchdog.stop)
@@ -187,22 +188,27 @@ def _disarm(world: World, process: ProcessId) -> None:
 
 
 def _is_worker() -> bool:
-    """Whether `multiprocessing` started this process, without importing it: it opens sockets."""
+    """Whether `multiprocessing` started this process.
+
+    We don't import `multiprocessing` to find out, because that opens sockets.
+    """
     module: Any = sys.modules.get("multiprocessing.process")
     return module is not None and (module.parent_process() is not None or _imports_script())
 
 
 def _imports_script() -> bool:
-    """Whether `multiprocessing` imports the script in this worker, before it has work for it. Its
-    own check is this.
+    """Whether `multiprocessing` is importing the script in this worker, before it has any work.
+
+    This is the check that `multiprocessing` makes itself.
     """
     module: Any = sys.modules.get("multiprocessing.process")
     return module is not None and getattr(module.current_process(), "_inheriting", False)
 
 
 def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
-    """Whether a rank started this process, which is not a rank itself: MPICH gives each rank an
-    open pipe.
+    """Whether a rank started this process, which isn't a rank itself.
+
+    MPICH gives each rank an open pipe, which a subprocess doesn't have.
     """
     descriptor = environ.get("PMI_FD", "")
     if descriptor.isdecimal():
@@ -215,7 +221,7 @@ def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
 
 
 def _users_line() -> str:
-    """Returns file and line of the caller of jaxcross."""
+    """Returns the file and line from which jaxcross was called."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(
         (_PACKAGE, contextlib.__file__)

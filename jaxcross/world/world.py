@@ -1,4 +1,4 @@
-"""The MPI world of a process: who it is, its communicators, its watchdog, and how it ends."""
+"""The MPI world of a process: its rank, communicators and watchdog, and how it terminates."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ _AGREEMENT = "agreement of the ranks that exchange with one another"
 
 @dataclass(slots=True)
 class _Slot:
-    """A communicator that is being made: its own lock, so that one group never waits for
-    another.
+    """A communicator that is being made.
+
+    Each one has its own lock, so that making one group's communicator never blocks another group's.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -43,30 +44,30 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """All ranks, seen from this one. Made by `jaxcross.initialize`, once a process.
+    """All ranks, seen from this one. Made by `jaxcross.initialize`, once per process.
 
     Attributes:
-        rank: This process among all, 0 to size - 1.
+        rank: This process's number among all processes, from 0 to size - 1.
         size: Number of ranks.
-        local_rank: This process among those of its node.
-        local_size: Ranks on this node.
-        vendor: The MPI: `mpich`, `openmpi`, ...
-        over: The library that makes the exchanges, `mpi4jax` or `mpi4py`; the same on every rank.
+        local_rank: This process's number among those on its node.
+        local_size: Number of ranks on this node.
+        vendor: The MPI implementation: `mpich`, `openmpi`, ...
+        over: The library for the exchanges, `mpi4jax` or `mpi4py`. The same on every rank.
         arena: Memory into which exchanges over mpi4py receive.
-        pool_size: Threads of XLA's CPU pool, the same on every rank: results depend on it in the
-            last bits.
-        control: Small agreements between all ranks, for one thread at a time.
-        executables: Everything that this process has compiled, shared by like jobs.
+        pool_size: Number of threads of XLA's CPU pool. The same on every rank, because it affects
+            the last bits of results.
+        control: Small agreements between all ranks. Only one thread at a time may use it.
+        executables: Everything that this process has compiled, shared by jobs with equal programs.
         make_wire: Makes the wire; see `wire`.
         unpickle: Returns the world of the process that calls it.
-        exchange_owner: Which thread or run may exchange now.
-        heartbeat_timeout_s: Seconds after which a rank that does not beat is reported, and all
+        exchange_owner: Decides which thread or run may exchange now.
+        heartbeat_timeout_s: Seconds without a heartbeat after which a rank is reported, and all
             ranks are aborted; 0 for never.
-        flight: What this rank is in, and its event file.
-        exchanger: The one thread that makes exchanges next to computation where no runner has
+        flight: Records this rank's current activities, and writes its event file.
+        exchanger: The thread that makes exchanges concurrently with computation when no runner has
             lanes.
-        estimate_request: What `jaxcross estimate` asks of the script's first step, as JSON; empty
-            if the script is to train.
+        estimate_request: What `jaxcross estimate` requests from the script's first step, as JSON.
+            Empty if the script is to train.
     """
 
     rank: int
@@ -97,16 +98,17 @@ class World:
     _slots_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __reduce__(self) -> tuple[Callable[[], World], tuple[()]]:
-        """Pickles as "the world of the process that reads it": what a worker is sent may hold
-        one.
+        """Pickles as "the world of the process that unpickles it".
+
+        Objects that are sent to a worker may contain a world.
         """
         return self.unpickle, ()
 
     def rank_grid(self, axes: str | Mapping[str, int]) -> RankGrid:
-        """The ranks as a grid with these axes, row-major. Pure.
+        """Returns the ranks as a row-major grid with these axes. Pure.
 
         Raises:
-            ValueError: The sizes do not multiply to the number of ranks.
+            ValueError: The product of the sizes isn't the number of ranks.
         """
         return make_rank_grid(axes, rank=self.rank, size=self.size)
 
@@ -116,14 +118,14 @@ class World:
         axes: Sequence[str],
         groups: Sequence[Sequence[int]] | None = None,
     ) -> Any:
-        """The mpi4py communicator of this rank's group over `axes`; made once, then kept.
+        """Returns the mpi4py communicator of this rank's group over `axes`, made once per group.
 
-        The first call for a group waits until each of its members calls; others are not involved.
-        Threads may ask for different groups in any order, and on different ranks in different
-        orders.
+        The first call for a group waits until each of the group's members makes that call; other
+        ranks aren't involved. Threads may request different groups in any order, and the order may
+        differ between ranks.
 
         Raises:
-            ValueError: An unknown axis.
+            ValueError: An axis is unknown.
         """
         from mpi4py import MPI
 
@@ -136,16 +138,19 @@ class World:
             if slot.comm is None:
                 what = f"making a communicator of ranks {ranks}"
                 others = [r for r in ranks if r != self.rank]
-                # In a job's thread, hence in no order with what the lanes do.
+                # We may be in a job's thread, so this wait has no fixed order relative to what the
+                # lanes do.
                 waiting_for = partial(missing_ranks, "", what, others, excuse_local=False)
                 with self.monitor(job="", step=0, segment=-1, what=what, waiting_for=waiting_for):
-                    # MPI tells concurrent creations over one parent apart by their tag alone.
+                    # MPI distinguishes concurrent creations over the same parent by nothing but
+                    # their tags.
                     slot.comm = self.new_communicator(ranks, repr(ranks))
         return slot.comm
 
     def new_communicator(self, ranks: Sequence[int], what: str) -> Any:
-        """A new mpi4py communicator of these ranks in this order. Waits for them; all must call it
-        in one order.
+        """Returns a new mpi4py communicator of these ranks in this order. Waits for these ranks.
+
+        All of them must make such calls in the same order.
         """
         group = self._base.Get_group().Incl(ranks)
         try:
@@ -165,10 +170,10 @@ class World:
         *,
         accepts: Accepts | None = None,
     ) -> dict[int, str]:
-        """The texts of the ranks that exchange with this one in step `name`, directly or through
-        others, by rank.
+        """Returns, by rank, the texts of the ranks that exchange with this one in step `name`.
 
-        Waits for those ranks only, each of which must call it. See `jaxcross.world.neighbours`.
+        This includes ranks that exchange with this one through others. Waits only for those ranks,
+        each of which must make this call. See `jaxcross.world.neighbours`.
         """
         partners = set(partners)
         if not partners and accepts is None:
@@ -178,8 +183,9 @@ class World:
             return self._neighbours.gather(text, partners, accepts=accepts)
 
     def mailbox(self) -> Mailbox:
-        """Messages between all ranks, apart from all others. Waits for all ranks, which must call
-        it in one order.
+        """Returns a mailbox between all ranks, with a communicator of its own.
+
+        Waits for all ranks, which must make these calls in the same order.
         """
         with self.monitor(job="", step=0, segment=-1, what="making a mailbox"):
             return MpiMailbox(self._base.Dup())
@@ -194,29 +200,30 @@ class World:
         waiting_for: WaitingFor | None = None,
         local: bool = False,
     ) -> Monitor:
-        """Returns a context in which this rank waits for others; the watchdog aborts all ranks if
-        it lasts too long.
+        """Returns a context in which this rank waits for others; a long wait aborts all ranks.
 
-        Costs about a microsecond; does not communicate. Every rank must enter these contexts in the
-        same order, with two exceptions.
+        Takes about a microsecond and does not communicate. The watchdog measures the time, and
+        aborts all ranks after `stall_timeout_s`. Every rank must enter these contexts in the same
+        order, except those with `waiting_for` or `local`.
 
         Args:
             job: The job that waits, "" for none.
-            step: Its step.
-            segment: The segment in its program, -1 for none.
-            what: Names the wait in reports.
-            waiting_for: Returns the ranks that the wait is for: such a context has no place in the
-                order.
-            local: Whether this rank alone decides when it ends: no place in the order either.
+            step: The job's step.
+            segment: The segment in the job's program, -1 for none.
+            what: The name of the wait in reports.
+            waiting_for: Returns the ranks for which this rank waits. A context with this argument
+                has no place in the common order.
+            local: Whether this rank alone determines when the context ends. Such a context has no
+                place in the common order, either.
         """
         return self._watchdog.monitor(
             job=job, step=step, segment=segment, what=what, waiting_for=waiting_for, local=local
         )
 
     def abort(self, message: str, *, code: int = 1) -> NoReturn:
-        """Print `message` with this rank and end all ranks. Does not return."""
+        """Prints `message` with this rank's number and terminates all ranks. Does not return."""
         first = clause(first_line(message))
-        size = self._base.Get_size()  # raises in a worker: it ends no rank
+        size = self._base.Get_size()  # raises in a worker, which must not terminate any rank
         kind = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}.get(code, "failed")
         abort_everywhere(
             f"jaxcross: rank {self.rank} aborts all {size} ranks: {message}",
@@ -232,20 +239,20 @@ class World:
     def broadcast_or_check(
         self, state: Any, *, mode: str = "check", rank_local: Collection[str] = ()
     ) -> Any:
-        """A job's initial state, made sure to be equal on all ranks. Waits for every rank.
+        """Returns a job's initial state, identical on all ranks from then on. Waits for all ranks.
 
-        All ranks must call it in the same order, one thread at a time.
+        All ranks must make these calls in the same order, and from one thread at a time.
 
         Args:
             state: A pytree of arrays.
-            mode: `check` compares and returns `state`; `broadcast` returns rank 0's values in this
-                rank's places.
-            rank_local: Paths of leaves that stay as they are: each rank has its own. The same on
-                every rank.
+            mode: With `check`, compares the states and returns `state`. With `broadcast`, returns
+                rank 0's values, placed like this rank's.
+            rank_local: Paths of leaves that have a different value on each rank and stay as they
+                are. Must be the same on every rank.
 
         Raises:
-            ExchangeError: The trees or, when checking, the values differ; on every rank, with the
-                leaf and two ranks.
+            ExchangeError: The trees differ or, with `check`, the values do. Raised on every rank,
+                naming the leaf and two ranks.
         """
         from jaxcross.world.replicas import broadcast, check_equal
 

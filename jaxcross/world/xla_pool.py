@@ -1,5 +1,7 @@
-"""Size of XLA's CPU thread pool: a blocked exchange holds a thread of it and must never starve
-compute.
+"""Size of XLA's CPU thread pool.
+
+A blocked exchange occupies a thread of the pool, and there must always be another one for
+computation.
 """
 
 from __future__ import annotations
@@ -9,25 +11,24 @@ from collections.abc import Mapping
 
 from jaxcross.errors import ExchangeError
 
-# XLA reads both, in this order, when its CPU client starts.
+# XLA reads both variables when its CPU client starts. The first one takes precedence.
 _VARIABLES = ("NPROC", "PJRT_NPROC")
 
 MINIMUM = 2
-"""Threads below which a blocked exchange could starve compute."""
+"""With fewer threads, a blocked exchange could starve computation."""
 
 
 def cores() -> int:
-    """Cores that this process may use: its affinity, as XLA counts them."""
+    """Returns the number of cores that this process may use, by its affinity, as XLA does."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def needed(core_count: int) -> int:
-    """Threads for `core_count` cores of compute while an exchange waits: one a core, and at least
-    `MINIMUM`.
+    """Returns how many threads the pool needs: one per core, and at least `MINIMUM`.
 
-    No more than that: on 2 cores a convolution took 26 ms with 2 threads, 40 with 3 and 50 with 4.
-    A waiting exchange runs in its lane's own thread, and holds a thread of the pool only where its
-    program has other work as well.
+    Additional threads would slow down computation: on 2 cores, a convolution took 26 ms with 2
+    threads, 40 ms with 3 and 50 ms with 4. A waiting exchange runs in its lane's own thread, and
+    only occupies a thread of the pool if its program has other work as well.
     """
     return max(core_count, MINIMUM)
 
@@ -35,17 +36,16 @@ def needed(core_count: int) -> int:
 def plan_pool(
     wanted: int, *, started: bool, core_count: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables to set before XLA's CPU client starts; empty if the pool is already large
-    enough.
+    """Returns the variables to set before XLA's CPU client starts; none if the pool is fine.
 
     Args:
-        wanted: Threads to set where the user set none.
-        started: Whether JAX has started a backend, so that nothing can be changed.
-        core_count: Threads of the pool where no variable sets it.
-        environ: The environment, where the user may have set a size.
+        wanted: Number of threads to set if the user hasn't set any.
+        started: Whether JAX has already started a backend, so that nothing can be changed.
+        core_count: Number of threads of the pool if no variable sets it.
+        environ: The environment, in which the user may have set the number of threads.
 
     Raises:
-        ExchangeError: The pool is too small and cannot be changed any more.
+        ExchangeError: The pool is too small, and it's too late to change it.
     """
     variable = next((v for v in _VARIABLES if environ.get(v, "").isdecimal()), None)
     size = effective(environ, core_count)
@@ -64,5 +64,5 @@ def plan_pool(
 
 
 def effective(environ: Mapping[str, str], core_count: int) -> int:
-    """Threads that the pool has, or will have when JAX starts."""
+    """Returns the number of threads that the pool has, or will have once JAX starts."""
     return next((int(environ[v]) for v in _VARIABLES if environ.get(v, "").isdecimal()), core_count)
