@@ -1,18 +1,18 @@
-"""Exact resume: state, position in the data and plan of every job on disk, so that a killed run can
-go on.
+"""Exact resume: saves every job's state, data position and plan, so that a killed run can continue.
 
-settings       the user's settings: where, how often, how many
-checkpointer   one job's checkpoints on one rank: agrees, restores, saves
-session        the checkpoints of one run, and the thread that writes (`writer`)
-load           one job's newest or best state, for any process
-restore        decides which checkpoint to resume from, and reads it; `select`: those complete on
-               all ranks
-rank_local     which leaves are each rank's own, by what they are
-part           what one rank says of one checkpoint; parsed as untrusted data
-job_list       the jobs of the set that the command does not add itself
-layout         where parts are; written atomically, deleted when no restart can need them
-arrays         arrays on disk, by orbax: the only file that knows it
-rank_gather    one job's texts, gathered from all ranks
+settings       the user's settings: folder, frequency, number kept
+checkpointer   one job's checkpoints on one rank: restores, saves, deletes
+session        the checkpoints of one run; `writer`: the thread that writes them
+load           loads one job's newest or best state, in any process
+restore        decides which checkpoint to resume from, and reads it; `select`: those that are
+               complete on all ranks
+rank_local     which leaves are rank-local, by their type or by name
+part           one rank's description of one checkpoint; parsed as untrusted data
+job_list       the jobs of a set of checkpoints, including those that joined during a run
+layout         where parts are stored; they're written atomically, and deleted once no restart
+               can need them
+arrays         arrays on disk, stored by orbax; no other file uses orbax
+rank_gather    gathers one job's texts from all ranks
 """
 
 from jaxcross.checkpoint.load import load_checkpoint

@@ -1,7 +1,7 @@
-"""Named arrays on disk, in orbax's own format. The only file that knows orbax.
+"""Named arrays on disk, in orbax's own format. No other file uses orbax.
 
-Every rank is a JAX process of its own and uses orbax for itself; that ranks belong together is the
-keeper's affair.
+Each rank is a separate JAX process and uses orbax independently. It's `checkpointer` that makes the
+ranks' parts belong together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from jaxcross._pytree import Form
 from jaxcross.checkpoint.part import UnusableError
 
-# Of the types of one byte, those that tensorstore has a name for; of others, the bytes are stored.
+# The one-byte types that tensorstore has a name for. Of other one-byte types we store the bytes.
 _NAMED = frozenset(
     {
         "bool",
@@ -32,9 +32,7 @@ _NAMED = frozenset(
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes the arrays into `folder`, which must not exist; arrays without elements are left out.
-    Waits.
-    """
+    """Writes arrays into `folder`, which must not exist yet. Omits empty arrays. Waits."""
     import orbax.checkpoint as ocp
 
     stored = {name: _stored(array) for name, array in arrays.items() if array.size}
@@ -44,12 +42,14 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read(folder: Path, forms: Mapping[str, Form]) -> dict[str, np.ndarray]:
-    """The arrays of these names, if they have these types and shapes. Waits; allocates nothing
-    before it knows that.
+    """Returns the arrays with these names, if they have these types and shapes. Waits.
+
+    The types, shapes and chunk sizes on disk are checked first, so a damaged or hostile file can't
+    make us allocate too much memory.
 
     Raises:
-        UnusableError: They have not.
-        Exception: Whatever orbax and tensorstore meet.
+        UnusableError: Names, types or shapes differ.
+        Exception: Any error that orbax or tensorstore raises.
     """
     empty = {
         name: np.empty(form.shape, np.dtype(form.dtype))

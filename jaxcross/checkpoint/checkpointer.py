@@ -1,4 +1,17 @@
-"""One job's checkpoints on one rank: restores the newest, writes new ones, deletes old ones."""
+"""One job's checkpoints on one rank: restores the newest, writes new ones, deletes old ones.
+
+**Saving** must not stop training for as long as the disk takes. So `save` only copies the state and
+agrees with the other ranks on what to write, and a thread writes the files meanwhile. A checkpoint
+is complete once every rank has written its part, but a rank doesn't learn that from its own disk.
+The ranks therefore exchange their write errors in the next `save`, or in `wait_until_complete`, and
+only then count the checkpoint as complete.
+
+**Deleting.** A checkpoint is deleted only once newer ones are complete on all ranks. So there's
+always one to resume from, whenever the run is killed.
+
+**Who writes what.** Leaves that are identical on all ranks are written once, by rank 0, unless the
+job names them as rank-local. All others are written by every rank.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +34,15 @@ from jaxcross.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The progress of a job apart from its state. The same on every rank, except for the texts in
-    `places`.
+    """A job's progress apart from its state. Identical on every rank except for `places`' texts.
 
     Attributes:
-        step: Number of its steps.
-        places: For each data source that its loops had open at that step: the number of batches
-            taken, and the iterator's own state.
-        cuts: The cut that was found fastest, by program.
-        notes: What the job's evaluations came to, and its skipped steps.
-        best_step: The step of the best state so far; None if there is none, or it is not to be
+        step: Number of steps made.
+        places: For each data source that the job's loops had open at that step, the number of
+            batches taken and the iterator's own state.
+        cuts: The cut that was found to be fastest, by program.
+        notes: Results of the job's evaluations, and its skipped steps.
+        best_step: The step of the best state so far; None if there is none, or best states aren't
             kept.
     """
 
@@ -42,18 +54,17 @@ class Progress:
 
 
 class JobCheckpointer:
-    """Checkpoints of one job. Its methods are called one after another, in the same order on all
-    ranks.
+    """One job's checkpoints. All ranks must call its methods in the same order, one at a time.
 
-    Methods that communicate take `run_on_all_ranks`: during the run that is a slot of the exchange
-    lane, after it a direct call.
+    Methods that communicate take `run_on_all_ranks`. During a run it's a slot of the exchange lane;
+    after a run it's a direct call.
 
     Args:
-        log: Warnings and errors about the job.
+        log: For warnings and errors about the job.
         world: Rank, size, and a broadcast.
-        folders: The places of the parts on this rank's disk.
+        folders: Where the parts are on this rank's disk.
         keep: Number of complete checkpoints to keep.
-        environment: Everything else that decides the last bits of results.
+        environment: Everything else that affects the last bits of results.
         writer: The thread that writes.
     """
 
@@ -73,27 +84,26 @@ class JobCheckpointer:
         self._keep = keep
         self._environment = environment
         self._writer = writer
-        self._forms: dict[str, Form] | None = None  # of the state that the job restored
+        self._forms: dict[str, Form] | None = None  # forms of the state that the job restored
         self._named: Collection[str] = ()  # paths of the leaves that the job names as rank-local
-        self._complete: list[str] = []  # on all ranks, oldest first
-        # Names that were there at the start or begun in this run. Only these are ever deleted,
-        # never those of another run that uses the directory by mistake.
+        self._complete: list[str] = []  # names of those complete on all ranks, oldest first
+        # Names that existed at the start, or were begun in this run. We only ever delete these, so
+        # another run that uses the directory by mistake doesn't lose its checkpoints.
         self._known: set[str] = set()
         self._writing: tuple[str, Future[None]] | None = None
         # Step, notes and digests of the newest checkpoint.
         self._saved: tuple[int, dict[str, str], list[str]] | None = None
-        self._bests: list[
-            str
-        ] = []  # those that had the best state so far when they were begun, oldest first
+        # Those that held the best state so far when they were begun, oldest first.
+        self._bests: list[str] = []
 
     @property
     def begun(self) -> bool:
-        """Whether the job has restored its state: from then on it can be saved."""
+        """Whether the job has restored its state. It can be saved only after that."""
         return self._forms is not None
 
     @property
     def newest_step(self) -> int | None:
-        """The step of the newest checkpoint that is complete on all ranks; None without one."""
+        """The step of the newest checkpoint that is complete on all ranks, or None."""
         return step_of(self._complete[-1]) if self._complete else None
 
     def restore(
@@ -104,23 +114,22 @@ class JobCheckpointer:
         local: bool = False,
         named: Collection[str] = (),
     ) -> tuple[PyTree, Progress] | None:
-        """Returns the newest state that is complete on all ranks, in the structure of `target`;
-        None if there is none.
+        """Returns the newest state that is complete on all ranks, or None. Waits for all ranks.
 
-        Waits for all ranks.
+        The state has the structure of `target`.
 
         Args:
-            target: The state with which the job would begin.
+            target: The state with which the job would start from scratch.
             run_on_all_ranks: Runs work that communicates.
             local: Whether ranks have different `target`s on purpose.
-            named: Paths of the leaves that the job names as rank-local. They are written by every
-                rank from now on, even where all ranks have the same. The same on every rank.
+            named: Paths of the leaves that the job names as rank-local, the same on every rank.
+                From now on every rank writes them, even if they're identical on all ranks.
 
         Raises:
-            JobError: On every rank: the newest checkpoint is of another model, of a number of ranks
-                that this one cannot take over from, or of another version of jaxcross; a rank
-                cannot read; there are checkpoints, and all are damaged; or the job has restored a
-                state before.
+            JobError: Raised on every rank. The newest checkpoint belongs to another model, to a
+                number of ranks from which this run can't take over, or to another version of
+                jaxcross; or a rank can't read its disk; or there are checkpoints, but all are
+                damaged; or the job has already restored a state.
             TypeError: A leaf is neither an array nor a number.
         """
         if self._forms is not None:
@@ -140,7 +149,8 @@ class JobCheckpointer:
             named=named,
         )
         self._named = named
-        self._forms = wanted  # before this rank's disk can raise: from here on all ranks can save
+        # Before this rank's disk can raise, so that all ranks can save from here on.
+        self._forms = wanted
         self._known = set(self._folders.names())
         if found is None:
             if self._known:
@@ -148,7 +158,8 @@ class JobCheckpointer:
                     f"nothing in `{self._folders.path}` was ever written to its end: the job "
                     "starts from its beginning"
                 )
-            self._mark("whole", None)  # an old mark is of checkpoints that were deleted by hand
+            # An old mark refers to checkpoints that someone deleted by hand.
+            self._mark("whole", None)
             return None
         part = found.part
         self._complete = found.complete
@@ -181,13 +192,13 @@ class JobCheckpointer:
         return None
 
     def markers(self, run_on_all_ranks: RunOnAllRanks) -> tuple[bool, bool]:
-        """Whether an earlier run left the job stopped by itself, or paused; the same on every rank.
+        """Returns whether an earlier run left the job stopped, or paused. Waits for all ranks.
 
-        Waits for all ranks. A mark of a job that ended or failed is deleted: such a job begins
-        again.
+        The result is the same on every rank. If the job had ended or failed, its mark is deleted,
+        because such a job starts again.
 
         Raises:
-            JobError: On every rank: one cannot read.
+            JobError: Raised on every rank if one of them can't read its disk.
         """
         done = paused = error_text = ""
         cause = None
@@ -203,11 +214,12 @@ class JobCheckpointer:
                 self._mark("left", None)
 
         ranks = RankGather(self._log, run_on_all_ranks)
-        # Forgotten in the lane, where the ranks vote on requests, too: a stop that they agree on
-        # right afterwards makes a new mark, and it must come later.
+        # Delete the mark in the lane, in which the ranks also vote on requests. If they agree on a
+        # stop right afterwards, its new mark must be written after this deletion.
         gathered = ranks.gather("its job markers", [done, paused, error_text], then=forget)
         ranks.check(UNREADABLE, [text for *_, text in gathered], cause)
-        # One rank's mark is enough: a kill may have come between the writes of two ranks.
+        # One rank's mark is enough, because the run may have been killed between the writes of two
+        # ranks.
         is_stopped = any(status == "stopped" for status, *_ in gathered)
         is_paused = any(mark for _, mark, _ in gathered) and not is_stopped
         if is_stopped:
@@ -220,15 +232,17 @@ class JobCheckpointer:
         return is_stopped, is_paused
 
     def mark_done(self, status: str) -> None:
-        """Marks that the job itself is over, not only the run. Does not wait; on disk before any
-        later checkpoint.
+        """Marks that the job itself has finished, rather than just the run. Doesn't wait.
+
+        The mark is on disk before any later checkpoint.
         """
         self._mark("left", status)
         self._mark("paused", None)
 
     def mark_paused(self, paused: bool) -> None:
-        """Marks that the job is paused, or goes on. Does not wait; on disk before any later
-        checkpoint.
+        """Marks that the job is paused or has resumed. Doesn't wait.
+
+        The mark is on disk before any later checkpoint.
         """
         self._mark("paused", "paused" if paused else None)
 
@@ -253,26 +267,27 @@ class JobCheckpointer:
         unsavable_reason: str = "",
         last: bool = False,
     ) -> list[dict[str, str]] | None:
-        """Begins a checkpoint; the state may be donated when it returns.
+        """Starts a checkpoint. Once this returns, the state may be donated.
 
-        Waits for the state's values, for the previous checkpoint to be written, and for all ranks;
-        not for the disk.
+        Waits for the state's values, for the previous checkpoint to be written, and for all ranks,
+        but not for this checkpoint to be written.
 
         Args:
             state: The job's state.
-            progress: The position of the job.
+            progress: The job's progress.
             run_on_all_ranks: Runs work that communicates.
-            unsavable_reason: Why the job could not resume from the state, if the caller knows a
+            unsavable_reason: Why the job couldn't resume from this state, if the caller knows a
                 reason.
-            last: If the newest checkpoint is equal, or the state cannot be saved, write nothing and
-                raise nothing.
+            last: Whether this is the job's last checkpoint. If so, nothing is written if the newest
+                checkpoint is equal, and a state that can't be saved isn't an error.
 
         Returns:
-            The digests of every rank's leaves, by rank; None where the state cannot be saved or the
-            job made no step.
+            The digests of every rank's leaves, by rank; None if `last` is set and the state can't
+            be saved or the job made no step.
 
         Raises:
-            JobError: On every rank: the job could not resume from the state, or a disk failed.
+            JobError: Raised on every rank. The job couldn't resume from the state, or a disk
+                failed.
         """
         leaves: dict[str, Leaf] = {}
         error_text = ""
@@ -294,8 +309,8 @@ class JobCheckpointer:
             "unsavable": unsavable_reason,
         }
         ranks = RankGather(self._log, run_on_all_ranks)
-        # All ranks call their checkpoint by rank 0's token: no folder of an earlier attempt is ever
-        # written into.
+        # All ranks name their checkpoint after rank 0's token, so we never write into a folder that
+        # an earlier attempt left behind.
         gathered = ranks.gather(
             "save", {**mine, "digests": digests, "token": f"{time.time_ns():016x}"}
         )
@@ -313,16 +328,17 @@ class JobCheckpointer:
                 f"cannot be saved: its ranks have made {steps} steps, and could not resume together"
             )
         if not all(rank["same"] for rank in gathered):
-            # Leaves with the same bits on all ranks are written once, by rank 0, unless the job
-            # names them: such leaves belong to this number of ranks, even if they are equal by
-            # chance.
+            # Leaves that are bit for bit identical on all ranks are written once, by rank 0. Leaves
+            # that the job names as rank-local aren't, even if they happen to be equal: they belong
+            # to this number of ranks.
             equal = {
                 path
                 for path, d in digests.items()
                 if all(rank["digests"].get(path) == d for rank in gathered)
             }
             common = equal.difference(self._named)
-            # A single rank has nothing to compare its leaves with: there, only their types tell.
+            # A single rank has no other rank to compare its leaves with, so only their types can
+            # tell.
             any_ranks = len(common) == len(leaves) and not rank_local_leaves(state)
             self._begin(
                 checkpoint_name(progress.step, gathered[0]["token"]),
@@ -335,11 +351,10 @@ class JobCheckpointer:
         return [rank["digests"] for rank in gathered]
 
     def wait_until_complete(self, run_on_all_ranks: RunOnAllRanks) -> None:
-        """Waits until the newest checkpoint is complete on all ranks, and deletes those that are
-        too old.
+        """Waits until the newest checkpoint is complete on all ranks, then deletes old ones.
 
         Raises:
-            JobError: On every rank: a disk failed.
+            JobError: Raised on every rank if a disk failed.
         """
         error_text = ""
         cause = None
@@ -376,7 +391,7 @@ class JobCheckpointer:
         return f"it is not like the state that the job restored: {differs}" if differs else ""
 
     def _record(self, name: str, *, any_ranks: bool) -> None:
-        """Records a checkpoint in the event file, for who starts the run again."""
+        """Records a checkpoint in the event file, for whoever restarts the run."""
         self._world.flight.checkpoint(name, job=self._log.job, any_ranks=any_ranks)
 
     def _begin(
@@ -436,12 +451,7 @@ class JobCheckpointer:
     def _finish_previous(
         self, ranks: RankGather, errors: list[str], cause: Exception | None
     ) -> None:
-        """Notes that the previous checkpoint is complete, as the gathered `errors` of all ranks
-        say.
-
-        Raises:
-            JobError: On every rank: one of them could not write.
-        """
+        """Counts the previous checkpoint as complete, unless a rank's error was gathered."""
         writing = self._writing
         self._writing = None
         ranks.check("could not be saved", errors, cause)
@@ -451,9 +461,9 @@ class JobCheckpointer:
             self._complete.append(writing[0])
 
     def _superfluous(self) -> set[str]:
-        """Returns checkpoints that no restart can need, as newer ones are complete on all ranks;
-        also damaged ones.
+        """Returns checkpoints that no restart can need, damaged ones included.
 
+        They're older than the newest that is complete on all ranks, and aren't among those to keep.
         The best one stays until a better one is complete on all ranks.
         """
         kept = self._complete[-self._keep :]

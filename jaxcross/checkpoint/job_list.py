@@ -1,8 +1,7 @@
-"""The list of the jobs in a set of checkpoints: those that a command adds, and those that joined
-during a run.
+"""The jobs in a set of checkpoints: the command's own, and those that joined during a run.
 
-Its file is `jobs.json`, parsed as data from a stranger: jobs, added, submitted, and facts for
-people.
+The list is in `jobs.json`, which is parsed as untrusted data. It contains `jobs`, `added`,
+`submitted`, the process that uses the folder, and some facts for people.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ MAX_BYTES = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobList:
-    """The jobs of a set that are not known to have ended.
+    """The jobs of a set that aren't known to have ended.
 
     Attributes:
-        jobs: All their names.
+        jobs: The names of all of them.
         added: Names of those that joined during a run.
-        submitted: Texts by which rank 0 submitted jobs, by the job's name.
-        process: Rank 0 of the run that has the folder; None if that run has closed it.
+        submitted: The texts with which rank 0 submitted jobs, by the job's name.
+        process: Rank 0 of the run that uses the folder; None if that run has closed it.
     """
 
     jobs: tuple[str, ...] = ()
@@ -38,11 +37,11 @@ class JobList:
 
 
 def read(file: Path) -> JobList:
-    """Reads the file of a set; the list is empty if there is none.
+    """Reads a set's file. Returns an empty list if there is none.
 
     Raises:
-        UnusableError: The file is something else.
-        OSError: The file cannot be read.
+        UnusableError: The file isn't a list of jobs.
+        OSError: The file can't be read.
     """
     try:
         about = file.lstat()
@@ -57,7 +56,7 @@ def parse(content: bytes) -> JobList:
     """Parses the text of a set's file.
 
     Raises:
-        UnusableError: The text is something else.
+        UnusableError: The text isn't a list of jobs.
     """
     try:
         body = json.loads(content)
@@ -83,7 +82,7 @@ def parse(content: bytes) -> JobList:
 
 
 def _process(value: Any) -> ProcessId | None:
-    """Returns the process that a file names; None for anything else."""
+    """Returns the process that a file names, or None if the value is malformed."""
     names = {"host": str, "machine": str, "pid": int, "started": int}
     if not isinstance(value, dict) or {name: type(each) for name, each in value.items()} != names:
         return None

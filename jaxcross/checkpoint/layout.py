@@ -1,13 +1,14 @@
 """Layout of one job's checkpoints on one rank's file system. Does not communicate.
 
-    <job>/<step>-<token>/rank-0000/part.json     what the part is; written last, so that a part
-                                            without it is none
+    <job>/<step>-<token>/rank-0000/part.json     the part's description; written last, so a folder
+                                                 without it isn't a part
                                    state/        its arrays, by orbax
-    <job>/left-0000, paused-0000, whole-0000     marks of a rank: the job is over, and how; it
-                                   rests; a checkpoint of it was once complete on all ranks
+    <job>/left-0000, paused-0000, whole-0000     one rank's marks: how the job finished; that it's
+                                                 paused; that it once had a checkpoint that was
+                                                 complete on all ranks
 
-The token tells two attempts at the same step apart: no rank ever writes into a folder that another
-attempt began.
+The token distinguishes two attempts at the same step, so no rank ever writes into a folder that
+another attempt began.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from urllib.parse import quote
 from jaxcross._files import sync, write_whole
 from jaxcross.checkpoint.part import MAX_BYTES, AbsentError, Part, UnusableError, parse, to_text
 
-SET_FILE = "jobs.json"  # next to the jobs' folders
+SET_FILE = "jobs.json"  # beside the jobs' folders
 Mark = Literal["left", "paused", "whole"]
-# What is not there. Any other error is the disk's trouble, and says nothing about a checkpoint.
+# The file is missing. Any other error is a problem of the disk, and says nothing about a
+# checkpoint.
 ABSENT = (FileNotFoundError, NotADirectoryError)
 _NAME = re.compile(r"\d{12}-[0-9a-f]{16}")
 _CHUNK_BYTES = 2**22
 
 
 def folder_name(job: str) -> str:
-    """A job's name as the name of a folder: no slash, no dot in front, not too long; another for
-    each job, and never that of the set's own file.
+    """Returns a folder name for a job, unique to it.
+
+    It has no slash, no leading dot, and a limited length, and it's never the name of the set's own
+    file.
     """
     name = quote(job, safe=" =,+")
     name = f"%{ord(name[0]):02X}{name[1:]}" if name.startswith((".", SET_FILE)) else name
@@ -46,14 +50,12 @@ def folder_name(job: str) -> str:
 
 
 def checkpoint_name(step: int, token: str) -> str:
-    """Returns the name of a checkpoint's folder; the newest of a job comes last in alphabetical
-    order.
-    """
+    """Returns the name of a checkpoint's folder. Names sort by age, the newest last."""
     return f"{step:012d}-{token}"
 
 
 def step_of(name: str) -> int:
-    """The step that a checkpoint's name speaks of."""
+    """Returns the step of a checkpoint, given its name."""
     return int(name.partition("-")[0])
 
 
@@ -61,9 +63,9 @@ class Folders:
     """One rank's view of one job's checkpoints.
 
     Args:
-        path: The job's folder; need not exist.
-        rank: Whose parts this rank writes and reads.
-        ranks: Of how many, in this run.
+        path: The job's folder. It need not exist.
+        rank: The rank whose parts are read and written.
+        ranks: Number of ranks in this run.
     """
 
     def __init__(self, path: Path, *, rank: int, ranks: int) -> None:
@@ -72,10 +74,10 @@ class Folders:
         self._ranks = ranks
 
     def names(self) -> list[str]:
-        """Checkpoints of which anything is there, oldest first.
+        """Returns the checkpoints of which anything is on disk, oldest first.
 
         Raises:
-            OSError: The folder is there and cannot be read.
+            OSError: The folder exists but can't be read.
         """
         try:
             with _named(self.path):
@@ -86,7 +88,7 @@ class Folders:
             return []
 
     def holders(self) -> dict[str, list[int]]:
-        """Returns for each checkpoint the ranks of this run that have completed a part here."""
+        """Returns, for each checkpoint, those ranks of this run that have a complete part here."""
         return {
             name: [
                 n
@@ -97,8 +99,9 @@ class Folders:
         }
 
     def mark(self, what: Mark, text: str | None) -> None:
-        """Leaves this rank's mark, or takes it away (None); rank 0 takes away those of ranks that
-        are no more. Waits for the disk.
+        """Writes this rank's mark, or removes it if `text` is None. Waits for the disk.
+
+        Rank 0 also removes the marks of ranks that this run doesn't have.
         """
         file = self.path / f"{what}-{self._rank:04d}"
         if self._rank == 0:
@@ -111,10 +114,10 @@ class Folders:
             write_whole(file, text)
 
     def marked(self, what: Mark) -> str:
-        """This rank's mark: its first characters, or nothing.
+        """Returns the first characters of this rank's mark, or an empty string if there is none.
 
         Raises:
-            OSError: It is there and cannot be read.
+            OSError: The mark exists but can't be read.
         """
         file = self.path / f"{what}-{self._rank:04d}"
         try:
@@ -124,27 +127,27 @@ class Folders:
             return ""
 
     def remove_marks(self) -> None:
-        """Removes this rank's marks, and the folder if it is empty then. Waits for the disk."""
+        """Removes this rank's marks, then the folder if it's empty. Waits for the disk."""
         for what in get_args(Mark):
             (self.path / f"{what}-{self._rank:04d}").unlink(missing_ok=True)
-        with suppress(OSError):  # it was never made, or another rank's marks are in it
+        with suppress(OSError):  # it was never created, or it holds another rank's marks
             self.path.rmdir()
 
     def part_path(self, name: str) -> Path:
-        """The folder of this rank's part."""
+        """Returns the folder of this rank's part."""
         return self.path / name / f"rank-{self._rank:04d}"
 
     def arrays_path(self, name: str) -> Path:
-        """The folder of the part's arrays."""
+        """Returns the folder of this part's arrays."""
         return self.part_path(name) / "state"
 
     def read(self, name: str) -> Part:
         """Reads the description of this rank's part.
 
         Raises:
-            UnusableError: It is incomplete or damaged; `AbsentError`, if it is not there.
+            UnusableError: It's incomplete or damaged; `AbsentError` if it's missing.
             UnknownFormatError: It was written by another version.
-            OSError: It is there and cannot be read.
+            OSError: It exists but can't be read.
         """
         file = self.part_path(name) / "part.json"
         try:
@@ -168,7 +171,7 @@ class Folders:
         return part
 
     def commit(self, name: str, part: Part) -> None:
-        """Completes this rank's part, whose arrays have been written. Waits for the disk."""
+        """Completes this rank's part, whose arrays were written before. Waits for the disk."""
         folder = self.part_path(name)
         for file in _files(self.arrays_path(name)):
             sync(file)
@@ -177,11 +180,11 @@ class Folders:
             sync(path)
 
     def check_files(self, name: str, files: Mapping[str, tuple[int, str]]) -> None:
-        """Makes sure that the part's files of arrays are those that were written, byte by byte.
+        """Checks that the part's array files are, byte for byte, those that were written.
 
         Raises:
-            UnusableError: They are not.
-            OSError: They are there and cannot be read.
+            UnusableError: They aren't.
+            OSError: They exist but can't be read.
         """
         folder = self.arrays_path(name)
         found = {str(file.relative_to(folder)): file for file in _files(folder)}
@@ -198,7 +201,7 @@ class Folders:
                 raise UnusableError(f"`{file}` has other bytes than were written")
 
     def describe_files(self, name: str) -> dict[str, tuple[int, str]]:
-        """Size and digest of each of the part's files of arrays."""
+        """Returns the size and digest of each of the part's array files."""
         folder = self.arrays_path(name)
         return {
             str(file.relative_to(folder)): (file.stat().st_size, _digest(file))
@@ -206,8 +209,9 @@ class Folders:
         }
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes this rank's parts; rank 0 also those of ranks that this run does not have.
-        Others' remain, and what cannot be deleted.
+        """Deletes this rank's parts; on rank 0 also those of ranks that this run doesn't have.
+
+        Other ranks' parts remain, and so does anything that can't be deleted.
         """
         for name in names:
             folder = self.path / name
@@ -217,11 +221,10 @@ class Folders:
                     parts += self._of_lost_ranks(folder, "rank")
             for part in parts:
                 try:
-                    (part / "part.json").unlink(
-                        missing_ok=True
-                    )  # first: half a part must not look whole
+                    # Delete this file first, so that a half-deleted part doesn't look complete.
+                    (part / "part.json").unlink(missing_ok=True)
                 except OSError:
-                    # no part: something else lies there; or the disk does not let go of it
+                    # It isn't a part but something else, or the disk refuses to delete it.
                     continue
                 shutil.rmtree(part, ignore_errors=True)
             try:
@@ -232,8 +235,8 @@ class Folders:
     def _of_lost_ranks(self, folder: Path, what: str) -> list[Path]:
         """Returns the entries `<what>-<rank>` of ranks that this run doesn't have.
 
-        `Path.glob` would raise where another rank deletes the folder between its test and its
-        listing.
+        We don't use `Path.glob`, because it would raise if another rank deletes the folder between
+        `glob`'s check and its listing.
         """
         try:
             found = [
@@ -248,7 +251,7 @@ class Folders:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Adds the file's name to errors of the disk; Python leaves it out while a file is read."""
+    """Adds the file's name to disk errors, because Python leaves it out of errors while reading."""
     try:
         yield
     except OSError as error:
@@ -262,10 +265,11 @@ def _number(part: Path) -> int:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """All files, at any depth.
+    """Yields all files at any depth.
 
     Raises:
-        UnusableError: Something is neither a file nor a folder: a link could lead anywhere.
+        UnusableError: There's something that is neither a file nor a folder, e.g. a link, which
+            could point anywhere.
     """
     if folder.is_symlink():
         return

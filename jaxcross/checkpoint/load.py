@@ -1,6 +1,4 @@
-"""Reads one job's newest or best state, in any process: for evaluation and export, not for going
-on.
-"""
+"""Loads one job's newest or best state in any process, e.g. for evaluation or export."""
 
 from __future__ import annotations
 
@@ -20,25 +18,24 @@ T = TypeVar("T")
 def load_checkpoint(
     directory: str | os.PathLike[str], job: str, state: T, *, best: bool = False, rank: int = 0
 ) -> tuple[T, int]:
-    """Reads the newest state of a job from its checkpoints, or the best one. Waits for the disk;
-    does not communicate.
+    """Loads the newest or best state of a job. Waits for the disk; doesn't communicate.
 
     Args:
         directory: The folder of the `Checkpoints`, with the parts of all ranks.
         job: The job's name.
-        state: A tree with the structure, shapes and types of the job's state. Its values do not
+        state: A tree with the structure, shapes and types of the job's state. Its values don't
             matter.
-        best: Read the best state by `Checkpoints(best=...)`.
-        rank: Whose values to read of leaves that differ between ranks.
+        best: Load the best state according to `Checkpoints(best=...)`.
+        rank: Whose values to load for leaves that differ between ranks.
 
     Returns:
-        The state in a tree made like `state`, and the number of the job's steps that led to it.
+        The state as a tree with the structure of `state`, and the number of steps the job had made.
 
     Raises:
-        JobError: There is no such checkpoint, or it is of another model, damaged or of another
-            version.
+        JobError: There is no such checkpoint or rank, or the checkpoint belongs to another model or
+            version, or is damaged.
         TypeError: A leaf of `state` is neither an array nor a number.
-        OSError: The disk cannot be read.
+        OSError: The disk can't be read.
 
     Example:
         >>> state, step = jaxcross.load_checkpoint("checkpoints", "a", init())  # doctest: +SKIP
@@ -78,7 +75,7 @@ def load_checkpoint(
 
 
 def _complete(log: JobLog, path: Path) -> dict[str, Part]:
-    """Returns rank 0's part of each checkpoint that is complete, by name."""
+    """Returns rank 0's part of each complete checkpoint, by name."""
     found = {}
     folders = Folders(path, rank=0, ranks=1)
     for name in folders.names():

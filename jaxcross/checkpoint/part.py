@@ -1,5 +1,6 @@
-"""One rank's description of one checkpoint, as JSON that is parsed like data from a stranger: no
-field is trusted.
+"""One rank's description of one checkpoint, as JSON.
+
+It's parsed as untrusted data: every field is checked before we use it.
 """
 
 from __future__ import annotations
@@ -17,27 +18,28 @@ import numpy as np
 from jaxcross._pytree import KINDS, Form, numeric
 
 FORMAT = 2
-MAX_BYTES = 64 * 2**20  # of a part's text: half a million leaves
+MAX_BYTES = 64 * 2**20  # maximum size of a part's text, enough for half a million leaves
 _MAX_ELEMENTS = 2**48
 _TYPE = re.compile(r"bool|u?int\d+|b?float\d+(_e\dm\d\w*)?|complex\d+")
 
 
 class UnusableError(Exception):
-    """A checkpoint is incomplete, or not as it was written: the one before it is to be used."""
+    """A checkpoint is incomplete or not as it was written, so the previous one should be used."""
 
 
 class AbsentError(UnusableError):
-    """A part is not there at all: it was never written to its end, or it is gone."""
+    """A part is missing: either it was never written completely, or it was deleted."""
 
 
 class UnknownFormatError(Exception):
-    """A checkpoint is intact, but written by another version of jaxcross."""
+    """A checkpoint is intact, but was written by another version of jaxcross."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedLeaf:
-    """A leaf of a checkpoint: its form, its digest, and whether all ranks had the same (rank 0
-    holds it for all).
+    """A leaf of a checkpoint: its form, its digest, and whether it was identical on all ranks.
+
+    Leaves that are identical on all ranks are stored only by rank 0.
     """
 
     form: Form
@@ -47,23 +49,23 @@ class SavedLeaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One rank's part.
+    """One rank's part of a checkpoint.
 
     Attributes:
         job: The job's name.
-        step: Its steps when it was saved.
-        rank: The rank that wrote it.
+        step: The number of steps the job had made.
+        rank: The rank that wrote the part.
         ranks: Number of ranks in that run.
         leaves: All leaves of this rank's state, by path.
         files: Size in bytes and digest of each file that holds arrays, by path in the part's
             folder.
         places: Positions in this rank's data; see `jaxcross.jobs.data_position`.
-        cuts: The cut that was found fastest, by program.
-        environment: Everything else that decides the last bits of results: versions, device,
+        cuts: The cut that was found to be fastest, by program.
+        environment: Everything else that affects the last bits of results: versions, device,
             threads.
-        notes: What the job's evaluations came to, and its skipped steps; see
+        notes: Results of the job's evaluations, and its skipped steps; see
             `jaxcross.jobs.resumption`.
-        best_step: The step of the best state by then, if best states are kept and there is one.
+        best_step: The step of the best state so far, if best states are kept and there is one.
     """
 
     job: str
@@ -84,12 +86,12 @@ class Part:
 
     @property
     def rank_local(self) -> list[str]:
-        """Paths of the leaves that differed between ranks."""
+        """Paths of the leaves that were stored by each rank rather than by rank 0 for all."""
         return [path for path, saved in self.leaves.items() if not saved.common]
 
 
 def to_text(part: Part) -> str:
-    """Returns the part as JSON, with its own digest."""
+    """Returns the part as JSON, including its digest."""
     body = {"format": FORMAT, **asdict(part)}
     return json.dumps({**body, "digest": _digest(body)}, indent=1)
 
@@ -98,8 +100,8 @@ def parse(text: str) -> Part:
     """Parses a part that `to_text` wrote.
 
     Raises:
-        UnusableError: The text is anything else.
-        UnknownFormatError: The part is intact, and of another version.
+        UnusableError: The text isn't such a part, or is damaged.
+        UnknownFormatError: The part is intact, but has another version.
     """
     try:
         body = json.loads(text)

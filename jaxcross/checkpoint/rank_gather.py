@@ -1,6 +1,4 @@
-"""Texts about one job's checkpoints: to the log and the person who watches the run, and between the
-ranks.
-"""
+"""Texts about one job's checkpoints: for the log, for whoever watches, and between ranks."""
 
 from __future__ import annotations
 
@@ -19,27 +17,26 @@ RunOnAllRanks = Callable[[str, Callable[[Any], Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class JobLog:
-    """Warnings and errors about one job. `note` shows a line where the run is watched."""
+    """Warnings and errors about one job. `note` shows a line to whoever watches the run."""
 
     job: str
     note: Callable[[str], None]
 
     def warn(self, text: str) -> None:
-        """Logs a warning, and notes it."""
+        """Logs a warning, and shows it as a note."""
         _log.warning("Job `%s`: %s.", self.job, clause(text))
         self.note(text)
 
     def error(self, text: str) -> JobError:
-        """Makes the error to raise."""
+        """Returns an error for the caller to raise."""
         return JobError(f"Job `{self.job}` {text}")
 
 
 @dataclass(frozen=True, slots=True)
 class RankGather:
-    """The exchange of texts that one operation on a job's checkpoints makes with the other ranks.
+    """Exchanges texts between ranks for one operation on a job's checkpoints.
 
-    Every method but `check` waits for all ranks, and must be called on all of them in the same
-    order.
+    Every method except `check` waits for all ranks. All ranks must call them in the same order.
     """
 
     log: JobLog
@@ -54,13 +51,13 @@ class RankGather:
     def gather(
         self, what: str, value: object, *, then: Callable[[list[Any]], None] | None = None
     ) -> list[Any]:
-        """Returns every rank's value, by rank. Values travel as JSON: tuples arrive as lists.
+        """Returns every rank's value, by rank. Values are sent as JSON, so tuples arrive as lists.
 
         Args:
-            what: A few words for it.
+            what: A short description for the label.
             value: This rank's value.
-            then: Called with all values in the same slot of the exchange lane, hence before any
-                later vote of the ranks. Must not wait.
+            then: Called with all values in the same slot of the exchange lane, so before any later
+                vote. Must not wait.
         """
 
         def work(control: Control) -> list[Any]:
@@ -72,7 +69,7 @@ class RankGather:
         return self.run_on_all_ranks(f"checkpoint: {what}", work)
 
     def check(self, what: str, errors: Sequence[str], cause: Exception | None = None) -> None:
-        """Raises if the text of a rank is not empty.
+        """Raises if any rank's text isn't empty. Doesn't communicate.
 
         Raises:
             JobError: With the text of the first such rank.

@@ -1,6 +1,7 @@
-"""Recognises leaves that are each rank's own, by their type or by the names that the job gives.
+"""Recognises rank-local leaves, by their type or by the names that the job gives.
 
-A single rank that saves has no other rank to compare its leaves with.
+Comparing the ranks' values isn't enough, because a run with a single rank has nothing to compare
+with.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from jaxcross import exchange
 from jaxcross.exchange.per_rank import RankLocal
 
 _STATISTICS = "batch_stats"
-"""The name that Flax gives to the statistics of normalisation layers."""
+"""Flax's name for the statistics of normalisation layers."""
 
 
 def rank_local_leaves(state: Any) -> list[str]:
-    """Paths of the leaves that an exchange keeps for its rank."""
+    """Returns the paths of the leaves that an exchange keeps for its own rank."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     strategies = _strategies(state, paths)
     return [keystr(path) for path in paths if _owned(path, strategies, _unsent)]
 
 
 def named_leaves(state: Any, names: Collection[str]) -> list[str]:
-    """Returns the paths of the leaves that a job names by `rank_local`.
+    """Returns the paths of the leaves that a job names with `rank_local`.
 
     Args:
-        state: The state of a job.
-        names: Each a key or attribute anywhere in a path, or the beginning of a path as
+        state: A job's state.
+        names: Each is a key or attribute anywhere in a path, or the beginning of a path as
             `jax.tree_util.keystr` spells it.
 
     Raises:
-        ValueError: A name is in no path: it is misspelled, or of another state.
+        ValueError: No path contains a name. It's misspelled, or belongs to another state.
     """
     found: dict[str, list[str]] = {name: [] for name in names}
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
@@ -64,13 +65,16 @@ def named_leaves(state: Any, names: Collection[str]) -> list[str]:
 
 
 def common_leaves(state: Any) -> list[str]:
-    """Returns paths of the leaves that training changes alike on every rank, if they were equal on
-    all ranks before.
+    """Returns the paths of the leaves that training keeps identical across ranks, if they start so.
 
-    Left out are what the states of exchanges declare to be a rank's own; under a strategy with a
-    model on each rank, all floating-point leaves outside of such states; gradients that
-    `accumulate` and `optax.MultiSteps` add up; the statistics of normalisation layers
-    (`batch_stats` of Flax, `nnx.BatchStat`), which a step may leave unsynchronised.
+    We leave out:
+
+    - leaves that the states of exchanges declare rank-local;
+    - under a strategy with a separate model on each rank, all floating-point leaves outside such
+      states;
+    - gradients that `accumulate` and `optax.MultiSteps` add up;
+    - statistics of normalisation layers (Flax's `batch_stats`, `nnx.BatchStat`), because a step may
+      leave them unsynchronised.
     """
     found = jax.tree_util.tree_leaves_with_path(state)
     strategies = _strategies(state, [path for path, _ in found])
@@ -91,7 +95,7 @@ def common_leaves(state: Any) -> list[str]:
 
 @cache
 def _declared() -> Mapping[type[Any], RankLocal]:
-    """What the classes of strategies' states declare."""
+    """Returns what the classes of the strategies' states declare."""
     modules = (
         import_module(f"{exchange.__name__}.{found.name}")
         for found in iter_modules(exchange.__path__)
@@ -112,10 +116,10 @@ _Strategies = Mapping[KeyPath, Collection[RankLocal]]
 
 
 def _strategies(state: Any, paths: Collection[KeyPath]) -> _Strategies:
-    """The nodes of a tree that are states of strategies, and what these declare.
+    """Finds the nodes of a tree that are states of strategies. Returns what they declare, by path.
 
-    NNX makes dicts of them: below a key `opt_state` they are known by the names of all their fields
-    as well. Other dicts are the user's.
+    NNX turns such states into dicts. So below a key `opt_state`, we also recognise them by the
+    names of all their fields. Any other dict is the user's.
     """
     declared = _declared()
     found: dict[KeyPath, set[RankLocal]] = {}
@@ -141,7 +145,7 @@ def _strategies(state: Any, paths: Collection[KeyPath]) -> _Strategies:
 
 
 def _is(kind: type[Any], local: RankLocal, names: set[str]) -> bool:
-    """Whether these fields of a node, those that have leaves, may be all of a strategy's state."""
+    """Returns whether `names`, the fields that have leaves, may be all of a strategy's state."""
     fields: set[str] = set(kind._fields)  # type: ignore[attr-defined]
     return fields - {*local.maybe_empty} <= names <= fields
 
@@ -149,9 +153,7 @@ def _is(kind: type[Any], local: RankLocal, names: set[str]) -> bool:
 def _nodes(
     tree: Any, kinds: type[Any] | tuple[type[Any], ...], above: KeyPath = ()
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """The nodes of a tree that are of some classes, also those inside one another, with their
-    paths.
-    """
+    """Yields the nodes of a tree that are of some classes, even nested ones, with their paths."""
     if isinstance(tree, kinds):
         yield above, tree
     inside = jax.tree_util.tree_leaves_with_path(
@@ -181,7 +183,7 @@ def _differing(kind: RankLocal) -> Collection[str]:
 
 
 def _in_strategy(path: KeyPath, strategies: _Strategies) -> bool:
-    """Whether a leaf is a field of a strategy's state, such as the centre of `elastic_average`."""
+    """Returns whether a leaf is in a strategy's state, e.g. the centre of `elastic_average`."""
     return any(kind.model for n in range(len(path)) for kind in strategies.get(path[:n], ()))
 
 
@@ -196,7 +198,7 @@ def _floating(leaf: Any) -> bool:
 
 
 def _nnx_statistics(state: Any) -> set[KeyPath]:
-    """Paths of the variables of NNX that hold statistics."""
+    """Returns the paths of NNX's variables that hold statistics."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return set()

@@ -1,4 +1,20 @@
-"""Finds the newest checkpoint of a job that is complete on all ranks, and reads it."""
+"""Finds the newest checkpoint of a job that is complete on all ranks, and reads it.
+
+All ranks must resume from the same checkpoint, though each sees only its own disk, so every
+decision here follows from texts that were gathered from all ranks:
+
+1. Each rank surveys the parts on its disk, without reading arrays. From these, `select` finds the
+   checkpoints that are complete on all ranks.
+2. The ranks try them from the newest to the oldest. A rank reads its arrays and compares them with
+   their digests. If a rank finds damage, all ranks pass over that checkpoint.
+3. Leaves that only rank 0 stores are broadcast.
+
+A checkpoint that can't be *read* is different from one that is *damaged*. If a disk or the network
+fails for a moment, the checkpoint may be intact, and silently resuming from an older one, or
+starting again, would lose work. So such an error is raised rather than passed over. For the same
+reason, as long as any checkpoint's folder is left, a job starts from scratch only if none of them
+was ever complete.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +53,11 @@ class Found:
     """A checkpoint that all ranks have read.
 
     Attributes:
-        name: Its name.
-        part: This rank's part; rank 0's, if this one had none.
+        name: The checkpoint's name.
+        part: This rank's part, or rank 0's if this rank had none.
         arrays: All leaves, by path.
-        complete: Names of the checkpoints that are complete on all ranks, oldest first; this is the
-            last of them.
+        complete: Names of the checkpoints that are complete on all ranks, oldest first. This
+            checkpoint is the last of them.
     """
 
     name: str
@@ -55,11 +71,11 @@ class _Survey:
     """The parts on one rank's disk.
 
     Attributes:
-        parts: Its readable parts, by checkpoint.
-        faults: Why this rank has no usable part, for each other checkpoint.
+        parts: The readable parts, by checkpoint.
+        faults: For each other checkpoint, why this rank has no usable part of it.
         absent: Those of `faults` of which this rank has no part at all.
-        marked: Name of a checkpoint that was once complete on all ranks, if this rank has a mark of
-            one.
+        marked: Name of a checkpoint that was once complete on all ranks, if this rank has such a
+            mark.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
@@ -78,42 +94,41 @@ def find(
     local: bool,
     named: Collection[str],
 ) -> Found | None:
-    """Returns the newest checkpoint that is complete on all ranks; None if none was ever finished.
-    Waits for all ranks.
+    """Returns the newest checkpoint that is complete on all ranks. Waits for all ranks.
 
-    Files are read in the caller's thread; texts, and the leaves that rank 0 holds for all, pass
-    through `ranks`.
+    Returns None if no checkpoint was ever finished. The caller's thread reads the files. Texts, and
+    the leaves that rank 0 stores for all ranks, are exchanged through `ranks`.
 
     Args:
-        state: The state with which the job would begin.
+        state: The state with which the job would start from scratch.
         wanted: The forms of its leaves.
         world: Rank, size, and a broadcast.
-        folders: The places of the parts on this rank's disk.
-        ranks: Gathers texts of all ranks.
+        folders: Where the parts are on this rank's disk.
+        ranks: Gathers texts from all ranks.
         local: Whether ranks have different `state`s on purpose.
         named: Paths of the leaves that the job names as rank-local; the same on every rank.
 
     Raises:
-        JobError: On every rank: the newest one does not fit `wanted` or this number of ranks, or is
-            of another version; a rank cannot read; or there are some, and all are damaged.
+        JobError: Raised on every rank. The newest checkpoint doesn't fit `wanted` or this number of
+            ranks, or belongs to another version; or a rank can't read its disk; or there are
+            checkpoints, but all are damaged.
     """
     seen = _survey(folders, ranks)
     parts = seen.parts
     selection = select(ranks.gather("what is there", to_offer(parts)))
     for name, fault in seen.faults.items():
-        # Where rank 0 holds everything, or the checkpoint is not used at all, an absent part is not
-        # needed.
+        # A missing part isn't needed if rank 0 stores everything, or if the checkpoint isn't used
+        # at all.
         if name not in seen.absent or name not in {*selection.complete, *selection.foreign}:
             ranks.log.warn(f"checkpoint `{name}` is not whole: {fault}")
     damaged: dict[str, str] = {}
     complete = selection.complete
-    # From the newest to the oldest: a checkpoint whose files turn out to be damaged gives way to
-    # the one before. Every decision in this loop follows from gathered texts, so that all ranks
-    # make it alike.
+    # Go from the newest to the oldest, and pass over any checkpoint whose files turn out to be
+    # damaged. Every decision in this loop follows from gathered texts, so all ranks decide alike.
     while complete and selection.refused is None:
         name = complete[-1]
-        # All ranks take rank 0's description: where leaves are equal on all ranks, it alone is sure
-        # to be there.
+        # All ranks use rank 0's description: if the leaves are identical on all ranks, only rank 0
+        # is sure to have a part.
         first = parse(
             ranks.gather_text("its leaves", to_text(parts[name]) if world.rank == 0 else "")[0]
         )
@@ -123,7 +138,7 @@ def find(
         )
         held, damage, error = read_arrays(folders, name, part, all_leaves=world.rank == 0)
         gathered = ranks.gather("read", [damage, _error_text(error, folders.arrays_path(name))])
-        # A checkpoint on a disk that cannot be read now may be intact: do not skip it.
+        # A checkpoint on a disk that can't be read right now may be intact, so don't skip it.
         ranks.check(UNREADABLE, [error_text for _, error_text in gathered], error)
         if not any(damage for damage, _ in gathered):
             return Found(name, part, held | _common(part, held, world, ranks), complete)
@@ -143,8 +158,8 @@ def find(
             saved_on=selection.foreign[name],
             ranks=world.size,
         )
-    # There is nothing to resume from. Beginning again would hide a loss, so that has to be ruled
-    # out first.
+    # There's nothing to resume from. Before we start from scratch, rule out that this would hide a
+    # loss.
     found = ranks.gather(
         "whose parts are where",
         {"holders": folders.holders(), "faults": seen.faults, "marked": seen.marked},
@@ -166,12 +181,7 @@ def _check_fit(
     local: bool,
     named: Collection[str],
 ) -> None:
-    """Makes sure that the job and this number of ranks can resume from the checkpoint. Waits for
-    all ranks.
-
-    Raises:
-        JobError: On every rank: they cannot.
-    """
+    """Checks that this job and number of ranks can resume from it. Waits for all ranks."""
     differs = unlike(wanted, part.forms) or narrowed(part.forms) or ""
     ranks.check(
         _other_shapes(f"{path}", saved_on=first.ranks, ranks=world.size),
@@ -179,11 +189,11 @@ def _check_fit(
     )
     own = [leaf for leaf in first.leaves if leaf in named]
     if own and first.ranks != world.size:
-        # They were not named when they were saved, and happened to be equal on all ranks.
+        # These leaves weren't named when they were saved, and happened to be equal on all ranks.
         raise _refusal(ranks.log, f"{path}", _listed(own), saved_on=first.ranks, ranks=world.size)
     if first.ranks == 1 < world.size:
-        # A single rank has nothing to compare its leaves with, so that its part calls all of them
-        # common.
+        # A single rank has no other rank to compare its leaves with, so its part declares all of
+        # them common.
         _refuse_copies(
             ranks.log, ranks.gather("whose they are", _initial(state, local=local)), f"{path}"
         )
@@ -192,14 +202,9 @@ def _check_fit(
 def _refuse_misplaced(
     log: JobLog, holders: Sequence[Mapping[str, Sequence[int]]], ranks: int
 ) -> None:
-    """Refuses to begin again if all parts of a checkpoint are there, but on the disks of other
-    ranks.
-
-    Raises:
-        JobError: On every rank.
-    """
+    """Refuses to start from scratch if a complete checkpoint's parts are on wrong ranks' disks."""
     for name in sorted({name for each in holders for name in each}, reverse=True):
-        # The parts that their own ranks do not find, and the rank on whose disk each of them is.
+        # The parts that their own ranks don't find, and the rank on whose disk each of them is.
         where = {
             r: here
             for here, each in enumerate(holders)
@@ -220,13 +225,10 @@ def _refuse_misplaced(
 def _refuse_lost(
     log: JobLog, found: Sequence[Mapping[str, Any]], damaged: Mapping[str, str], path: str
 ) -> None:
-    """Refuses to begin again if there was a complete checkpoint once.
+    """Refuses to start from scratch if there was once a complete checkpoint.
 
-    A kill during the first write leaves no rank's mark, and no checkpoint of which every rank has a
-    part: then nothing is lost.
-
-    Raises:
-        JobError: On every rank.
+    If the run was killed during its first write, no rank has a mark, and no checkpoint has parts
+    from every rank. Then nothing is lost.
     """
     holders = [each["holders"] for each in found]
     names = sorted({name for each in holders for name in each}, reverse=True)
@@ -235,12 +237,11 @@ def _refuse_lost(
     )
     if not names or not (damaged or complete or any(each["marked"] for each in found)):
         return
+    # In reverse, because the last reason stays: it's the lowest rank's.
     reasons = {
         name: f"on rank {rank}, {each['faults'].get(name, 'nothing of it is there')}"
         for name in names
-        for rank, each in reversed(
-            [*enumerate(found)]
-        )  # the lowest rank comes last, and its reason stays
+        for rank, each in reversed([*enumerate(found)])
         if name in each["faults"] or name not in holders[rank]
     }
     listed = "; ".join(f"`{name}`: {text}" for name, text in (reasons | dict(damaged)).items())
@@ -252,15 +253,16 @@ def _refuse_lost(
 
 
 def _survey(folders: Folders, ranks: RankGather) -> _Survey:
-    """Looks at the parts on this rank's disk, without their arrays. Waits for all ranks.
+    """Looks at the parts on this rank's disk, but not at their arrays. Waits for all ranks.
 
     Raises:
-        JobError: On every rank: one cannot read, or a checkpoint is of another version.
+        JobError: Raised on every rank. A rank can't read its disk, or a checkpoint belongs to
+            another version.
     """
     seen = _Survey()
     unknown = ""
     failure: Exception | None = None
-    path = folders.path  # the one that an error is about
+    path = folders.path  # the path that an error refers to
     try:
         seen = _Survey(marked=folders.marked("whole"))
         for name in folders.names():
@@ -277,7 +279,7 @@ def _survey(folders: Folders, ranks: RankGather) -> _Survey:
                 seen.absent.update([name] if isinstance(error, AbsentError) else ())
     except (OSError, MemoryError) as error:
         failure = error
-    # No rank may go on alone: the others would wait for it in the next gathering.
+    # No rank may continue alone, because the others would wait for it in the next gathering.
     gathered = ranks.gather("versions", [unknown, _error_text(failure, path)])
     ranks.check(UNREADABLE, [text for _, text in gathered], failure)
     ranks.check(
@@ -297,11 +299,11 @@ def _error_text(error: Exception | None, path: Path) -> str:
 def _part_here(first: Part, own: Part | None, world: World) -> Part:
     """Returns the part that this rank resumes from.
 
-    That is its own or, where it has none, rank 0's without the states of that rank's iterators.
+    That's its own part. If it has none, it's rank 0's part, without the states of that rank's data
+    iterators.
     """
-    if (
-        own is not None and own.ranks == world.size
-    ):  # ranks that failed apart may have noted different things
+    # Take rank 0's notes: ranks that failed separately may have noted different things.
+    if own is not None and own.ranks == world.size:
         return replace(own, notes=first.notes, best_step=first.best_step)
     return replace(
         first, rank=world.rank, files={}, places=tuple((taken, None) for taken, _ in first.places)
@@ -311,11 +313,11 @@ def _part_here(first: Part, own: Part | None, world: World) -> Part:
 def read_arrays(
     folders: Folders, name: str, part: Part, *, all_leaves: bool
 ) -> tuple[dict[str, np.ndarray], str, Exception | None]:
-    """Reads the arrays that this rank holds.
+    """Reads the arrays that this rank stores.
 
     Returns:
-        The arrays by path, the damage if there is any, and the error that kept this rank from
-        reading them.
+        The arrays by path; a description of the damage, if any; and the error that prevented this
+        rank from reading the arrays, if any.
     """
     folder = folders.arrays_path(name)
     try:
@@ -330,9 +332,8 @@ def read_arrays(
                 raise UnusableError(f"`{folder}` has other values in `{path}` than were saved")
     except (UnusableError, *ABSENT) as error:
         return {}, str(error), None
-    except (
-        Exception
-    ) as error:  # of orbax too: the files have been found to be those that were written
+    # This includes orbax's errors: the files are those that were written, so it isn't damage.
+    except Exception as error:
         return {}, "", error
     return values, "", None
 
@@ -340,9 +341,7 @@ def read_arrays(
 def _common(
     part: Part, held: Mapping[str, np.ndarray], world: World, ranks: RankGather
 ) -> dict[str, np.ndarray]:
-    """Returns the leaves that rank 0 holds for all. They are sent, as each node may have a disk of
-    its own.
-    """
+    """Returns rank 0's leaves for all ranks. They're broadcast: nodes may have separate disks."""
     forms = {path: saved.form for path, saved in part.leaves.items() if saved.common}
     if world.size == 1 or not forms:
         return {}
@@ -356,11 +355,10 @@ def _common(
 
 
 def _initial(state: PyTree, *, local: bool) -> tuple[list[str], dict[str, str]]:
-    """Describes the state with which a rank would begin: paths of its rank-local leaves, and
-    digests of all leaves.
+    """Returns the rank-local leaves' paths, and all leaves' digests, of a rank's initial state.
 
     Digests are empty unless ranks have different states on purpose: otherwise rank 0's values would
-    be taken anyway.
+    be used anyway.
     """
     digests = {path: leaf.digest if local else "" for path, leaf in snapshot(state).items()}
     return rank_local_leaves(state), digests
@@ -369,12 +367,7 @@ def _initial(state: PyTree, *, local: bool) -> tuple[list[str], dict[str, str]]:
 def _refuse_copies(
     log: JobLog, initial: Sequence[tuple[list[str], dict[str, str]]], path: str
 ) -> None:
-    """Refuses a checkpoint of a single rank if it has leaves of which each rank needs its own
-    value.
-
-    Raises:
-        JobError: On every rank.
-    """
+    """Refuses a single rank's checkpoint if it has leaves that each rank needs for itself."""
     _, first = initial[0]
     own = [
         leaf

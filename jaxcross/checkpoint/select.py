@@ -1,6 +1,4 @@
-"""Selects the checkpoints that all ranks can resume from, from the parts that every rank has.
-Pure.
-"""
+"""Selects the checkpoints that all ranks can resume from, given the parts on every rank. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ from dataclasses import dataclass
 from jaxcross.checkpoint.part import Part
 
 Offer = Mapping[str, tuple[int, bool]]
-"""Number of ranks that wrote each checkpoint, and whether all its leaves are the same on all of
-them.
-"""
+"""For each checkpoint, the number of ranks that wrote it, and whether all its leaves are common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +17,8 @@ class Selection:
 
     Attributes:
         complete: Names of the checkpoints that all ranks can resume from, oldest first.
-        foreign: Number of the ranks that wrote a checkpoint, by its name, where that is another
-            number than this run's and each rank has leaves of its own.
+        foreign: Checkpoints with rank-local leaves that a different number of ranks wrote: that
+            number, by the checkpoint's name.
     """
 
     complete: list[str]
@@ -30,7 +26,7 @@ class Selection:
 
     @property
     def refused(self) -> str | None:
-        """The newest checkpoint, if this number of ranks cannot resume from it."""
+        """The newest checkpoint, if this number of ranks can't resume from it; otherwise None."""
         newest = max((*self.complete, *self.foreign), default=None)
         return newest if newest in self.foreign else None
 
@@ -41,10 +37,11 @@ def to_offer(parts: Mapping[str, Part]) -> Offer:
 
 
 def select(offers: Sequence[Offer]) -> Selection:
-    """Selects checkpoints from `to_offer` of every rank, by rank.
+    """Selects checkpoints, given every rank's `to_offer`, by rank.
 
-    Rank 0 holds what is equal on all ranks. Where that is everything, its part is enough, for any
-    number of ranks; else each rank needs its own part.
+    Rank 0 stores the leaves that are identical on all ranks. If that's all of them, its part is
+    enough for any number of ranks. Otherwise each rank needs its own part, so the number of ranks
+    must be the same.
     """
     complete: list[str] = []
     foreign: dict[str, int] = {}

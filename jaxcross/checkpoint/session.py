@@ -1,6 +1,4 @@
-"""The checkpoints of one run: a `JobCheckpointer` for each job, one thread that writes, and a list
-of the set.
-"""
+"""One run's checkpoints: a `JobCheckpointer` per job, the writing thread, and the job list."""
 
 from __future__ import annotations
 
@@ -33,24 +31,25 @@ _log = logging.getLogger("jaxcross")
 
 
 class Session:
-    """The checkpoints of one run. Opening it waits for all ranks.
+    """One run's checkpoints. Opening it waits for all ranks.
 
     Args:
         settings: The user's settings.
         world: All ranks.
-        jobs: The jobs' names, for the list of the set.
-        policy: The policy of the run, for that list.
+        jobs: The jobs' names, for the list of jobs.
+        policy: The run's policy, for that list.
 
     Attributes:
-        resubmit: Texts of jobs that were submitted in an earlier run and have not ended, by the
-            job's name. Both are as the set's file has them: they need not belong together.
-        added_before: Jobs that joined during an earlier run and have not ended. A rank that repeats
-            the step in which one was added adds it once more.
-        missing: Jobs of an earlier run that are not over, and of which this run has no function.
+        resubmit: The texts of jobs that were submitted in an earlier run and haven't ended, by the
+            job's name. Both are as read from the file, and aren't checked to match.
+        added_before: Jobs that joined during an earlier run and haven't ended. A rank that repeats
+            the step in which such a job was added adds it again.
+        missing: Jobs of an earlier run that haven't finished, and for which this run has no
+            function.
 
     Raises:
-        JobError: On every rank: the folder cannot be made or written on one of them, or another run
-            has it.
+        JobError: Raised on every rank. A rank can't create or write its folder, or another run is
+            using it.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Session:
         self._world = world
         self._environment = _environment(world)
         self._about = {"format": FORMAT, "ranks": world.size, "policy": policy, **self._environment}
-        self._lock = threading.Lock()  # guards the lists below, which rank 0 alone keeps up to date
+        self._lock = threading.Lock()  # guards the lists below, which only rank 0 keeps up to date
         self._jobs = list(jobs)
         self._added = []
         self._submitted = {}
@@ -88,7 +87,7 @@ class Session:
         self._writer = Writer()
 
     def _take_over(self) -> dict[str, Any]:
-        """Takes jobs of earlier runs that have not ended into this run's list."""
+        """Takes jobs of earlier runs that haven't ended into this run's list."""
         file = self._settings.path / SET_FILE
         try:
             before = read(file)
@@ -99,7 +98,8 @@ class Session:
             before = JobList(submitted={})
         owner = before.process
         me = this_process()
-        # On another host it cannot be seen: a lost host's run must not keep the folder.
+        # A process on another host can't be checked. It doesn't count: a run whose host was lost
+        # must not keep the folder forever.
         if owner is not None and owner != me and process_state(owner, me) in ("running", "stopped"):
             raise ValueError(
                 f"process {owner.pid} on this host is training with it now: wait until it has "
@@ -134,9 +134,9 @@ class Session:
             _log.warning("A restart will not know all jobs of this run: %s.", clause(str(error)))
 
     def added(self, job: str, submission: str | None = None) -> None:
-        """Adds a job that joined during the run to the set, with its text if it was submitted.
+        """Adds a job that joined during the run to the list, with its text if it was submitted.
 
-        Does not wait. The list is on disk before any checkpoint that begins later.
+        Doesn't wait. The list is on disk before any checkpoint that begins later.
         """
         if self._world.rank != 0:
             return
@@ -164,9 +164,7 @@ class Session:
         return None if best is None or mode is None else (best, mode)
 
     def checkpointer(self, job: str, note: Callable[[str], None]) -> JobCheckpointer:
-        """Makes the object that restores and saves one job; `note` shows a line where the run is
-        watched.
-        """
+        """Returns the object that restores and saves one job. `note` shows a line to people."""
         return JobCheckpointer(
             JobLog(job, note),
             world=self._world,
@@ -177,9 +175,7 @@ class Session:
         )
 
     def _remove(self) -> None:
-        """Removes this rank's files, and the folders that are empty then, if no file says anything
-        to a restart.
-        """
+        """Removes this rank's files and any empty folders, unless a file matters to a restart."""
         folders = [self._folders(job) for job in self._jobs]
         with suppress(OSError):
             if any(
@@ -191,20 +187,20 @@ class Session:
                 each.remove_marks()
             if self._world.rank == 0:
                 (self._settings.path / SET_FILE).unlink(missing_ok=True)
-            self._settings.path.rmdir()  # the last rank's succeeds, where they share it
+            self._settings.path.rmdir()  # succeeds on the last rank, if the ranks share the folder
 
     def close(self, *, unused: bool = False) -> None:
-        """Ends the thread that writes, once its work is done. Waits; the watchdog reports a disk
-        that hangs.
+        """Ends the writing thread once its work is done. Waits; the watchdog reports hanging disks.
 
         Args:
-            unused: Whether the run broke off before its first step. If it began the folder, that is
-                removed again, unless it holds something that a restart needs.
+            unused: Whether the run failed before its first step. If it created the list of jobs,
+                that is removed again, together with the folder, unless there's something in it that
+                a restart needs.
         """
         if unused and self._is_new and not (self._added or self._submitted):
             self._writer.submit(self._remove)
         elif self._world.rank == 0:
-            self._about["process"] = None  # another process may have the folder now
+            self._about["process"] = None  # from now on another process may use the folder
             self._writer.submit(self._rewrite_set)
         last = self._writer.submit(lambda: None)
         self._writer.wait_for(last, self._world, job="", step=0, missing="what is left to write")
@@ -212,7 +208,7 @@ class Session:
 
 
 def _environment(world: World) -> dict[str, str]:
-    """Returns everything but program and data that decides the last bits of results."""
+    """Returns everything besides program and data that affects the last bits of results."""
     device = jax.local_devices()[0]
     return {
         **_packages(),
@@ -225,7 +221,5 @@ def _environment(world: World) -> dict[str, str]:
 
 @cache
 def _packages() -> Mapping[str, str]:
-    """Returns versions of packages, each read from its file once in a process: parsing one takes
-    milliseconds.
-    """
+    """Returns the packages' versions. Cached, because parsing one takes milliseconds."""
     return {name: version(name) for name in ("jaxcross", "jax", "jaxlib")}

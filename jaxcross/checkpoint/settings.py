@@ -1,4 +1,4 @@
-"""The user's settings of checkpoints."""
+"""The user's checkpoint settings."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from jaxcross._arguments import is_whole
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Folder and frequency of the checkpoints of a `Runner`. The same on every rank; creating it
-    touches no disk.
+    """Folder and frequency of a `Runner`'s checkpoints. Must be the same on every rank.
 
-    A checkpoint is written by a thread off both lanes, and counts once every rank's part is
-    complete. A run that finds checkpoints in `directory` resumes each of its jobs from the newest
-    one that is whole.
+    Creating this object doesn't access the disk. A checkpoint is written by a separate thread
+    rather than in a lane, and counts once every rank's part is complete. If a run finds checkpoints
+    in `directory`, it resumes each of its jobs from the newest one that is intact.
 
     Args:
-        directory: A folder on a POSIX file system, shared by all nodes or local to each. One run at
-            a time may use it.
-        every: The plain loop of `jaxcross.Job` saves after so many steps; with None only where it
-            ends or is interrupted. A loop of your own calls `job.save`.
-        keep: How many complete checkpoints of each job are kept.
+        directory: A folder on a POSIX file system, either shared by all nodes or local to each.
+            Only one run may use it at a time.
+        every: The plain loop of `jaxcross.Job` saves after every `every` steps; with None, it saves
+            only when it ends or is interrupted. Your own loop calls `job.save` instead.
+        keep: Number of complete checkpoints to keep for each job.
         best: The name of a metric of each job's evaluations, such as `eval/accuracy`. The state
-            with the best value so far is saved when it is evaluated, and kept in addition;
-            `jaxcross.load_checkpoint(..., best=True)` reads it.
-        mode: Whether `min` or `max` is the best; goes with `best`.
+            with the best value so far is saved when it's evaluated, and kept in addition to the
+            others; read it with `jaxcross.load_checkpoint(..., best=True)`.
+        mode: Whether the `min` or the `max` is best. Required with `best`.
 
     Raises:
-        TypeError: `directory` is not a path, `every` or `keep` is not a whole number, or `best` is
-            not a text.
-        ValueError: `every` or `keep` is below 1, `directory` is empty, or `mode` does not go with
+        TypeError: `directory` isn't a path, `every` or `keep` isn't a whole number, or `best` isn't
+            a string.
+        ValueError: `every` or `keep` is below 1, `directory` is empty, or `mode` doesn't go with
             `best`.
 
     Example:
@@ -64,7 +63,7 @@ class Checkpoints:
                 )
             if value < 1:
                 raise ValueError(f"`{name}` of the checkpoints must be at least 1, got {value}.")
-            object.__setattr__(self, name, int(value))  # ranks send it to each other as JSON
+            object.__setattr__(self, name, int(value))  # ranks exchange it as JSON
         if self.best is not None and not isinstance(self.best, str):
             raise TypeError(
                 f"`best` of the checkpoints must be the name of a metric, got {self.best!r}."
@@ -82,5 +81,5 @@ class Checkpoints:
 
     @property
     def path(self) -> Path:
-        """The folder, absolute: a job may change the working directory."""
+        """The folder as an absolute path, because a job may change the working directory."""
         return Path(self.directory).absolute()

@@ -11,14 +11,14 @@ _LOOK_S = 0.2
 
 
 class Writer:
-    """One thread for all jobs: cores and disk that it uses are lost to them."""
+    """One thread for all jobs, because the cores and the disk that it uses are lost to the jobs."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "jaxcross-checkpoint")
-        self._done = 0  # pieces of work: grows while a disk is slow, not while it hangs
+        self._done = 0  # amount of work finished; grows on a slow disk, but not on one that hangs
 
     def submit(self, write: Callable[[], None]) -> Future[None]:
-        """Runs `write` after everything that was submitted before. Does not wait."""
+        """Runs `write` after everything submitted before. Doesn't wait."""
 
         def run() -> None:
             try:
@@ -31,10 +31,10 @@ class Writer:
     def wait_for(
         self, written: Future[None], world: World, *, job: str, step: int, missing: str
     ) -> None:
-        """Waits until `written` is done, and raises what writing raised.
+        """Waits until `written` is done, and raises any error from it.
 
-        The watchdog reports a disk that hangs, and what is `missing`. While earlier work gets done,
-        it is only slow.
+        If the disk hangs, the watchdog reports what is `missing`. As long as earlier work still
+        gets done, the disk is merely slow, so the watchdog's timer restarts.
         """
         late = {world.rank: f"its disk has not taken {missing}"}
         watch = world.monitor(
@@ -54,5 +54,5 @@ class Writer:
             written.result()
 
     def close(self) -> None:
-        """Ends the thread, once its work is done. Waits."""
+        """Ends the thread once its work is done. Waits."""
         self._pool.shutdown()

@@ -1,10 +1,10 @@
-"""ImageNet records to batches, without TensorFlow, sharded by the rank of this library's world.
+"""Turns ImageNet records into batches without TensorFlow, sharded by the world's ranks.
 
     records.py   a TFDS folder -> records (JPEG bytes and label)
     augment.py   a JPEG -> one normalised image
     batches.py   records -> seeded, resumable iterator of batches
-    shared.py    one decode for several jobs
-    cache/       levels of memory and disk between slow storage and all of these
+    shared.py    decodes each batch once for several jobs
+    cache/       levels of memory and disk between slow storage and everything above
     synth.py     a small data set in the real format, for machines without ImageNet
 
 Nothing here communicates: every rank computes its own share from `rank`, `size` and `seed`.

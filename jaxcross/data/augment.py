@@ -1,7 +1,7 @@
-"""From a JPEG to one normalised image: the usual ImageNet training augmentation and evaluation
-crop.
+"""Turns a JPEG into one normalised image, with the usual ImageNet augmentation and evaluation crop.
 
-Pure functions of the bytes and a random generator: no state, no threads, the same on every rank.
+Pure functions of the bytes and a random generator. They have no state and no threads, and are the
+same on every rank.
 """
 
 from __future__ import annotations
@@ -15,25 +15,23 @@ MEAN_RGB = np.array([0.485, 0.456, 0.406], np.float32)
 STDDEV_RGB = np.array([0.229, 0.224, 0.225], np.float32)
 AREA = (0.08, 1.0)
 ASPECT = (3 / 4, 4 / 3)
-CROP_SHARE = (
-    224 / 256
-)  # evaluation: the short side is scaled to 256/224 of the image size, the centre is kept
+# In evaluation, the image's short side is scaled to 256/224 of `image_size`, and the centre kept.
+CROP_SHARE = 224 / 256
 ATTEMPTS = 10
 
 
 def decode(jpeg: bytes) -> np.ndarray:
-    """Decodes to uint8 BGR `[height, width, 3]`, as stored: an EXIF rotation is ignored, as TFDS
-    ignores it.
+    """Decodes a JPEG to uint8 BGR `[height, width, 3]`. Ignores an EXIF rotation, as TFDS does.
 
     Raises:
-        ValueError: The bytes are no image.
+        ValueError: The bytes aren't an image.
     """
     image = None
     if jpeg:
         flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
         try:
             image = cv2.imdecode(np.frombuffer(jpeg, np.uint8), flags)
-        except cv2.error as error:  # more pixels than OpenCV allows, say
+        except cv2.error as error:  # for example, more pixels than OpenCV allows
             raise ValueError(
                 f"A record's `image` of {len(jpeg)} bytes cannot be decoded: {error}"
             ) from error
@@ -43,8 +41,9 @@ def decode(jpeg: bytes) -> np.ndarray:
 
 
 def random_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Picks top, left, height and width: 8-100% of the area, aspect ratio 3/4-4/3 (Szegedy et al.,
-    2015).
+    """Returns top, left, height and width of a crop: 8-100% of the area, aspect ratio 3/4-4/3.
+
+    See Szegedy et al., 2015.
     """
     area = height * width
     for _ in range(ATTEMPTS):
@@ -60,7 +59,7 @@ def random_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int,
 
 
 def centre_crop(height: int, width: int, share: float = CROP_SHARE) -> tuple[int, int, int, int]:
-    """The central square of `share` of the shorter side: top, left, height and width."""
+    """Returns the central square of `share` of the shorter side: top, left, height and width."""
     side = max(1, round(min(height, width) * share))
     return (height - side) // 2, (width - side) // 2, side, side
 
@@ -70,8 +69,7 @@ def _finish(
 ) -> np.ndarray:
     top, left, height, width = box
     crop = image[top : top + height, left : left + width]
-    # Averaging over areas does not alias where an image shrinks; where it grows, it would show
-    # blocks.
+    # Averaging over areas avoids aliasing if the image shrinks. If it grows, it would show blocks.
     shrinks = height > image_size and width > image_size
     crop = cv2.resize(
         crop,
@@ -87,25 +85,29 @@ def _finish(
 
 
 def train_crop(image: np.ndarray, image_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Crops, scales and flips a decoded image at random: float32 RGB `[image_size, image_size, 3]`,
-    normalised.
+    """Crops, scales and flips a decoded image at random, and normalises it.
+
+    Returns:
+        float32 RGB `[image_size, image_size, 3]`.
     """
     box = random_crop(image.shape[0], image.shape[1], rng)
     return _finish(image, box, image_size, flip=bool(rng.integers(2)))
 
 
 def eval_crop(image: np.ndarray, image_size: int) -> np.ndarray:
-    """Crops and scales the centre of a decoded image: float32 RGB `[image_size, image_size, 3]`,
-    normalised.
+    """Crops and scales the centre of a decoded image, and normalises it.
+
+    Returns:
+        float32 RGB `[image_size, image_size, 3]`.
     """
     return _finish(image, centre_crop(image.shape[0], image.shape[1]), image_size, flip=False)
 
 
 def train_image(jpeg: bytes, image_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Decodes a JPEG, then as `train_crop`."""
+    """Decodes a JPEG, then applies `train_crop`."""
     return train_crop(decode(jpeg), image_size, rng)
 
 
 def eval_image(jpeg: bytes, image_size: int) -> np.ndarray:
-    """Decodes a JPEG, then as `eval_crop`."""
+    """Decodes a JPEG, then applies `eval_crop`."""
     return eval_crop(decode(jpeg), image_size)

@@ -1,6 +1,4 @@
-"""Records to batches: a seeded order, this rank's share of it, decoded on a few threads by
-Grain.
-"""
+"""Turns records into batches: a seeded order, this rank's share, decoded by Grain's threads."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ Batch = dict[str, np.ndarray]
 
 
 class StreamPosition(NamedTuple):
-    """Record at one position of a rank's stream, and the pass over the data set."""
+    """The record at one position of a rank's stream, and the number of the pass."""
 
     record: int
     epoch: int
@@ -30,10 +28,10 @@ class StreamPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Everything that a rank's stream of batches depends on: not threads, time or other processes.
+    """Everything that determines a rank's batches. Threads, time and other processes don't.
 
     Attributes:
-        steps: Batches in all; `None` for no end.
+        steps: Total number of batches; `None` if the stream never ends.
     """
 
     records: Records
@@ -47,27 +45,22 @@ class Stream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches that every rank gets from one pass; the rest of a pass is left out on all
-        ranks alike.
-        """
+        """Full batches that every rank gets per pass. All ranks skip the rest of the pass."""
         return len(self.records) // (self.batch_size * self.size)
 
     @property
     def order(self) -> grain.MapDataset:
-        """Record number at each position of this rank's endless stream, another permutation each
-        pass.
-        """
+        """The record number at each position of this rank's endless stream, reshuffled per pass."""
         order = grain.MapDataset.range(len(self.records))
         if self.train:
             order = order.shuffle(seed=self.seed % 2**32)
-        # Rank and size are the world's own: under mpirun JAX reports process 0 of 1 on every rank.
+        # Use the world's rank and size: under mpirun, JAX reports process 0 of 1 on every rank.
         return order[self.rank :: self.size][: self.steps_per_epoch * self.batch_size].repeat()
 
     def example(self, position: StreamPosition, arrival: Arrival | None = None) -> Batch:
-        """Reads, decodes and augments one record. The random numbers depend on seed, pass and
-        record alone.
+        """Reads, decodes and augments a record. Its randomness depends on seed, pass and record.
 
-        With a cache, `arrival` is what was read ahead.
+        With a cache, `arrival` is the record that was read ahead.
         """
         try:
             image, label = self._image(position.record, arrival)
@@ -92,11 +85,11 @@ class Stream:
 
     @property
     def _stop(self) -> int:
-        """Position after the last record."""
+        """The position after the last record."""
         return sys.maxsize // 2 if self.steps is None else self.steps * self.batch_size
 
     def feed(self, step: int) -> Feed | None:
-        """Starts reading ahead of batch `step` where there is a cache."""
+        """Starts to read ahead of batch `step`, if there is a cache."""
         if self.records.cached is None:
             return None
         order = self.order
@@ -119,9 +112,9 @@ class Stream:
                 return self.example(
                     StreamPosition(record=int(cast(int, order[position])), epoch=epoch)
                 )
-            arrival = feed.take(
-                position
-            )  # with its record: Grain would take 0.1 ms for the position
+            # The arrival has its record's number with it: asking Grain for it again would take 0.1
+            # ms.
+            arrival = feed.take(position)
             return self.example(StreamPosition(record=arrival.record, epoch=epoch), arrival)
 
         examples = positions.map(load)
@@ -136,18 +129,18 @@ def _decoded(example: Mapping[str, Any]) -> tuple[np.ndarray, int]:
 
 
 class Batches(Iterator[Batch]):
-    """A rank's batches: `{"image": float32 [batch, size, size, 3], "label": int32 [batch]}`, NumPy,
-    resumable.
+    """One rank's batches, as NumPy arrays. The iterator is resumable.
 
-    `next` waits until the batch is decoded; it never communicates. All ranks have the same number
-    of steps. The position is the number of batches taken: pass it as `start_step`, or use
-    `get_state` and `set_state`. One thread may use it at a time.
+    Each batch is `{"image": float32 [batch, size, size, 3], "label": int32 [batch]}`. `next` waits
+    until the batch is decoded; it never communicates. All ranks have the same number of steps. The
+    position is the number of batches taken. To resume, pass it as `start_step`, or use `get_state`
+    and `set_state`. Not thread-safe.
 
     Attributes:
-        steps: Batches in all, counted from step 0; `None` for no end.
-        steps_per_epoch: Batches in one pass over the data set.
-        num_classes: How many values `label` can take.
-        step: Batches taken so far, counted from step 0 (not from `start_step`).
+        steps: Total number of batches, counted from step 0; `None` if the stream never ends.
+        steps_per_epoch: Number of batches in one pass over the data set.
+        num_classes: Number of values that `label` can take.
+        step: Number of batches taken so far, counted from step 0 (rather than from `start_step`).
     """
 
     def __init__(self, stream: Stream, *, threads: int, start_step: int = 0) -> None:
@@ -170,9 +163,7 @@ class Batches(Iterator[Batch]):
         return self._stream.records.num_classes
 
     def at(self, step: int) -> Batches:
-        """Another iterator over the same batches, standing before batch `step`; reads nothing
-        yet.
-        """
+        """Returns a new iterator over the same batches, from batch `step` on. Reads nothing yet."""
         return Batches(self._stream, threads=self._threads, start_step=step)
 
     def __iter__(self) -> Batches:
@@ -188,21 +179,20 @@ class Batches(Iterator[Batch]):
         try:
             batch = next(self._iterator)
         except Exception:
-            # Grain would go on after the unreadable record: the next call must get the same error
+            # Grain would skip the unreadable record. Close it, so that the next call raises the
+            # same error.
             self.close()
             raise
         self.step += 1
         return batch
 
     def waited_s(self) -> dict[str, float]:
-        """Returns the seconds for which reading threads have waited for a cache, by its level; none
-        without a cache.
-        """
+        """Returns the seconds that reading threads waited, by cache level; empty if uncached."""
         feed = self._feed
         return {} if feed is None else feed.waited_s()
 
     def close(self) -> None:
-        """Ends the reading threads; the iterator can go on from where it stands."""
+        """Ends the reading threads. The iterator can still continue from its current step."""
         iterator = self._iterator
         self._iterator = None
         feed = self._feed
@@ -213,7 +203,7 @@ class Batches(Iterator[Batch]):
             iterator.close()
 
     def get_state(self) -> dict[str, Any]:
-        """The position and what it is valid for, as JSON-able values."""
+        """Returns the position, and the settings for which it's valid, as values for JSON."""
         stream = self._stream
         names = ("batch_size", "image_size", "rank", "size", "seed", "train")
         state: dict[str, Any] = {name: getattr(stream, name) for name in names}
@@ -224,12 +214,11 @@ class Batches(Iterator[Batch]):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to the position of `state`; the batches from there on are those of the iterator that
-        it came from.
+        """Moves to the position of `state`. The batches that follow are the original iterator's.
 
         Raises:
-            ValueError: The state is of another stream, so that its position would mean other
-                images.
+            ValueError: The state belongs to a different stream, so its position would refer to
+                different images; or its step isn't a number of batches.
         """
         own = self.get_state()
         differ = [name for name in own if name != "step" and own[name] != state.get(name)]
@@ -291,32 +280,33 @@ def train_batches(
     split: str = "train",
     cache: Cache | None = None,
 ) -> Batches:
-    """Opens the training stream of one rank: shuffled each pass, randomly cropped and flipped.
+    """Opens one rank's training stream: shuffled on each pass, randomly cropped and flipped.
 
-    Opening reads metadata only; it does not communicate. The images of a step depend on `seed`,
-    `batch_size`, `size` and `rank`; the augmentation of a record depends on `seed` and the pass
-    alone, so it is the same on any number of ranks.
+    Opening it reads only metadata, and doesn't communicate. The images of a step depend on `seed`,
+    `batch_size`, `size` and `rank`. The augmentation of a record depends only on `seed` and the
+    pass, so it's the same on any number of ranks.
 
     Args:
-        data_dir: TFDS's root folder, the data set's folder in it, or the version's; with a cache
-            also a URL of it.
-        batch_size: Images a rank and step.
+        data_dir: TFDS's root folder, the data set's folder in it, or the versioned folder. With a
+            cache, it can also be the URL of the versioned folder.
+        batch_size: Number of images per rank and step.
         image_size: Height and width in pixels.
         rank: `world.rank`.
         size: `world.size`.
-        seed: Of order and augmentation; give all ranks the same.
-        steps: End after that many batches; with neither `steps` nor `epochs`, never.
-        epochs: End after that many passes.
-        start_step: Begin before this batch, to resume; `steps` and `epochs` still count from 0.
-        threads: Reading threads.
-        split: Which split.
-        cache: Levels of memory and disk through which records are read; the batches are the same
-            without it.
+        seed: Seed of the order and the augmentation. Must be the same on all ranks.
+        steps: End after this many batches. Without `steps` and `epochs`, the stream never ends.
+        epochs: End after this many passes.
+        start_step: Start at this batch, in order to resume. `steps` and `epochs` still count from
+            0.
+        threads: Number of reading threads.
+        split: Name of the split.
+        cache: Levels of memory and disk through which records are read. The batches are the same
+            with or without a cache.
 
     Raises:
-        FileNotFoundError: `data_dir` does not exist.
-        ValueError: It is not a TFDS data set in ArrayRecord format with this split, or has less
-            than one batch a rank.
+        FileNotFoundError: `data_dir` doesn't exist.
+        ValueError: `data_dir` isn't a TFDS data set in ArrayRecord format with this split, or it
+            has less than one batch per rank.
     """
     stream = Stream(
         records=open_records(data_dir, split, cache=cache),
@@ -343,16 +333,16 @@ def eval_batches(
     split: str = "validation",
     cache: Cache | None = None,
 ) -> Batches:
-    """Opens the evaluation stream of one rank: stored order, central crop, one pass (or `steps`
-    batches).
+    """Opens one rank's evaluation stream: stored order, central crop, one pass or `steps` batches.
 
     The arguments are those of `train_batches`. Records beyond the last batch that every rank can
-    fill are left out: choose `batch_size * size` to divide the split where each record must count.
+    fill are left out. If every record must count, choose `batch_size * size` so that it divides the
+    split.
 
     Raises:
-        FileNotFoundError: `data_dir` does not exist.
-        ValueError: It is not a TFDS data set in ArrayRecord format with this split, or has less
-            than one batch a rank.
+        FileNotFoundError: `data_dir` doesn't exist.
+        ValueError: `data_dir` isn't a TFDS data set in ArrayRecord format with this split, or it
+            has less than one batch per rank.
     """
     stream = Stream(
         records=open_records(data_dir, split, cache=cache),

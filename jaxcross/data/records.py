@@ -1,4 +1,4 @@
-"""Finds a TFDS data set on disk, and reads its records."""
+"""Finds a TFDS data set on disk or at a URL, and reads its records."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """One split of a data set: a sequence of `{"image": JPEG bytes, "label": int, ...}`, read when
-    indexed.
+    """One split of a data set: a sequence of `{"image": JPEG bytes, "label": int, ...}`.
+
+    Records are read when they're indexed.
 
     Attributes:
-        folder: The versioned TFDS folder that holds it, or its URL.
-        split: `train`, `validation` ...
-        num_classes: How many values `label` can take.
-        source: Random access by record number; safe to use from several threads.
+        folder: The versioned TFDS folder that holds the split, or its URL.
+        split: For example `train` or `validation`.
+        num_classes: Number of values that `label` can take.
+        source: Random access by record number. Safe to use from several threads.
         cached: The same records, read through a cache; None without one.
     """
 
@@ -48,18 +49,20 @@ class Records:
         return len(self.source)
 
     def read(self, record: int) -> tuple[bytes, int]:
-        """Reads one record from disk (waits for the disk): its JPEG bytes and its label."""
+        """Reads one record, and returns its JPEG bytes and its label. Waits for the disk."""
         example = self.source[record]
         return example["image"], int(example["label"])
 
 
 def find_folder(data_dir: str | Path) -> Path:
-    """Finds the versioned folder in `data_dir`, which may be TFDS's root, the data set's folder or
-    the version's.
+    """Returns the versioned folder in `data_dir`.
+
+    `data_dir` may be TFDS's root folder, the data set's folder, or the versioned folder itself. If
+    there are several versions, the newest is used.
 
     Raises:
-        FileNotFoundError: `data_dir` does not exist.
-        ValueError: It is no TFDS data set.
+        FileNotFoundError: `data_dir` doesn't exist.
+        ValueError: `data_dir` isn't a TFDS data set.
     """
     root = Path(data_dir).expanduser()
     if not root.is_dir():
@@ -84,19 +87,20 @@ def find_folder(data_dir: str | Path) -> Path:
 def open_records(
     data_dir: str | Path, split: str = "train", *, cache: Cache | None = None
 ) -> Records:
-    """Opens one split for reading; reads the folder's metadata, not yet a record.
+    """Opens one split for reading. Reads only metadata until you index a record.
 
     Args:
-        data_dir: A folder, or with a cache the URL of the versioned folder on a file system of
-            fsspec.
-        split: Which split.
-        cache: Through which records are read.
+        data_dir: A folder. With a cache it can also be the versioned folder's URL on any fsspec
+            file system.
+        split: Name of the split.
+        cache: Cache through which the records are read.
 
     Raises:
-        FileNotFoundError: `data_dir` does not exist.
-        OSError: The storage that a URL names does not answer.
-        ValueError: It is no TFDS data set, not in ArrayRecord format, has no such split, or holds
-            no labelled images; a URL without a cache; a cache inside the data set's folder.
+        FileNotFoundError: `data_dir` doesn't exist.
+        OSError: The storage behind a URL doesn't answer.
+        ValueError: `data_dir` isn't a TFDS data set in ArrayRecord format, doesn't have this split,
+            or holds no labelled images; or it's a URL and there is no cache; or the cache's folder
+            is inside the data set's.
     """
     remote = None
     if is_url(data_dir):
@@ -108,7 +112,7 @@ def open_records(
         remote = open_remote(str(data_dir), cache)
     folder = remote.metadata if remote else find_folder(data_dir)
     where = str(data_dir) if remote else str(folder)
-    builder: Any  # its methods are decorated: a type checker cannot read their signatures
+    builder: Any  # its methods are decorated, so a type checker can't read their signatures
     try:
         builder = tfds.builder_from_directory(folder)
     except Exception as error:
@@ -133,8 +137,7 @@ def open_records(
             f"The data set in `{where}` has the features {sorted(features)}; training needs "
             f"`image` (JPEG) and `label`. {REMEDY}"
         )
-    # The JPEG bytes are wanted as they lie: a crop is decoded and scaled once, by OpenCV, off the
-    # GIL.
+    # Keep the JPEG bytes as stored: OpenCV decodes and scales each crop once, without the GIL.
     decoders = {"image": tfds.decode.SkipDecoding()}
     known: dict[str, Any] = {
         "folder": where if remote else folder,

@@ -13,27 +13,27 @@ from jaxcross.data.batches import Batch, Batches
 
 
 class SharedDecode:
-    """Decodes each batch of a stream once and hands it to several readers, on any threads.
+    """Decodes each batch of a stream once, and hands it to several readers on any threads.
 
-    The last `window` batches are kept until every reader has taken them. Nobody ever waits for
-    another reader, so a job that runs ahead, pauses or ends cannot hang the rest: a reader that
-    falls more than `window` batches behind the first one decodes for itself, and gets the same
-    bits, since a batch depends on its number alone. The price is seen in `redecoded`. Two jobs in
-    crossover stay within a few batches of each other and share everything; two jobs one after the
-    other share nothing.
+    The last `window` batches are kept until every reader has taken them. A reader never waits for
+    another reader to catch up, so a job that runs ahead, pauses or ends can't hang the others. If a
+    reader falls more than `window` batches behind the fastest one, it decodes for itself. It still
+    gets bit for bit the same batches, because a batch depends only on its number. `redecoded`
+    counts this extra work. Jobs that run interleaved stay within a few batches of each other and
+    share everything; jobs that run one after the other share nothing.
 
-    Jobs may share if their images are the same: same folder, split, seed, batch size and image
-    size. Jobs with another seed need a stream of their own. The arrays handed out are read-only:
-    all readers hold the same ones.
+    Jobs can share a stream if their images are the same: same folder, split, seed, batch size and
+    image size. Jobs with a different seed need a separate stream. The arrays handed out are
+    read-only, because all readers hold the same ones.
 
     Args:
-        batches: The stream, in the state from which the first reader starts; it is not advanced.
-        window: How many batches are kept at most; memory is `window` times a batch.
+        batches: The stream, at the step where the first reader starts. It isn't advanced.
+        window: Maximum number of batches kept. They take `window` times the memory of one batch.
 
     Attributes:
-        decoded: Batches decoded for all.
-        redecoded: Batches that a late reader decoded again for itself.
-        served: Batches handed out.
+        decoded: Number of batches decoded for all readers.
+        redecoded: Number of batches that a late reader decoded again for itself.
+        served: Number of batches handed out.
 
     Example:
         >>> shared = SharedDecode(train_batches(folder, batch_size=64))  # doctest: +SKIP
@@ -48,17 +48,15 @@ class SharedDecode:
         self._window = window
         self._kept: deque[Batch] = deque()
         self._start = batches.step
-        self._first = (
-            batches.step
-        )  # number of the oldest batch kept; the next to decode is `_first + len(_kept)`
-        self._untouched = (
-            True  # nothing was decoded there: who comes to an earlier place may still move it back
-        )
+        # Number of the oldest kept batch. The next one to decode is `_first + len(_kept)`.
+        self._first = batches.step
+        # Nothing was decoded here yet, so a reader that resumes at an earlier step may move it
+        # back.
+        self._untouched = True
         self._readers: list[SharedReader] = []
-        self._lock = threading.Lock()  # guards the state; held for moments
-        self._decoding = (
-            threading.Lock()
-        )  # held by the one reader that decodes; taken before `_lock`
+        self._lock = threading.Lock()  # guards the state; never held for long
+        # Held by the one reader that decodes. Always taken before `_lock`.
+        self._decoding = threading.Lock()
         self.decoded = 0
         self.redecoded = 0
         self.served = 0
@@ -68,13 +66,11 @@ class SharedDecode:
         return self._batches.steps
 
     def waited_s(self) -> dict[str, float]:
-        """As `Batches.waited_s`."""
+        """See `Batches.waited_s`."""
         return self._batches.waited_s()
 
     def reader(self, *, start_step: int | None = None) -> SharedReader:
-        """Adds a reader, standing at `start_step` or where the stream started. Reads nothing
-        yet.
-        """
+        """Adds a reader at `start_step`, or where the stream started. Reads nothing yet."""
         reader = SharedReader(
             self, self._batches.at(self._start if start_step is None else start_step)
         )
@@ -83,13 +79,15 @@ class SharedDecode:
         return reader
 
     def _moved(self) -> None:
-        """Follows readers that have moved. Where all of them are ahead of the kept batches,
-        decoding for all goes on there: otherwise jobs that resume from a checkpoint would each
-        decode on their own, to the end.
+        """Moves the shared stream after a reader was repositioned.
+
+        If all readers are now ahead of the kept batches, shared decoding continues at the slowest
+        of them. Otherwise, jobs that resume from a checkpoint would each decode separately for the
+        rest of the run.
         """
         with self._decoding, self._lock:
-            # A reader that never asked for a batch, as of a job that an earlier run ended, does not
-            # hold up the others.
+            # Ignore readers that never asked for a batch, e.g. because an earlier run had already
+            # ended their job. They'd hold up the others.
             first = min((reader.step for reader in self._readers if reader.asked), default=0)
             at = self._first + len(self._kept)
             if first > at or (first < at and self._untouched):
@@ -106,9 +104,7 @@ class SharedDecode:
             self._forget()
 
     def _forget(self) -> None:
-        """Drops what all readers have taken, and what is beyond the window. Called with `_lock`
-        held.
-        """
+        """Drops batches that all readers took or that exceed the window. `_lock` must be held."""
         needed = min(
             (reader.step for reader in self._readers), default=self._first + len(self._kept)
         )
@@ -117,9 +113,7 @@ class SharedDecode:
             self._first += 1
 
     def _take(self, reader: SharedReader) -> tuple[Batch | None, bool]:
-        """The batch at the reader's step if it is kept, and whether that step is the next one to
-        decode for all.
-        """
+        """Returns the reader's next batch if kept, and whether it's the next to decode for all."""
         with self._lock:
             place = reader.step - self._first
             if not 0 <= place < len(self._kept):
@@ -137,7 +131,7 @@ class SharedDecode:
         batch, is_next = self._take(reader)
         if is_next:
             with self._decoding:
-                batch, is_next = self._take(reader)  # another reader may have decoded it since
+                batch, is_next = self._take(reader)  # another reader may have decoded it meanwhile
                 if is_next:
                     return self._decode(reader)
         return self._redecode(reader) if batch is None else batch
@@ -164,13 +158,12 @@ class SharedDecode:
 
 
 class SharedReader(Iterator[Batch]):
-    """One job's view of a `SharedDecode`: an iterator like `Batches`. One thread may use it at a
-    time.
+    """One job's view of a `SharedDecode`: an iterator like `Batches`. Not thread-safe.
 
     Attributes:
-        step: Batches taken so far, counted from step 0.
-        own: The private stream it falls back to when it is too far from the other readers.
-        asked: Whether anybody has asked it for a batch, or sent it elsewhere.
+        step: Number of batches taken so far, counted from step 0.
+        own: A private stream, used when this reader is too far from the others.
+        asked: Whether the reader has been asked for a batch or repositioned.
     """
 
     def __init__(self, shared: SharedDecode, own: Batches) -> None:
@@ -202,22 +195,20 @@ class SharedReader(Iterator[Batch]):
         return self._shared._next(self)
 
     def waited_s(self) -> dict[str, float]:
-        """As `Batches.waited_s`, for the stream that all readers share."""
+        """See `Batches.waited_s`. Covers the stream that all readers share."""
         return self._shared.waited_s()
 
     def close(self) -> None:
-        """Leaves: batches are no longer kept for this reader, and its private stream's threads
-        end.
-        """
+        """Leaves: no more batches are kept for this reader, and its private stream ends."""
         self._shared._leave(self)
         self.own.close()
 
     def get_state(self) -> dict[str, Any]:
-        """As `Batches.get_state`."""
+        """See `Batches.get_state`."""
         return self.own.get_state() | {"step": self.step}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """As `Batches.set_state`."""
+        """See `Batches.set_state`."""
         self.own.set_state(state)
         self.step = self.own.step
         self.asked = True

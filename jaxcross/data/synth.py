@@ -1,6 +1,4 @@
-"""A small data set in ImageNet's real format, whose images tell their class, so that accuracy can
-rise.
-"""
+"""A small data set in ImageNet's real format. Images show their class, so accuracy can rise."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from tensorflow_datasets.core.dataset_info import DatasetIdentity
 
 from jaxcross.data.records import INFO_FILE, NAME
 
-VERSION = "5.1.0"  # that of TFDS's imagenet2012
-SPLITS = {"train": 1.0, "validation": 0.25}  # images in the split, as a share of `images`
+VERSION = "5.1.0"  # the version of TFDS's imagenet2012
+SPLITS = {"train": 1.0, "validation": 0.25}  # number of images per split, as a share of `images`
 SHARD_RECORDS = 1024
 QUALITY = 90
 
@@ -27,17 +25,17 @@ QUALITY = 90
 def class_image(
     label: int, classes: int, width: int, height: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """One uint8 BGR image: the class decides hue and stripe width; phase, angle, light and noise
-    vary.
+    """Returns a uint8 BGR image. Its hue and stripe width show the class; all else is random.
 
-    Both survive a random crop and a flip, so the class can be learnt under the usual augmentation.
+    Hue and stripe width survive a random crop and a flip, so the class can be learnt under the
+    usual augmentation.
     """
     hue = 180 * label / classes + rng.normal(0, 20 / classes)
     base = cv2.cvtColor(np.array([[[hue % 180, 200, 180]]], np.uint8), cv2.COLOR_HSV2BGR)[
         0, 0
     ].astype(np.float32)
-    # Drawn at a quarter of the size and scaled up: photographs are smooth, and JPEG sizes come out
-    # alike.
+    # Draw it at a quarter of the size and scale it up: photographs are smooth, and this way the
+    # JPEG files have similar sizes.
     rows, columns = np.mgrid[0 : max(1, height // 4), 0 : max(1, width // 4)].astype(np.float32)
     angle = rng.uniform(-0.6, 0.6)
     period = 6 + 4 * (label % 4)
@@ -73,24 +71,24 @@ def synthesise(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Writes `imagenet2012` with splits `train` (`images`) and `validation` (a quarter of it), and
-    returns its folder.
+    """Writes a small `imagenet2012`, and returns its folder.
 
-    Written next to its final folder and moved there when complete, so an interrupted run leaves
-    nothing half done; a second call with the same arguments finds it and writes nothing. Waits for
-    the disk; call it on one rank only.
+    The split `train` has `images` images, and `validation` a quarter of that. The data set is
+    written to a temporary folder beside its final one and moved there when it's complete, so an
+    interrupted run leaves nothing half done. A second call with the same arguments finds the data
+    set and writes nothing. Waits for the disk. Call it on one rank only.
 
     Args:
-        data_dir: TFDS's root folder; the data set becomes `data_dir/imagenet2012/5.1.0`.
-        images: Training images.
-        classes: Labels 0 to `classes - 1`, in turn.
-        width: Of each image, in pixels.
-        height: Of each image, in pixels.
-        seed: Of all that varies.
-        progress: Called with images written and images in all, every few images.
+        data_dir: TFDS's root folder. The data set becomes `data_dir/imagenet2012/5.1.0`.
+        images: Number of training images.
+        classes: Number of classes. Labels 0 to `classes - 1` are assigned in turn.
+        width: Width of each image in pixels.
+        height: Height of each image in pixels.
+        seed: Seed of everything that varies.
+        progress: Called every few images with the number of images written and the total.
 
     Raises:
-        ValueError: A number is not positive, or another data set is in that place.
+        ValueError: A number isn't positive, or there's already another data set in that folder.
     """
     arguments = {"images": images, "classes": classes, "width": width, "height": height}
     for name, value in arguments.items():
@@ -105,7 +103,7 @@ def synthesise(
     partial = Path(tempfile.mkdtemp(prefix=f"{VERSION}.incomplete-", dir=folder.parent))
     try:
         _write(partial, arguments, progress)
-        partial.chmod(0o755)  # mkdtemp's folder is its owner's alone
+        partial.chmod(0o755)  # `mkdtemp` creates a folder that only its owner can read
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -129,8 +127,8 @@ def _check_same(folder: Path, arguments: dict[str, int]) -> None:
 def _write(
     folder: Path, arguments: dict[str, int], progress: Callable[[int, int], None] | None
 ) -> None:
-    # TFDS's own writer for data that no builder class generates: a builder would ask the network
-    # for its description.
+    # Use TFDS's writer for data that no builder class generates. A builder would fetch its
+    # description from the network.
     identity = DatasetIdentity(
         name=NAME, version=tfds.core.Version(VERSION), data_dir=str(folder), module_name=__name__
     )
@@ -164,7 +162,7 @@ def _write(
         for example in _examples(split, count, classes, width, height, arguments["seed"]):
             pending.append(example)
             written += 1
-            # The writer rewrites its metadata at each call: hand over many records at once.
+            # The writer rewrites its metadata on every call, so hand over many records at once.
             if len(pending) == 64:
                 writer.add_examples({split: pending})
                 pending = []

@@ -1,18 +1,17 @@
-"""Tensor parallelism: Megatron-LM's 1-D, Optimus' 2-D and the 2.5-D of SUMMA2.5-LM and Tesseract,
-as Flax layers.
+"""Tensor parallelism as Flax layers: Megatron-LM's 1-D, Optimus' 2-D, and SUMMA2.5-LM's 2.5-D.
 
-A model is written once, with a field `mesh`; `Mesh()` is the serial model. See
-`docs/reference/tensor-layouts.md`.
+The 2.5-D layout is also Tesseract's. You write a model once, with a field `mesh`; `Mesh()` gives
+the serial model. See `docs/reference/tensor-layouts.md`.
 
 mesh          axes and layouts: which rank holds which part of a tensor
-layers        dense, normalisation, embedding; `transformer` is made of them, `normalise` and `loss`
+layers        dense, normalisation, embedding; `transformer` combines them, `normalise` and `loss`
               compute
-summa         products of matrices in q x q blocks
+summa         products of matrices that are cut into q x q blocks
 collectives   the two halves of 1-D parallelism, with their derivatives
-shards        the serial model's parameters and each rank's: partition, initialise, split, join,
-              compare
+shards        converts between the serial model's parameters and each rank's: partition,
+              initialise, split, join, compare
 optimize      norms of trees that are split over ranks
-cost          bytes, messages, operations and memory of a step, and an estimate of its time
+cost          a step's bytes, messages, operations and memory, and an estimate of its time
 """
 
 from jaxcross.tensor.collectives import copy_to, reduce_from

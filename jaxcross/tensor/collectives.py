@@ -1,9 +1,10 @@
-"""The two halves of tensor parallelism, with derivatives of their own.
+"""The two halves of tensor parallelism, as collectives with derivatives of their own.
 
-JAX transposes `psum` to `psum` where axes are bound by `vmap`, by `crossover`, or by
-`shard_map(check_vma=False)`. There both directions are written out. Under `check_vma=True` JAX's
-own transposes are these. So a gradient is the same everywhere: a rank's gradient is that of the one
-global loss, of which every rank holds a copy.
+If axes are bound by `vmap`, by `crossover`, or by `shard_map(check_vma=False)`, JAX transposes
+`psum` to `psum`. That isn't the derivative we need, so in these cases we define both directions
+ourselves. Under `check_vma=True`, JAX's own transposes are the right ones. As a result, gradients
+are the same everywhere: a rank's gradient is that of the one global loss, of which every rank holds
+a copy.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ Arrays = TypeVar("Arrays")
 
 
 def copy_to(x: Arrays, axes: Axes) -> Arrays:
-    """Returns `x`, equal on all ranks of `axes`, for ranks that go on differently; sums the
-    gradient over them.
+    """Returns `x`, which is equal on all ranks of `axes`. Sums its gradient over these ranks.
 
-    Sends nothing forward and makes one all-reduce backward. Megatron-LM's operator f (arXiv
+    Use it at the start of a computation that differs between ranks. It sends nothing in the forward
+    pass, and makes one all-reduce in the backward pass. This is Megatron-LM's operator f (arXiv
     1909.08053, section 3).
 
     Args:
         x: A tree of arrays.
-        axes: Axis names; none for no communication at all.
+        axes: Axis names. If empty, nothing is ever communicated.
     """
     copy: Any = vary_over if checks_varying() else _copy_to
     return jax.tree.map(lambda leaf: copy(leaf, axes), x) if axes else x
 
 
 def reduce_from(x: Arrays, axes: Axes) -> Arrays:
-    """Returns the sum of `x` over the ranks of `axes`, which all go on alike; each takes the whole
-    gradient.
+    """Returns the sum of `x` over the ranks of `axes`. Each rank receives the whole gradient.
 
-    Makes one all-reduce forward, sends nothing backward; the same on every rank of `axes`.
-    Megatron-LM's operator g.
+    Use it at the end of a computation that differs between ranks: the result is the same on every
+    rank of `axes`, and all of them continue alike. It makes one all-reduce in the forward pass, and
+    sends nothing in the backward pass. This is Megatron-LM's operator g.
 
     Args:
         x: A tree of arrays.
-        axes: Axis names; none for no communication at all.
+        axes: Axis names. If empty, nothing is ever communicated.
     """
     reduce: Any = jax.lax.psum if checks_varying() else _reduce_from
     return jax.tree.map(lambda leaf: reduce(leaf, axes), x) if axes else x

@@ -1,13 +1,15 @@
-"""Cost of a training step of a `Transformer` for one rank: messages, bytes, operations, memory; and
-an alpha-beta time.
+"""What one rank's training step of a `Transformer` costs: messages, bytes, operations and memory.
+
+It also estimates the step's time with an alpha-beta model:
 
     seconds = alpha_s * messages + received_bytes / bytes_per_s + operations / operations_per_s
 
-Pure arithmetic over shapes; nothing runs and nothing is sent. Bytes are those of the layers' own
-exchanges, exactly: a test holds them to the traced step. The time is a model: exchanges and
-computation one after the other, every link as fast as every other, collectives that receive no more
-than they must. With P ranks and n bytes a rank, an all-reduce has 2(P-1) messages and 2(P-1)/P n
-bytes (a ring), an all-gather P-1 and (P-1) n, a reduce-scatter P-1 and (P-1)/P n.
+This is pure arithmetic over shapes: nothing runs, and nothing is sent. The bytes are exactly those
+of the layers' own exchanges; a test compares them with the traced step. The time is a model. It
+assumes that exchanges and computation don't overlap, that all links are equally fast, and that
+collectives receive no more than they must. With P ranks and n bytes per rank, an all-reduce (a
+ring) has 2(P-1) messages and 2(P-1)/P n bytes, an all-gather P-1 messages and (P-1) n bytes, and a
+reduce-scatter P-1 messages and (P-1)/P n bytes.
 """
 
 from __future__ import annotations
@@ -28,12 +30,13 @@ Shapes = list[tuple[tuple[int, ...], Role]]  # global
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Measured constants of ranks and of the network between them, all alike.
+    """Measured constants of the ranks and of the network between them. All ranks are assumed equal.
 
     Attributes:
-        alpha_s: Seconds that a message takes in addition to its bytes.
-        bytes_per_s: That a rank receives.
-        operations_per_s: Floating-point operations of a rank, in the products of this model.
+        alpha_s: Seconds that each message takes in addition to the time for its bytes.
+        bytes_per_s: Bytes per second that a rank receives.
+        operations_per_s: Floating-point operations per second of one rank, in this model's
+            products.
     """
 
     alpha_s: float
@@ -46,12 +49,12 @@ class Cost:
     """One rank's share of a training step.
 
     Attributes:
-        messages: That it waits for, one after the other.
-        received_bytes: On the wire.
-        operations: Floating-point operations of the matrix products, two for a multiplication and
-            an addition.
-        weights_bytes: Of its parameters, once: an Adam holds three times as many, and gradients
-            come for a while.
+        messages: Number of messages that the rank waits for, one after another.
+        received_bytes: Number of bytes received over the network.
+        operations: Floating-point operations of the matrix products. A multiplication and an
+            addition count as two.
+        weights_bytes: Size of the rank's parameters, counted once. With Adam, memory holds three
+            times as much, and gradients temporarily add to that.
     """
 
     messages: int = 0
@@ -76,21 +79,22 @@ class Cost:
         )
 
     def exchange_s(self, machine: Machine) -> float:
-        """Modelled seconds on the wire."""
+        """Returns the modelled seconds spent on the network."""
         return machine.alpha_s * self.messages + self.received_bytes / machine.bytes_per_s
 
     def compute_s(self, machine: Machine) -> float:
-        """Modelled seconds of computation."""
+        """Returns the modelled seconds of computation."""
         return self.operations / machine.operations_per_s
 
     def seconds(self, machine: Machine) -> float:
-        """Modelled seconds of the step, nothing hidden behind anything."""
+        """Returns the modelled seconds of the step, without any overlap."""
         return self.exchange_s(machine) + self.compute_s(machine)
 
 
 def step_cost(model: Transformer, batch: int, length: int) -> Cost:
-    """One rank's cost of the loss and its gradients, `cross_entropy` included, the optimizer's own
-    exchanges not.
+    """Returns one rank's cost of the loss and its gradients.
+
+    It includes `cross_entropy`, but not the optimizer's own exchanges.
 
     ```python
     model = tensor.Transformer(50304, 4096, 32, 64, 512, tensor.Mesh(side=4, depth=4))
@@ -98,13 +102,12 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
     ```
 
     Args:
-        model: Of float32; its mesh may be of any size.
-        batch: Sequences over all ranks.
-        length: Tokens a sequence.
+        model: A float32 model. Its mesh may have any size.
+        batch: Number of sequences on all ranks together.
+        length: Number of tokens per sequence.
 
     Raises:
-        ValueError: The model would refuse such a batch (chunks, length, heads), or is not of
-            float32.
+        ValueError: The model would refuse such a batch (chunks, length, heads), or isn't float32.
     """
     if any(jnp.dtype(kind) != jnp.float32 for kind in (model.dtype, model.param_dtype)):
         raise ValueError(
@@ -116,9 +119,8 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
         raise ValueError(
             f"A step of {batch} sequences of {length} tokens computes nothing: both count from 1."
         )
-    partition(
-        model.clone(layers=1), jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    )  # the model's own refusals
+    # The model raises its own errors here.
+    partition(model.clone(layers=1), jax.ShapeDtypeStruct((batch, length), jnp.int32))
     mesh = model.mesh
     h = model.features
     v = model.vocabulary
@@ -142,7 +144,7 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
 
 
 def _block(model: Transformer, tokens: int, length: int) -> Cost:
-    """Both passes of a block, and the forward pass again where it is rematerialised."""
+    """Returns both passes of a block, plus a second forward pass if it's rematerialised."""
     mesh = model.mesh
     h = model.features
     work = Cost(operations=4 * tokens * length * (h // mesh.size(mesh.inner)))  # scores and context
@@ -157,7 +159,7 @@ def _block(model: Transformer, tokens: int, length: int) -> Cost:
         _normalisation(mesh, tokens), _normalisation(mesh, tokens), *attention, up, strict=True
     )
     forward, backward = (sum(costs, start=Cost()) for costs in passes)
-    # What the last product gives is not needed for the backward pass.
+    # The backward pass doesn't need the result of the last product.
     return forward * (2 if model.remat else 1) + backward + down[0] + down[1]
 
 
@@ -174,7 +176,7 @@ def _block_shapes(h: int) -> Shapes:
 
 
 def _dense(mesh: Mesh, tokens: int, k: int, n: int, cut: str) -> tuple[Cost, Cost]:
-    """M x K times K x N: SUMMA on a grid, one all-reduce in one direction on a line."""
+    """Returns both passes of a product of M x K and K x N: SUMMA on a grid, otherwise 1-D."""
     work = Cost(operations=2 * tokens * k * n // mesh.size(mesh.inner))
     if mesh.col:
         q = mesh.side
@@ -214,8 +216,9 @@ def _loss(mesh: Mesh, tokens: int) -> Cost:
 
 
 def _parameters(mesh: Mesh, shapes: Shapes) -> Cost:
-    """Returns the cost of a rank's parameters: their memory, and the sums of gradients over ranks
-    with other data.
+    """Returns the cost of a rank's parameters.
+
+    That's their memory, and the sums of their gradients over ranks with different data.
     """
     cost = Cost()
     for shape, role in shapes:
@@ -228,7 +231,7 @@ def _parameters(mesh: Mesh, shapes: Shapes) -> Cost:
 
 
 def _gather(ranks: int, elements: int) -> Cost:
-    """An all-gather of so many elements a rank, or a reduce-scatter that leaves as many."""
+    """Returns the cost of an all-gather of `elements` per rank, or of the reverse."""
     return Cost(messages=ranks - 1, received_bytes=(ranks - 1) * elements * ITEM_BYTES)
 
 

@@ -1,10 +1,11 @@
 """Flax layers over a mesh: dense, layer and RMS normalisation, token and position embedding.
 
-Each is written once. On `Mesh()` it is the ordinary layer; on a larger mesh its parameters are the
-rank's own blocks of the same global ones, drawn from the same key, and its exchanges are named-axis
-collectives in both directions. Features that a layer takes and gives are cut over `mesh.hidden`
-between blocks and over `mesh.inner` inside one. The gradient of a parameter that several ranks hold
-is summed over them in the backward pass, and comes out equal on all of them.
+Each layer is written once. On `Mesh()` it's the ordinary layer. On a larger mesh, each rank's
+parameters are its own blocks of the same global parameters, drawn from the same key, and the layer
+exchanges data with named-axis collectives in both passes. The features that a layer takes and
+returns are cut over `mesh.hidden` between blocks, and over `mesh.inner` inside a block. If several
+ranks hold the same parameter, its gradient is summed over them in the backward pass, so it's equal
+on all of them.
 """
 
 from __future__ import annotations
@@ -27,23 +28,22 @@ Initializer = Callable[..., Any]
 def parameter(
     module: Any, name: str, init: Initializer, shape: Sequence[int], role: Role
 ) -> jax.Array:
-    """This rank's part of a parameter of `module`; its gradient is summed over the ranks that hold
-    it with other data.
+    """Returns this rank's part of a parameter of `module`.
 
-    The global array is drawn from the key that the serial model would use, and cut: peak memory
-    holds it once. One all-reduce backward, none forward; the same on every rank that holds the
-    part.
+    The gradient is summed over the ranks that hold the same part and have different data. This
+    takes one all-reduce in the backward pass and none in the forward pass, and the sum is the same
+    on all these ranks. The global array is drawn from the key that the serial model would use, and
+    then cut, so at its peak memory holds the whole array once.
 
     Args:
-        module: Has `mesh` and `param_dtype`.
-        name: Of the parameter.
+        module: A module with the fields `mesh` and `param_dtype`.
+        name: The parameter's name.
         init: `(key, shape, dtype) -> array`.
         shape: The global shape.
-        role: How it is cut.
+        role: Determines how the parameter is cut.
 
     Raises:
-        ValueError: A dimension cannot be cut into equal parts, or the step's axes are not the
-            mesh's.
+        ValueError: A dimension can't be cut into equal parts, or the step's axes aren't the mesh's.
     """
     mesh: Mesh = module.mesh
     spec: Any = mesh.spec(role)
@@ -58,24 +58,24 @@ def parameter(
 
 
 class Dense(nn.Module):
-    """`y = x W + b`: column or row parallel on a line of ranks, SUMMA on a grid.
+    """`y = x W + b`: column- or row-parallel on a line of ranks, SUMMA on a grid.
 
-    A block's first layer is a `"column"` (`[..., hidden]` in, `[..., inner]` out), its last a
-    `"row"` (the reverse). In 1-D (Megatron-LM, section 3) a column layer makes an all-reduce of its
-    input backward, a row layer one of its output forward. In 2-D and 2.5-D both are `summa.ab`, and
-    their weights' gradients are summed over `depth`.
+    A block's first layer is a `"column"` layer (`[..., hidden]` in, `[..., inner]` out), its last a
+    `"row"` layer (the reverse). In 1-D (Megatron-LM, section 3) a column layer all-reduces its
+    input's gradient in the backward pass, and a row layer its output in the forward pass. In 2-D
+    and 2.5-D both are `summa.ab`, and the weights' gradients are summed over `depth`.
 
     Attributes:
         features: Global length of the output's last dimension.
         mesh: The ranks.
         cut: `"column"` or `"row"`.
         use_bias: Whether b is added.
-        dtype: Of the computation and of what travels.
-        param_dtype: Of the parameters and of their gradients' sums.
+        dtype: Type of the computation and of the data exchanged.
+        param_dtype: Type of the parameters, and of the sums of their gradients.
         kernel_init, bias_init: `(key, shape, dtype) -> array`, called with global shapes.
 
     Raises:
-        ValueError: The shape cannot be cut into equal parts, or `cut` is something else.
+        ValueError: The shape can't be cut into equal parts, or `cut` has another value.
     """
 
     features: int
@@ -117,16 +117,17 @@ class Dense(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation of `[..., hidden]`: two all-reduces of a number a token forward, one of
-    two backward, in 2-D.
+    """Layer normalisation of `[..., hidden]`.
 
-    The variance is computed in two passes and in float32 at least. In 1-D nothing is sent.
+    In 2-D, the forward pass makes two all-reduces of one number per token, and the backward pass
+    one all-reduce of two. In 1-D nothing is sent. The variance is computed in a second pass, and at
+    least in float32.
 
     Attributes:
         mesh: The ranks.
         epsilon: Added to the variance.
-        dtype: Of the result.
-        param_dtype: Of `scale` and `bias`.
+        dtype: Type of the result.
+        param_dtype: Type of `scale` and `bias`.
     """
 
     mesh: Mesh = Mesh()
@@ -144,14 +145,15 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMS normalisation of `[..., hidden]`: one all-reduce of a number a token in each direction in
-    2-D, none in 1-D.
+    """RMS normalisation of `[..., hidden]`.
+
+    In 2-D, each pass makes one all-reduce of one number per token. In 1-D nothing is sent.
 
     Attributes:
         mesh: The ranks.
         epsilon: Added to the mean of squares.
-        dtype: Of the result.
-        param_dtype: Of `scale`.
+        dtype: Type of the result.
+        param_dtype: Type of `scale`.
     """
 
     mesh: Mesh = Mesh()
@@ -165,25 +167,25 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens `[batch, length]` to the sum of a token's and its place's vectors, `[batch, length,
-    hidden]`; and back.
+    """Turns tokens `[batch, length]` into vectors `[batch, length, hidden]`, and back.
 
-    The token table is cut over the vocabulary in 1-D (one all-reduce of the result forward;
-    Megatron-LM, section 3) and into blocks in 2-D (its column is gathered forward, and its gradient
-    reduce-scattered backward).
+    A vector is the sum of the token's and the position's vectors. In 1-D the token table is cut
+    over the vocabulary, and the result is all-reduced in the forward pass (Megatron-LM, section 3).
+    In 2-D the table is cut into blocks: a rank gathers its column in the forward pass, and
+    reduce-scatters the gradient in the backward pass.
 
     Attributes:
-        vocabulary: Rows of the token table. A token below 0 or not below `vocabulary` has a vector
-            of NaN.
+        vocabulary: Number of rows of the token table. A token outside 0 to `vocabulary - 1` gets a
+            vector of NaN.
         features: Global width.
-        positions: Rows of the position table, or 0 for none.
+        positions: Number of rows of the position table, or 0 for none.
         mesh: The ranks.
-        dtype: Of the result.
-        param_dtype: Of the tables.
+        dtype: Type of the result.
+        param_dtype: Type of the tables.
         table_init: `(key, shape, dtype) -> array`, called with global shapes.
 
     Raises:
-        ValueError: A table cannot be cut into equal parts, or `length` is more than `positions`.
+        ValueError: A table can't be cut into equal parts, or `length` exceeds `positions`.
     """
 
     vocabulary: int
@@ -225,10 +227,10 @@ class Embedding(nn.Module):
         return x + self.places[:length].astype(self.dtype)
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """`[..., hidden]` to logits `[..., vocabulary]`, cut over `mesh.inner`: a head that shares
-        the token table.
+        """Returns logits `[..., vocabulary]`, cut over `mesh.inner`, for `[..., hidden]`.
 
-        `summa.abt` in 2-D; in 1-D an all-reduce of the input's gradient.
+        This is a head that shares the token table. In 2-D it's `summa.abt`; in 1-D the input's
+        gradient is all-reduced.
         """
         mesh = self.mesh
         table = self.table.astype(self.dtype)
@@ -237,9 +239,7 @@ class Embedding(nn.Module):
 
 
 def owned(labels: jax.Array, rows: int, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """Returns each label's row among this rank's `rows` of the vocabulary, and whether it is one.
-    Sends nothing.
-    """
+    """Returns each label's row among this rank's `rows`, and whether it's there. Sends nothing."""
     first = jax.lax.axis_index(mesh.inner[0]) * rows if mesh.inner else 0
     row = labels - first
     mine = (row >= 0) & (row < rows)
@@ -247,15 +247,16 @@ def owned(labels: jax.Array, rows: int, mesh: Mesh) -> tuple[jax.Array, jax.Arra
 
 
 def in_vocabulary(labels: jax.Array, vocabulary: int) -> jax.Array:
-    """Whether each label is one of the vocabulary. Sends nothing; the same on every rank that holds
-    the labels.
+    """Returns whether each label is in the vocabulary. Sends nothing.
+
+    The result is the same on every rank that holds the labels.
     """
     return (labels >= 0) & (labels < vocabulary)
 
 
 def _rows(table: jax.Array, mesh: Mesh) -> jax.Array:
-    # JAX's own transpose, a reduce-scatter, is right on every backend, and nothing but tokens is
-    # kept for it.
+    # JAX's own transpose, a reduce-scatter, is right on every backend, and needs to keep only the
+    # tokens for the backward pass.
     return jax.lax.all_gather(table, *mesh.row, axis=0, tiled=True)
 
 

@@ -1,6 +1,4 @@
-"""Cross-entropy over a vocabulary that is cut over ranks, as a mean over all tokens of the global
-batch.
-"""
+"""Cross-entropy over a vocabulary that is cut over ranks."""
 
 from __future__ import annotations
 
@@ -15,25 +13,26 @@ from jaxcross.tensor.mesh import Mesh
 def cross_entropy(
     logits: jax.Array, labels: jax.Array, mesh: Mesh, weights: jax.Array | None = None
 ) -> jax.Array:
-    """The mean of `-log softmax(logits)[label]` over every token of every rank: a scalar, the same
-    on every rank.
+    """Returns the mean of `-log softmax(logits)[label]` over all ranks' tokens, as a scalar.
 
-    Divided by the number of tokens of the *global* batch, so that gradients summed over ranks are
-    those of the serial model. No rank holds all logits of a token: a maximum, and a sum of two
-    numbers a token, are made over `mesh.inner`; a scalar is summed over `mesh.batch`. Computes in
-    float32 at least; sends nothing backward.
+    The result is the same on every rank. The sum is divided by the number of tokens in the *global*
+    batch (or the sum of their weights), so gradients summed over ranks are those of the serial
+    model. No rank holds all logits of a token. Per token, the ranks therefore exchange a maximum
+    and a sum of two numbers over `mesh.inner`. Then the sum over tokens (and that of the weights,
+    if given) is summed over `mesh.batch`. Computes at least in float32. Sends nothing in the
+    backward pass.
 
     Args:
         logits: `[..., vocabulary / ranks]`, this rank's columns for its own tokens.
-        labels: `[...]`, integers from 0 to below the vocabulary, of the same tokens. Another label
-            makes the loss and the gradient of its token NaN, unless the token is left out.
+        labels: `[...]`, integers from 0 to `vocabulary - 1`, for the same tokens. Any other
+            label makes its token's loss and gradient NaN, unless the token is left out.
         mesh: The ranks.
-        weights: `[...]`, a token's weight; 0 leaves it out, whatever its label and its logits are:
-            infinite or NaN logits get the gradient 0. The sum of all ranks' weights must be
-            positive.
+        weights: `[...]`, each token's weight. A weight of 0 leaves the token out, whatever its
+            label and logits are: infinite or NaN logits then get the gradient 0. The sum of all
+            ranks' weights must be positive.
 
     Raises:
-        ValueError: Labels or weights have another shape than the tokens of `logits`.
+        ValueError: Labels or weights have a different shape from the tokens of `logits`.
 
     Source: Shoeybi et al., arXiv 1909.08053, section 3; for the grid, Xu et al., arXiv 2104.05343,
     section 3.
@@ -47,8 +46,8 @@ def cross_entropy(
             )
     x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if weights is not None:
-        # 0 times NaN is NaN, also in the backward pass: the logits themselves are replaced. Finite
-        # ones need not be, and stay, so that the derivative in a weight that is 0 is right.
+        # 0 times NaN is NaN, even in the backward pass, so the logits themselves must be replaced.
+        # Finite logits can stay, so that the derivative with respect to a zero weight is right.
         left_out = (weights == 0) & ~jnp.all(jnp.isfinite(x), -1)
         x = jnp.where(left_out[..., None], 0, x)
     largest = jax.lax.stop_gradient(jnp.max(x, -1))

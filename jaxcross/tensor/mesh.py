@@ -1,8 +1,8 @@
-"""The mesh of ranks that hold one model, and how a tensor of each role is cut over it. Pure; no
-communication.
+"""The mesh of ranks that hold one model, and how a tensor of each role is cut over it.
 
-Three layouts: Megatron-LM's 1-D (arXiv 1909.08053), Optimus' 2-D (arXiv 2104.05343), and the 2.5-D
-of SUMMA2.5-LM and Tesseract (arXiv 2105.14500). A mesh of one rank is the serial model.
+There are three layouts: Megatron-LM's 1-D (arXiv 1909.08053), Optimus' 2-D (arXiv 2104.05343), and
+the 2.5-D of SUMMA2.5-LM and Tesseract (arXiv 2105.14500). A mesh of one rank is the serial model.
+Pure: nothing here communicates.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 ArrayT = TypeVar("ArrayT", np.ndarray, jax.Array)
 
-# Role -> the axis that each dimension is cut over. These tables are the whole difference in storage
-# between layouts.
+# Role -> the axis over which each dimension is cut. As far as storage is concerned, the layouts
+# differ only in these tables.
 _GRID: dict[Role, Spec] = {
     "column": ("row", "col"),
     "row": ("row", "col"),
@@ -45,12 +45,12 @@ _LINE: dict[Role, Spec] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Grid of the ranks that hold one model, by named axes.
+    """The ranks that hold one model, as a grid with named axes.
 
-    `Mesh()` is the serial model, `Mesh(tensor=p)` 1-D, `Mesh(side=q)` 2-D on q x q ranks,
-    `Mesh(side=q, depth=d)` 2.5-D on q x q x d; `data=n` puts n replicas of any of them next to each
-    other. Ranks are row-major over `axes`. Layers take the mesh as an argument and use its axes by
-    name; the same on every rank.
+    `Mesh()` is the serial model, `Mesh(tensor=p)` is 1-D, `Mesh(side=q)` is 2-D on q x q ranks, and
+    `Mesh(side=q, depth=d)` is 2.5-D on q x q x d ranks. With `data=n` there are n replicas of any
+    of these. Ranks are row-major over `axes`. Layers take the mesh as an argument, and use its axes
+    by name. It must be the same on every rank.
 
     ```python
     mesh = jaxcross.tensor.Mesh(side=2, depth=2)
@@ -58,15 +58,15 @@ class Mesh:
     ```
 
     Attributes:
-        data: Replicas of the whole mesh that share each batch.
-        tensor: Ranks along the axis `tensor` (1-D).
-        depth: Layers along `depth` that hold equal weights and different data (2.5-D).
-        side: Ranks along `row` and along `col` (2-D, 2.5-D).
-        whole: The same cut, but held by one rank alone: what is saved, and what the other ranks'
-            shares are cut from.
+        data: Number of replicas of the whole mesh, which share each batch.
+        tensor: Number of ranks along the axis `tensor` (1-D).
+        depth: Number of layers along `depth`. They hold equal weights and different data (2.5-D).
+        side: Number of ranks along `row` and along `col` (2-D, 2.5-D).
+        whole: The same cut, but held by a single rank. That's the form in which a model is saved,
+            and from which the other ranks' parts are cut.
 
     Raises:
-        ValueError: A size is below 1, or a line is requested together with a grid.
+        ValueError: A size is below 1, or both a line and a grid are requested.
     """
 
     data: int = 1
@@ -91,61 +91,54 @@ class Mesh:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axis name -> ranks, outermost first, as `crossover` takes it: those longer than 1, or
-        `{"data": 1}`.
+        """The number of ranks along each axis, outermost first, as `crossover` takes it.
+
+        Contains only axes longer than 1, or `{"data": 1}` if there are none.
         """
         return {name: size for name, size in self._sizes().items() if size > 1} or {"data": 1}
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the mesh."""
+        """Number of ranks in the mesh."""
         return math.prod(self.axes.values())
 
     @property
     def row(self) -> tuple[str, ...]:
-        """The axis over which the rows of a matrix are cut, as a tuple; empty where nothing is
-        sent.
-        """
+        """The axis over which a matrix's rows are cut, as a tuple; empty if nothing is sent."""
         return self._live("row")
 
     @property
     def col(self) -> tuple[str, ...]:
-        """The axis over which the columns of a matrix are cut in 2-D and 2.5-D; empty where nothing
-        is sent.
-        """
+        """The axis over which a matrix's columns are cut in 2-D and 2.5-D; otherwise empty."""
         return self._live("col")
 
     @property
     def batch(self) -> tuple[str, ...]:
-        """The axes over which the batch is cut: chunk `c = (data d + depth) q + row` (SUMMA2.5-LM,
-        section 3).
+        """The axes over which the batch is cut.
+
+        A rank's chunk is `c = (data d + depth) q + row` (SUMMA2.5-LM, section 3).
         """
         return self._live("data", "depth", "row")
 
     @property
     def hidden(self) -> tuple[str, ...]:
-        """The axis over which features are cut between blocks: none in 1-D, where every rank holds
-        them all.
-        """
+        """The axis over which features are cut between blocks. Empty in 1-D: ranks hold all."""
         return self.col
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """The axis over which features are cut inside a block: heads, the MLP's units, the
-        logits.
-        """
+        """The axis over which features are cut inside a block: heads, MLP units, or logits."""
         return self._live("tensor", "col")
 
     def size(self, axes: Sequence[str]) -> int:
-        """Ranks along `axes` together; 1 on a whole mesh."""
+        """Returns the number of ranks along `axes` together; 1 on a whole mesh."""
         return 1 if self.whole else math.prod(self._sizes()[a] for a in axes)
 
     def spec(self, role: Role) -> Spec:
-        """The axis that each dimension of a parameter of this role is cut over, None where it is
-        not.
+        """Returns the axis over which each dimension of a parameter of this role is cut, or None.
 
         Raises:
-            ValueError: There is no such role.
+            ValueError: There's no such role.
         """
         if role not in _LINE:
             raise ValueError(
@@ -156,16 +149,18 @@ class Mesh:
         return _LINE[role] if self.tensor > 1 else (None,) * len(_LINE[role])
 
     def summed(self, spec: Spec) -> tuple[str, ...]:
-        """The axes over which such a parameter's gradient must be summed: the batch's, but for its
-        own.
+        """Returns the axes over which a parameter's gradient must be summed.
+
+        They're the batch's axes, except those over which the parameter itself is cut.
         """
         return tuple(a for a in self.batch if a not in named(spec))
 
     def block(self, shape: Sequence[int], spec: Spec, what: str) -> tuple[int, ...]:
-        """The shape of one rank's part of a tensor of `shape`.
+        """Returns the shape of one rank's part of a tensor of `shape`.
 
         Raises:
-            ValueError: A dimension cannot be cut into equal parts, or `spec` is another mesh's.
+            ValueError: A dimension can't be cut into equal parts, or `spec` belongs to another
+                mesh.
         """
         self.check_spec(spec, what)
         for dim, (length, axes) in enumerate(zip(shape, spec, strict=False)):
@@ -180,7 +175,7 @@ class Mesh:
         return tuple(n // self.size(named((axes,))) for n, axes in zip(shape, padded, strict=True))
 
     def here(self, value: jax.Array, spec: Spec) -> jax.Array:
-        """This rank's part of `value`, inside a step that has the axes bound. Sends nothing."""
+        """Returns this rank's part of `value`, inside a step that binds the axes. Sends nothing."""
         for dim, entry in enumerate(spec):
             axes = self._live(*named((entry,)))
             if axes:
@@ -191,8 +186,9 @@ class Mesh:
         return value
 
     def part(self, value: ArrayT, spec: Spec, rank: int) -> ArrayT:
-        """The part of `value` that `rank` holds: a static slice, on the host or in a `jit`. Sends
-        nothing.
+        """Returns the part of `value` that `rank` holds. Sends nothing.
+
+        It's a static slice, so this works both on the host and in a `jit`.
         """
         where = self.coords(rank)
         sizes = self._sizes()
@@ -205,14 +201,14 @@ class Mesh:
         return value[(*index, ...)]
 
     def local_batch(self, batch: PyTree, rank: int) -> PyTree:
-        """The rows of a global batch that `rank` computes: tokens and labels alike, so that they
-        cannot be told apart.
+        """Returns the rows of a global batch that `rank` computes. Sends nothing.
 
-        Ranks that differ along `col` or `tensor` alone get the same rows. Sends nothing.
+        It takes the whole tree, so tokens and labels are always cut alike. Ranks that differ only
+        along `col` or `tensor` get the same rows.
 
         Raises:
-            ValueError: The batch cannot be cut into equal chunks, a leaf has no rows, or there is
-                no such rank.
+            ValueError: The batch can't be cut into equal chunks, a leaf has no rows, or there's no
+                such rank.
         """
 
         def rows(path: jax.tree_util.KeyPath, leaf: ArrayT) -> ArrayT:
@@ -226,11 +222,12 @@ class Mesh:
         return jax.tree_util.tree_map_with_path(rows, batch)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Returns `rank`'s coordinate along every axis, of length 1, too: `rank = (data d + depth)
-        q^2 + row q + col`.
+        """Returns `rank`'s coordinate along every axis, including axes of length 1.
+
+        `rank = (data d + depth) q^2 + row q + col`.
 
         Raises:
-            ValueError: There is no such rank.
+            ValueError: There's no such rank.
         """
         if not 0 <= rank < self.ranks:
             raise ValueError(
@@ -243,10 +240,10 @@ class Mesh:
         }
 
     def check_ranks(self, ranks: int) -> None:
-        """Makes sure that a run has as many ranks as the mesh.
+        """Checks that a run has as many ranks as the mesh.
 
         Raises:
-            ValueError: It has not.
+            ValueError: It doesn't.
         """
         if ranks != self.ranks:
             raise ValueError(
@@ -255,12 +252,14 @@ class Mesh:
             )
 
     def check_bound(self) -> None:
-        """Makes sure, inside a step, that every axis has the length that the mesh says; under
-        `crossover` in its order.
+        """Checks, inside a step, that the axes are bound as the mesh has them.
+
+        Every axis must have the mesh's length. Under `crossover` the axes must also be in the
+        mesh's order.
 
         Raises:
-            ValueError: One has not, or they stand in another order.
-            NameError: One is not bound (JAX's own error).
+            ValueError: A length or the order differs.
+            NameError: An axis isn't bound (JAX's own error).
         """
         for axis, size in {} if self.whole else self.axes.items():
             if size <= 1:
@@ -283,11 +282,11 @@ class Mesh:
             )
 
     def check_spec(self, spec: Spec, what: str) -> None:
-        """Makes sure that what cuts a tensor is this mesh's, or that of one which has all of its
-        axes.
+        """Checks that a tensor's spec fits this mesh, or another mesh of the same layout.
 
         Raises:
-            ValueError: An axis is that of the other layout.
+            ValueError: The spec names an axis of the other layout (a line's on a grid, or the
+                reverse).
         """
         foreign: set[str] = set()
         if self.side * self.depth > 1:
@@ -303,7 +302,7 @@ class Mesh:
             )
 
     def as_whole(self) -> Mesh:
-        """This mesh's cut, held by one rank alone."""
+        """Returns this mesh's cut, held by a single rank."""
         return replace(self, whole=True)
 
     def _sizes(self) -> dict[str, int]:
@@ -320,7 +319,7 @@ class Mesh:
 
 
 def named(spec: Sequence[Any]) -> tuple[str, ...]:
-    """The axes that a spec names, in order."""
+    """Returns the axes that a spec names, in order."""
     flat = [a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))]
     return tuple(a for a in flat if a is not None)
 

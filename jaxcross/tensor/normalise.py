@@ -1,6 +1,4 @@
-"""Normalisation over features that are cut over ranks, in two passes, with the backward pass in one
-exchange.
-"""
+"""Normalisation over features that are cut over ranks, with one exchange in the backward pass."""
 
 from __future__ import annotations
 
@@ -14,20 +12,21 @@ Axes = tuple[str, ...]
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def normalise(x: jax.Array, features: int, axes: Axes, epsilon: float, centred: bool) -> jax.Array:
-    """`(x - mean) / sqrt(variance + epsilon)` over the last dimension; without the mean if not
-    `centred`.
+    """Returns `(x - mean) / sqrt(variance + epsilon)` over the last dimension.
 
-    The variance is the mean of squared differences, from a second pass: E[x^2] - E[x]^2 loses it if
-    the mean is large. One all-reduce of one number a row for each pass, and one of as many numbers
-    together backward. The result is the rank's own part.
+    If `centred` is false, the mean is neither subtracted nor computed. The variance is the mean of
+    squared differences, computed in a second pass, because E[x^2] - E[x]^2 loses it to rounding if
+    the mean is large. In the forward pass, the mean and the variance each take an all-reduce of one
+    number per row. The backward pass combines its two sums (one if not `centred`) in a single
+    all-reduce. The result is the rank's own part.
 
     Args:
-        x: `[..., features / ranks]`, float32 or wider.
+        x: `[..., features / ranks]`, at least float32.
         features: Length of the whole dimension.
-        axes: The axis over which it is cut; none if it is not.
+        axes: The axis over which it's cut; empty if it isn't.
         epsilon: Added to the variance.
-        centred: Layer normalisation (Ba et al., arXiv 1607.06450) or RMS normalisation (arXiv
-            1910.07467).
+        centred: True for layer normalisation (Ba et al., arXiv 1607.06450), false for RMS
+            normalisation (arXiv 1910.07467).
     """
     return _passes(x, features, axes, epsilon, centred)[0]
 
@@ -57,7 +56,8 @@ def _backward(
     saved: tuple[jax.Array, jax.Array],
     g: jax.Array,
 ) -> tuple[jax.Array]:
-    # dx = r (u - mean(u) - x' mean(u x')), r the scale, x' the normalised input, u its cotangent.
+    # dx = r (u - mean(u) - x' mean(u x')), with r the scale, x' the normalised input, u its
+    # cotangent.
     del epsilon
     normal, scale = saved
     sums = [jnp.sum(g * normal, -1, keepdims=True)]

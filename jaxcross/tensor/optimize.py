@@ -1,9 +1,9 @@
-"""Norms of trees that are cut over ranks. An optimizer that works element by element needs no other
-change.
+"""Norms of trees that are cut over ranks.
 
-Optax's SGD, Adam, AdamW and their kin run on each rank's own parts as they are. One that reads
-whole matrices or their norms (LARS, LAMB, Adafactor, Shampoo) would read a part for the whole, and
-is not for sharded parameters.
+Optimizers that work element by element need nothing else: optax's SGD, Adam, AdamW and the like can
+run on each rank's own parts unchanged. Optimizers that use whole matrices or their norms (LARS,
+LAMB, Adafactor, Shampoo) don't work with sharded parameters, because they would take a part for the
+whole.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from jaxcross.tensor.mesh import Mesh, named
 
 
 def global_norm(tree: PyTree, specs: PyTree, mesh: Mesh) -> jax.Array:
-    """Returns the L2 norm of the serial tree, equal everywhere: every element counts once, however
-    many ranks hold it.
+    """Returns the serial tree's L2 norm, equal on every rank.
 
-    One all-reduce of a scalar for each set of axes that leaves are cut over, two at most. Squares
-    are summed in float32 at least.
+    Every element counts once, no matter how many ranks hold it. Makes one all-reduce of a scalar
+    for each set of axes over which leaves are cut, i.e. at most two. Squares are summed at least in
+    float32.
 
     Args:
-        tree: This rank's parts. What `optax.masked` left out, or None, counts for nothing.
-        specs: Of each leaf, as `partition` gives them.
+        tree: This rank's parts. None, and what `optax.masked` left out, are ignored.
+        specs: Each leaf's spec, as returned by `partition`.
         mesh: The ranks.
 
     Raises:
-        ValueError: A spec is another mesh's.
+        ValueError: A spec belongs to another mesh.
     """
     groups: dict[tuple[str, ...], list[jax.Array]] = {}
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_left_out)
@@ -47,24 +47,23 @@ def global_norm(tree: PyTree, specs: PyTree, mesh: Mesh) -> jax.Array:
 
 
 def clip_by_global_norm(max_norm: float, specs: PyTree, mesh: Mesh) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` for gradients that are cut over ranks. Stateless; exchanges what
-    `global_norm` does.
+    """Returns `optax.clip_by_global_norm` for gradients that are cut over ranks.
 
-    If the norm is not finite, every element becomes NaN, on every rank, those included whose own
-    part is finite: what comes behind and looks, such as `optax.apply_if_finite`, decides the same
-    everywhere.
+    It's stateless, and exchanges what `global_norm` does. If the norm isn't finite, every element
+    becomes NaN on every rank, even on those whose own part is finite. Transformations that come
+    after it and check for that, such as `optax.apply_if_finite`, then decide alike everywhere.
 
     ```python
     tx = optax.chain(jaxcross.tensor.clip_by_global_norm(1.0, specs, mesh), optax.adamw(1e-3))
     ```
 
     Args:
-        max_norm: Longest that the whole gradient may be.
-        specs: Of each leaf.
+        max_norm: Largest norm that the whole gradient may have.
+        specs: Each leaf's spec.
         mesh: The ranks.
 
     Raises:
-        ValueError: `max_norm` is not positive.
+        ValueError: `max_norm` isn't positive.
     """
     if not max_norm > 0:
         raise ValueError(
@@ -82,7 +81,7 @@ def clip_by_global_norm(max_norm: float, specs: PyTree, mesh: Mesh) -> optax.Gra
         del params
         norm = global_norm(updates, specs, mesh)
         norm = jnp.where(jnp.isfinite(norm), norm, jnp.nan)
-        keep = norm < max_norm  # not of NaN
+        keep = norm < max_norm  # False if it's NaN
         return jax.tree.map(
             lambda u: jnp.where(keep, u, u / norm.astype(u.dtype) * max_norm), updates
         ), state

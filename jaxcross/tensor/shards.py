@@ -1,8 +1,7 @@
-"""Between the serial model's tree of parameters and each rank's: partition, initialise, cut, join,
-compare.
+"""Converts between the serial model's tree of parameters and each rank's.
 
-`shard` and `unshard` are pure and need no mesh of running ranks: a checkpoint is always the serial
-model's.
+`shard` and `unshard` are pure and don't need the mesh's ranks to be running, so a checkpoint can
+always be the serial model's.
 """
 
 from __future__ import annotations
@@ -26,36 +25,35 @@ Tokens = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 def partition(model: nn.Module, tokens: Tokens) -> PyTree:
-    """Returns a tree of a `PartitionSpec` for each parameter of `model`. Computes and sends
-    nothing.
+    """Returns a `PartitionSpec` for each parameter of `model`. Computes and sends nothing.
 
     Args:
-        model: Has a field `mesh`, which its layers are given.
-        tokens: Example input, or its `jax.ShapeDtypeStruct`; only its shape and type are read.
+        model: A model with a field `mesh`, which it passes to its layers.
+        tokens: Example input, or its `jax.ShapeDtypeStruct`. Only its shape and type are used.
 
     Raises:
-        ValueError: A parameter cannot be cut into equal parts.
+        ValueError: A parameter can't be cut into equal parts.
     """
     abstract = jax.eval_shape(_whole(model).init, jax.random.key(0), tokens)
     return nn.get_partition_spec(abstract["params"])
 
 
 def init(model: nn.Module, key: jax.Array, tokens: Tokens, rank: int = 0) -> PyTree:
-    """Returns the parameters that `rank` holds: those of the serial model from the same key, cut.
-    Sends nothing.
+    """Returns the parameters that `rank` holds. Sends nothing.
 
-    Equal to `shard` of the serial model's parameters, which this gives too, bit for bit. One
-    parameter is drawn after the other, and cut at once: of the serial model, memory never holds
-    more than that one, a few times.
+    They're bit for bit equal to `shard` of the serial model's parameters from the same key. (If the
+    mesh is `Mesh()`, they are the serial model's parameters.) Parameters are drawn one after
+    another and cut immediately, so memory never holds more of the serial model than a few copies of
+    one parameter.
 
     Args:
-        model: Has a field `mesh`.
-        key: The same on every rank.
-        tokens: Example input, or its `jax.ShapeDtypeStruct`; only its shape and type are read.
-        rank: Of the mesh.
+        model: A model with a field `mesh`.
+        key: Must be the same on every rank.
+        tokens: Example input, or its `jax.ShapeDtypeStruct`. Only its shape and type are used.
+        rank: A rank of the mesh.
 
     Raises:
-        ValueError: A parameter cannot be cut into equal parts, or there is no such rank.
+        ValueError: A parameter can't be cut into equal parts, or there's no such rank.
     """
     mesh = _mesh_of(model)
     specs = partition(model, tokens)
@@ -74,28 +72,28 @@ def init(model: nn.Module, key: jax.Array, tokens: Tokens, rank: int = 0) -> PyT
 
 
 def shard(tree: PyTree, specs: PyTree, mesh: Mesh, rank: int) -> PyTree:
-    """Returns the part of a serial tree that `rank` holds. Sends nothing; works on the host and in
-    a `jit`.
+    """Returns the part of a serial tree that `rank` holds. Sends nothing.
+
+    Works both on the host and in a `jit`.
 
     Args:
-        tree: Global arrays: parameters, or an optimizer state with `state_specs`.
-        specs: Of each leaf.
+        tree: Global arrays: either parameters, or an optimizer state with its `state_specs`.
+        specs: Each leaf's spec.
         mesh: The ranks.
-        rank: Whose part.
+        rank: The rank whose part to return.
 
     Raises:
-        ValueError: A leaf cannot be cut into equal parts, or there is no such rank.
+        ValueError: A leaf can't be cut into equal parts, or there's no such rank.
     """
     return jax.tree.map(lambda leaf, spec: mesh.part(leaf, tuple(spec), rank), tree, specs)
 
 
 def unshard(trees: Sequence[PyTree], specs: PyTree, mesh: Mesh) -> PyTree:
-    """Returns the serial tree, as NumPy arrays, of what every rank holds, in rank order. Sends
-    nothing.
+    """Returns the serial tree as NumPy arrays, given all ranks' trees in order. Sends nothing.
 
     Raises:
-        ValueError: There are not as many trees as ranks, or ranks that should hold equal parts do
-            not.
+        ValueError: The numbers of trees and ranks differ, or ranks that should hold equal parts
+            don't.
     """
     mesh.check_ranks(len(trees))
 
@@ -130,16 +128,16 @@ def unshard(trees: Sequence[PyTree], specs: PyTree, mesh: Mesh) -> PyTree:
 
 
 def gather(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
-    """Gathers the serial tree on every rank, inside a step: one all-gather for each dimension that
-    is cut.
+    """Gathers the serial tree on every rank, inside a step.
 
-    A rank receives what it does not hold: for saving and sampling, not for every step.
+    Makes one all-gather for each dimension that is cut. Each rank receives everything that it
+    doesn't hold, so use this for saving and sampling rather than on every step.
     """
     to = "invarying" if checks_varying() else "varying"
 
     def one(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
         for dim, entry in enumerate(spec):
-            for axis in reversed(named((entry,))):  # neighbours differ in the last one
+            for axis in reversed(named((entry,))):  # adjacent ranks differ in the last axis
                 if mesh.size((axis,)) > 1:
                     leaf = jax.lax.all_gather(leaf, axis, axis=dim, tiled=True, to=to)
         return leaf
@@ -148,10 +146,10 @@ def gather(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
 
 
 def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: PyTree) -> PyTree:
-    """Returns the specs of `tx`'s state: a parameter's for what is shaped like it, none for
-    counters. Computes nothing.
+    """Returns the specs of `tx`'s state. Computes nothing.
 
-    What `optax.masked` leaves out of the state has no spec either.
+    Anything shaped like a parameter has that parameter's spec; counters have an empty one. What
+    `optax.masked` leaves out of the state has no spec either.
     """
     state = jax.eval_shape(tx.init, params)
     replicated = PartitionSpec()
@@ -170,17 +168,17 @@ def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: P
 
 
 def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
-    """For each leaf and rank, inside a step, how far a rank's copy is from the first rank's that
-    should hold the same.
+    """Returns, for each leaf and rank, how far the rank's copy is from the first rank's copy.
 
-    0 if equal, inf if one of them is not finite. An all-reduce of each leaf, and one of a number a
-    rank; a tree of vectors `[ranks]`, the same on every rank. Hand it to `check_replicas` before
-    the first step.
+    Call it inside a step. Copies are leaves, or parts of leaves, that should be the same on several
+    ranks. A distance is 0 if the two are equal, and inf if one of them isn't finite. Makes two
+    all-reduces for each leaf, one of the leaf and one of a number per rank. The result is a tree of
+    vectors `[ranks]`, the same on every rank; pass it to `check_replicas` before the first step.
 
     Args:
-        tree: What this rank holds: parameters; or a batch, whose specs are all
+        tree: What this rank holds: either parameters, or a batch, whose specs are all
             `PartitionSpec(mesh.batch or None)`.
-        specs: Of each leaf.
+        specs: Each leaf's spec.
         mesh: The ranks.
     """
     every = tuple(a for a, size in mesh.axes.items() if size > 1)
@@ -199,11 +197,11 @@ def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
         apart = jnp.abs(
             wide - first if floating else wide.astype(jnp.float32) - first.astype(jnp.float32)
         )
-        # Large integers may differ and round to the same number.
+        # Two different large integers may round to the same number.
         apart = jnp.max(
             jnp.where(wide != first, jnp.maximum(apart, jnp.finfo(jnp.float32).tiny), 0), initial=0
         )
-        # XLA's maximum on a CPU may lose a NaN.
+        # XLA's maximum may lose a NaN on a CPU.
         apart = jnp.where(jnp.all(jnp.isfinite(wide) & jnp.isfinite(first)), apart, jnp.inf)
         here = jnp.arange(mesh.ranks) == jax.lax.axis_index(every)
         return jax.lax.psum(jnp.where(here, apart, 0), every)
@@ -212,15 +210,15 @@ def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
 
 
 def check_replicas(spread: PyTree, *, batch: bool = False) -> None:
-    """Refuses leaves whose copies differ between ranks; call it with the result of
-    `replica_spread`. Sends nothing.
+    """Raises if a leaf's copies differ between ranks, as `replica_spread` found. Sends nothing.
 
     Args:
-        spread: Of parameters, or of a batch.
-        batch: Whether it is that of a batch.
+        spread: The spread of parameters, or of a batch.
+        batch: Whether it's the spread of a batch.
 
     Raises:
-        ValueError: A leaf's copies differ: says which, on which ranks, and by how much.
+        ValueError: A leaf's copies differ. The error says which leaf, on which ranks, and by how
+            much.
     """
     for path, apart in jax.tree.leaves_with_path(spread):
         apart = np.asarray(apart)

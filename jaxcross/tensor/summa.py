@@ -1,14 +1,17 @@
-"""The three products of SUMMA, closed under differentiation: A B, A B^T and A^T B of matrices cut
-into q x q blocks.
+"""SUMMA's three products A B, A B^T and A^T B, for matrices that are cut into q x q blocks.
 
-Rank (i, j) of a grid over the axes (row, col) holds block (i, j) of each matrix. Source: van de
-Geijn and Watts, SUMMA (1997); Xu et al., Optimus, arXiv 2104.05343, algorithms 1 to 3; Wang et al.,
-arXiv 2105.14500, for the 2.5-D mesh, whose depth layers never talk to each other here.
+Rank (i, j) of a grid over the axes (row, col) holds block (i, j) of each matrix. The three products
+are closed under differentiation: the derivative of each consists of the other two.
 
-SUMMA's loop over t broadcasts one block a turn. Here a rank gathers its row of A and its column of
-B and contracts over all t at once: the same elements arrive, q times fewer messages, one
-accumulator in float32 at least; q times the memory for the operands while the product is made.
-Nothing gathered is kept for the backward pass, which gathers again.
+Sources: van de Geijn and Watts, SUMMA (1997); Xu et al., Optimus, arXiv 2104.05343, algorithms 1 to
+3; Wang et al., arXiv 2105.14500, for the 2.5-D mesh, whose depth layers don't communicate with each
+other in these products.
+
+The original algorithm is a loop over t that broadcasts one block per iteration. Here, a rank
+gathers its row of A and its column of B, and contracts over all t at once. It receives the same
+elements in q times fewer messages, and accumulates at least in float32. The price is q times the
+memory for the operands while the product is being computed. We don't keep the gathered operands for
+the backward pass, but gather them again.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ Axes = tuple[str, ...]  # one axis, or none on a grid of side 1
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def ab(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
-    """C = A B: `[..., K/q]`, `[K/q, N/q]` -> `[..., N/q]`.
+    """Computes C = A B: `[..., K/q]`, `[K/q, N/q]` -> `[..., N/q]`.
 
-    Two all-gathers: a rank receives (q-1)/q (M K / q + K N / q) elements for A of M x K; the
-    backward pass receives twice as many. The result is the rank's own block. Accumulates in float32
-    at least, and rounds once.
+    Makes two all-gathers: for A of M x K, a rank receives (q-1)/q (M K / q + K N / q) elements. The
+    backward pass receives twice as many. The result is the rank's own block. Accumulates at least
+    in float32, and rounds once.
 
     Args:
-        a: Block of A; leading dimensions together are its rows. Of the type of `b`.
+        a: Block of A. Its leading dimensions together are the rows. Same type as `b`.
         b: Block of B.
         row: The axis along which `i` varies.
         col: The axis along which `j` varies.
@@ -42,10 +45,10 @@ def ab(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def abt(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
-    """C = A B^T: `[..., N/q]`, `[K/q, N/q]` -> `[..., K/q]`.
+    """Computes C = A B^T: `[..., N/q]`, `[K/q, N/q]` -> `[..., K/q]`.
 
-    An all-gather and a reduce-scatter: a rank receives (q-1)/q (K N / q + M K / q) elements for C
-    of M x K. The partial products travel in the operands' type.
+    Makes an all-gather and a reduce-scatter: for C of M x K, a rank receives (q-1)/q (K N / q + M K
+    / q) elements. The partial products are sent in the operands' type.
     """
     part = _dot(a, _gather(b, row, 0), ((a.ndim - 1,), (1,)))
     return _sum_scatter(part, col, part.ndim - 1)
@@ -53,10 +56,10 @@ def abt(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def atb(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
-    """C = A^T B: `[..., K/q]`, `[..., N/q]` -> `[K/q, N/q]`, a sum over all leading dimensions.
+    """Computes C = A^T B: `[..., K/q]`, `[..., N/q]` -> `[K/q, N/q]`, summed over `...`.
 
-    An all-gather and a reduce-scatter: a rank receives (q-1)/q (M K / q + K N / q) elements for A
-    of M x K.
+    Makes an all-gather and a reduce-scatter: for A of M x K, a rank receives (q-1)/q (M K / q + K N
+    / q) elements.
     """
     rows = tuple(range(a.ndim - 1))
     part = _dot(_gather(a, col, a.ndim - 1), b, (rows, rows))
@@ -64,9 +67,7 @@ def atb(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
 
 
 def _differentiable(product: Any, backward: Callable[..., tuple[jax.Array, jax.Array]]) -> None:
-    """Gives `product` its derivative: `backward(a, b, g, row, col)`, g being the cotangent of the
-    result.
-    """
+    """Sets `product`'s derivative to `backward(a, b, g, row, col)`; g is the cotangent."""
     product.defvjp(
         lambda a, b, row, col: (product(a, b, row, col), (a, b)),
         lambda row, col, saved, g: backward(*saved, g, row, col),

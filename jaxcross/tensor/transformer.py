@@ -1,8 +1,7 @@
-"""A decoder-only Transformer over a mesh: attention, MLP, block, and the whole model. The mesh
-changes, not the model.
+"""A decoder-only Transformer over a mesh: attention, MLP, block, and the whole model.
 
-Pre-normalised as GPT-2. No dropout. Exchanges are those of its dense layers, normalisations and
-embedding.
+The model is the same on every mesh. It's pre-normalised like GPT-2, and has no dropout. It
+exchanges only what its dense layers, normalisations and embedding exchange.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from jaxcross.tensor.mesh import Mesh
 
 
 class Attention(nn.Module):
-    """Self-attention, `[batch, length, hidden]` to the same: each rank computes its own heads over
-    whole sequences.
+    """Self-attention, `[batch, length, hidden]` to the same. Each rank computes its own heads.
 
-    Scores, softmax and context send nothing. Columns of the query-key-value layer are head-major,
-    `[heads, 3, width]`, so that a rank's columns are whole heads on every mesh. Source: Vaswani et
-    al., arXiv 1706.03762.
+    A rank's heads attend over whole sequences, so scores, softmax and context need no exchange. The
+    columns of the query-key-value layer are head-major, `[heads, 3, width]`, so that a rank's
+    columns are whole heads on every mesh. Source: Vaswani et al., arXiv 1706.03762.
 
     Attributes:
-        heads: Of all ranks together.
+        heads: Number of heads on all ranks together.
         mesh: The ranks.
-        causal: Whether a token sees none after it.
-        dtype: Of products; the softmax is computed in float32 at least.
-        param_dtype: Of the parameters.
+        causal: Whether a token is prevented from attending to later ones.
+        dtype: Type of the products. The softmax is computed at least in float32.
+        param_dtype: Type of the parameters.
 
     Raises:
-        ValueError: Heads do not divide the features, or the ranks do not divide the heads.
+        ValueError: The number of heads doesn't divide the features, or the ranks don't divide the
+            heads.
     """
 
     heads: int
@@ -68,13 +67,13 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two dense layers with a GELU between them, `[..., hidden]` to the same.
+    """Two dense layers with a GELU in between, `[..., hidden]` to the same.
 
     Attributes:
-        width: Units between the layers, of all ranks together.
+        width: Number of units between the layers, on all ranks together.
         mesh: The ranks.
-        dtype: Of the computation.
-        param_dtype: Of the parameters.
+        dtype: Type of the computation.
+        param_dtype: Type of the parameters.
     """
 
     width: int
@@ -91,20 +90,23 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP of four times the features, each after a layer normalisation and with a
-    residual.
+    """Attention and an MLP of four times the features, both pre-normalised and residual.
 
-    For b sequences of s tokens and h features a rank receives, in elements of float32,
-    normalisations and biases apart: 1-D on p ranks 4(p-1)/p bsh forward and as much backward; on
-    [q, q, d] (q-1)/q (7bsh/(dq) + 12h^2/q) forward, twice that backward, and 2(d-1)/d 12h^2/q^2 for
-    the weights' gradients. In 16 bits half the bytes, but for sums of less than 64 KiB on all ranks
+    For b sequences of s tokens and h features, a rank receives the following numbers of float32
+    elements, not counting normalisations and biases:
+
+    - 1-D on p ranks: 4(p-1)/p bsh in the forward pass, and as many in the backward pass.
+    - [q, q, d]: (q-1)/q (7bsh/(dq) + 12h^2/q) in the forward pass, twice that in the backward pass,
+      and 2(d-1)/d 12h^2/q^2 for the weights' gradients.
+
+    With a 16-bit type it's half the bytes, except for sums of less than 64 KiB on all ranks
     together.
 
     Attributes:
-        heads: Attention heads of all ranks together.
+        heads: Number of attention heads on all ranks together.
         mesh: The ranks.
-        dtype: Of the computation.
-        param_dtype: Of the parameters.
+        dtype: Type of the computation.
+        param_dtype: Type of the parameters.
     """
 
     heads: int
@@ -124,21 +126,22 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens `[batch, length]` to logits `[batch, length, vocabulary]`, cut over `mesh.inner`; see
-    `cross_entropy`.
+    """Turns tokens `[batch, length]` into logits `[batch, length, vocabulary]`.
+
+    Logits are cut over `mesh.inner`, so no rank has all the logits of a token. Use `cross_entropy`
+    for the loss.
 
     Attributes:
-        vocabulary: Tokens there are. Pad it to a multiple of the ranks that share it.
+        vocabulary: Number of tokens. Pad it to a multiple of the number of ranks that share it.
         features: Global width.
-        layers: Blocks.
-        heads: Attention heads of all ranks together.
-        positions: Longest sequence.
+        layers: Number of blocks.
+        heads: Number of attention heads on all ranks together.
+        positions: Length of the longest sequence.
         mesh: The ranks; `Mesh()` is the serial model.
         tied: Whether the head shares the token table.
-        remat: Whether a block's activations are computed again in the backward pass, exchanges
-            included.
-        dtype: Of the computation.
-        param_dtype: Of the parameters.
+        remat: Whether the backward pass recomputes a block's activations, including its exchanges.
+        dtype: Type of the computation.
+        param_dtype: Type of the parameters.
     """
 
     vocabulary: int

@@ -1,20 +1,21 @@
-"""Levels of cache between a data set and training, shared by the jobs, ranks and runs of a node.
+"""Levels of cache between a data set and training, shared by a node's jobs, ranks and runs.
 
-    cache.py         the folder, its levels, its users
+    cache.py         the cache's folder, its levels and its users
     split.py         one split, read through the levels
-    feed.py          reads ahead of a stream, on a thread
-    next_use.py      which records a level keeps, and the simulation that predicts hits: pure
-    streams.py       when each record is needed next, by all streams of the node
+    feed.py          a thread that reads ahead of one stream
+    next_use.py      decides which records a level keeps, and predicts hits by simulation: pure
+    streams.py       when each record is needed next by any stream on the node
     page_store.py    one level: records in the pages of a shared file
-    origin.py        where the data set lies: a folder, or byte ranges through fsspec
-    array_record.py  where a record lies in its shard
-    remote.py        the metadata of a data set that a URL names
-    locks.py         locks of files, among processes and runs
-    small_files.py   small files that are whole or absent
-    statistics.py    what each level has given
-    info.py          the same for people, without joining the users of a cache
+    origin.py        where the data set is stored: a folder, or byte ranges through fsspec
+    array_record.py  finds and decodes single records of a shard
+    remote.py        the metadata of a data set that is given by URL
+    locks.py         file locks that work across processes and runs
+    small_files.py   small files that are either whole or absent
+    statistics.py    how much each level has delivered
+    info.py          the same for people, without joining the cache's users
 
-Processes share files and locks of a folder, and no messages. The data set is never written.
+Processes share files and file locks in a folder; they don't send each other messages. The data set
+itself is never written.
 """
 
 from jaxcross.data.cache.cache import Cache

@@ -1,10 +1,10 @@
-"""Places of records in an ArrayRecord shard, and a reader of some of them without the rest of the
-file.
+"""Finds the records of an ArrayRecord shard, and decodes some of them without the rest of the file.
 
-ArrayRecord's own reader opens a path only, and decodes and verifies a record if its bytes are in
-place. So the bytes that were fetched are put in their places in a sparse file in memory, next to
-the footer. The reader does not tell where a record lies; the footer does, in Riegeli's format
-(https://github.com/google/riegeli/blob/master/doc).
+ArrayRecord's own reader decodes and verifies a record as long as the record's bytes are in the
+right place, but it can only open a path. So we write the bytes that were fetched into a sparse file
+in memory at their original offsets, together with the footer, and let the reader open that. The
+reader doesn't tell us where a record is stored. The footer does, in Riegeli's format
+(https://github.com/google/riegeli/blob/master/doc), so we parse that ourselves.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from jaxcross.errors import require_extra
 
 BLOCK_BYTES = 1 << 16
 BLOCK_HEADER_BYTES = 24
-CHUNK_HEADER = struct.Struct(
-    "<QQQQQ"
-)  # hashes of header and data, sizes, and the type with the number of records
+# Hash of the header; size and hash of the data; type and number of records; decoded size.
+CHUNK_HEADER = struct.Struct("<QQQQQ")
 SIMPLE = ord("r")
 PLAIN = 0
 ZSTD = ord("z")
@@ -35,10 +34,10 @@ class Footer:
     """The index at the end of a shard.
 
     Attributes:
-        nbytes: Of the shard.
+        nbytes: Size of the shard.
         start: Offset at which the footer starts and the records end.
-        index: The shard's bytes from there on, without the zeros at the end.
-        postscript: Its last 64 KiB, without the zeros at the end.
+        index: The shard's bytes from `start` on, without the trailing zeros.
+        postscript: The shard's last 64 KiB, without the trailing zeros.
     """
 
     nbytes: int
@@ -48,11 +47,12 @@ class Footer:
 
     @cached_property
     def chunks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Offsets of the chunks and the end of the last; number of the first record of each chunk,
-        and of all.
+        """The chunks' offsets, and the number of each chunk's first record.
+
+        Both arrays have one more element: the end of the last chunk, and the number of all records.
 
         Raises:
-            ValueError: The footer is damaged, or compressed in another way than by zstd.
+            ValueError: The footer is damaged, or compressed with something other than zstd.
         """
         records = _records(self.index, self.start)
         fields = [_fields(record) for record in records[1:]]
@@ -62,21 +62,21 @@ class Footer:
 
     @property
     def n_records(self) -> int:
-        """Records in the shard."""
+        """Number of records in the shard."""
         return int(self.chunks[1][-1])
 
     def range_of(self, record: int) -> tuple[int, int]:
-        """Offsets of the first byte of a record's chunk and of the byte after its last."""
+        """Returns the offsets at which a record's chunk starts and ends (exclusive)."""
         offsets, firsts = self.chunks
         chunk = int(np.searchsorted(firsts, record, "right")) - 1
         return int(offsets[chunk]), int(offsets[chunk + 1])
 
 
 def footer_start(last_block: bytes, nbytes: int) -> int:
-    """Reads the offset of the footer from the last 64 KiB of a shard of `nbytes`.
+    """Returns the footer's offset, read from the last 64 KiB of a shard of `nbytes`.
 
     Raises:
-        ValueError: It is no ArrayRecord file.
+        ValueError: The shard isn't an ArrayRecord file.
     """
     if len(last_block) != BLOCK_BYTES:
         raise ValueError("it is shorter than 64 KiB")
@@ -89,20 +89,20 @@ def footer_start(last_block: bytes, nbytes: int) -> int:
 def read_records(
     footer: Footer, ranges: Mapping[int, bytes], records: Sequence[int]
 ) -> list[bytes]:
-    """Decodes records of one shard from the bytes of their chunks, by offset. ArrayRecord verifies
-    its own hashes.
+    """Decodes records of one shard from the bytes of their chunks, which are keyed by offset.
+
+    ArrayRecord verifies its own hashes.
 
     Raises:
-        ValueError: The bytes are not what was written.
+        ValueError: The bytes aren't those that were written.
     """
     fd = os.memfd_create("jaxcross-shard", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, footer.nbytes)
         ends = {footer.start: footer.index, footer.nbytes - BLOCK_BYTES: footer.postscript}
         for offset, content in {**ranges, **ends}.items():
-            os.pwrite(
-                fd, content, offset
-            )  # what is not written reads as zeros, and takes no memory
+            # The gaps read as zeros, and take no memory.
+            os.pwrite(fd, content, offset)
         try:
             options = "readahead_buffer_size:0,max_parallelism:0,index_storage_option:in_memory"
             reader = ArrayRecordReader(
@@ -118,9 +118,7 @@ def read_records(
 
 
 def _records(content: bytes, offset: int) -> list[bytes]:
-    """Decodes the records of the chunk at the start of `content`, whose place in the file is
-    `offset`.
-    """
+    """Decodes the records of the chunk at the start of `content`, at `offset` in the file."""
     try:
         data = _without_block_headers(content, offset)
         *_, nbytes, _, kind, _ = CHUNK_HEADER.unpack_from(data)
@@ -176,7 +174,7 @@ def _decompressed(compression: int, data: bytes) -> bytes:
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """Reads a number of 7 bits a byte, and returns it and the place after it."""
+    """Reads a number stored as 7 bits per byte. Returns the number, and the place after it."""
     value = shift = 0
     while True:
         byte = data[place]
@@ -188,9 +186,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _fields(message: bytes) -> dict[int, int]:
-    """Reads the whole numbers of a protocol buffer message, by field; other fields count by their
-    length.
-    """
+    """Returns the integers of a protocol buffer message, by field; for other fields, the length."""
     found = {}
     place = 0
     while place < len(message):

@@ -1,4 +1,4 @@
-"""A cache of data sets in a folder of the node: its levels, its users, and what it has given."""
+"""A cache of data sets in a folder of the node: its levels, its users, and its statistics."""
 
 from __future__ import annotations
 
@@ -33,37 +33,39 @@ _log = logging.getLogger("jaxcross")
 MARKER = "jaxcross-cache.json"
 FORMAT = 1
 SHARED_MEMORY = Path("/dev/shm")
-REPORT_S = 5.0  # statistics are written that often at most
+REPORT_S = 5.0  # minimum time between two writes of the statistics
 
 
 @final
 class Cache:
-    """Levels between a data set and training, which all processes and runs of a node share.
+    """Levels between a data set and training, shared by all processes and runs of a node.
 
-    Records are kept in memory as decoded images, in memory as they are stored, and on the node's
-    disk; what none of them has is read from where the data set lies, ahead of its use. Each level
-    keeps what any job on the node needs soonest, since the order of records follows from the seed.
-    Batches have the same bits as without a cache.
+    The levels are decoded images in memory, encoded records in memory, and encoded records on the
+    node's disk. If no level has a record, it's read from the data set's own storage ahead of its
+    use. The order of the records follows from the seed, so each level can keep the records that any
+    job on the node needs soonest. Batches are bit for bit the same as without a cache.
 
-    The data set is never written or deleted. A crash does not damage the cache. A level whose disk
-    or memory is full turns off with one warning. Linux only.
+    The data set is never written or deleted. A crash doesn't damage the cache. If a level's disk or
+    memory is full, the level turns off with one warning. Linux only.
 
     Args:
-        folder: On a disk of this node: empty, missing, or a cache. All processes of the node name
-            the same one.
-        disk_bytes: Budget of the records on disk, for all processes together; 0 for none.
-        memory_bytes: Budget of the records in memory, for all processes together; 0 for none.
-        images_bytes: Budget of the decoded images in memory, for all processes together; 0 for
-            none.
-        ahead_records: Records that each stream of batches reads ahead, in memory of its own.
-        memory_folder: Where the levels in memory lie: on a file system in memory, `/dev/shm` if
-            there is one.
-        storage_options: Of fsspec, for data sets that a URL names.
+        folder: A folder on a disk of this node, either empty, missing, or already a cache. All
+            processes of the node must name the same folder.
+        disk_bytes: Budget for records on disk, for all processes together; 0 turns the level off.
+        memory_bytes: Budget for records in memory, for all processes together; 0 turns the level
+            off.
+        images_bytes: Budget for decoded images in memory, for all processes together; 0 turns the
+            level off.
+        ahead_records: Number of records that each stream of batches reads ahead. They're held in
+            the process's own memory, outside the budgets.
+        memory_folder: Folder for the levels in memory, on a file system in memory. By default it's
+            `/dev/shm`, if that exists.
+        storage_options: fsspec's options for data sets at a URL.
 
     Raises:
-        OSError: The folder cannot be written.
-        ValueError: An argument cannot be meant, or the folder holds something else, belongs to
-            another machine, or is in use with other budgets.
+        OSError: The folder can't be written.
+        ValueError: An argument is out of range, or the folder holds something else, is in use on
+            another machine, or is in use with different budgets.
 
     Example:
         >>> cache = Cache(  # doctest: +SKIP
@@ -116,7 +118,7 @@ class Cache:
         atexit.register(self.close)
 
     def _check_machine(self) -> None:
-        """Locks and mapped files hold on one machine only."""
+        """Refuses another machine's folder: locks and mapped files work on one machine only."""
         this = _machine()
         path = self.folder / "machine.json"
         if self._users.is_first:
@@ -150,7 +152,8 @@ class Cache:
         try:
             if folder.parent == self._memory:
                 self._memory.mkdir(mode=0o700, exist_ok=True)
-                if self._memory.stat().st_uid != os.getuid():  # `/dev/shm` is open to all
+                # Anyone can create folders in `/dev/shm`.
+                if self._memory.stat().st_uid != os.getuid():
                     raise PermissionError(f"`{self._memory}` belongs to another user")
                 write_json(self._memory / MARKER, {"cache": str(self.folder)})
             return PageStore(
@@ -168,9 +171,7 @@ class Cache:
             return None
 
     def split(self, origin: Origin, name: str, parse: Callable[[bytes], Any]) -> CachedSplit:
-        """Reads the records of `origin` through the levels. `parse` makes an example of a record's
-        bytes.
-        """
+        """Returns `origin`'s records, read through the levels. `parse` decodes a record's bytes."""
         levels = self._levels
         base = 0
         try:
@@ -190,7 +191,7 @@ class Cache:
         )
 
     def _base(self, origin: Origin, name: str) -> int:
-        """Number of a split's first record among those of all splits that this cache has seen."""
+        """Returns the number of a split's first record among all splits this cache has seen."""
         path = self.folder / "data_sets.json"
         with self._mutex:
             known = {key: each for key, each in read_json(path).items() if _is_entry(each)}
@@ -205,15 +206,14 @@ class Cache:
             return known[origin.fingerprint]["base"]
 
     def statistics(self) -> dict[str, LevelStatistics]:
-        """Returns what each level has given to this process so far: `images`, `memory`, `disk` and
-        `origin`.
+        """Returns what each level has delivered to this process so far.
+
+        The keys are `images`, `memory`, `disk` and `origin`.
         """
         return self._statistics.levels()
 
     def usage(self) -> dict[str, tuple[int, int]]:
-        """Returns the records in each level that is on, and their bytes, for all processes
-        together.
-        """
+        """Returns each active level's number of records and bytes, for all processes together."""
         stores = {
             "images": self._levels.images,
             "memory": self._levels.memory,
@@ -226,17 +226,18 @@ class Cache:
             self._report()
 
     def _report(self) -> None:
-        """Writes the statistics where `jaxcross data info` finds them."""
+        """Writes the statistics to a file that `jaxcross data info` reads."""
         self._reported_s = time.monotonic()
-        with suppress(OSError):  # a full disk
+        with suppress(OSError):  # the disk may be full
             self._report_path.parent.mkdir(exist_ok=True)
             write_json(
                 self._report_path, {"pid": os.getpid(), "levels": as_json(self.statistics())}
             )
 
     def close(self) -> None:
-        """Stops reading ahead and leaves the levels. The last user frees the memory; the disk keeps
-        its records.
+        """Stops reading ahead, and leaves the levels.
+
+        The last user frees the memory. Records on disk stay there.
         """
         if not self._feeds.close():
             return
@@ -276,9 +277,7 @@ def _memory_folder(folder: Path, wanted: str | Path | None) -> Path:
 
 
 def _claim_folder(folder: Path, memory: Path) -> None:
-    """Makes the folder a cache, unless it holds something else: nothing but a cache is ever written
-    into.
-    """
+    """Turns the folder into a cache, unless it holds other files: we only write into caches."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -301,14 +300,14 @@ def _claim_folder(folder: Path, memory: Path) -> None:
 
 
 def _remove_abandoned(own: Path) -> None:
-    """Frees the memory of this user's other caches whose processes were killed."""
+    """Frees the memory of this user's other caches if their processes were killed."""
     for other in own.parent.glob(f"jaxcross-cache-{os.getuid()}-*"):
         folder = Path(str(read_json(other / MARKER).get("cache", "")))
         if other == own or not folder.is_absolute():
             continue
         if not folder.is_dir():
-            # Removed, or of a container that shares this memory and has other disks: then its
-            # levels have users.
+            # Either the folder was removed, or the cache belongs to a container that shares this
+            # memory but has other disks. In the latter case its levels have users.
             if not any(has_users(users) for users in other.glob("*/users")):
                 shutil.rmtree(other, ignore_errors=True)
             continue

@@ -1,4 +1,4 @@
-"""Reads the records that a stream needs next, ahead of it, on a thread of its own."""
+"""Reads the records that a stream needs next, ahead of their use, on a separate thread."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Arrival(NamedTuple):
     """A record that was read ahead.
 
     Attributes:
-        record: Its number.
-        raw: Its bytes; None if its decoded image is in memory.
-        level: Where it was found.
+        record: The record's number.
+        raw: The record's bytes, or None if its decoded image is in memory.
+        level: The level that had it.
     """
 
     record: int
@@ -46,12 +46,11 @@ class Source(Protocol):
 
 @final
 class Passes:
-    """Record numbers of each pass over a stream. The next pass is computed on a thread while this
-    one is read.
+    """The record numbers of each pass. A thread computes the next pass in advance.
 
     Args:
         record_at: Returns the record at a position.
-        length: Positions of a pass.
+        length: Number of positions per pass.
     """
 
     def __init__(self, record_at: Callable[[int], int], length: int) -> None:
@@ -79,22 +78,21 @@ class Passes:
             yield self.record_at(position)
 
     def close(self) -> None:
-        """Ends the thread."""
         self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @final
 class Feed:
-    """The records of one stream, by position, read ahead in the order in which they are needed.
+    """The records of one stream, by position, read ahead in the order in which they're needed.
 
     Args:
-        split: Where they are read.
+        split: The split to read from.
         passes: The stream's order.
-        length: Positions of a pass.
-        start: First position.
-        stop: Position after the last.
-        ahead_records: Records that are held at most; fetched in groups of half as many.
+        length: Number of positions per pass.
+        start: The first position.
+        stop: The position after the last.
+        ahead_records: Maximum number of records held. They're fetched in groups of half that size.
     """
 
     def __init__(
@@ -114,27 +112,29 @@ class Feed:
         self._stop = stop
         self._ahead = ahead_records
         self._arrivals: dict[int, Arrival] = {}
-        self._brought = (
-            start  # what is below was brought, and what is not in `_arrivals` any more was taken
-        )
-        self._wanted = start  # the furthest position that was asked for
-        self._fetching = False  # what was found already waits for what is fetched before it, too
+        # Everything below was delivered; what's no longer in `_arrivals` was taken.
+        self._brought = start
+        self._wanted = start  # the furthest position anyone has asked for
+        # While records are fetched, those found in a level wait behind them. `take` therefore
+        # attributes such waits to the origin.
+        self._fetching = False
         self._waited_s: dict[str, float] = {}
         self._error: BaseException | None = None
-        self._awaited = 0  # records of the group that waits until it may be read
+        self._awaited = 0  # number of records in the group that waits for `_may_read`
         lock = threading.RLock()
-        self._changed = threading.Condition(lock)  # what readers wait for
-        self._room = threading.Condition(lock)  # what the thread waits for
+        self._changed = threading.Condition(lock)  # readers wait for this
+        self._room = threading.Condition(lock)  # the reading thread waits for this
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxcross-data", daemon=True)
         self._thread.start()
 
     def take(self, position: int) -> Arrival:
-        """Waits for the record at a position, and returns it. A position is there once; later it is
-        read again.
+        """Returns the record at a position. Waits for it.
+
+        Each position is delivered once. If you ask for it again, it is read again.
 
         Raises:
-            OSError: The origin cannot be read.
+            OSError: The origin can't be read.
             RuntimeError: The feed was closed.
         """
         began = time.perf_counter()
@@ -162,14 +162,12 @@ class Feed:
         return Arrival(record, *self._split.read(record))
 
     def waited_s(self) -> dict[str, float]:
-        """Returns the seconds for which `take` has waited so far, all threads together, by
-        level.
-        """
+        """Returns how long `take` has waited so far, in seconds by level, summed over threads."""
         with self._changed:
             return dict(self._waited_s)
 
     def close(self) -> None:
-        """Ends the thread, after what it is reading, and wakes threads that wait for a record."""
+        """Ends the thread after its current read, and wakes threads that wait for a record."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
@@ -202,8 +200,10 @@ class Feed:
                 self._changed.notify_all()
 
     def _has_room(self, count: int) -> bool:
-        """Waits until a group may be read: there is place, or a reader waits beyond what was
-        brought.
+        """Waits until the next group may be read. Returns False if the feed has ended.
+
+        A group may be read if there's room for it, or if a reader waits for a position beyond those
+        read so far.
         """
         with self._changed:
             self._awaited = count
@@ -220,8 +220,9 @@ class Feed:
         )
 
     def _wake_thread(self) -> None:
-        """Wakes the reading thread where it can go on: not at each record, which takes as long as
-        to read it.
+        """Wakes the reading thread if it can continue.
+
+        We don't wake it for each record, because that takes as long as reading one.
         """
         if self._awaited and self._may_read:
             self._room.notify_all()
@@ -255,13 +256,14 @@ class Feed:
 
 @final
 class Feeds:
-    """The feeds of one cache, which all end when it is closed.
+    """The feeds of one cache, all of which end when it's closed.
 
-    A feed that started while another thread closes the cache would read on, with descriptors that
-    are closed or belong to other files by now. So a feed starts under the lock, or not at all.
+    If a feed could start while another thread closes the cache, it would keep reading from
+    descriptors that are closed, or that belong to other files by now. So a feed starts under the
+    lock, or not at all.
 
     Args:
-        stop: Is set when the cache is closed.
+        stop: Set when the cache is closed.
     """
 
     def __init__(self, stop: threading.Event) -> None:
@@ -286,7 +288,7 @@ class Feeds:
         return feed
 
     def close(self) -> bool:
-        """Ends all feeds, after what they are reading. Returns whether this is the first call."""
+        """Ends all feeds after their current reads. Returns whether this is the first call."""
         with self._lock:
             if self._stop.is_set():
                 return False

@@ -1,6 +1,4 @@
-"""Contents of a cache's folder and what its last or present run has read: for people, without
-joining its users.
-"""
+"""Shows people what a cache holds and what its latest run has read, without joining its users."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ class LevelInfo:
 
     Attributes:
         name: `images`, `memory`, `disk` or `origin`.
-        budget_bytes: Of the level; None for the origin, and where the level is off.
-        used_bytes: Of the records in it.
-        records: Records in it.
-        given: What it has given to all processes of the run.
+        budget_bytes: The level's budget; None for the origin, and if the level is off.
+        used_bytes: Size of the records in the level.
+        records: Number of records in the level.
+        given: What it has delivered to all processes of the run.
     """
 
     name: str
@@ -36,14 +34,14 @@ class LevelInfo:
 
 
 def is_cache(folder: Path) -> bool:
-    """Whether it is the folder of a cache."""
+    """Returns whether `folder` is a cache."""
     return bool(read_json(folder / MARKER))
 
 
 def cache_info(folder: Path) -> list[LevelInfo]:
-    """Reads the levels of the cache in `folder`, the fastest first, and the statistics of its run.
+    """Returns the cache's levels, the fastest first, with the statistics of its latest run.
 
-    The processes of a run that goes on write their statistics every few seconds.
+    While a run is in progress, its processes write their statistics every few seconds.
     """
     memory = Path(str(read_json(folder / MARKER).get("memory", folder)))
     runs = [

@@ -1,5 +1,6 @@
-"""Locks of files: they hold among threads, processes and runs of a machine, and the kernel frees a
-dead process's.
+"""File locks between the threads, processes and runs of one machine.
+
+We use the kernel's locks because it releases those of a process that dies.
 """
 
 from __future__ import annotations
@@ -15,17 +16,15 @@ from types import TracebackType
 from typing import Self, final
 
 POLL_S = 0.02
-BYTE_LOCK = struct.Struct(
-    "hhqqi4x"
-)  # the kernel's `struct flock`: kind, origin, first byte, bytes, process
+# The kernel's `struct flock`: kind, origin, first byte, number of bytes, process.
+BYTE_LOCK = struct.Struct("hhqqi4x")
 
 
 @final
 class FileLock:
-    """Mutual exclusion among all threads and processes that name the same file. A context manager;
-    not reentrant.
+    """Mutual exclusion among all threads and processes that name the same file. Not reentrant.
 
-    Once it is closed it excludes the threads of this process only.
+    Use it as a context manager. Once it's closed, it excludes only the threads of this process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,20 +48,21 @@ class FileLock:
         self._threads.release()
 
     def close(self) -> None:
-        """Closes the file. Waits for who holds the lock in another thread."""
+        """Closes the file. Waits if another thread holds the lock."""
         with self._threads:
             if self._fd is not None:
                 os.close(self._fd)
-            self._fd = None  # the number may be another file's from now on
+            self._fd = None  # the kernel may reuse the number for another file
 
 
 @final
 class Users:
-    """One user of something that several processes share. Make and leave it while holding a lock
-    that all users take.
+    """One user of something that several processes share.
+
+    Create and leave it while holding a lock that all users take.
 
     Attributes:
-        is_first: Whether there was no other user when this one came.
+        is_first: Whether there was no other user when this one joined.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +78,7 @@ class Users:
 
 
 def has_users(path: Path) -> bool:
-    """Whether any process is a user there. False where the file does not exist."""
+    """Returns whether any process uses the file; False if the file doesn't exist."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -91,20 +91,22 @@ def has_users(path: Path) -> bool:
 
 @final
 class Claims:
-    """Claims of records that are being fetched: each by one thread of one process at a time.
+    """Claims on records that are being fetched. Only one thread of one process can hold each claim.
 
-    A claim is a lock on one byte of a file, at the record's number. It belongs to this object's
-    open file and not to the process, which may have several caches. A thread must not wait for
-    another one's claim while it holds any: it would wait in a circle.
+    A claim is a lock on one byte of a file, at the offset of the record's number. The lock belongs
+    to this object's open file rather than to the process, because a process may have several
+    caches. A thread must not wait for a claim while it holds claims itself: two threads that each
+    wait for the other's would deadlock.
     """
 
     def __init__(self, path: Path) -> None:
         self._fd = _open(path)
         self._lock = threading.Lock()
-        self._own: set[int] = set()  # locks of an open file do not exclude threads that share it
+        # The kernel's locks don't exclude threads that share an open file.
+        self._own: set[int] = set()
 
     def take(self, numbers: Iterable[int]) -> set[int]:
-        """Claims what is free, without waiting, and returns it."""
+        """Claims those numbers that are free, and returns them. Doesn't wait."""
         taken = set()
         with self._lock:
             for number in numbers:
@@ -114,14 +116,14 @@ class Claims:
         return taken
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Gives back what this thread has claimed."""
+        """Releases claims of this thread."""
         with self._lock:
             for number in numbers:
                 self._set(fcntl.F_UNLCK, number)
                 self._own.discard(number)
 
     def wait(self, number: int, stop: threading.Event) -> None:
-        """Waits until a record is claimed by no other thread, or `stop` is set."""
+        """Waits until no other thread claims a record, or `stop` is set."""
         while not self.take([number]):
             if stop.wait(POLL_S):
                 return
@@ -137,7 +139,7 @@ class Claims:
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, BYTE_LOCK.pack(kind, os.SEEK_SET, number, 1, 0))
 
     def close(self) -> None:
-        """Closes the file, which ends all claims of this object."""
+        """Closes the file, which releases all claims of this object."""
         os.close(self._fd)
 
 
@@ -146,7 +148,7 @@ def _open(path: Path) -> int:
 
 
 def _is_alone(fd: int) -> bool:
-    """Whether no other user has the file locked; if so, this one now has it alone."""
+    """Returns whether no other user has locked the file. If so, we now hold it exclusively."""
     with suppress(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

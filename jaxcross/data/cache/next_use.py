@@ -1,10 +1,29 @@
-"""Choice of the records that a level keeps: those that are needed soonest; and the simulation that
-predicts hits. Pure.
+"""Decides which records a cache level keeps, and predicts hits with a simulation. Pure.
 
-The order of a stream is known from its seed, so the next use of each record is, too. Dropping what
-is needed last is optimal where all records have one size (L. A. Belady, 1966,
-https://doi.org/10.1147/sj.52.0078). Two departures keep a decision cheap for a million records: a
-level drops a batch at a time, and refuses without looking for a while.
+A stream's shuffled order follows from its seed, so we don't have to guess which records will be
+needed soon, as LRU does: we know the position at which each stream uses each record next. If all
+records have the same size, the best choice is to drop the record whose next use is furthest away
+(L. A. Belady, 1966, https://doi.org/10.1147/sj.52.0078). If several streams use a level, the stream
+that needs a record soonest counts.
+
+**Distance.** A record's distance is the number of positions until its next use. When a record
+arrives at a full level, `Room.victims` sorts the residents by distance, and drops the most distant
+ones if the newcomer is needed sooner. Otherwise it refuses the newcomer.
+
+**Cost.** Finding the most distant residents means sorting them, which takes 0.1 s for a million
+records. Doing that for every record would be too slow, so `Room` departs from Belady's rule in two
+ways:
+
+- It drops a batch at a time (1/64 of the level), so the room lasts for many newcomers.
+- After each sort it remembers the distance of the nearest record in the batch, which is its bound.
+  For the next 1/64 of the residents' number of offers, it refuses any newcomer at or beyond that
+  bound without sorting again.
+
+**A single stream** uses every record once per pass, so exchanging records gains nothing; see
+`Room.offer_copy`.
+
+**Simulation.** `simulate` makes the same decisions as the real levels but reads no data, so it can
+predict hits for a given set of budgets, and compare them with LRU.
 """
 
 from __future__ import annotations
@@ -17,48 +36,48 @@ import numpy as np
 
 PAGE_BYTES = 4096
 NEVER = 2**62
-"""Position of a use that is not known to come."""
+"""Position of a use that isn't known to come."""
 UNNEEDED = NEVER // 2
-"""Least distance of a record whose next use is not known to come."""
+"""Least distance of a record that isn't known to be used again."""
 BATCH_SHARE = 64
-"""One part in 64 of a level is dropped at a time: sorting a million records takes 0.1 s."""
+"""A level drops 1/64 of its pages at a time, because sorting a million records takes 0.1 s."""
 
 Order = Callable[[int], np.ndarray]
-"""Record numbers of one pass over a stream, by the pass's number."""
+"""Returns the record numbers of one pass over a stream, given the pass's number."""
 
 
 def pages_of(nbytes: int) -> int:
-    """Counts the pages that a blob of `nbytes` occupies."""
+    """Returns the number of pages that a blob of `nbytes` occupies."""
     return -(-nbytes // PAGE_BYTES)
 
 
 @final
 class Room:
-    """Decides what one full level drops for a newcomer.
+    """Decides what one full level drops to make room for a new record.
 
     Args:
-        capacity: Pages of the level.
+        capacity: The level's size in pages.
     """
 
     def __init__(self, capacity: int) -> None:
         self._batch = capacity // BATCH_SHARE
-        self._bound = 0  # a newcomer that is needed later than this was refused at the last look
+        self._bound = 0  # distance at or beyond which we refuse without looking; set by each look
         self._offers = 0
         self._patience = 0
-        self._refusals = 0  # copies that are refused without a look
+        self._refusals = 0  # number of copies still to refuse without looking
 
     def offer_copy(self, put: Callable[[bool], bool], *, several_streams: bool) -> bool:
-        """Offers a full level a record that a slower level has, too, and returns whether it has it
-        now.
+        """Offers a full level a copy of a slower level's record. Returns whether it's there now.
 
-        One stream uses each record once a pass. So each record that a level keeps spans the end of
-        the pass, and a level that holds a quarter of the records gives a quarter, whichever they
-        are: exchanging those that the stream needs gains nothing, and took 0.2 ms for each record
-        of 100 kB. Several streams gain by exchanging.
+        A single stream uses each record once per pass, so a record has to be kept for about a whole
+        pass until it is used again. A level that holds a quarter of the records therefore serves a
+        quarter of the reads, whichever records these are. Replacing records that the stream still
+        needs would gain nothing, and took 0.2 ms per 100 kB record. With several streams it does
+        pay, because another one may need the record soon.
 
         Args:
-            put: Offers the record; its argument is whether it may replace records that are needed
-                later.
+            put: Offers the record. Its argument says whether the record may replace others that are
+                needed later.
             several_streams: Whether more than one stream uses the level.
         """
         if several_streams:
@@ -76,16 +95,16 @@ class Room:
         distance: int,
         residents: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]],
     ) -> np.ndarray | None:
-        """Chooses residents to drop for a newcomer, those needed last first.
+        """Chooses the residents to drop for a new record, the furthest next use first.
 
         Args:
-            needed: Pages that the newcomer lacks.
-            distance: Uses of other records until the newcomer is needed.
-            residents: Returns numbers, distances and pages of all residents; called only where it
-                matters.
+            needed: Number of pages that are missing for the new record.
+            distance: Number of positions until the new record is used.
+            residents: Returns numbers, distances and pages of all residents. It's expensive, so we
+                call it only if the result can matter.
 
         Returns:
-            Numbers to drop, or None where the newcomer is needed later than they are.
+            Numbers of the records to drop, or None if the new record is needed later than they are.
         """
         self._offers += 1
         if distance >= self._bound and self._offers <= self._patience:
@@ -104,15 +123,14 @@ class Room:
 
 @final
 class NextUse:
-    """The next position of each record in one stream, which the stream keeps up to date as it
-    advances.
+    """The position at which one stream uses each record next, updated as the stream advances.
 
     Args:
-        table: int64 `[records]`, filled here; may lie in shared memory.
+        table: int64 `[records]`, filled here. It may be in shared memory.
         order: The stream's passes.
-        length: Records in a pass.
-        start: First position of the stream.
-        stop: Position after its last.
+        length: Number of records per pass.
+        start: The stream's first position.
+        stop: The position after its last.
     """
 
     def __init__(self, table: np.ndarray, order: Order, length: int, start: int, stop: int) -> None:
@@ -127,9 +145,7 @@ class NextUse:
         np.minimum(self._positions(self._epoch), self._later, out=self.table)
 
     def take(self, position: int) -> int:
-        """Returns the record at `position` and notes when it is used again. Positions must come in
-        order.
-        """
+        """Returns the record at `position`, and notes its next use. Positions must be in order."""
         epoch, index = divmod(position, self._length)
         if epoch != self._epoch:
             self._epoch = epoch
@@ -152,9 +168,7 @@ class NextUse:
 
 
 def groups(start: int, stop: int, length: int, size: int) -> Iterator[range]:
-    """Splits positions into groups of `size`, none of which spans two passes, so that no record is
-    in one twice.
-    """
+    """Yields ranges of up to `size` positions. None spans two passes, so it has no record twice."""
     while start < stop:
         end = min(start + size, stop, (start // length + 1) * length)
         yield range(start, end)
@@ -163,12 +177,12 @@ def groups(start: int, stop: int, length: int, size: int) -> Iterator[range]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Records and bytes that one pass of all streams reads, by level.
+    """What all streams read in one pass, by level.
 
     Attributes:
-        hits: Records by level, in the order of the levels.
-        origin: Records that no level had.
-        origin_bytes: Bytes of them.
+        hits: Number of records that each level had, in the order of the levels.
+        origin: Number of records that no level had.
+        origin_bytes: Number of bytes that the origin sent for them.
     """
 
     hits: tuple[int, ...]
@@ -183,7 +197,7 @@ class Tally:
 
 @final
 class _Level:
-    """One level of a simulation: the pages of each resident."""
+    """One simulated level."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.free = budget_bytes // PAGE_BYTES
@@ -248,23 +262,25 @@ def simulate(
     read_bytes: np.ndarray | None = None,
     policy: str = "next_use",
 ) -> list[Tally]:
-    """Predicts what each pass reads from where, by the same decisions that the levels take. Reads
-    nothing.
+    """Predicts how many records each pass reads from each level. Reads no data.
+
+    It makes the same decisions as the real levels.
 
     Args:
-        orders: The passes of each stream on the node: one for each job and rank. They advance in
-            turn.
-        sizes: Bytes of each record.
-        budgets: Bytes of each level, the fastest first. A level takes whole pages of 4096 bytes.
-        length: Records of a stream's pass.
-        epochs: Passes.
-        group: Records that are looked up before those that are missing are fetched: half of
-            `ahead_records`.
-        read_bytes: Bytes that the origin sends for each record, if not `sizes`.
-        policy: `next_use`, or `lru` for what keeping the most recently used would give.
+        orders: The passes of each stream on the node, i.e. one entry per job and rank. The streams
+            advance in turn.
+        sizes: Size of each record in bytes.
+        budgets: Size of each level in bytes, the fastest level first. A level uses whole pages of
+            4096 bytes.
+        length: Number of records per pass of a stream.
+        epochs: Number of passes.
+        group: Number of records that are looked up before the missing ones are fetched. In a real
+            cache that's half of `ahead_records`.
+        read_bytes: Bytes that the origin sends for each record, if that differs from `sizes`.
+        policy: `next_use`, or `lru` to see what keeping the most recently used records would give.
 
     Raises:
-        ValueError: There is no such policy.
+        ValueError: `policy` is neither `next_use` nor `lru`.
     """
     if policy not in ("next_use", "lru"):
         raise ValueError(f"`policy` must be `next_use` or `lru`, got `{policy}`.")

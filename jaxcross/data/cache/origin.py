@@ -1,5 +1,6 @@
-"""The place of a data set: a folder, or a file system of fsspec, read by byte ranges. Never written
-or deleted.
+"""Where a data set is stored: a local folder, or byte ranges of a file system of fsspec.
+
+Nothing here writes to the data set or deletes any of it.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from jaxcross.data.cache.array_record import BLOCK_BYTES, Footer, footer_start, 
 from jaxcross.data.cache.small_files import FooterFiles
 
 CONNECTIONS = 32
-"""Ranges that are read at once. With fsspec's own 128 some starved: 19 s instead of 12 over 8
-Mbit/s, once 200 s.
+"""Number of byte ranges that are read at once. With fsspec's default of 128 some requests starved:
+over an 8 Mbit/s link we measured 19 s rather than 12 s, and once 200 s.
 """
 TRIES = 7
-WAIT_S = 0.5  # doubled each time: half a minute in all, as stores that limit their load ask for
+WAIT_S = 0.5  # doubled after each try: 31.5 s in all, because rate-limited stores ask for that
 
 
 class Fetched(NamedTuple):
-    """Records in the order asked for, and the bytes that the origin sent for them."""
+    """Records in the order of the request, and the bytes that the origin sent for them."""
 
     records: list[bytes]
     nbytes: int
 
 
 class Shard(NamedTuple):
-    """One file of a split: its path, its first record of those in use, and how many are."""
+    """One file of a split: its path, the first record in use, and how many records are in use."""
 
     path: str
     skip: int
@@ -47,7 +48,7 @@ class Origin(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Text that differs where the records may differ."""
+        """Text that differs if the records may differ."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -57,19 +58,19 @@ class Origin(ABC):
         """Reads records. Waits for the storage.
 
         Raises:
-            OSError: It cannot be read.
-            ValueError: What it sends is not a record.
+            OSError: The storage can't be read.
+            ValueError: The bytes it sends aren't a record.
         """
 
 
 @final
 class LocalOrigin(Origin):
-    """A folder of this machine, mounted from elsewhere or not.
+    """A folder in this machine's file system, which may be a network mount.
 
     Args:
         shards: The files.
         source: Their records, read by ArrayRecord.
-        identity: What differs between data sets with the same files.
+        identity: Tells apart data sets that have the same files.
     """
 
     def __init__(self, shards: Sequence[Shard], source: Any, identity: str) -> None:
@@ -92,14 +93,14 @@ class LocalOrigin(Origin):
 
 @final
 class RemoteOrigin(Origin):
-    """The shards of a split on a file system of fsspec. The footers are kept in files of the node.
+    """A split's shards on a file system of fsspec. Their footers are cached in files on the node.
 
     Args:
         fs: The file system.
         shards: The files.
-        identity: What differs between data sets with the same file names.
-        footers: Where footers are kept.
-        stop: Ends waiting between tries.
+        identity: Tells apart data sets that have the same file names.
+        footers: The cached footers.
+        stop: When set, ends the waits between tries.
     """
 
     def __init__(
@@ -115,9 +116,8 @@ class RemoteOrigin(Origin):
         self._footers = footers
         self._stop = stop
         self._fingerprint = _digest(identity, [tuple(shard) for shard in shards])
-        self._firsts = np.cumsum(
-            [0] + [shard.take for shard in shards]
-        )  # number of each shard's first record
+        # Number of each shard's first record.
+        self._firsts = np.cumsum([0] + [shard.take for shard in shards])
         self._known: dict[int, Footer] = {}
 
     @property
@@ -157,21 +157,19 @@ class RemoteOrigin(Origin):
         return Fetched(found, nbytes + sum(map(len, contents)))
 
     def read_bytes(self, record: int) -> int:
-        """Bytes that the origin sends for one record, once its shard's footer is known."""
+        """Returns how many bytes the origin sends for one record. May have to read a footer."""
         shard, index = self._place(record)
         self._load_footers([shard])
         start, end = self._known[shard].range_of(index)
         return end - start
 
     def _place(self, record: int) -> tuple[int, int]:
-        """The shard of a record, and its number in the shard's file."""
+        """Returns a record's shard, and the record's number in the shard's file."""
         shard = int(np.searchsorted(self._firsts, record, "right")) - 1
         return shard, record - int(self._firsts[shard]) + self._shards[shard].skip
 
     def _load_footers(self, shards: list[int]) -> int:
-        """Makes sure that these shards' footers are known. Returns the bytes that were read from
-        the origin.
-        """
+        """Loads the footers of these shards. Returns the number of bytes read from the origin."""
         for shard in shards:
             if shard in self._known:
                 continue
@@ -229,9 +227,8 @@ class RemoteOrigin(Origin):
         ends = [end for _, _, end in wanted]
         if not wanted:
             return []
-        several = isinstance(
-            self._fs, AsyncFileSystem
-        )  # others, among them fsspec's caches, read one after the other
+        # Other file systems, e.g. fsspec's caches, read the ranges one after another.
+        several = isinstance(self._fs, AsyncFileSystem)
         options = {"batch_size": self._fs.batch_size or CONNECTIONS} if several else {}
         contents = self._retried(
             lambda: self._fs.cat_ranges(paths, starts, ends, on_error="raise", **options), paths
@@ -249,8 +246,9 @@ class RemoteOrigin(Origin):
         for attempt in range(1, TRIES + 1):
             try:
                 return call()
-            except Exception as error:  # each of fsspec's file systems has errors of its own
-                # Over HTTP fsspec says that a file is not there where the server is not.
+            except Exception as error:  # each file system of fsspec raises errors of its own
+                # Over HTTP, fsspec raises `FileNotFoundError` if the server is down, so we retry
+                # after it, too.
                 again = attempt < TRIES and not isinstance(error, PermissionError)
                 if again and not self._stop.wait(WAIT_S * 2 ** (attempt - 1)):
                     continue

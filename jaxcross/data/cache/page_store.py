@@ -1,13 +1,29 @@
-"""One level of the cache: records by number, in pages of a file of fixed size that all processes of
-the node share.
+"""One cache level: records by number, in the pages of a file that all processes of the node share.
 
-    data    the pages
-    pages   header; for each page the next one of its record; the stack of free pages
-    rows    for each record its first page, its bytes, their checksum, and a checksum of the row
+A level is a folder with three files:
 
-A process may be killed at any moment. The row is written last, and reading checks both checksums.
-The first process, and the next one after a killed one, count the free pages again from the rows
-that are whole.
+    data    the pages, 4096 bytes each
+    pages   header; for each page, the next page of the same record; the stack of free pages
+    rows    for each record, its first page, size and checksum, and a checksum of the row itself
+
+The number of pages is fixed, so the budget is a hard limit. A record's pages form a chain through
+`pages`, so any free page can be used, wherever it is. If a record's pages are adjacent, as they are
+until the level drops something, the record is read with a single `pread`.
+
+**Concurrency.** Writers take the level's file lock. Readers don't: they check the row's own
+checksum, read the bytes, and check these against the record's checksum. If either is wrong, another
+process may have moved the record meanwhile, so the reader tries again under the lock. Only a record
+that is still wrong then is damaged, and dropped.
+
+**Crashes.** A process can be killed at any moment. Therefore an insertion writes the bytes first,
+to pages that are still free, and the row last. While the stack of free pages, the chains and the
+rows are being changed, a dirty flag is set in the header. The next process to take the lock finds
+the flag, keeps the rows that are whole, and rebuilds the stack of free pages from them. The first
+user of a level always does so.
+
+**Full disks.** `pages` and `rows` are mapped, so their space is allocated in advance; otherwise a
+full disk would kill the process with SIGBUS (see `_resize`). `data` is written with `pwrite`, which
+raises an error that we can handle: the level then turns itself off.
 """
 
 from __future__ import annotations
@@ -28,13 +44,12 @@ from jaxcross.data.cache.next_use import PAGE_BYTES, UNNEEDED, Room, pages_of
 
 _log = logging.getLogger("jaxcross")
 
-FIRST, NBYTES, CRC, CHECK = range(
-    4
-)  # columns of the rows, 4 bytes each; pages count from 1, and 0 means none
+# Columns of a row, 4 bytes each. Pages are counted from 1; 0 means none.
+FIRST, NBYTES, CRC, CHECK = range(4)
 ROW_BYTES = 16
-HEADER = 8  # words of 8 bytes, of which two are in use
-DIRTY = 0  # whether a change has begun and not ended
-FREE = 1  # number of free pages
+HEADER = 8  # number of 8-byte words, two of which are in use
+DIRTY = 0  # index: whether a change has begun but not finished
+FREE = 1  # index: number of free pages
 FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
 WORD = 2**64 - 1
 SMALLEST_BYTES = 16 * PAGE_BYTES
@@ -42,27 +57,26 @@ SMALLEST_BYTES = 16 * PAGE_BYTES
 
 @final
 class PageStore:
-    """A level with a hard budget, shared by the processes that name the same folder. All methods
-    are thread-safe.
+    """A level with a hard budget, shared by all processes that name the same folder. Thread-safe.
 
-    Make and close it while holding a lock that all its users take.
+    Create and close it while holding a lock that all its users take.
 
     Args:
-        folder: Of this level alone; made if it is missing.
-        name: Of the level, for messages.
-        budget_bytes: Of the files `data` and `pages` together. `rows` takes 16 bytes more for each
-            record.
-        distances: Returns how many uses of other records come before the next use of each of these
-            numbers.
+        folder: The level's own folder; created if it's missing.
+        name: The level's name, for messages.
+        budget_bytes: Size of the files `data` and `pages` together. `rows` takes another 16 bytes
+            per record.
+        distances: Returns, for each of the given numbers, how many positions away its next use is.
         several_streams: Returns whether more than one stream uses the level.
 
     Raises:
-        OSError: The folder cannot be written, or its disk is full.
-        ValueError: The budget is below 64 KiB, or the level is in use with another one.
+        OSError: The folder can't be written, or its disk is full.
+        ValueError: The budget is below 64 KiB, or the level is in use with a different budget.
 
     Attributes:
-        damaged: Records that were dropped since their bytes did not match their checksum.
-        is_off: Whether a failed write has ended writing. Reading goes on.
+        damaged: Number of records that were dropped because their bytes didn't match their
+            checksum.
+        is_off: Whether a failed write has turned off writing. Records can still be read.
     """
 
     def __init__(
@@ -126,7 +140,7 @@ class PageStore:
             pass
 
     def grow(self, records: int) -> None:
-        """Makes place for rows of records below `records`."""
+        """Makes room for the rows of all records below `records`."""
         with self._lock:
             if self._is_closed:
                 return
@@ -135,26 +149,22 @@ class PageStore:
             self._map_rows()
 
     def close(self) -> None:
-        """Leaves the level. Waits for a call in another thread; after it the level has nothing and
-        takes nothing.
-        """
+        """Leaves the level, which then looks empty. Waits for calls in other threads."""
         with self._lock:
             self._is_closed = True
             self._rows = np.empty((0, 4), np.uint32)
-            os.close(
-                self._data
-            )  # threads that still read find no record: the number may be another file's now
+            # The kernel may reuse the descriptor's number for another file. Threads that are still
+            # reading are safe, because they find no rows any more.
+            os.close(self._data)
         self._lock.close()
         self._users.leave()
 
     def __contains__(self, number: int) -> bool:
-        rows = self._rows  # read once: another thread may close the level meanwhile
+        rows = self._rows  # read only once, because another thread may close the level meanwhile
         return number < len(rows) and bool(rows[number, FIRST])
 
     def get(self, number: int, salt: int = 0) -> bytes | None:
-        """Reads one record, or returns None. A record whose checksum is wrong, or has another salt,
-        is dropped.
-        """
+        """Reads a record, or returns None. Drops it if its checksum with this salt is wrong."""
         if number not in self:
             return None
         try:
@@ -163,9 +173,8 @@ class PageStore:
             if not self._is_closed:
                 raise
             return None
-        if (
-            blob is None and number in self
-        ):  # moved by another process while it was read, or damaged
+        # Either another process has moved the record while we read it, or the record is damaged.
+        if blob is None and number in self:
             with self._locked():
                 if self._is_closed:
                     return None
@@ -176,14 +185,22 @@ class PageStore:
         return blob
 
     def put(self, number: int, blob: bytes, salt: int = 0, *, exchange: bool = True) -> bool:
-        """Offers a record. Returns whether the level has it now: where room is short, next uses
-        decide. Without `exchange` only records that no stream is known to need are replaced.
+        """Offers a record, and returns whether the level has it now.
 
-        The salt, which tells data sets apart, starts the checksum: a number that came to mean
-        another data set's record is found out.
+        If space is short, the record that is needed last has to go, or isn't accepted.
 
-        A write that fails, on a full disk for example, turns the level off for this process, with
-        one warning.
+        The salt differs between data sets. It seeds the checksum, so we notice if a number now
+        belongs to a record of another data set.
+
+        If a write fails, for example because the disk is full, the level turns off for this process
+        with one warning.
+
+        Args:
+            number: The record's number.
+            blob: Its bytes.
+            salt: Seeds the checksum.
+            exchange: Whether the record may replace any that are needed later. Otherwise it
+                replaces only records that no stream is known to need.
         """
         needed = pages_of(len(blob))
         if self.is_off or not needed or needed > self.n_pages or number >= len(self._rows):
@@ -215,8 +232,9 @@ class PageStore:
         return True
 
     def put_copy(self, number: int, blob: bytes, salt: int = 0) -> bool:
-        """Offers a record that a slower level has, as `put` does where it may gain by it."""
-        if pages_of(len(blob)) <= self._header[FREE]:  # without the lock: `put` looks again
+        """Offers a record that a slower level also has; see `Room.offer_copy`."""
+        # Without the lock, because `put` checks again.
+        if pages_of(len(blob)) <= self._header[FREE]:
             return self.put(number, blob, salt)
         return self._room.offer_copy(
             lambda exchange: self.put(number, blob, salt, exchange=exchange),
@@ -224,7 +242,7 @@ class PageStore:
         )
 
     def usage(self) -> tuple[int, int]:
-        """Counts the records in the level and the bytes of their pages."""
+        """Returns the number of records in the level, and the bytes of their pages."""
         free = int(self._header[FREE])
         return int(np.count_nonzero(self._rows[:, FIRST])), (self.n_pages - free) * PAGE_BYTES
 
@@ -268,7 +286,7 @@ class PageStore:
         for number in numbers:
             pages = self._chain(int(number))
             self._rows[number] = (0, 0, 0, 0)
-            if pages is None:  # damaged: only counting again finds out which pages were its own
+            if pages is None:  # damaged: only a recount can tell which pages were its own
                 self._recount()
                 self._header[DIRTY] = 1
                 free = int(self._header[FREE])
@@ -279,7 +297,7 @@ class PageStore:
         self._header[DIRTY] = 0
 
     def _chain(self, number: int) -> np.ndarray | None:
-        """Pages of a record in order, or None where the row or the chain is damaged."""
+        """Returns a record's pages in order, or None if the row or the chain is damaged."""
         first, nbytes, crc, check = map(int, self._rows[number])
         if not first or check != _check(number, first, nbytes, crc):
             return None
@@ -302,7 +320,7 @@ class PageStore:
             found = os.pread(self._data, nbytes, (first - 1) * PAGE_BYTES)
             if len(found) == nbytes and zlib.crc32(found, salt) == crc:
                 return found
-        pages = self._chain(number)  # scattered, or changed while it was read
+        pages = self._chain(number)  # scattered, or changed while we read it
         _, nbytes, crc, _ = map(int, self._rows[number])
         if pages is None or pages_of(nbytes) != len(pages):
             return None
@@ -316,9 +334,7 @@ class PageStore:
         return bytes(found) if zlib.crc32(found, salt) == crc else None
 
     def _is_one_run(self, first: int, nbytes: int) -> bool:
-        """Whether a record's pages follow each other, as they do where nothing was dropped before
-        it came.
-        """
+        """Returns whether a record's pages are adjacent, as they are before any were dropped."""
         count = pages_of(nbytes)
         if not 1 <= first <= first + count - 1 <= self.n_pages:
             return False
@@ -326,8 +342,11 @@ class PageStore:
         return successors == [*range(first + 1, first + count), 0]
 
     def _recount(self) -> None:
-        """Drops rows that are not whole or share a page, and makes the stack of free pages from the
-        rest.
+        """Clears rows that are damaged or share a page, and rebuilds the stack of free pages.
+
+        Walks all chains at once, one page per iteration. If two records claim the same page, only
+        one of them is kept. Pages that a rejected record had claimed before it was rejected are not
+        really taken, so we start over until all remaining rows are good.
         """
         self._map_rows()
         rows = self._rows
@@ -359,7 +378,7 @@ class PageStore:
         self._header[DIRTY] = 0
 
     def _map_rows(self) -> None:
-        """Maps the rows, and those that other processes have added for data sets of their own."""
+        """Maps the rows again if another process has added some for its own data sets."""
         if _size(self._folder / "rows") > self._rows.nbytes:
             self._rows = np.frombuffer(_map(self._folder / "rows"), np.uint32).reshape(-1, 4)
 
@@ -384,7 +403,7 @@ def _checks(numbers: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _runs(pages: np.ndarray) -> Iterator[tuple[int, int]]:
-    """First page and length of each stretch of neighbouring pages."""
+    """Yields the first page and the length of each stretch of adjacent pages."""
     breaks = np.flatnonzero(np.diff(pages) != 1) + 1
     for part in np.split(pages, breaks):
         yield int(part[0]), len(part)
@@ -404,9 +423,9 @@ def _size(path: Path) -> int:
 def _resize(path: Path, nbytes: int) -> None:
     """Gives a file this size, and allocates all of it on the disk.
 
-    A page of a mapped file that the disk has no room for would end the process with SIGBUS. So if
-    the disk is full, the file keeps its old size: otherwise the next process would find the right
-    size, and a hole behind it.
+    If the disk had no room for a page of a mapped file, touching that page would kill the process
+    with SIGBUS. If the disk is full, the file keeps its old size: otherwise the next process would
+    find the right size, with a hole behind it.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

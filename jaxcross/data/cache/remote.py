@@ -1,6 +1,4 @@
-"""The metadata of a data set that a URL names: small files, copied into the cache's folder for TFDS
-to read.
-"""
+"""The metadata of a data set at a URL: small files, copied into the cache for TFDS to read."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ class RemoteFolder(NamedTuple):
 
     Attributes:
         fs: The file system.
-        path: Of the folder there.
-        metadata: The folder of this node that holds copies of the small files.
-        identity: Text that differs where they do.
+        path: The data set's folder there.
+        metadata: A local folder with copies of the small files.
+        identity: Text that differs if the URL or the small files differ.
     """
 
     fs: Any
@@ -35,19 +33,18 @@ class RemoteFolder(NamedTuple):
 
 
 def is_url(data_dir: str | Path) -> bool:
-    """Whether it names a file system of fsspec, such as `https://` or `s3://`."""
+    """Returns whether `data_dir` is on a file system of fsspec, such as `https://` or `s3://`."""
     return isinstance(data_dir, str) and "://" in data_dir
 
 
 def open_remote(url: str, cache: Cache) -> RemoteFolder:
-    """Reads the metadata of the data set at `url`, the versioned folder of TFDS. Waits for the
-    storage.
+    """Reads the metadata of the data set at `url`, a versioned TFDS folder. Waits for the storage.
 
     Raises:
-        FileNotFoundError: There is no data set.
-        ImportError: The file system needs a package that is not installed; fsspec names it.
-        OSError: The storage does not answer.
-        ValueError: fsspec knows no such file system.
+        FileNotFoundError: There is no data set at `url`.
+        ImportError: The file system needs a package that isn't installed; fsspec names it.
+        OSError: The storage doesn't answer.
+        ValueError: fsspec doesn't know this file system.
     """
     fs, path = fsspec.core.url_to_fs(url.rstrip("/"), **cache.storage_options)
     contents: dict[str, bytes] = {}
@@ -61,7 +58,7 @@ def open_remote(url: str, cache: Cache) -> RemoteFolder:
                     "that TFDS prepared with `--file_format=array_record`, for example "
                     "`s3://bucket/imagenet2012/5.1.0`."
                 ) from error
-        except Exception as error:  # each of fsspec's file systems has errors of its own
+        except Exception as error:  # each file system of fsspec raises errors of its own
             raise OSError(
                 f"`{url}/{name}` cannot be read: {type(error).__name__}: {error}"
             ) from error

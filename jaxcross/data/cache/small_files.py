@@ -1,4 +1,4 @@
-"""Small files that are either whole or absent: the footers of remote shards, and JSON."""
+"""Small files that are either whole or absent: JSON, and the footers of remote shards."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, final
 from jaxcross._files import write_whole
 from jaxcross.data.cache.array_record import Footer
 
-HEAD = struct.Struct("<QQQI")  # bytes of the shard, offset and bytes of the footer, checksum
+HEAD = struct.Struct("<QQQI")  # size of the shard, offset and size of the footer, checksum
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads an object of JSON; an empty one where the file is missing or damaged."""
+    """Reads a JSON object. Returns an empty one if the file is missing or damaged."""
     with suppress(OSError, ValueError):
         found = json.loads(path.read_bytes())
         if isinstance(found, dict):
@@ -26,21 +26,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes an object of JSON, whole or not at all."""
+    """Writes a JSON object, completely or not at all."""
     write_whole(path, json.dumps(value, indent=1).encode(), shared=True)
 
 
 @final
 class FooterFiles:
-    """Footers by the path of their shard, in a folder of the node. A damaged file counts as
-    missing.
-    """
+    """Footers in a folder of the node, by their shard's path. Treats damaged files as missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def load(self, shard: str) -> Footer | None:
-        """Reads a footer that was saved."""
+        """Returns a footer that was saved, or None."""
         with suppress(OSError, struct.error):
             content = self._path(shard).read_bytes()
             nbytes, start, index_bytes, crc = HEAD.unpack_from(content)
@@ -50,7 +48,7 @@ class FooterFiles:
         return None
 
     def save(self, shard: str, footer: Footer) -> None:
-        """Keeps a footer. On a full disk it is not kept, and read from the origin again."""
+        """Saves a footer. If the disk is full, it isn't saved, and will be fetched again."""
         content = footer.index + footer.postscript
         head = (footer.nbytes, footer.start, len(footer.index))
         crc = zlib.crc32(content, zlib.crc32(HEAD.pack(*head, 0)))

@@ -1,6 +1,4 @@
-"""One split of a data set, read through the levels of a cache: decoded images, memory, disk,
-origin.
-"""
+"""One split of a data set, read through the levels: decoded images, memory, disk, origin."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ IMAGE = struct.Struct("<IIq")  # height, width and label, before the pixels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """The levels of a cache that are on, and what they share.
+    """The levels of a cache, None if turned off, and what they share.
 
     Attributes:
         images: Decoded images in memory.
@@ -46,14 +44,14 @@ class CachedSplit:
     """The records of a split, by number. Thread-safe.
 
     Args:
-        levels: Of the cache.
-        origin: Where the records lie.
-        parse: Returns the example of a record's bytes.
-        base: Number of the split's first record among all of the cache.
-        salt: Differs between splits.
-        ahead_records: Records that a stream holds at most.
-        feeds: Where each feed is entered, so that the cache can close it.
-        on_group: Called after each group of records that was fetched.
+        levels: The cache's levels.
+        origin: Where the records are stored.
+        parse: Turns a record's bytes into an example.
+        base: Number of the split's first record among all records of the cache.
+        salt: A number that differs between splits.
+        ahead_records: Maximum number of records that a stream holds.
+        feeds: Keeps track of the feeds, so that the cache can close them.
+        on_group: Called each time a group of records has been fetched.
     """
 
     def __init__(
@@ -82,12 +80,11 @@ class CachedSplit:
         return len(self._origin)
 
     def __getitem__(self, record: int) -> Any:
-        """Reads one example, from the fastest level that has it."""
+        """Reads one example from the fastest level that has it."""
         return self._parse(self.read(record)[0])
 
     def feed(self, record_at: Callable[[int], int], *, length: int, start: int, stop: int) -> Feed:
-        """Starts reading a stream ahead, whose passes of `length` positions go from `start` to
-        before `stop`.
+        """Starts to read ahead of a stream from `start` to `stop`, with passes of `length`.
 
         Raises:
             RuntimeError: The cache was closed.
@@ -105,7 +102,7 @@ class CachedSplit:
         )
 
     def announce(self, passes: Passes, *, length: int, start: int, stop: int) -> OwnStream:
-        """Tells the levels, in all processes, when a stream needs each record."""
+        """Announces to the levels of all processes when a stream needs each record."""
         records = len(self)
         record_at = passes.record_at
         return self._levels.streams.add(
@@ -119,19 +116,20 @@ class CachedSplit:
         )
 
     def has_image(self, record: int) -> bool:
-        """Whether the decoded image is in memory."""
+        """Returns whether the decoded image is in memory."""
         return self._levels.images is not None and self._base + record in self._levels.images
 
     def image(
         self, record: int, raw: bytes | None, decode: Callable[[Any], tuple[np.ndarray, int]]
     ) -> tuple[np.ndarray, int]:
-        """Returns the image, uint8 `[height, width, 3]`, read-only if it was in memory, and the
-        label.
+        """Returns an image, uint8 `[height, width, 3]`, and its label.
+
+        The image is read-only if it was in memory.
 
         Args:
-            record: Its number.
-            raw: Its bytes, if they were read already.
-            decode: Returns image and label of an example.
+            record: The record's number.
+            raw: The record's bytes, if they were read already.
+            decode: Turns an example into an image and a label.
         """
         images = self._levels.images
         number = self._base + record
@@ -150,14 +148,12 @@ class CachedSplit:
         return image, label
 
     def read(self, record: int) -> tuple[bytes, str]:
-        """Reads one record's bytes, and returns the level that had it. Waits for that level."""
+        """Reads one record. Returns its bytes, and the level that had it. Waits for that level."""
         found = self.find(record)
         return found or next((raw, level) for _, raw, level in self._from_origin([record]))
 
     def find(self, record: int) -> tuple[bytes, str] | None:
-        """Looks for a record in memory and on the node's disk. What was on disk is offered to
-        memory.
-        """
+        """Looks for a record in memory and on disk. Offers to memory what it finds on disk."""
         number = self._base + record
         for name, level in (("memory", self._levels.memory), ("disk", self._levels.disk)):
             began = time.perf_counter()
@@ -172,14 +168,16 @@ class CachedSplit:
     def fetch(
         self, records: Sequence[int], stream: OwnStream, stop: threading.Event
     ) -> Iterator[tuple[int, bytes, str]]:
-        """Reads records that no level has, each by one stream of the node, and offers them to the
-        levels.
+        """Reads records that no level had, and offers them to the levels.
 
-        `stream` has taken all of them.
+        `stream` must have taken all of them. Several streams of the node may need the same record
+        at once. To read it from the origin only once, a stream claims what it can, reads that, and
+        gives up its claims. Only then does it wait for the records that other streams have claimed:
+        waiting while it holds claims could deadlock.
 
         Yields:
-            Record, bytes, and the level that had it, which another process may have filled in this
-            moment.
+            Record, bytes, and the level that had the record. This can be a cache level, because
+            another process may have just filled it.
         """
         numbers = [self._base + record for record in records]
         claims = self._levels.claims
@@ -190,13 +188,13 @@ class CachedSplit:
                 for record, number in zip(records, numbers, strict=True)
                 if number not in mine
             ]
-            stream.lacks(late)  # so that the levels keep them until this stream has them from there
+            stream.lacks(late)  # so that the levels keep them until we've read them from there
             absent = []
             for record in records:
                 if self._base + record not in mine:
                     continue
                 found = self.find(record)
-                if found:  # came between the look and the claim
+                if found:  # arrived after we looked for it and before we claimed it
                     yield record, *found
                 else:
                     absent.append(record)

@@ -1,6 +1,4 @@
-"""Counts of what each level of the cache has given: records, bytes, seconds, and how long training
-waited for it.
-"""
+"""Counts what each cache level has delivered, and how long training has waited for it."""
 
 from __future__ import annotations
 
@@ -10,20 +8,20 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 LEVELS = ("images", "memory", "disk", "origin")
-"""The fastest first: decoded images, encoded records in memory, the node's disk, and where the data
-set lies.
+"""Fastest first: decoded images, encoded records in memory, the node's disk, and the data set's own
+storage.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelStatistics:
-    """Counts of what one level has given to one process.
+    """What one level has delivered to one process.
 
     Attributes:
-        records: Records that it had.
-        nbytes: Bytes read from it.
-        seconds: Spent reading from it, by threads that read ahead.
-        waited_s: Of those that ask for a record and do not have it yet.
+        records: Number of records that the level had.
+        nbytes: Number of bytes read from it.
+        seconds: Time spent reading from it, summed over the threads that read.
+        waited_s: Time for which threads waited because their record had not been read yet.
     """
 
     records: int = 0
@@ -38,9 +36,8 @@ class Statistics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = {
-            name: [0, 0, 0.0, 0.0] for name in LEVELS
-        }  # as the fields of `LevelStatistics`
+        # In the order of `LevelStatistics`'s fields.
+        self._counts = {name: [0, 0, 0.0, 0.0] for name in LEVELS}
 
     def add(
         self,
@@ -60,7 +57,7 @@ class Statistics:
             counts[3] += waited_s
 
     def levels(self) -> dict[str, LevelStatistics]:
-        """Returns the counters so far, by level, the fastest first."""
+        """Returns the counters so far by level, the fastest first."""
         with self._lock:
             counts = {name: tuple(each) for name, each in self._counts.items()}
         return {
@@ -72,7 +69,7 @@ class Statistics:
 
 
 def total(parts: Iterable[LevelStatistics]) -> LevelStatistics:
-    """Adds the counters of several processes or reads."""
+    """Returns the sum of the counters of several processes or reads."""
     values = [asdict(part) for part in parts]
     return LevelStatistics(
         **{name: sum(each[name] for each in values) for name in asdict(LevelStatistics())}
@@ -80,10 +77,10 @@ def total(parts: Iterable[LevelStatistics]) -> LevelStatistics:
 
 
 def from_json(levels: Mapping[str, Mapping[str, Any]]) -> dict[str, LevelStatistics]:
-    """Reads what `as_json` wrote."""
+    """Returns the counters that `as_json` has stored."""
     return {name: LevelStatistics(**levels.get(name, {})) for name in LEVELS}
 
 
 def as_json(levels: Mapping[str, LevelStatistics]) -> dict[str, dict[str, Any]]:
-    """Returns the counters as values that JSON can hold."""
+    """Returns the counters as values that JSON can represent."""
     return {name: asdict(level) for name, level in levels.items()}

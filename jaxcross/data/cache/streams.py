@@ -1,8 +1,9 @@
-"""When each record is needed next by any stream of the node: one mapped table for each stream, in a
-shared folder.
+"""When each record is needed next by any stream on the node.
 
-A stream's owner writes its table while it advances, and all processes read it. The owner holds a
-lock of the file, so that the others notice its death and take the table away.
+Each stream has one file in a shared folder: a memory-mapped table with the position at which the
+stream uses each record next. The stream's owner updates the table as it advances, and all processes
+read it. The owner also holds a lock on the file for as long as it lives, so the other processes
+notice its death, and remove the table.
 """
 
 from __future__ import annotations
@@ -28,22 +29,20 @@ from jaxcross.data.cache.next_use import NEVER, NextUse, Order
 
 _log = logging.getLogger("jaxcross")
 
-# words of 8 bytes: number of the first record, records, position, and whether the rest is complete
+# 8-byte words: number of the first record, records, position, and whether the table is complete
 HEADER = 4
 COMPLETE = 1
 START_S = 1.0
-"""How long a stream waits at its start until its order is known: long enough for a small data
-set.
-"""
+"""How long a stream waits at its start until its order is known. Enough for a small data set."""
 COUNT_S = 1.0
-"""How old the number of open streams may be: to look into the folder takes as long as to read a
+"""How long we reuse the count of open streams: listing the folder takes as long as reading a
 record.
 """
 SUFFIX = ".stream"
 
 
 class _Table(NamedTuple):
-    """A mapped file: its header and the next position of each record."""
+    """A mapped file: its header, and the next position of each record."""
 
     header: np.ndarray
     table: np.ndarray
@@ -51,11 +50,10 @@ class _Table(NamedTuple):
 
 @final
 class OwnStream:
-    """A stream of this process, whose next uses all processes of the node see. One thread may use
-    it at a time.
+    """A stream of this process. All processes of the node can read its next uses. Not thread-safe.
 
-    The order of a million records takes 100 s to compute. Until that is done, on a thread, the
-    stream goes on, and full levels take nothing new for it.
+    Computing the order of a million records takes 100 s, so it's done on another thread. Until it
+    has finished, the stream continues without it, and full levels accept no new records for it.
     """
 
     def __init__(
@@ -75,9 +73,7 @@ class OwnStream:
         self._later: dict[int, int] = {}
 
     def take(self, position: int) -> int:
-        """Advances to the position after this one, and returns the record at this one, counted in
-        its split.
-        """
+        """Advances past `position`, and returns the record there by its number in the split."""
         if self._next_use is None:
             patience_s = START_S if position == self._start else 0
             with suppress(TimeoutError):
@@ -91,8 +87,9 @@ class OwnStream:
         )
 
     def lacks(self, records: Sequence[int]) -> None:
-        """Marks records that were taken as needed at once, since another stream is still fetching
-        them.
+        """Marks taken records as needed at once, because another stream is still fetching them.
+
+        The levels then keep them until this stream has read them.
         """
         if self._next_use is not None:
             table = self._next_use.table
@@ -100,12 +97,12 @@ class OwnStream:
             table[list(records)] = self._header[2]
 
     def has(self, record: int) -> None:
-        """Marks a record that the stream lacked as needed at its next use."""
+        """Marks a record that this stream lacked as needed at its regular next use again."""
         if self._next_use is not None and record in self._later:
             self._next_use.table[record] = self._later.pop(record)
 
     def close(self) -> None:
-        """Withdraws the stream. Its next uses no longer count."""
+        """Withdraws the stream, so its next uses no longer count."""
         self._withdraw()
 
 
@@ -117,7 +114,7 @@ class Streams:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._tables: dict[str, _Table] = {}
-        self._private: dict[str, _Table] = {}  # where no file could be written
+        self._private: dict[str, _Table] = {}  # streams for which we couldn't write a file
         self._lock = threading.Lock()
         self._are_several = False
         self._counted_s = -math.inf
@@ -133,9 +130,7 @@ class Streams:
         start: int = 0,
         stop: int = NEVER,
     ) -> OwnStream:
-        """Announces a stream over records `base` to `base + records - 1`, with passes of `length`
-        positions.
-        """
+        """Announces a stream over records from `base` on, in passes of `length` positions."""
         name = f"{uuid.uuid4().hex}{SUFFIX}"
         try:
             table, withdraw = self._shared(name, records)
@@ -155,9 +150,9 @@ class Streams:
 
     def _shared(self, name: str, records: int) -> tuple[_Table, Callable[[], object]]:
         path = self._folder / name
-        hidden = path.with_suffix(
-            ".new"
-        )  # the others would take a file that is not locked yet for a dead process's
+        # The file gets its final name only once it's locked. Other processes would take an unlocked
+        # one for a dead process's stream, and remove it.
+        hidden = path.with_suffix(".new")
         fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
         def withdraw() -> None:
@@ -176,9 +171,7 @@ class Streams:
             raise
 
     def distances(self, numbers: np.ndarray) -> np.ndarray:
-        """Counts, for each record, the records that a stream takes before it comes to that one: the
-        least of all.
-        """
+        """Returns how many positions away each record's next use by any stream is."""
         nearest = np.full(len(numbers), NEVER, np.int64)
         for header, table in self._refreshed():
             index = numbers - header[0]
@@ -188,7 +181,7 @@ class Streams:
         return np.maximum(nearest, 0)
 
     def are_several(self) -> bool:
-        """Whether more than one stream is open, or was a second ago."""
+        """Returns whether more than one stream is open. The answer may be a second old."""
         if time.monotonic() - self._counted_s > COUNT_S:
             self._are_several = len(self._refreshed()) > 1
             self._counted_s = time.monotonic()
@@ -209,7 +202,7 @@ class Streams:
         return [each for each in every if len(each.header) == HEADER and each.header[3] == COMPLETE]
 
     def _opened(self, path: Path) -> _Table | None:
-        """Maps a file, or removes it where its owner is dead."""
+        """Maps a file, or removes it if its owner is dead."""
         with suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
