@@ -359,8 +359,8 @@ class Runner:
             for run, record in zip(runs, driver.records, strict=True):
                 run.attach(driver, record, self._session)
         start_ns = time.monotonic_ns()
-        # Signals are deferred until the reports and files below are complete: a rank that's asked
-        # to stop while it saves is stopping already.
+        # A signal's exception is kept until the reports and files below are complete: a rank that's
+        # asked to stop while it saves is stopping already.
         with (
             self._progress,
             defer_signals() as held,
