@@ -83,7 +83,7 @@ class Need:
         return cls.of(JobMemory(peak_bytes=nbytes, boundary_bytes=nbytes), arrays)
 
     def present(self) -> dict[Hashable, int]:
-        """Returns the bytes of the lasting arrays that still exist, by their buffers."""
+        """Returns the bytes of those lasting arrays that still exist, by buffer."""
         arrays = (
             (buffer, reference(), nbytes) for buffer, (reference, nbytes) in self.lasting.items()
         )
@@ -94,7 +94,7 @@ class Need:
         }
 
 
-Booking: TypeAlias = Sequence[Need]  # of one job, with a `Need` for each of its programs
+Booking: TypeAlias = Sequence[Need]  # what one job has booked: a `Need` per program
 
 
 def needed_by(bookings: Sequence[Booking]) -> int:
@@ -244,9 +244,7 @@ class MemoryAdmission:
     def _fitting(
         self, states: Sequence[Booking], running: Sequence[Booking], wanted: Booking
     ) -> int:
-        """Returns how many of the running jobs this job fits alongside, counting from the
-        smallest.
-        """
+        """Returns how many running jobs this job fits alongside, counting from the smallest."""
         smallest = sorted(running, key=lambda booking: needed_by([booking]))
         counts = range(len(running), -1, -1)
         limit = self.limit_bytes or 0

@@ -283,11 +283,11 @@ def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
-    """Makes sure that a plain loop can run with these.
+    """Checks that a plain loop can run with these arguments.
 
     Raises:
-        TypeError: `name` is not a text, `step` cannot be called with a state and a batch, `batches`
-            is not an iterable or is a single batch, or `steps` is not a whole number.
+        TypeError: `name` isn't a string, `step` can't be called with a state and a batch, `batches`
+            isn't an iterable or is a single batch, or `steps` isn't a whole number.
         ValueError: `name` is empty, or `steps` is below 0.
     """
     if not isinstance(name, str):

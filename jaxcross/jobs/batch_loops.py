@@ -1,4 +1,9 @@
-"""The loops over batches that a job's function begins."""
+"""The loops over batches in a job's function.
+
+A `Prefetcher` only delivers batches. This module adds what a job does between two batches: run the
+evaluations that are due, check replicas, measure how long the job waits for data, and end the loop
+if the job stops early.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +43,7 @@ class BatchLoops:
         self._ending: set[int] | None = None
 
     def begin(self, data: Iterable[Any], steps: int | None) -> Iterator[Any]:
-        """Begins a loop; see `JobContext.batches`."""
+        """Begins a loop and returns its batches; see `JobContext.batches`."""
         life, host = self._life, self._host
         driver, record = life.running()
         check_batches(life.name, data, steps)
@@ -75,7 +80,7 @@ class BatchLoops:
         return self._measured(loop)
 
     def end_early(self) -> None:
-        """Ends the loops that are open now, at their next batch."""
+        """Ends the loops that are open now when they next request a batch."""
         if self._ending is None:
             self._ending = {loop.stream for loop in self._host.loops if not loop.closed}
 

@@ -105,7 +105,7 @@ class JobContext:
     def __repr__(self) -> str:
         return shown(self)
 
-    # For any holder of the job.
+    # For anyone who holds the job.
 
     @property
     def done(self) -> JobDone:
@@ -468,7 +468,7 @@ class JobContext:
         """
         return self._host.measure(kind, label)
 
-    # For any holder of the job, in any thread of any rank; one rank's request is enough.
+    # For anyone who holds the job, in any thread and on any rank; one rank's request is enough.
 
     def stop(self) -> None:
         """Ends this job on all ranks, between the same two steps. Doesn't wait.

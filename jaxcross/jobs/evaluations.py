@@ -298,7 +298,7 @@ class Evaluations:
         decides = any(each.provides(metric) for metric, _ in self._metrics())
         values = None
         if alone and each.rank == self._rank:
-            with host.measure("host", each.name):  # the watchdog's grace
+            with host.measure("host", each.name):  # tells the watchdog that this may take long
                 values = self._on_host(each, each.fn(state))
         elif not alone:
             values = each.fn(state)

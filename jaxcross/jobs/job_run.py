@@ -1,4 +1,9 @@
-"""The runner's side of a job: its function, its place in the run, and its end."""
+"""The runner's side of a job: its function, its place in the run, and its end.
+
+`JobContext` is what users see of a job, and `JobHost` runs its steps. A `JobRun` owns both. It
+creates the job's thread, calls the function in it, and after the end reads back what was logged,
+sets the final status, and drops everything but the state.
+"""
 
 from __future__ import annotations
 

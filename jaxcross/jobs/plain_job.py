@@ -101,10 +101,11 @@ class Job:
         self._check_replicas = checked_interval(f"`check_replicas` of job `{name}`", check_replicas)
         self._settings: list[Callable[[Evaluations], None]] = []
         self._shown: dict[str, Any] = {}  # `examples_per_step` and `unit`, if the user has set them
-        # Where status, error and requests go: the context of the job's run, from just before the
-        # run begins.
+        # Provides status, error and settings, and takes requests: a `JobStanding` until just before
+        # the run, then the context of the run.
         self._face: JobStanding | JobContext = JobStanding(name, state, nonfinite=nonfinite)
-        # Where state, steps and history are: the context once it has restored the state.
+        # Provides state, steps and history: a `JobStanding` until the run has restored the state,
+        # then the context of the run.
         self._results: JobStanding | JobContext = self._face
 
     def __repr__(self) -> str:

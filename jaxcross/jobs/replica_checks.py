@@ -114,11 +114,11 @@ class ReplicaChecks:
         self._start = None
 
     def stepped(self, step: int, *, local: bool, together: RunOnAllRanks) -> None:
-        """Compares replicas after a committed step if that's due. Then, it waits for all ranks.
+        """Compares replicas after a committed step if that's due, which waits for all ranks.
 
         Args:
             step: How many steps are committed.
-            local: Whether this step exchanged nothing, because other steps do that.
+            local: Whether this step exchanged nothing although the job's steps do at other times.
             together: Runs work that communicates.
 
         Raises:

@@ -49,13 +49,13 @@ class Resumption:
         self._evaluations, self._skipped = evaluations, skipped
         self.first_step = 0
         self._next_positions: list[DataPosition] = []  # of loops that haven't begun yet
-        self._positions: tuple[DataPosition, ...] = ()  # at the latest step, to be saved
+        self._positions: tuple[DataPosition, ...] = ()  # at the latest step, saved next
         # The loops that were open at the latest step, and their numbers of batches by then.
         self._trained: list[tuple[Prefetcher, int]] = []
         self._trains_in_several_loops = False
         # The function whose calls are steps, and whether it returns a state.
         self._step: tuple[str, bool] | None = None
-        self._uncounted_reason = ""  # an error text about another function that trains
+        self._uncounted_reason = ""  # the reason if another function trains too
 
     @property
     def begun(self) -> bool:
@@ -109,7 +109,7 @@ class Resumption:
 
     def note_loop(self, prefetcher: Prefetcher) -> None:
         """Records that a loop over batches has begun at `next_position`."""
-        if prefetcher.position != START:  # an earlier run trained in it
+        if prefetcher.position != START:  # an earlier run trained in this loop
             self._trained.append((prefetcher, prefetcher.position.n_batches))
 
     def note_call(

@@ -1,4 +1,7 @@
-"""`JobStanding`: the results of a `Job` that has no `JobContext` of its own."""
+"""`JobStanding`: the results of a `Job` that has no `JobContext` of its own.
+
+That's the case before the run, and for the members of a fused job, which share its context.
+"""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class StepRegistry:
         self._programs[id(program)] = program  # kept alive so that its id stays unique
         agreed = (id(step), program.traced.choices, program.exchange_signature())
         new = agreed not in self._agreed
-        self._agreed[agreed] = step  # kept alive likewise
+        self._agreed[agreed] = step  # kept alive for the same reason
         return new
 
     def first_run(self, compiled: Compiled) -> bool:
