@@ -34,7 +34,7 @@ from jaxcross._lazy import on_first_use
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:  # the one list of the public names
+if TYPE_CHECKING:  # the only list of public names
     from jaxcross import data as data
     from jaxcross import errors as errors
     from jaxcross import exchange as exchange

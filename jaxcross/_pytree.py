@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxcross._jax_compat import weakly_typed
 
-PyTree: TypeAlias = Any  # nested containers of arrays: JAX has no type for them
+PyTree: TypeAlias = Any  # nested containers of arrays, for which JAX has no type
 # This is `jax.tree_util.PyTreeDef`, which comes from a compiled module without types.
 TreeDef: TypeAlias = Any
 

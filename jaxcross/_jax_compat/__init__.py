@@ -288,7 +288,10 @@ def stack_of(eqn: Any) -> list[str]:
 
 
 def user_line_of(error: Exception) -> str:
-    """Returns the innermost line outside of JAX that an error came through, as `source_of` does."""
+    """Returns the innermost line outside of JAX that an error came through.
+
+    It's formatted as by `source_of`.
+    """
     frames = [
         f for f in extract_tb(error.__traceback__) if _source_info_util.is_user_filename(f.filename)
     ]
