@@ -1,18 +1,19 @@
-"""Several distributed JAX training jobs share one accelerator; one job's exchange hides behind
-another's computation.
+"""Several distributed JAX training jobs share one accelerator.
+
+While one job exchanges gradients, another one computes, so exchanges hide behind computation.
 
     crossover        a train step -> the same step over MPI, cut into compute and collective
                      segments
     Runner           several jobs, taking turns on this rank's device
-    fuse             tiny jobs of one step become one program, where that is measured to be faster
+    fuse             tiny jobs with the same step become one program, if measured to be faster
     sweep            many trials of one training function, a few at a time
-    Checkpoints      exact resume: a run that was killed goes on as if it had not been
+    Checkpoints      exact resume: a run that was killed continues as if it hadn't been
     exchange         gradient exchanges as optax transformations
     tensor           layers of one model sharded over several ranks: 1-D, 2-D, 2.5-D
     ParameterServer  asynchronous and stale-synchronous training
     program          trace, cut, compile: the step as data
     data             ImageNet-format records, sharded, resumable, decoded once
-    estimate         how much faster several jobs of a step would run, from a few steps of one
+    estimate         how much faster several jobs would run together, from a few steps of one
     plan             decisions before a run: which jobs share ranks, how they take turns, how much
                      compression
     report           what happened, as a table, JSON, a trace and a picture
@@ -21,10 +22,10 @@ another's computation.
 
 Importing jaxcross starts neither MPI nor a device; `initialize` does.
 
-Folders: a step is compiled by `step`, `program`, `wire`; a loop is run by `jobs`, `runtime`,
-`interleave`. Below both are `world` and `health`. A step uses `exchange`, `tensor`, `server`; a run
-uses `data`, `checkpoint`, `report`, `plan`. Tools are `commands` and `lab`. `_jax_compat` is the
-only file with private names of JAX. Each folder lists its files.
+Folders: `step`, `program` and `wire` compile a step. `jobs`, `runtime` and `interleave` run the
+loops. `world` and `health` are below both. A step uses `exchange`, `tensor` and `server`; a run
+uses `data`, `checkpoint`, `report` and `plan`. The tools are in `commands` and `lab`. Private names
+of JAX are used only in `_jax_compat`. Each folder's docstring lists its files.
 """
 
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ from jaxcross._lazy import on_first_use
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:  # the one list of the public names
+if TYPE_CHECKING:  # the only list of public names
     from jaxcross import data as data
     from jaxcross import errors as errors
     from jaxcross import exchange as exchange
@@ -76,5 +77,5 @@ if TYPE_CHECKING:  # the one list of the public names
     from jaxcross.world import World as World
     from jaxcross.world import current_world as current_world
     from jaxcross.world import initialize as initialize
-else:  # a checker would take every misspelt name for one that `__getattr__` knows
+else:  # with `__getattr__`, a type checker would accept every misspelt name
     __getattr__, __dir__, __all__ = on_first_use(__name__)

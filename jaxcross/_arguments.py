@@ -1,5 +1,7 @@
-"""Whole numbers and words among arguments, and the arguments that `donate_argnums`,
-`donate_argnames`, `static_argnums` and `static_argnames` select.
+"""Checks of arguments that are whole numbers or words, and selections of a step's arguments.
+
+`select` resolves `donate_argnums`, `donate_argnames`, `static_argnums` and `static_argnames` as
+`jax.jit` does.
 """
 
 from __future__ import annotations
@@ -12,15 +14,15 @@ from typing import Any, TypeGuard, get_args
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether `value` is a whole number, of Python or NumPy; truth values are not."""
+    """Whether `value` is a whole number of Python or NumPy. Booleans aren't."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_choice(value: object, choices: object, what: str) -> None:
-    """Makes sure that `value` is one of the words of a `Literal`.
+    """Checks that `value` is one of the words of a `Literal`.
 
     Raises:
-        ValueError: It is not; names `what` and the words.
+        ValueError: It isn't; the message names `what` and the words.
     """
     if value not in get_args(choices):
         raise ValueError(
@@ -29,10 +31,10 @@ def check_choice(value: object, choices: object, what: str) -> None:
 
 
 def as_numbers(value: Any, name: str) -> tuple[int, ...]:
-    """One number or a sequence of them, as a tuple.
+    """Returns one number or a sequence of numbers as a tuple.
 
     Raises:
-        TypeError: It is neither; `name` says what it is.
+        TypeError: It's neither. The message calls it `name`.
     """
     try:
         numbers = (value,) if isinstance(value, Integral) else tuple(value)
@@ -47,10 +49,10 @@ def as_numbers(value: Any, name: str) -> tuple[int, ...]:
 
 
 def as_names(value: Any, name: str) -> tuple[str, ...]:
-    """One name or several of them, as a tuple.
+    """Returns one name or several names as a tuple.
 
     Raises:
-        TypeError: It is neither; `name` says what it is.
+        TypeError: It's neither. The message calls it `name`.
     """
     try:
         names = (value,) if isinstance(value, str) else tuple(value)
@@ -66,12 +68,12 @@ def as_names(value: Any, name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Arguments of a function that are selected by number and by name; see `select`.
+    """Arguments of a function, selected by number and by name; see `select`.
 
     Attributes:
-        numbers: Numbers of positional arguments. Negative ones count from the last positional
-            argument of a call.
-        names: Names of arguments, for calls that give them by name.
+        numbers: The numbers of positional arguments. Negative ones count from a call's last
+            positional argument.
+        names: The names of arguments, for calls that pass them by name.
     """
 
     numbers: tuple[int, ...] = ()
@@ -81,8 +83,11 @@ class Selection:
         return bool(self.numbers or self.names)
 
     def places(self, count: int, named: Container[str]) -> tuple[int | str, ...]:
-        """Returns which of them a call with `count` positional arguments gives: numbers from 0 on,
-        then names.
+        """Returns the selected arguments that a call passes: numbers from 0, then names.
+
+        Args:
+            count: The number of positional arguments in the call.
+            named: The names of its other arguments.
         """
         numbers = (n + count if n < 0 else n for n in self.numbers)
         return (
@@ -99,27 +104,28 @@ def select(
     numbers: int | Sequence[int] | None,
     names: str | Iterable[str] | None,
 ) -> Selection:
-    """Returns the arguments that these numbers and names select, as `jax.jit` does.
+    """Returns the arguments that these numbers and names select, with the rules of `jax.jit`.
 
-    If only numbers are given, the names follow from the signature, and the other way round, so that
-    a call may give an argument by position or by name. If both are given, neither is completed.
+    If only numbers are given, the names follow from the signature, and vice versa, so a call may
+    pass an argument by position or by name. If both are given, neither is completed.
 
     Args:
         function: The function.
-        name: Its name.
-        option: `donate` or `static`, as errors say whose `_argnums` or `_argnames` are wrong.
+        name: Its name, for errors.
+        option: `donate` or `static`, so that errors can name the option `..._argnums` or
+            `..._argnames`.
         numbers: Numbers of positional arguments; None if they follow from the names.
         names: Names of arguments; None if they follow from the numbers.
 
     Raises:
-        TypeError: They are neither numbers nor names.
-        ValueError: The function has no such argument, or takes it by position only.
+        TypeError: `numbers` aren't numbers, or `names` aren't names.
+        ValueError: The function has no such argument, or accepts a named one only by position.
     """
     given = None if numbers is None else as_numbers(numbers, f"{option}_argnums")
     words = None if names is None else as_names(names, f"{option}_argnames")
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in functions have none
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return Selection(given or (), words or ())
     _check_numbers(parameters, given or (), name, f"{option}_argnums")
     _check_names(parameters, words or (), name, f"{option}_argnames")
@@ -136,10 +142,10 @@ def select(
 
 
 def check_disjoint(name: str, donated: Selection, static: Selection) -> None:
-    """Makes sure that no argument is both donated and static.
+    """Checks that no argument is both donated and static.
 
     Raises:
-        ValueError: One is.
+        ValueError: An argument is both.
     """
     for place in (*donated.names, *donated.numbers):
         if place in static.names or place in static.numbers:
@@ -147,7 +153,7 @@ def check_disjoint(name: str, donated: Selection, static: Selection) -> None:
 
 
 def both_donated_and_static(name: str, place: int | str) -> ValueError:
-    """Returns the error about an argument of the step `name` that cannot be both."""
+    """Returns the error about an argument of the step `name` that is both donated and static."""
     return ValueError(
         f"argument {in_words(place)} of `{name}` is donated and static, but what is static has no "
         "arrays that the step could overwrite: leave it out of one of them."
@@ -155,7 +161,7 @@ def both_donated_and_static(name: str, place: int | str) -> ValueError:
 
 
 def in_words(place: int | str) -> str:
-    """Returns an argument's number, or its name as code."""
+    """Returns an argument's number, or its name in backticks."""
     return str(place) if isinstance(place, int) else f"`{place}`"
 
 

@@ -1,4 +1,4 @@
-"""Text as a notebook shows it, from `_repr_html_`."""
+"""Text as a notebook shows it, for `_repr_html_`."""
 
 from html import escape
 
@@ -6,9 +6,9 @@ PREFORMATTED = (
     '<pre style="white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace">'
     "{code}</pre>"
 )
-"""Frame of text whose columns must stay below each other; `code` is HTML."""
+"""The frame for text whose columns must stay aligned; `code` is HTML."""
 
 
 def preformatted(text: str) -> str:
-    """Returns plain text as HTML, with its lines and spaces."""
+    """Returns plain text as HTML that keeps its lines and spaces."""
     return PREFORMATTED.format(code=escape(text))

@@ -1,8 +1,7 @@
-"""Public names that a package imports on first use, so that `jaxcross --help` need not wait for
-JAX.
+"""Imports a package's public names on first use, so that `jaxcross --help` needn't wait for JAX.
 
-A package lists such names once, as imports under `if TYPE_CHECKING:`. Type checkers and editors
-read them there, and so does this module.
+The package lists these names once, as imports under `if TYPE_CHECKING:`. Type checkers and editors
+read them there, and so does this module, from the package's source.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from typing import Any
 
 
 def homes_of(package: str) -> dict[str, str]:
-    """Returns the module of each name that a package imports under `if TYPE_CHECKING:`; a module
-    is its own.
+    """Returns the module that each lazily imported name of a package comes from.
+
+    For a name that is a submodule, that's the submodule itself.
     """
     spec = sys.modules[package].__spec__
     source: str = spec.loader.get_source(package)  # type: ignore[union-attr]
@@ -35,8 +35,9 @@ def homes_of(package: str) -> dict[str, str]:
 def on_first_use(
     package: str,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns `__getattr__`, `__dir__` and `__all__` for a package whose public names are all
-    imported on first use.
+    """Returns `__getattr__`, `__dir__` and `__all__` for a package with lazily imported names.
+
+    All public names of the package must be lazily imported ones.
     """
     homes = homes_of(package)
     names = sorted(homes)

@@ -1,4 +1,4 @@
-"""An emulated network link, for machines without a real slow one, and the words for a real one."""
+"""Emulates a network link on machines without a real slow one, and describes a real one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _MBPS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link that holds each exchange for as long as its bytes need on it, without using a core.
+    """A link on which each exchange takes as long as its bytes need, without using a core.
 
-    It shows whether computation hides the exchanges, not how fast a network is: do not quote a
-    speed-up from it. The same on every rank.
+    An emulated link shows whether computation hides the exchanges. It doesn't show how fast a
+    network is, so don't quote speed-ups from it. Use the same link on every rank.
 
     Args:
         mbps: The rate in Mbit/s.
-        latency_s: Seconds that each exchange takes on top.
+        latency_s: The seconds that each exchange takes in addition.
 
     Raises:
-        TypeError: An argument is not a number.
-        ValueError: The rate is not above 0, the latency is negative, or one is infinite.
+        TypeError: An argument isn't a number.
+        ValueError: The rate isn't above 0, the latency is negative, or one of them is infinite.
 
     Example:
         >>> Link(500).seconds(62_500_000)
@@ -57,7 +57,7 @@ class Link:
 
     @staticmethod
     def parse(text: str) -> Link | None:
-        """Returns the link that a text like `500mbit` or `10gbit` describes; None for `none`.
+        """Returns the link that a text like `500mbit` or `10gbit` describes, or None for `none`.
 
         Raises:
             ValueError: The text is anything else.
@@ -72,17 +72,17 @@ class Link:
         return Link(float(match[1]) * _MBPS[match[2]])
 
 
-_EMULATED: dict[object, Link | None] = {}  # one for each open `with` block, the innermost last
+_EMULATED: dict[object, Link | None] = {}  # one per open `with` block, the innermost last
 
 
 @contextmanager
 def emulated_link(link: Link | None) -> Iterator[None]:
     """Emulates a slow network: holds each exchange for as long as it would occupy `link`.
 
-    It applies to the runs that start inside the `with` block in this process, whatever their
-    thread, until they end. Their reports say that the link is emulated. Of nested blocks the
-    innermost counts, and None emulates nothing. Neither waits nor communicates: enter it on every
-    rank, with the same link.
+    This affects the runs that start inside of the `with` block in this process, in any thread,
+    until these runs end. Their reports say that the link is emulated. In nested blocks, the
+    innermost link counts, and None emulates nothing. Entering the block neither waits nor
+    communicates, so enter it on every rank, with the same link.
 
     Raises:
         TypeError: `link` is neither a `Link` nor None.
@@ -104,12 +104,10 @@ def emulated_link(link: Link | None) -> Iterator[None]:
 
 
 def current_link() -> Link | None:
-    """Returns the link that runs which start now emulate; None if they emulate nothing."""
+    """Returns the link that a run starting now would emulate, or None."""
     return next(reversed(_EMULATED.values()), None)
 
 
 def described_link(environ: Mapping[str, str]) -> str:
-    """Returns the description of the real link that `JAXCROSS_LINK` gives for reports; empty
-    without it.
-    """
+    """Returns the description of the real link in `JAXCROSS_LINK`, for reports; "" without one."""
     return environ.get(LINK_VARIABLE, "").strip()

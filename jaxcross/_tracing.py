@@ -1,5 +1,7 @@
-"""The step that this context traces, for library code that the step calls: `Mesh`, and the
-exchanges.
+"""The step that is being traced in this context, for library code that the step calls.
+
+`Mesh` and the exchanges use it to find out over which axes the step runs, and which leaves were
+already exchanged by whom.
 """
 
 from __future__ import annotations
@@ -12,9 +14,7 @@ from typing import Any, NamedTuple, final
 
 
 class ExchangedLeaf(NamedTuple):
-    """A leaf that an exchange returned: the leaf, the exchange's name, and the axes that it went
-    over.
-    """
+    """A leaf that an exchange returned, with the exchange's name and the axes it went over."""
 
     leaf: weakref.ref[Any]
     by: str
@@ -26,9 +26,9 @@ class Tracing:
     """One trace of a step.
 
     Attributes:
-        axes: The step's axes, outermost first: JAX's own environment of axes forgets their order.
-        running: The exchanges whose `update` is being traced, the outermost first, each with its
-            axes.
+        axes: The step's axes, outermost first. JAX's own environment of axes doesn't keep their
+            order.
+        running: The exchanges whose `update` is being traced, outermost first, each with its axes.
     """
 
     __slots__ = ("_exchanged", "axes", "running")
@@ -36,19 +36,18 @@ class Tracing:
     def __init__(self, axes: Iterable[str] = ()) -> None:
         self.axes = tuple(axes)
         self.running: list[tuple[str, frozenset[Hashable]]] = []
-        self._exchanged: dict[
-            int, ExchangedLeaf
-        ] = {}  # by the identity of a leaf, as long as it lives
+        # The exchanged leaves by identity, as long as each leaf is alive.
+        self._exchanged: dict[int, ExchangedLeaf] = {}
 
     def note_exchanged(self, leaf: Any, by: str, axes: frozenset[Hashable]) -> None:
-        """Notes that an exchange returned this array or tracer. Does not keep it alive."""
+        """Records that an exchange returned this array or tracer. Doesn't keep it alive."""
         key, exchanged = id(leaf), self._exchanged
         exchanged[key] = ExchangedLeaf(
             weakref.ref(leaf, lambda _: exchanged.pop(key, None)), by, axes
         )
 
     def exchanged(self, leaf: Any) -> ExchangedLeaf | None:
-        """Returns what was noted of a leaf, if it came out of an exchange."""
+        """Returns what was recorded about a leaf, or None if no exchange returned it."""
         found = self._exchanged.get(id(leaf))
         return found if found is not None and found.leaf() is leaf else None
 
@@ -68,5 +67,5 @@ def tracing(axes: Iterable[str] = ()) -> Iterator[Tracing]:
 
 
 def current_tracing() -> Tracing | None:
-    """Returns the trace of a step that this context is in, if any."""
+    """Returns the trace that is in progress in this context, or None."""
     return _CURRENT.get()

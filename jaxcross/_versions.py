@@ -1,22 +1,21 @@
-"""The versions of JAX and mpi4jax that jaxcross works with, and the remedies for others. Pure, and
-imports neither.
+"""The versions of JAX and mpi4jax that jaxcross supports, and what to do about others.
+
+Pure, and imports neither of the two.
 
 mpi4jax has no wheels. Its build compiles against the newest jaxlib that the installer finds, even
 if an older one is installed, and XLA refuses calls that were compiled against a newer interface
-than its own. The remedy is to pin jaxlib in the build environment: pip 25.3 and later read
-`PIP_BUILD_CONSTRAINT` for it, earlier ones `PIP_CONSTRAINT`.
+than its own. The solution is to pin jaxlib in the build environment, with `PIP_BUILD_CONSTRAINT`
+for pip 25.3 and later, and with `PIP_CONSTRAINT` for earlier versions.
 """
 
 from __future__ import annotations
 
 JAX_FROM, JAX_BELOW = (0, 10), (0, 13)
-"""The range in pyproject.toml."""
+"""The same range as in pyproject.toml."""
 
 
 def unsupported_jax(version: str) -> str:
-    """Returns why jaxcross can't use this version of JAX and what to install, or an empty text if
-    it can.
-    """
+    """Returns why jaxcross can't use this version of JAX and what to install; "" if it can."""
     first, last = f"{JAX_FROM[0]}.{JAX_FROM[1]}", f"{JAX_BELOW[0]}.{JAX_BELOW[1] - 1}"
     if JAX_FROM <= tuple(map(int, version.split(".")[:2])) < JAX_BELOW:
         return ""
@@ -28,7 +27,7 @@ def unsupported_jax(version: str) -> str:
 
 
 def mpi4jax_fault(error: str, jaxlib: str) -> str:
-    """Returns why mpi4jax can't be imported, from the text of the error."""
+    """Returns why mpi4jax can't be imported, given the import error's text."""
     if error == "No module named 'mpi4jax'":
         return "mpi4jax is not installed."
     if "API version" in error:
@@ -37,8 +36,9 @@ def mpi4jax_fault(error: str, jaxlib: str) -> str:
 
 
 def mpi4jax_remedy(jaxlib: str) -> str:
-    """Returns the lines that build mpi4jax for the installed MPI and jaxlib, and how to do without
-    it.
+    """Returns the commands that build mpi4jax for the installed MPI and jaxlib.
+
+    Also says how to do without mpi4jax.
     """
     return f"""\
 Build it for the MPI of your `mpicc` and the installed jaxlib, without CUDA, as it's called on the \

@@ -14,8 +14,9 @@ INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line. Each command's module adds its own part and imports nothing heavy for
-    it.
+    """Returns the parser of the command line.
+
+    Each command's module adds its own part, and imports nothing heavy to do so.
     """
     top = argparse.ArgumentParser(
         prog="jaxcross",
@@ -33,12 +34,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status, 130 after Ctrl-C."""
+    """Runs one command and returns its exit status, which is 130 after Ctrl-C."""
     command = "jaxcross"
     try:
         options, unknown = parser().parse_known_args(arguments)
         command += f" {options.command}"
-        if unknown:  # the command's own usage, where argparse would print that of `jaxcross`
+        if unknown:  # print the command's own usage; argparse would print that of `jaxcross`
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return import_module(f"jaxcross.commands.{options.command}").run(options)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The errors that a caller can act on, and texts of other origin as parts of their sentences. Pure.
+"""The errors that callers can act on, and helpers that fit foreign texts into their messages. Pure.
 
 Bad arguments raise Python's own `TypeError` and `ValueError`.
 """
@@ -11,45 +11,44 @@ _CLOSING = {"(": ")", "[": "]", "{": "}", "`": "`"}
 
 
 class CutError(Exception):
-    """A train step cannot be traced or cut as written."""
+    """A train step can't be traced or cut as written."""
 
 
 class ExchangeError(Exception):
-    """An exchange cannot be made: ranks disagree, a communicator cannot be had, or MPI failed."""
+    """An exchange isn't possible: ranks disagree, a communicator isn't available, or MPI failed."""
 
-    cause_rank: int | None = (
-        None  # of a job that left: the first rank with the same cause, which printed it
-    )
+    # If a job left: the first rank with the same cause, which printed the error.
+    cause_rank: int | None = None
 
 
 class JobError(Exception):
-    """A job failed, or was used in a way its step cannot follow. Names the job, and where known
-    step and rank.
+    """A job failed, or was used in a way that its step doesn't support.
+
+    The message names the job and, if known, the step and the rank.
     """
 
-    cause_rank: int | None = (
-        None  # of a job that left: the first rank with the same cause, which printed it
-    )
+    # If a job left: the first rank with the same cause, which printed the error.
+    cause_rank: int | None = None
 
 
 class InternalError(Exception):
-    """jaxcross broke a promise to itself. Please report it."""
+    """jaxcross violated one of its own invariants. Please report it."""
 
 
 class MissingExtraError(ImportError):
-    """A package is not installed that an extra of jaxcross brings."""
+    """A package isn't installed that belongs to one of jaxcross's extras."""
 
 
 def require_extra(extra: str, what: str, *modules: str) -> None:
-    """Makes sure that the packages of an extra are installed; imports none of them.
+    """Checks that the packages of an extra are installed, without importing them.
 
     Args:
         extra: The extra's name.
         what: The feature that needs it, as the subject of a sentence.
-        modules: The modules that the extra brings.
+        modules: The modules that belong to the extra.
 
     Raises:
-        MissingExtraError: One of them is not there.
+        MissingExtraError: One of them isn't installed.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
@@ -60,23 +59,24 @@ def require_extra(extra: str, what: str, *modules: str) -> None:
 
 
 def clause(text: str) -> str:
-    """`text` without white space and full stops at its end, so that a sentence can go on or end
-    after it.
-    """
+    """Returns `text` without trailing white space and full stops, to be used within a sentence."""
     return text.rstrip(" \t\r\n.")
 
 
 def first_line(text: str) -> str:
-    """The first line that is not empty; where brackets close in a later one, an ellipsis and those
-    brackets.
+    """Returns the first line of a text.
+
+    If it leaves brackets open that later lines close, an ellipsis and the closing brackets are
+    added.
     """
     line, _, rest = text.strip().partition("\n")
     return line.rstrip() + _closed(line) if rest else line
 
 
 def shortened(text: str, longest: int) -> str:
-    """`text` if it has at most `longest` characters, else that many, an ellipsis, and the brackets
-    that are open.
+    """Returns at most `longest` characters of a text.
+
+    If it's longer, an ellipsis and the closing brackets of those left open are added.
     """
     if len(text) <= longest:
         return text
@@ -84,15 +84,15 @@ def shortened(text: str, longest: int) -> str:
 
 
 def _closed(text: str) -> str:
-    """An ellipsis and what closes the brackets and backticks that `text` leaves open; empty if it
-    leaves none open.
+    """Returns an ellipsis and what closes the brackets and backticks that `text` leaves open.
+
+    Returns "" if none are open.
     """
     open_: list[str] = []
     for character in text:
         if open_ and character == open_[-1]:
             open_.pop()
-        elif (
-            character in _CLOSING and "`" not in open_
-        ):  # what stands in backticks is code, or part of a name
+        # Text in backticks is code or part of a name, so its brackets don't count.
+        elif character in _CLOSING and "`" not in open_:
             open_.append(_CLOSING[character])
     return f" ...{''.join(reversed(open_))}" if open_ else ""

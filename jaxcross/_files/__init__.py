@@ -1,7 +1,7 @@
-"""Files on disk, for all folders. Knows only the standard library.
+"""Files on disk, for all folders. Uses only the standard library.
 
-whole  files that are whole whatever is killed
-lock   whether another process uses a file, and which
+whole  files that are complete even if the process is killed
+lock   whether another process uses a file, and which one
 """
 
 from jaxcross._files.lock import holder, lock

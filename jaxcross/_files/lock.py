@@ -1,4 +1,4 @@
-"""Locks of files that show whether another process uses them."""
+"""File locks, which show whether another process uses a file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _log = logging.getLogger("jaxcross")
 
 
 def lock(file: IO[Any]) -> bool:
-    """Whether no other process has the lock of an open file; this one then has it until the file is
-    closed.
+    """Locks an open file until it's closed. Returns False if another process has the lock.
 
-    True as well on a file system without locks: whether another process uses the file cannot be
-    known there.
+    Also returns True if the file system doesn't support locks: there, we can't find out whether
+    another process uses the file.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -30,13 +29,12 @@ def lock(file: IO[Any]) -> bool:
 
 
 def holder(path: Path) -> str:
-    """Returns words for the process that has the lock of a file: its number, its host, and when it
-    started.
+    """Returns a description of the process that holds a file's lock: pid, host and start time.
 
-    The kernel names it to processes of the same user, and knows none of another host.
+    The kernel shows this only to processes of the same user, and only for its own host.
     """
     for fd in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # the process has ended, or is another user's
+        with suppress(OSError):  # the process has ended or belongs to another user
             if (
                 os.readlink(fd) == str(path.resolve())
                 and "FLOCK" in (fd.parents[1] / "fdinfo" / fd.name).read_text()

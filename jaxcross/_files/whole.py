@@ -1,4 +1,8 @@
-"""Files that are whole whatever is killed, and folders whose entries are on disk."""
+"""Writes files that are always complete, even if the process is killed or the power fails.
+
+The content goes to a draft, which replaces the file in one step once it's complete. To survive a
+loss of power too, the draft must be on disk before that, and the folder's entry after it.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,9 @@ _NOT_FOR_FOLDERS = (errno.EBADF, errno.EINVAL, errno.ENOTSUP)
 def write_whole(
     path: Path, content: str | bytes, *, durable: bool = True, shared: bool = False
 ) -> None:
-    """Writes a file so that a reader, and a crash, find the old content or the new one. See
-    `replacing`.
+    """Writes a file so that after a crash, and for readers, it has the old or the new content.
+
+    See `replacing` for the arguments.
     """
     with replacing(path, durable=durable, shared=shared, binary=isinstance(content, bytes)) as file:
         file.write(content)
@@ -27,17 +32,17 @@ def write_whole(
 def replacing(
     path: Path, *, durable: bool = True, shared: bool = False, binary: bool = False
 ) -> Iterator[IO[Any]]:
-    """Opens a draft that takes the place of a file once it is whole.
+    """Opens a draft that replaces a file once it's complete.
 
     Args:
         path: The file.
-        durable: Whether to wait for the disk, so that this holds after a loss of power, too.
-        shared: Whether several processes may write the file at once: the drafts then have hidden
-            names of their own.
+        durable: Whether to wait for the disk, so that this holds even after a loss of power.
+        shared: Whether several processes may write the file at the same time. Each draft then has a
+            hidden name of its own.
         binary: Whether the content is bytes.
 
     Raises:
-        OSError: It cannot be written; nothing is left of the new content.
+        OSError: The file can't be written. None of the new content is left behind.
     """
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}" if shared else f"{path.name}.new")
     try:
@@ -56,8 +61,9 @@ def replacing(
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the entries of a folder, are on disk. Some file systems do not do that
-    for folders.
+    """Waits until a file, or the entries of a folder, are on disk.
+
+    Some file systems don't support this for folders, in which case it's a no-op.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,8 +1,8 @@
-"""The only folder that touches private or version-dependent names of JAX.
+"""The only folder that uses private or version-dependent names of JAX.
 
-jaxcross supports jax 0.10 to 0.12. From 0.11 `ClosedJaxpr is Jaxpr`; before, a closed jaxpr wraps
-an open one. Everyone else builds and reads jaxprs through the functions below and never asks for a
-class.
+jaxcross supports jax 0.10 to 0.12. From 0.11 on, `ClosedJaxpr is Jaxpr`; before that, a closed
+jaxpr wraps an open one. So that no other code needs to distinguish the two, all other modules build
+and read jaxprs with the functions below and never check for a class.
 """
 
 from __future__ import annotations
@@ -46,17 +46,15 @@ Atom: TypeAlias = Var | Literal
 Equation = _core.JaxprEqn
 Aval: TypeAlias = _core.AbstractValue
 ShapedArray: TypeAlias = _core.ShapedArray
-Jaxpr: TypeAlias = Any  # open or closed: one class from JAX 0.11 on, two before
+Jaxpr: TypeAlias = Any  # open or closed; one class from JAX 0.11 on, two before
 DropVar = _core.DropVar
 Tracer = _core.Tracer
 ArrayImpl = _array.ArrayImpl
-InternalFloatingPointError = (
-    _api_util.InternalFloatingPointError
-)  # of executables under jax_debug_nans
+# Executables raise this under `jax_debug_nans`.
+InternalFloatingPointError = _api_util.InternalFloatingPointError
 _PRNGImpl = type(_exrandom.threefry_prng_impl)
-_generators: dict[str, Any] = sys.modules[
-    _PRNGImpl.__module__
-].prngs  # whose module has moved between versions
+# We look the module up, because it has moved between versions.
+_generators: dict[str, Any] = sys.modules[_PRNGImpl.__module__].prngs
 
 INLINED = frozenset(
     {
@@ -76,12 +74,13 @@ INLINED = frozenset(
         "composite",
     }
 )
-"""Primitives that only call a jaxpr: what it does could stand in their place."""
+"""Primitives that only call a jaxpr, so the jaxpr's equations could take their place."""
 
 
 def compilation_cache_dir() -> Path | None:
-    """Returns the local folder in which JAX keeps compiled programs from run to run; None if the
-    user named none.
+    """Returns the local folder of JAX's persistent compilation cache, or None.
+
+    None if the user has named no folder, has disabled the cache, or keeps it in remote storage.
     """
     folder = jax.config.values["jax_compilation_cache_dir"]
     if not folder or "://" in folder or not jax.config.values["jax_enable_compilation_cache"]:
@@ -90,7 +89,7 @@ def compilation_cache_dir() -> Path | None:
 
 
 def jit_disabled() -> bool:
-    """Whether this thread is under `jax.disable_jit()`."""
+    """Whether this thread is inside of `jax.disable_jit()`."""
     return _config.disable_jit.value
 
 
@@ -104,36 +103,37 @@ def invalid_values_to_find() -> list[str]:
 
 
 def x64_is_local() -> bool:
-    """Whether this thread, by a context, means other element types by Python's and NumPy's numbers
-    than others do.
+    """Whether this thread has its own setting of `enable_x64` that differs from the global one.
+
+    If so, numbers of Python and NumPy have other element types here than in other threads.
     """
     return _config.enable_x64.value != _config.enable_x64.get_global()
 
 
 def trace_context() -> Any:
-    """All of JAX's configuration that decides what a trace becomes (`enable_x64`, ...); hashable.
-    Costs 0.2 us.
+    """Returns all of JAX's settings that affect a trace (`enable_x64`, ...), hashable.
+
+    Takes 0.2 us.
     """
     return _config.trace_context()
 
 
 def runs_pmap(code: Any) -> bool:
-    """Whether this code object is what `jax.pmap` returns around a function."""
+    """Whether this code object is that of the function which `jax.pmap` returns."""
     name, file = getattr(code, "co_qualname", ""), getattr(code, "co_filename", "")
     return name.startswith("pmap.<locals>") and "jax" in Path(file).parts
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr without its constants, and the constants that its `constvars` stand for."""
+    """Returns the open jaxpr, and the constants that its `constvars` stand for."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return inner, list(getattr(jaxpr, "consts", ()))
 
 
 def with_plain_equations(jaxpr: Any, axes: Mapping[str, int]) -> Any:
-    """A closed jaxpr in which no equation hides its jaxpr in an object, as `custom_root` of JAX
-    0.12 does.
+    """Returns a closed jaxpr in which no equation hides its jaxpr inside of an object.
 
-    It is what `jax.jit` does before it compiles.
+    In JAX 0.12, `custom_root` does that. `jax.jit` does the same lowering before it compiles.
     """
     if not jaxpr.is_high:
         return jaxpr
@@ -142,7 +142,7 @@ def with_plain_equations(jaxpr: Any, axes: Mapping[str, int]) -> Any:
 
 
 def sub_jaxprs(eqn: Any) -> Iterator[Any]:
-    """The jaxprs that an equation holds in its parameters, open or closed as they stand there."""
+    """Yields the jaxprs in an equation's parameters, open or closed as they are there."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if is_jaxpr(item):
@@ -150,7 +150,7 @@ def sub_jaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def shardings_of(eqn: Any) -> Iterator[NamedSharding]:
-    """The layouts on a mesh that an equation holds in its parameters."""
+    """Yields the named shardings in an equation's parameters."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, NamedSharding):
@@ -158,12 +158,13 @@ def shardings_of(eqn: Any) -> Iterator[NamedSharding]:
 
 
 def map_sub_jaxprs(eqn: Any, function: Any) -> Any:
-    """The equation with `function` applied to every jaxpr among its parameters (open ones stay
-    open).
+    """Returns the equation with `function` applied to every jaxpr in its parameters.
+
+    Open jaxprs stay open.
     """
 
     def convert(item: Any) -> Any:
-        if hasattr(item, "_fields"):  # a named tuple, as `custom_linear_solve` has
+        if hasattr(item, "_fields"):  # a named tuple, as in `custom_linear_solve`
             return type(item)(*map(convert, item))
         if type(item) in (tuple, list):
             return type(item)(convert(x) for x in item)
@@ -183,7 +184,7 @@ def map_sub_jaxprs(eqn: Any, function: Any) -> Any:
 
 
 def call_of_solver(eqn: Any) -> Any:
-    """Returns a `custom_linear_solve` equation as a call of its solver alone."""
+    """Returns a `custom_linear_solve` equation as a call of only its solver."""
     lengths, solver = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
     start = lengths.matvec + lengths.vecmat
     args = [*eqn.invars[start : start + lengths.solve], *eqn.invars[sum(lengths) :]]
@@ -191,35 +192,37 @@ def call_of_solver(eqn: Any) -> Any:
 
 
 def call_of(eqn: Any, jaxpr: Any) -> Any:
-    """A call of a closed jaxpr in place of an equation, of its inputs and results."""
+    """Returns a call of a closed jaxpr with an equation's inputs and results, to replace it."""
     return eqn.replace(
         primitive=_primitives.closed_call_p, params={"call_jaxpr": jaxpr}, effects=jaxpr.effects
     )
 
 
 def array_type(atom: Atom) -> _core.ShapedArray:
-    """Returns the shape and element type of a value: JAX declares `aval` as the base class, which
-    has neither.
+    """Returns the shape and element type of a value.
+
+    JAX declares `aval` with the base class, which has neither.
     """
     aval: Any = atom.aval
     return aval
 
 
 def new_var(aval: Any) -> Any:
-    """A fresh variable of the given abstract value."""
+    """Returns a new variable with this abstract value."""
     return Var(aval)
 
 
 def new_literal(value: Any, aval: Any) -> Any:
-    """A literal atom."""
+    """Returns a literal."""
     return Literal(value, aval)
 
 
 def make_jaxpr_of(
     invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], like: Any
 ) -> Any:
-    """A closed jaxpr without constants over the given equations; `like` lends its debug
-    information.
+    """Returns a closed jaxpr of these equations, without constants.
+
+    It gets its debug information from `like`.
     """
     effects = _core.join_effects(*(e.effects for e in eqns)) if eqns else _core.no_effects
     info = open_jaxpr(like)[0].debug_info.with_unknown_names()
@@ -228,13 +231,13 @@ def make_jaxpr_of(
 
 
 def replace_eqns(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
-    """An open jaxpr with other equations and results; constants and inputs stay."""
+    """Returns an open jaxpr with other equations and results, but the same constants and inputs."""
     effects = _core.join_effects(*(e.effects for e in eqns)) if eqns else _core.no_effects
     return jaxpr.replace(eqns=list(eqns), outvars=list(outvars), effects=effects)
 
 
 def one_result(jaxpr: Any, n: int) -> Any:
-    """The jaxpr, closed or open, with what computes its n-th result alone."""
+    """Returns the jaxpr, closed or open, reduced to what computes its n-th result."""
     inner, _ = open_jaxpr(jaxpr)
     changed, _, *_ = partial_eval.dce_jaxpr(
         inner, [i == n for i in range(len(inner.outvars))], instantiate=True
@@ -243,26 +246,26 @@ def one_result(jaxpr: Any, n: int) -> Any:
 
 
 def is_named_axis_effect(effect: Any) -> bool:
-    """Whether an effect only says that an equation speaks of a named axis."""
+    """Whether an effect only says that an equation uses a named axis."""
     return isinstance(effect, _core.NamedAxisEffect)
 
 
 def is_ordered_effect(effect: Any) -> bool:
-    """Whether equations with this effect happen in the order in which they are written."""
+    """Whether equations with this effect must run in the order in which they're written."""
     return _effects.ordered_effects.contains(effect)
 
 
 def is_array_type(value: Any) -> bool:
-    """Whether JAX would take `value` as an array argument."""
+    """Whether JAX accepts `value` as an array argument."""
     return _core.valid_jaxtype(value)
 
 
 def source_of(eqn: Any, *, outside: str = "") -> str:
-    """The user's line that made an equation, `file.py:12:4 (function)`, or `unknown line`.
+    """Returns the user's line that made an equation: `file.py:12:4 (function)` or `unknown line`.
 
     Args:
         eqn: The equation.
-        outside: Part of a path, `package/folder`, whose files are not the user's.
+        outside: A part of a path, like `package/folder`. Files under it aren't the user's.
     """
     info = eqn.source_info
     frames = list(_source_info_util.user_frames(info.traceback)) if outside else []
@@ -277,14 +280,18 @@ def source_of(eqn: Any, *, outside: str = "") -> str:
 
 
 def stack_of(eqn: Any) -> list[str]:
-    """The lines that made an equation, as `source_of` writes them, the innermost first; JAX's own
-    are left out.
+    """Returns the lines that made an equation, innermost first, without those of JAX itself.
+
+    They're formatted as by `source_of`.
     """
     return _source_info_util.summarize(eqn.source_info, num_frames=sys.maxsize).splitlines()[::-1]
 
 
 def user_line_of(error: Exception) -> str:
-    """The innermost line that an error came through outside of JAX, written as by `source_of`."""
+    """Returns the innermost line outside of JAX that an error came through.
+
+    It's formatted as by `source_of`.
+    """
     frames = [
         f for f in extract_tb(error.__traceback__) if _source_info_util.is_user_filename(f.filename)
     ]
@@ -296,19 +303,21 @@ def user_line_of(error: Exception) -> str:
 
 
 def register_host_calls() -> None:
-    """Registers the FFI calls of all imported packages with XLA, as JAX does when it starts the CPU
-    backend.
+    """Registers the FFI calls of all imported packages with XLA.
+
+    JAX does the same when it starts the CPU backend.
 
     Raises:
-        RuntimeError: A call was compiled against a newer interface than that of jaxlib.
+        RuntimeError: A call was compiled against a newer interface than jaxlib's.
     """
     register: Any = _xla_client._xla.register_custom_call_target  # pyright: ignore[reportPrivateImportUsage]
     _xla_client.register_custom_call_handler("cpu", register)
 
 
 def put_on_host(x: np.ndarray, host: Any, *, committed: bool) -> jax.Array:
-    """`jax.device_put(x, host)` in 15 us in place of 100: page-aligned memory becomes a JAX array's
-    without a copy.
+    """Does what `jax.device_put(x, host)` does, but in 15 us rather than 100 us.
+
+    Page-aligned memory becomes that of a JAX array without a copy.
     """
     aval = _core.ShapedArray(x.shape, x.dtype)
     return _pxla.batched_device_put(
@@ -317,38 +326,37 @@ def put_on_host(x: np.ndarray, host: Any, *, committed: bool) -> jax.Array:
 
 
 def collect_garbage() -> None:
-    """Makes JAX let go of the Python objects of arrays that are deleted. Otherwise, it does so in a
-    later call.
-    """
+    """Makes JAX release the Python objects of deleted arrays now rather than in a later call."""
     _xla_client._xla.collect_garbage()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def backends_started() -> bool:
-    """Whether JAX has started a backend in this process; thread-pool settings come too late
-    then.
+    """Whether JAX has started a backend in this process.
+
+    If so, it's too late for thread-pool settings.
     """
     return _xla_bridge.backends_are_initialized()
 
 
 def aval_of(value: Any) -> Any:
-    """The abstract value of a concrete argument, weak type included."""
+    """Returns the abstract value of a concrete argument, including its weak type."""
     return jax.typeof(value)
 
 
 def weakly_typed(array: jax.Array) -> jax.Array:
-    """Returns the array with a weak type, as JAX makes arrays of Python numbers: another type
-    prevails.
+    """Returns the array with a weak type, like arrays that JAX makes from Python numbers.
+
+    When it's combined with another array, the other array's type prevails.
     """
     weak: Any = _lax._convert_element_type(array, weak_type=True)
     return weak
 
 
 def generator_name(value: Any) -> str | None:
-    """The name by which JAX knows a generator of random bits, in every process; None for anything
-    else.
+    """Returns the name under which JAX has a generator of random bits in every process, or None.
 
-    One that was handed to JAX (`jax.extend.random.define_prng_impl`) has none: others may be called
-    the same.
+    None for anything that isn't such a generator, and for generators that were defined with
+    `jax.extend.random.define_prng_impl`: others may have the same name.
     """
     known = isinstance(value, _PRNGImpl) and _generators.get(value.name) is value
     return value.name if known else None
@@ -365,13 +373,13 @@ def is_closed_jaxpr(value: Any) -> bool:
 
 
 def bind_equation(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-    """Evaluate (or trace) one equation on `values` with the given parameters, under its own name
-    and source line.
+    """Evaluates or traces one equation on `values`, with the given parameters.
+
+    It keeps the equation's name and source line.
     """
     primitive = eqn.primitive
-    if (
-        primitive.name in _INVARIANT
-    ):  # it asks for a varying type, which `without_mesh` has taken away
+    # The primitive requires a varying type, which `without_mesh` has removed.
+    if primitive.name in _INVARIANT:
         primitive, more = _INVARIANT[primitive.name]
         params = {**params, **more}
     with in_place_of(eqn):
@@ -387,9 +395,7 @@ _INVARIANT: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @contextmanager
 def in_place_of(eqn: Any) -> Iterator[None]:
-    """Gives what is traced inside the name, the source line and the configuration of an
-    equation.
-    """
+    """Gives everything that's traced inside the name, source line and settings of an equation."""
     names = _source_info_util.current_name_stack() + eqn.source_info.name_stack
     with (
         _source_info_util.user_context(eqn.source_info.traceback, name_stack=names),
@@ -399,12 +405,12 @@ def in_place_of(eqn: Any) -> Iterator[None]:
 
 
 def close(jaxpr: Any) -> Any:
-    """A closed jaxpr without constants."""
+    """Returns a closed jaxpr without constants."""
     return _excore.ClosedJaxpr(jaxpr, [])
 
 
 def constants_first(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the jaxpr, closed, with its constants as its first arguments, and the constants."""
+    """Returns the closed jaxpr with its constants as its first arguments, and the constants."""
     inner, consts = open_jaxpr(jaxpr)
     if not consts:
         return jaxpr, ()
@@ -413,7 +419,7 @@ def constants_first(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def bytes_of(array: Any) -> bytes:
-    """Type, shape and content of a concrete array; waits for it."""
+    """Returns type, shape and content of a concrete array as bytes. Waits for the array."""
     if jnp.issubdtype(getattr(array, "dtype", np.dtype(float)), jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     array = np.asarray(array)
@@ -421,9 +427,7 @@ def bytes_of(array: Any) -> bytes:
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """Returns the numbers of constant operands of a `scan` and of the carried ones that follow
-    them.
-    """
+    """Returns the number of a `scan`'s constant operands, and of the carried ones after them."""
     if "num_carry" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = map(len, eqn.params["ft_in"].unpack())  # from 0.12

@@ -1,6 +1,4 @@
-"""The private names of JAX that have to do with `shard_map`: types that vary over a mesh, its body,
-its arguments.
-"""
+"""JAX's private names for `shard_map`: types that vary over a mesh, its body, and its arguments."""
 
 from __future__ import annotations
 
@@ -17,15 +15,17 @@ from jaxcross._jax_compat import Literal, map_sub_jaxprs, new_var, open_jaxpr
 
 
 def checks_varying() -> bool:
-    """Whether a `shard_map(check_vma=True)` is being traced, in which types tell over which axes
-    values vary.
+    """Whether a `shard_map(check_vma=True)` is being traced.
+
+    In it, types say over which axes values vary.
     """
     return _config._check_vma.value
 
 
 def vary_over(x: Any, axes: Sequence[str]) -> Any:
-    """`x` with a type that varies over `axes`, where `checks_varying()`. Sums the gradient over
-    those that are new.
+    """Returns `x` with a type that varies over `axes`. For use if `checks_varying()`.
+
+    The gradient is summed over those axes over which `x` didn't vary before.
     """
     return jax.lax.pcast(
         x, tuple(a for a in axes if a not in jax.typeof(x).mat.varying), to="varying"
@@ -33,17 +33,16 @@ def vary_over(x: Any, axes: Sequence[str]) -> Any:
 
 
 def is_cast_outside_of_shard_map(error: Exception) -> bool:
-    """Whether JAX says by an error that `jax.lax.pcast` names an axis which no `shard_map`
-    binds.
-    """
+    """Whether JAX's error means that `jax.lax.pcast` names an axis which no `shard_map` binds."""
     if isinstance(error, AssertionError):
         return str(error).startswith("ManualAxisType(")
     return isinstance(error, ValueError) and "should be called under jax.shard_map" in str(error)
 
 
 def with_input_shapes(jaxpr: Any, shapes: Sequence[Sequence[int]]) -> Any:
-    """A closed jaxpr with inputs of other shapes, and no mesh in their types; its equations stay as
-    they are.
+    """Returns a closed jaxpr with inputs of other shapes and without a mesh in their types.
+
+    Its equations are unchanged.
     """
     inner, _ = open_jaxpr(jaxpr)
     new = {
@@ -64,7 +63,8 @@ def with_input_shapes(jaxpr: Any, shapes: Sequence[Sequence[int]]) -> Any:
     return changed if jaxpr is inner else jaxpr.replace(jaxpr=changed)
 
 
-# Inside a `shard_map` these say how values vary over the mesh, or lie on it; no value changes.
+# Inside of a `shard_map`, these say how values vary over the mesh or are placed on it. They don't
+# change any value.
 _CASTS = frozenset(
     {
         "pvary",
@@ -79,19 +79,18 @@ _CASTS = frozenset(
 
 
 def without_mesh(jaxpr: Any) -> Any:
-    """The open body of a `shard_map`, as if its equations had been traced on one rank that knows of
-    no mesh.
+    """Returns a `shard_map`'s open body as if it had been traced on one rank, without a mesh.
 
-    Types lose their mesh and what varies over it, contexts and parameters the mesh itself, and
-    casts between varying and invariant values go. What JAX inserted to exchange (`psum_invariant`)
-    stays.
+    The mesh is removed from types, contexts and parameters, along with the axes over which types
+    vary. Casts between varying and invariant values are removed too. The exchanges that JAX
+    inserted (`psum_invariant`) stay.
     """
     inner, _ = open_jaxpr(jaxpr)
     env: dict[Any, Any] = {}
 
     def new(atom: Any) -> Any:
         if isinstance(atom, Literal):
-            # JAX's own arrays of NumPy's remember a type; a view of one does not.
+            # JAX's own subclasses of NumPy arrays carry a type; a view doesn't.
             val: Any = atom.val.view() if isinstance(atom.val, np.ndarray) else atom.val
             return Literal(val, _without_mesh(atom.aval))
         if atom not in env:
@@ -123,7 +122,7 @@ def without_mesh(jaxpr: Any) -> Any:
 
 
 def _without_mesh(value: Any) -> Any:
-    """A type, a parameter or a context of an equation without the mesh that it speaks of."""
+    """Returns a type, parameter or context of an equation without the mesh it refers to."""
     empty = jax.sharding.AbstractMesh((), ())
     if isinstance(value, _core.ShapedArray):
         return _core.ShapedArray(value.shape, value.dtype, value.weak_type)
@@ -138,8 +137,9 @@ def _without_mesh(value: Any) -> Any:
 
 
 class _Asked(BaseException):
-    """Leaves a function at its first equation: `arguments` and `parameters` of a `shard_map`, None
-    of another one.
+    """Leaves a function at its first equation.
+
+    It carries the `arguments` and `parameters` if that's a `shard_map`, otherwise None.
     """
 
     def __init__(self, arguments: Any = None, parameters: Any = None) -> None:
@@ -159,8 +159,9 @@ class _Asking(_core.Trace):
 
 
 class _AnySpec:
-    """Equal to every spec: on axes of type `Explicit` JAX compares an argument's own with that of
-    `in_specs`.
+    """Equal to every spec.
+
+    On axes of type `Explicit`, JAX compares an argument's own spec with that of `in_specs`.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -193,21 +194,22 @@ class _Unplaced(_core.ShapedArray):
 def first_shard_map(
     function: Callable[..., Any], shapes: Sequence[tuple[Sequence[int], Any]]
 ) -> tuple[Any, list[tuple[int | None, Any]]] | None:
-    """Returns the mesh of the `shard_map` that `function` begins with, and the spec of each
-    argument; or None.
+    """Returns the mesh of the `shard_map` that `function` begins with, and each argument's spec.
 
-    A value that `function` closes over has no number.
+    None if `function` doesn't begin with one. The spec of each argument comes with the argument's
+    number, or None for a value that `function` closes over.
 
-    The body does not run: `shapes`, each with its element type, need only be divisible by whatever
-    cuts them.
+    The body doesn't run. So `shapes`, each with an element type, only need to be divisible by
+    whatever splits them.
 
     Raises:
-        Exception: What JAX or the function say to such arguments.
+        Exception: Whatever JAX or the function raises for such arguments.
     """
     trace = _Asking()
     tracers = [_core.Tracer(trace, _Unplaced(shape, dtype)) for shape, dtype in shapes]
     try:
-        # JAX traces a `jit` before it binds its primitive, which `_Asking` would not see.
+        # JAX traces a `jit` before it binds the `jit`'s primitive, so `_Asking` would miss what is
+        # inside.
         with jax.disable_jit(), _core.set_current_trace(trace):
             function(*tracers)
     except _Asked as asked:
@@ -221,10 +223,8 @@ def first_shard_map(
 def begins_under_vmap(
     function: Callable[..., Any], shapes: Sequence[tuple[Sequence[int], Any]]
 ) -> bool:
-    """Whether `first_shard_map` fails because the `shard_map` that `function` begins with is under
-    a `jax.vmap`.
-    """
-    with _config.traceback_filtering("off"):  # JAX takes its own frames out of tracebacks
+    """Whether `first_shard_map` fails because the `shard_map` is under a `jax.vmap`."""
+    with _config.traceback_filtering("off"):  # otherwise JAX removes its own frames from tracebacks
         try:
             first_shard_map(function, shapes)
         except Exception as error:

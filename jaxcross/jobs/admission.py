@@ -1,5 +1,13 @@
-"""Admission of jobs by memory: what the jobs of a run have booked on a rank, and whether one more
-fits on all ranks.
+"""Admission of jobs by memory: whether another job still fits, on all ranks.
+
+Before a job runs a program for the first time, it books the memory that the program needs. The
+ranks compute the minimum of what each of them has left, so either every rank admits the job or
+every rank refuses it with the same error.
+
+Memory that several jobs share, e.g. the base model under adapters, must count once. So a booking
+isn't just a number of bytes: it also lists the buffers that other jobs may hold too. When a job
+ends, it gives its booking back. Only its latest state still counts, until those arrays are gone,
+because `job.state` keeps them alive.
 """
 
 from __future__ import annotations
@@ -28,13 +36,14 @@ _log = logging.getLogger("jaxcross")
 @final
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a program of a job needs on one rank.
+    """What a job's program needs on one rank.
 
     Attributes:
-        memory: Its memory, all arrays included.
-        lasting: Those of the arrays that other jobs may hold, too, by their buffers, with their
-            bytes. The references are weak, so that admission keeps no memory in use. An address
-            says nothing once its array is gone, because the next array may be put there.
+        memory: The program's memory, including all arrays.
+        lasting: Those of the arrays that other jobs may hold too: weak references and bytes by
+            buffer. The references are weak so that admission doesn't keep memory in use, and needed
+            because an address alone says nothing once its array is gone: the next array may be put
+            there.
     """
 
     memory: JobMemory
@@ -51,9 +60,10 @@ class Need:
         """Returns the need of a program.
 
         Args:
-            memory: Its memory, in which an array counts as often as it is in `lasting`.
-            lasting: Arrays that other jobs may hold, too, and their bytes.
-            without: Buffers that are this job's own nevertheless.
+            memory: The program's memory, in which an array counts as often as it occurs in
+                `lasting`.
+            lasting: Arrays that other jobs may hold too, and their bytes.
+            without: Buffers that belong to this job alone, even if they're in `lasting`.
         """
         found: dict[Hashable, tuple[weakref.ref[jax.Array], int]] = {}
         repeated = 0
@@ -67,13 +77,13 @@ class Need:
 
     @classmethod
     def of_state(cls, state: PyTree) -> Self:
-        """Returns the need of a job that is over and whose state is kept."""
+        """Returns the need of a job that has ended and whose state is kept."""
         arrays = [(array, array.nbytes) for array in arrays_by_buffer(state).values()]
         nbytes = sum(nbytes for _, nbytes in arrays)
         return cls.of(JobMemory(peak_bytes=nbytes, boundary_bytes=nbytes), arrays)
 
     def present(self) -> dict[Hashable, int]:
-        """Returns the bytes of the lasting arrays that still exist, by their buffers."""
+        """Returns the bytes of those lasting arrays that still exist, by buffer."""
         arrays = (
             (buffer, reference(), nbytes) for buffer, (reference, nbytes) in self.lasting.items()
         )
@@ -84,15 +94,16 @@ class Need:
         }
 
 
-Booking: TypeAlias = Sequence[Need]  # of one job, with a `Need` for each of its programs
+Booking: TypeAlias = Sequence[Need]  # what one job has booked: a `Need` per program
 
 
 def needed_by(bookings: Sequence[Booking]) -> int:
-    """Returns the bytes of arrays that jobs need next to each other, where a buffer that several
-    jobs hold counts once.
+    """Returns how many bytes of arrays jobs need when they run alongside each other.
+
+    A buffer that several jobs hold counts once.
 
     Args:
-        bookings: What each of the jobs has booked.
+        bookings: What each job has booked.
     """
     present = [[need.present() for need in booking] for booking in bookings]
     holders = Counter(
@@ -123,16 +134,16 @@ def needed_by(bookings: Sequence[Booking]) -> int:
 class MemoryAdmission:
     """The memory that the jobs of a run have booked on one rank.
 
-    Jobs book on the exchange lane and give back when a vote ends them, which all ranks do in one
-    order. So the ranks admit the same jobs, also where they have other limits.
+    Jobs book memory on the exchange lane and give it back when a vote ends them. All ranks do both
+    in the same order, so they admit the same jobs even if their limits differ.
 
     Args:
-        limit_bytes: Bytes that this rank may use; None if that is not known.
-        process_bytes: Bytes that the process needs next to arrays.
+        limit_bytes: The bytes that this rank may use; None if unknown.
+        process_bytes: The bytes that the process needs in addition to arrays.
 
     Attributes:
         limit_bytes: As above.
-        most_booked_bytes: The most bytes that were booked at once.
+        most_booked_bytes: The most bytes that were booked at the same time.
     """
 
     def __init__(self, limit_bytes: int | None, process_bytes: int = 0) -> None:
@@ -140,15 +151,15 @@ class MemoryAdmission:
         self._process_bytes = process_bytes
         self.most_booked_bytes = 0
         self._booked: dict[str, Booking] = {}
-        self._kept: dict[
-            str, Callable[[], PyTree]
-        ] = {}  # the state that each job still holds after its end
+        # Returns the state that a job still holds after its end.
+        self._kept: dict[str, Callable[[], PyTree]] = {}
         self._warned = False
 
     @classmethod
     def of(cls, world: World, limit_bytes: int | None = None) -> Self:
-        """Returns that of a rank on which nothing is booked; without a limit, the device's or the
-        machine's counts.
+        """Returns an admission with nothing booked yet.
+
+        Without a limit, the limit is that of the device or of the machine.
         """
         device = jax.local_devices()[0]
         if limit_bytes is None:
@@ -156,17 +167,16 @@ class MemoryAdmission:
         return cls(limit_bytes, PROCESS_BYTES if device.platform == "cpu" else 0)
 
     def admit(self, control: Control, job: str, need: Need, *, remedy: str = "") -> None:
-        """Books memory for a job, next to what it has booked, if all ranks have it. Waits for all
-        ranks.
+        """Books memory for a job's next program, if all ranks have enough. Waits for all ranks.
 
         Args:
-            control: The ranks.
-            job: Its name.
-            need: What its next program needs.
-            remedy: What would make it need less, as the end of a sentence.
+            control: Communicates with the other ranks.
+            job: The job's name.
+            need: What the program needs, in addition to what the job has booked already.
+            remedy: What would reduce the need, as the end of a sentence.
 
         Raises:
-            JobError: On every rank: it does not fit on some rank.
+            JobError: On every rank: it doesn't fit on some rank.
         """
         wanted = [*self._booked.get(job, ()), need]
         needed = self._needed([*self._others(job), wanted])
@@ -185,8 +195,9 @@ class MemoryAdmission:
         self.most_booked_bytes = max(self.most_booked_bytes, needed)
 
     def give_back(self, job: str, kept: Callable[[], PyTree]) -> None:
-        """Ends a job's booking, but for the latest state, which `kept` returns from now on. Does
-        not wait.
+        """Ends a job's booking, except for its latest state. Doesn't wait.
+
+        `kept` returns that state from now on.
         """
         self._booked.pop(job, None)
         self._kept[job] = kept
@@ -198,7 +209,7 @@ class MemoryAdmission:
         return [*(booked for name, booked in self._booked.items() if name != job), *self._states()]
 
     def _states(self) -> list[Booking]:
-        """Returns what the states of jobs that are over hold."""
+        """Returns what the states of ended jobs still hold."""
         return [[need] for kept in self._kept.values() if (need := Need.of_state(kept())).lasting]
 
     def _refusal(self, job: str, wanted: Booking, rank: int, remedy: str) -> str:
@@ -233,9 +244,7 @@ class MemoryAdmission:
     def _fitting(
         self, states: Sequence[Booking], running: Sequence[Booking], wanted: Booking
     ) -> int:
-        """Returns how many of the running jobs this job fits alongside, counting from the
-        smallest.
-        """
+        """Returns how many running jobs this job fits alongside, counting from the smallest."""
         smallest = sorted(running, key=lambda booking: needed_by([booking]))
         counts = range(len(running), -1, -1)
         limit = self.limit_bytes or 0
@@ -249,7 +258,7 @@ def _next_to(count: int) -> str:
 
 
 def remedies(program: Program) -> str:
-    """Returns what would make a program need less memory, as a list that goes on."""
+    """Returns what would reduce a program's memory, as the beginning of a list."""
     ways = ["make the batch smaller, "]
     if len(program.collectives) > 1:
         ways.append('leave the step uncut (`cut="whole"`), ')

@@ -1,4 +1,4 @@
-"""What all ranks agree on before the jobs of a run begin, and as it ends after a stop."""
+"""What all ranks agree on before the jobs of a run begin, and after a stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def agree(world: World, facts: Mapping[str, Any]) -> None:
     """Compares the ranks' settings of a run. Waits for all ranks.
 
     Raises:
-        JobError: On every rank: they differ.
+        JobError: On every rank: the settings differ.
     """
     with world.monitor(job="", step=0, segment=-1, what="start of the run"):
         texts = world.control.allgather_text(json.dumps(facts))
@@ -48,10 +48,10 @@ def open_session(
 
 
 def claim_metrics(world: World, files: MetricFiles | None) -> None:
-    """Has rank 0, which has the files, claim the folder of metrics. Waits for all ranks.
+    """Claims the folder of metrics on rank 0, which writes the files. Waits for all ranks.
 
     Raises:
-        ValueError: On every rank: the folder is in use, or cannot be written.
+        ValueError: On every rank: the folder is in use or can't be written.
     """
     problem = None
     if files is not None:
@@ -68,17 +68,16 @@ def claim_metrics(world: World, files: MetricFiles | None) -> None:
 def taken_over(
     session: Session, functions: RegisteredFunctions, check_name: Callable[[str], None], rank: int
 ) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-    """Yields the jobs that an earlier run was given by `submit` and that have not ended: name,
-    function, arguments.
+    """Yields the unfinished jobs that an earlier run received by `submit`.
 
-    Warns of those that it was given otherwise, and that this run lacks. The same on all ranks.
+    Each is a name, a function and its arguments, identical on all ranks. Warns about jobs that
+    joined the earlier run in another way and that this run doesn't have.
     """
     for listed, text in session.resubmit.items():
         try:
             name, fn, arguments = functions.resolve(text, rank)
-            if (
-                name != listed
-            ):  # a name that is listed is one that a job can have, and its folder is known
+            # A listed name is a valid name of a job, and its folder is known.
+            if name != listed:
                 raise ValueError(f"it is listed as `{listed}`, and makes a job `{name}`")
             check_name(name)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -98,20 +97,21 @@ def taken_over(
 
 
 def agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -> BaseException:
-    """Returns what this rank raises after a stop. Waits for all, so that none ends while another
-    still saves.
+    """Returns the exception that this rank raises after a stop.
+
+    Waits for all ranks, so that no rank exits while another one is still saving.
 
     Args:
         world: All ranks.
-        terminated: Whether SIGTERM came to this rank.
-        own: The exception of this rank's handler of a signal, if there was one.
+        terminated: Whether this rank received SIGTERM.
+        own: The exception that this rank's signal handler raised, if any.
     """
     with after_run(world, "end of the run"):
         some = any_rank(world.control, terminated)
         world.flight.record_exit(*("terminated", "SIGTERM") if some else ("interrupted", "Ctrl-C"))
-        # The first that leaves with an exit code ends all: not before each has written its last
-        # words.
+        # The first rank that exits with a nonzero code terminates all ranks, so we wait until each
+        # of them has written its last output.
         world.control.allreduce_min(np.zeros(1, np.int64))
     if own is not None and not isinstance(own, KeyboardInterrupt):
-        return own  # a user's handler means something by it
+        return own  # the user's handler raised it on purpose
     return SystemExit(TERMINATED) if some else KeyboardInterrupt()

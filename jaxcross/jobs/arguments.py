@@ -1,6 +1,4 @@
-"""Checks the arguments of runners and jobs where they are given, so that errors point at the user's
-line.
-"""
+"""Checks the arguments of runners and jobs at the call, so that errors point at the user's line."""
 
 from __future__ import annotations
 
@@ -25,20 +23,20 @@ from jaxcross.jobs.evaluations import Evaluation
 
 
 def check_world(world: Any) -> None:
-    """Makes sure that `world` is one, or None.
+    """Checks that `world` is a `World` or None.
 
     Raises:
-        TypeError: It is not.
+        TypeError: It isn't.
     """
     if world is not None and not isinstance(getattr(world, "size", None), int):
         raise _wrong("`world`", "what `jaxcross.initialize()` returned, or None", world)
 
 
 def check_policy(policy: Any) -> None:
-    """Makes sure that `policy` decides whose turn it is, or is None.
+    """Checks that `policy` is an instance of a policy or None.
 
     Raises:
-        TypeError: It does not, or it is a class.
+        TypeError: It isn't, e.g. because it's a class.
     """
     if policy is not None and (isinstance(policy, type) or not isinstance(policy, Policy)):
         words = "`jaxcross.Sequential()`, `jaxcross.RoundRobin()` or `jaxcross.Weighted(shares)`"
@@ -46,11 +44,11 @@ def check_policy(policy: Any) -> None:
 
 
 def checked_instruments(instruments: Any) -> tuple[Instrument, ...]:
-    """The instruments.
+    """Returns the instruments as a tuple.
 
     Raises:
-        TypeError: One is not an `Instrument`, or they are not an iterable.
-        ValueError: Two would write to one file or folder.
+        TypeError: They aren't an iterable of `Instrument`s.
+        ValueError: Two of them would write to the same file or folder.
     """
     found = tuple(instruments) if isinstance(instruments, Iterable) else (instruments,)
     wrong = [each for each in found if isinstance(each, type) or not isinstance(each, Instrument)]
@@ -62,10 +60,10 @@ def checked_instruments(instruments: Any) -> tuple[Instrument, ...]:
 
 
 def check_places(instruments: Iterable[Instrument]) -> None:
-    """Makes sure that no two instruments write to one file or folder.
+    """Checks that no two instruments write to the same file or folder.
 
     Raises:
-        ValueError: Two do.
+        ValueError: Two of them do.
     """
     writers: dict[str, Instrument] = {}
     for each in instruments:
@@ -79,11 +77,11 @@ def check_places(instruments: Iterable[Instrument]) -> None:
 
 
 def check_count(what: str, value: Any, *, least: float) -> None:
-    """Makes sure that an argument is a whole number of at least `least`.
+    """Checks that an argument is a whole number of at least `least`.
 
     Raises:
-        TypeError: It is not a whole number.
-        ValueError: It is smaller.
+        TypeError: It isn't a whole number.
+        ValueError: It's smaller.
     """
     if not is_whole(value):
         raise _wrong(what, "a whole number", value)
@@ -95,8 +93,9 @@ def depth_and_start(policy: Policy) -> tuple[int, Start]:
     """Returns a policy's depth, by default that of the backend, and how its jobs start.
 
     Raises:
-        TypeError: It is a policy of the user's, whose depth is not a whole number.
-        ValueError: Likewise, but its depth is below 1, or its start another word.
+        TypeError: The policy is a user's own, and its depth isn't a whole number.
+        ValueError: The policy is a user's own, and its depth is below 1 or its start is an unknown
+            word.
     """
     depth = checked_depth(getattr(policy, "depth", None))
     start = checked_start(getattr(policy, "start", "together"))
@@ -104,20 +103,20 @@ def depth_and_start(policy: Policy) -> tuple[int, Start]:
 
 
 def check_folder(what: str, folder: Any) -> None:
-    """Makes sure that an argument names a folder, or is None.
+    """Checks that an argument names a folder or is None.
 
     Raises:
-        TypeError: It does not.
+        TypeError: It isn't.
     """
     if folder is not None and not isinstance(folder, str | os.PathLike):
         raise _wrong(what, "the path of a folder, or None", folder)
 
 
 def record_events(flight: FlightRecorder, folder: str | os.PathLike[str]) -> None:
-    """Lets this rank write what it does to a folder, from now on.
+    """Starts recording this rank's events in a folder.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: This rank can't write there.
     """
     try:
         flight.record_to(folder)
@@ -130,10 +129,10 @@ def record_events(flight: FlightRecorder, folder: str | os.PathLike[str]) -> Non
 
 
 def check_checkpoints(checkpoints: Any) -> None:
-    """Makes sure that `checkpoints` says where and when, or is None.
+    """Checks that `checkpoints` is a `Checkpoints` or None.
 
     Raises:
-        TypeError: It does not, as a bare path.
+        TypeError: It isn't, e.g. because it's a bare path.
     """
     if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
         raise _wrong(
@@ -142,10 +141,10 @@ def check_checkpoints(checkpoints: Any) -> None:
 
 
 def checked_interval(what: str, steps: Any) -> int | None:
-    """The number of steps from one comparison of replicas to the next.
+    """Returns the number of steps from one comparison of replicas to the next.
 
     Raises:
-        ValueError: It is not a whole number of at least 1.
+        ValueError: It isn't a whole number of at least 1.
     """
     if steps is None:
         return None
@@ -154,14 +153,14 @@ def checked_interval(what: str, steps: Any) -> int | None:
             f"{what} is `{steps!r}`: it is the number of steps from one comparison to the next, 1 "
             "or more."
         )
-    return int(steps)  # ranks compare it as a text
+    return int(steps)  # ranks compare its text
 
 
 def checked_names(what: str, names: Any) -> tuple[str, ...]:
-    """The names of leaves; a single text is one name.
+    """Returns the names of leaves as a tuple; a single string is one name.
 
     Raises:
-        TypeError: They are something other than texts.
+        TypeError: They aren't all strings.
     """
     found = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
     if not all(isinstance(name, str) for name in found):
@@ -170,11 +169,11 @@ def checked_names(what: str, names: Any) -> tuple[str, ...]:
 
 
 def check_progress(progress: Any) -> None:
-    """Makes sure that `progress` is a yes or no, seconds above 0, or None.
+    """Checks that `progress` is a bool, a number of seconds above 0, or None.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: It is not above 0, or not finite.
+        TypeError: It's something else.
+        ValueError: It's not above 0 or not finite.
     """
     if progress is None or isinstance(progress, bool):
         return
@@ -187,10 +186,10 @@ def check_progress(progress: Any) -> None:
 
 
 def check_jobs(count: int, policy: Policy) -> None:
-    """Checks the jobs of a run that begins.
+    """Checks the jobs of a run that's about to begin.
 
     Raises:
-        ValueError: There are none, or `Weighted` has not a share for each.
+        ValueError: There are no jobs, or `Weighted` doesn't have one share per job.
     """
     if not count:
         raise ValueError(
@@ -202,16 +201,16 @@ def check_jobs(count: int, policy: Policy) -> None:
 
 
 def check_trial_policy(policy: Any, concurrent: int, *, prunes: bool) -> None:
-    """Makes sure that the trials of a sweep, which come and go, can run under a policy.
+    """Checks that a sweep's trials, which come and go, can run under a policy.
 
     Args:
         policy: A policy, or None.
-        concurrent: The number of trials at a time.
-        prunes: Whether trials wait for each other, as where one could be pruned.
+        concurrent: How many trials run at a time.
+        prunes: Whether trials wait for each other, as they do if any of them can be pruned.
 
     Raises:
-        TypeError: It is no policy.
-        ValueError: It has a share for each job, or gives no turn to a trial for which others wait.
+        TypeError: It isn't a policy.
+        ValueError: It has one share per job, or it gives no turns to a trial that others wait for.
     """
     check_policy(policy)
     if isinstance(policy, Weighted):
@@ -231,17 +230,17 @@ def check_job_name(name: Any) -> None:
     """Checks the name of a job.
 
     Raises:
-        ValueError: It is no text, or empty.
+        ValueError: It's not a string, or it's empty.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"the name of a job must be a text that is not empty, got {name!r}")
 
 
 def check_kwargs(job: str, kwargs: Any) -> None:
-    """Makes sure that `kwargs` are keywords of a call.
+    """Checks that `kwargs` can be the keyword arguments of a call.
 
     Raises:
-        TypeError: They are not a mapping, or some key is not a text.
+        TypeError: It's not a mapping with string keys.
     """
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         words = "a mapping whose keys are texts, such as `{'lr': 0.1}`"
@@ -249,12 +248,12 @@ def check_kwargs(job: str, kwargs: Any) -> None:
 
 
 def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:
-    """Makes sure that `fn(job, **kwargs)` can be called, and that the call runs it.
+    """Checks that `fn(job, **kwargs)` can be called, and that the call runs the function's body.
 
     Raises:
-        ValueError: The name is no text, or empty.
-        TypeError: It cannot, it would only make a generator or a coroutine, or `kwargs` is not a
-            mapping of texts.
+        ValueError: The name isn't a string, or it's empty.
+        TypeError: `fn` can't be called like this, the call would only create a generator or a
+            coroutine, or `kwargs` isn't a mapping with string keys.
     """
     check_job_name(name)
     if not callable(fn):
@@ -284,11 +283,11 @@ def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
-    """Makes sure that a plain loop can run with these.
+    """Checks that a plain loop can run with these arguments.
 
     Raises:
-        TypeError: `name` is not a text, `step` cannot be called with a state and a batch, `batches`
-            is not an iterable or is a single batch, or `steps` is not a whole number.
+        TypeError: `name` isn't a string, `step` can't be called with a state and a batch, `batches`
+            isn't an iterable or is a single batch, or `steps` isn't a whole number.
         ValueError: `name` is empty, or `steps` is below 0.
     """
     if not isinstance(name, str):
@@ -302,10 +301,10 @@ def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
 
 
 def check_batches(name: str, batches: Any, steps: Any) -> None:
-    """Makes sure that a loop over batches can run with these.
+    """Checks that a loop can run over these batches for this number of steps.
 
     Raises:
-        TypeError: `batches` is not an iterable or is a single batch, or `steps` is not a whole
+        TypeError: `batches` isn't an iterable or is a single batch, or `steps` isn't a whole
             number.
         ValueError: `steps` is below 0.
     """
@@ -321,12 +320,12 @@ def check_batches(name: str, batches: Any, steps: Any) -> None:
 
 
 def checked_evaluation(job: str, n: Any, fn: Any, rank: Any, name: Any) -> Evaluation:
-    """The evaluation that these arguments of `job.every` ask for.
+    """Returns the evaluation that these arguments of `job.every` request.
 
     Raises:
-        TypeError: `n` or `rank` is not a whole number, `fn` cannot be called with a state, or
-            `name` is not a text.
-        ValueError: `n` is below 1, or `name` is empty or has a slash.
+        TypeError: `n` or `rank` isn't a whole number, `fn` can't be called, or `name` isn't a
+            string.
+        ValueError: `n` is below 1, or `name` is empty or contains a slash.
     """
     what = f"of `job.every` in job `{job}`"
     check_count(f"`n` {what}", n, least=1)
@@ -346,11 +345,12 @@ def checked_evaluation(job: str, n: Any, fn: Any, rank: Any, name: Any) -> Evalu
 def checked_early_stopping(
     job: str, metric: Any, *, mode: Any, patience: Any, patience_steps: Any, min_delta: Any
 ) -> EarlyStopping:
-    """When these arguments of `job.stop_early` ask to stop.
+    """Returns the early stopping that these arguments of `job.stop_early` request.
 
     Raises:
-        TypeError: One is of another type.
-        ValueError: One is out of range, or not one of `patience` and `patience_steps` is given.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range, or `patience` and `patience_steps` are both given
+            or both left out.
     """
     what = f"of `job.stop_early` in job `{job}`"
     if not isinstance(metric, str):

@@ -1,4 +1,9 @@
-"""The loops over batches that a job's function begins."""
+"""The loops over batches in a job's function.
+
+A `Prefetcher` only delivers batches. This module adds what a job does between two batches: run the
+evaluations that are due, check replicas, measure how long the job waits for data, and end the loop
+if the job stops early.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +23,13 @@ _END = object()
 
 @final
 class BatchLoops:
-    """Begins loops, does what is due between two batches, and ends loops early.
+    """Begins a job's loops over batches, does what's due between two batches, and ends loops early.
 
     Args:
         life: The job's part in the run.
-        host: Makes its steps.
+        host: Runs the job's steps.
         world: All ranks.
-        finish_step: Called before each next batch, once the loop's body is through.
+        finish_step: Called before each next batch, once the loop's body has finished.
     """
 
     __slots__ = ("_begun", "_ending", "_finish_step", "_host", "_life", "_world")
@@ -34,25 +39,25 @@ class BatchLoops:
     ) -> None:
         self._life, self._host, self._world, self._finish_step = life, host, world, finish_step
         self._begun = 0
-        self._ending: set[int] | None = (
-            None  # streams of the loops that end because the job stops early
-        )
+        # The streams of the loops that end because the job stops early.
+        self._ending: set[int] | None = None
 
     def begin(self, data: Iterable[Any], steps: int | None) -> Iterator[Any]:
-        """Begins a loop; see `JobContext.batches`."""
+        """Begins a loop and returns its batches; see `JobContext.batches`."""
         life, host = self._life, self._host
         driver, record = life.running()
         check_batches(life.name, data, steps)
         if life.ends_stray_loop():
             return iter(())
-        # Here and not where a loop ends: a generator that is left early may be ended by the garbage
-        # collector, in any thread.
+        # We forget closed loops here rather than where a loop ends, because the garbage collector
+        # may finish an abandoned generator in any thread.
         loops = host.loops = [loop for loop in host.loops if not loop.closed]
         resumption = life.resumption
-        # An evaluation that is owed from before a restart may come before the loop that goes on.
+        # After a restart, an evaluation that was still due may open a loop before the training loop
+        # that resumes. It mustn't take that loop's position.
         evaluates = host.evaluations.running
         start = START if resumption is None or evaluates else resumption.next_position()
-        if not loops and not evaluates:  # one next to others evaluates, perhaps
+        if not loops and not evaluates:  # a loop alongside others may be an evaluation's
             count = number_of_batches(data, steps)
             host.planned_steps = (
                 None if count is None else host.step + max(0, count - start.n_batches)
@@ -75,7 +80,7 @@ class BatchLoops:
         return self._measured(loop)
 
     def end_early(self) -> None:
-        """Ends the loops that are open now, at their next batch."""
+        """Ends the loops that are open now when they next request a batch."""
         if self._ending is None:
             self._ending = {loop.stream for loop in self._host.loops if not loop.closed}
 
@@ -83,8 +88,8 @@ class BatchLoops:
         host, used = self._host, False
         try:
             while not self._life.ends_stray_loop():
-                # The first batch does not show that one was used: two loops may be read side by
-                # side.
+                # Requesting the first batch doesn't mean that a batch was used: two loops may be
+                # read side by side.
                 if used:
                     host.replicas.next_batch(host.run_on_all_ranks)
                 self._finish_step()

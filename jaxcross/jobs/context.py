@@ -1,5 +1,7 @@
-"""`JobContext`: the object that a job's function receives, and that the caller of `Runner.add`
-keeps.
+"""`JobContext`: the object that a job's function receives and that `Runner.add` returns.
+
+It holds no machinery of its own. Steps and counts belong to `JobHost`, loops over batches to
+`BatchLoops`, logged metrics to `MetricLog`, and the job's part in the run to `JobLifecycle`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from jaxcross.world.control_plane import Control
 
 
 def current_job() -> JobContext | None:
-    """Returns the job whose thread calls, if any."""
+    """Returns the job whose thread this is, or None in any other thread."""
     thread = threading.current_thread()
     if isinstance(thread, JobThread) and isinstance(thread.job, JobContext):
         return thread.job
@@ -47,38 +49,42 @@ def current_job() -> JobContext | None:
 
 @final
 class JobContext:
-    """One job on this rank, for its function and for the caller of `Runner.add`.
+    """One job on this rank, as its function and the caller of `Runner.add` use it.
 
     Attributes:
-        name: Unique in its runner.
-        state: The latest state that the job restored, saved or, at its end, returned; a value that
-            its function assigns here is as good as saved. After a failure or an interrupt it is
-            that of the last step that all ranks committed: if the function did not save it, the
-            part of the step's results that has the structure, shapes and types of `state`, or all
-            of them if none or several have. Never one of a step that some rank did not commit. A
-            step that exchanges nothing is committed by its rank alone, so that ranks may be left at
-            different steps between two exchanges. Where a computation failed on this rank after its
-            step's commit, the arrays that it was overwriting may be deleted.
-        step: How many steps it has made; the same on every rank whenever its function looks.
-            Counted are the calls of the first function with exchanges that it called, those between
-            two exchanges of local SGD included: evaluation does not count. A job that trains by a
-            `ParameterServer` counts its own pushes, which differ between ranks.
-        history: `(step, metrics)` of each `log` that was read back, in order. With `metrics=` and
-            checkpoints it begins at step 1 after a restart, too: with rank 0's earlier lines, where
-            a metric inside another is `eval/accuracy`.
-        examples_per_step: Examples that all ranks together use in a step, the mean of its steps:
-            the leading dimension of the first array of a batch, times the ranks. Set it where that
-            is wrong.
-        unit: The name of an example in reports: `images` if that array has a height, a width and 1,
-            3 or 4 channels, else `examples`. Set it together with `examples_per_step`.
-        nonfinite: Policy for a step whose exchanged values are not all finite.
-        status: How it ended: `ended`, `stopped early`, `stopped`, `failed`, `ejected`, or `left
-            out` if some rank never added it. None before that.
-        error: The reason, if it failed, was ejected or left out.
-        done: An event, set once it is over and `state` and `history` are final: `job.done.wait()`.
-        skipped: How many of its steps kept the state, earlier runs included; see `nonfinite`. Known
-            once it is over.
-        rank_local: The names that `restore` was given of the leaves of which each rank has its own.
+        name: The job's name, unique in its runner.
+        state: The latest state that the job restored, saved or, at its end, returned. Assigning a
+            value here is as good as saving it without checkpoints. After a failure or an interrupt,
+            this is the state after the last step that all ranks committed. If the function didn't
+            save that state, it's the part of the step's results with the structure, shapes and
+            types of the previous `state`, or all results if no part or more than one part matches.
+            It's never from a step that some rank didn't commit. A step that exchanges nothing is
+            committed by its rank alone, so ranks may end at different steps between two exchanges.
+            If a computation failed on this rank after its step was committed, the arrays that it
+            was overwriting may be deleted.
+        step: How many steps the job has made. The same on every rank whenever the job's function
+            reads it. Steps are the calls of the first function with exchanges that the job called,
+            including calls between two exchanges of local SGD, so evaluation doesn't count. A job
+            that trains with a `ParameterServer` counts its own pushes, which differ between ranks.
+        history: `(step, metrics)` of each `log` call that has been read back, in order. With
+            `metrics=` and checkpoints, it begins at step 1 even after a restart, because rank 0's
+            earlier lines are read in. In those, a nested metric has a flat name such as
+            `eval/accuracy`.
+        examples_per_step: How many examples all ranks together use per step, averaged over the
+            job's steps: the leading dimension of the first array in a batch, times the number of
+            ranks. Set it if that's wrong.
+        unit: What reports call an example: `images` if that first array has a height, a width and
+            1, 3 or 4 channels, otherwise `examples`. Set it together with `examples_per_step`.
+        nonfinite: What to do with a step whose exchanged values aren't all finite.
+        status: How the job ended: `ended`, `stopped early`, `stopped`, `failed`, `ejected`, or
+            `left out` if some rank never added it. None before that.
+        error: The reason, if the job failed, was ejected or was left out.
+        done: An event that's set once the job has ended and `state` and `history` are final:
+            `job.done.wait()`.
+        skipped: How many of the job's steps kept the state, including those of earlier runs; see
+            `nonfinite`. Known once the job has ended.
+        rank_local: The `rank_local` names that were passed to `restore`: the leaves of which each
+            rank has its own version.
     """
 
     def __init__(self, life: JobLifecycle, host: JobHost, metrics: MetricLog, world: World) -> None:
@@ -92,13 +98,14 @@ class JobContext:
         self.error: Exception | None = None
         self.skipped = 0
         self.rank_local: tuple[str, ...] = ()
-        self._unread: Exception | None = None  # of reading back what it logged, on this rank
+        # The error of reading back logged metrics on this rank.
+        self._unread: Exception | None = None
         self._loops = BatchLoops(life, host, world, self._finish_step)
 
     def __repr__(self) -> str:
         return shown(self)
 
-    # For any holder of the job.
+    # For anyone who holds the job.
 
     @property
     def done(self) -> JobDone:
@@ -134,12 +141,13 @@ class JobContext:
 
     @property
     def nonfinite(self) -> NonFinite:
-        """Policy for a step whose exchanged values are not all finite, on some rank.
+        """What to do with a step whose exchanged values aren't all finite on some rank.
 
-        `ignore`, the default, does not look. `raise` and `eject` end the job on every rank with the
-        state of the step before; `raise` lets `run()` raise at the end, `eject` only reports it.
-        `skip` goes on with the state as it was. Set it before the first step, on every rank alike.
-        To look costs one pass over what was exchanged, on the host.
+        `ignore`, the default, doesn't check. `raise` and `eject` both end the job on every rank
+        with the state from before that step; with `raise`, `run()` raises an error at the end,
+        whereas `eject` only reports it. `skip` keeps the state from before the step and continues.
+        Set it before the first step, to the same value on every rank. The check costs one pass over
+        the exchanged values on the host.
         """
         return self._host.nonfinite
 
@@ -155,65 +163,71 @@ class JobContext:
     # For the job's function.
 
     def log(self, metrics: PyTree) -> None:
-        """Keeps a pytree of scalars under the current step. Never waits: it is read back once it is
-        computed.
+        """Records a pytree of scalars under the current step.
 
-        Kept are copies: the next step may donate what was logged. Of a random key, its words
+        Never waits: the values are read back once they're computed. They're copied, so the next
+        step may donate the arrays that you log. For a random key, the key's words are logged
         (`jax.random.key_data`).
 
-        In a sweep that prunes, logging the sweep's metric waits for the other trials and for all
-        ranks, and ends the trial there if it is pruned; log it on every rank.
+        There's one exception: in a sweep that prunes, logging the sweep's metric waits for the
+        other trials and for all ranks, and ends the trial right there if it's pruned. Log that
+        metric on every rank.
         """
         self._metrics.add(self.step, metrics)
 
     def batches(self, data: Iterable[Any], steps: int | None = None) -> Iterator[Any]:
-        """Returns this rank's batches from `data`, each put on the device ahead of time by a thread
-        of the loop.
+        """Returns an iterator over this rank's batches, prefetched onto the device.
 
-        NumPy arrays are copied, unless they are read-only, so that `data` may fill one buffer again
-        and again. The loop ends on all ranks at the same step: with the shortest data, or after
-        `steps`. An iterator that raises on one rank ends the job on all. Each rank must call
-        `batches` in the same order. `next` waits for the ranks. If the loop ends before `data` and
-        `steps` do, the thread closes the iterator (`close()`, if it has one).
+        A thread of the loop puts each batch on the device ahead of time. NumPy arrays are copied
+        unless they're read-only, so `data` may keep reusing one buffer.
 
-        After a restart from a checkpoint, the first call goes on where the job's loop stood then,
-        and `steps` counts what came before: an iterator with `get_state` and `set_state` (Grain's,
-        `jaxcross.data`'s) is set to its place, from any other the batches that were used are taken
-        and dropped. `data` must be as it was.
+        The loop ends on all ranks at the same step: when the shortest data ends, or after `steps`.
+        If an iterator raises on one rank, the job ends on all ranks. Each rank must call `batches`
+        in the same order, and `next` waits for all ranks. If the loop ends before `data` and
+        `steps` do, its thread calls the iterator's `close()`, if there is one.
+
+        After a restart from a checkpoint, the first call resumes where the job's loop was, and
+        `steps` includes the batches before that. If the iterator has `get_state` and `set_state`,
+        as those of Grain and `jaxcross.data` do, its position is set directly. From any other
+        iterator, the batches that were already used are read and dropped. `data` must be the same
+        as before.
 
         Raises:
-            TypeError: `data` is not an iterable or is a single batch, or `steps` is not a whole
+            TypeError: `data` isn't an iterable or is a single batch, or `steps` isn't a whole
                 number.
             ValueError: `steps` is below 0.
-            JobError: In the job's own thread, if another one iterated: there the loop ends at once.
+            JobError: Another thread iterated over the batches. The error is raised in the job's own
+                thread; in the other thread, the loop just ends at once.
         """
         return self._loops.begin(data, steps)
 
     def every(
         self, n: int, fn: Callable[[Any], Any], *, rank: int | None = None, name: str = "eval"
     ) -> None:
-        """Evaluates the job every `n` steps: calls `fn(state)`, and logs the metrics that it
-        returns under `name`.
+        """Evaluates the job every `n` steps: calls `fn(state)` and logs the metrics it returns.
 
-        The calls are made in the job's function, when it asks `job.batches` for the next batch,
-        saves or returns. They are no steps. The state is `job.state`, which the function assigns
-        after each step. After a restart the same steps are evaluated, each once in the files of
-        metrics. Call it before the loop, on every rank alike.
+        The calls happen in the job's own thread, when its function requests the next batch from
+        `job.batches`, saves, or returns. They don't count as steps. `fn` receives `job.state`, so
+        the job's function must assign that after each step. After a restart, the same steps are
+        evaluated, and each evaluation appears once in the metrics files. Call `every` before the
+        loop, with the same arguments on every rank.
 
         Args:
-            n: Steps from one call to the next.
-            fn: Returns a dict of numbers, a number, or None to log nothing. On all ranks it may
-                call steps with exchanges and `job.batches`; the other jobs go on meanwhile.
-            rank: The only rank that calls `fn`, which may then take longer than `stall_timeout_s`
-                and must not communicate; the job's other ranks wait, and get its metrics. If None,
-                all ranks call it.
-            name: Of this evaluation: metrics are logged as `eval/accuracy`.
+            n: The number of steps from one call to the next.
+            fn: Returns a dict of numbers, a number, or None to log nothing. If all ranks call it,
+                it may use steps with exchanges and `job.batches`; the other jobs continue
+                meanwhile.
+            rank: The only rank that calls `fn`. The call may then take longer than
+                `stall_timeout_s`, but must not communicate; the job's other ranks wait for it and
+                receive its metrics. If None, all ranks call `fn`.
+            name: The name of this evaluation. Its metrics are logged as, e.g., `eval/accuracy`.
 
         Raises:
-            TypeError: `n` is not a whole number, or `fn` cannot be called.
-            ValueError: `n` is below 1, `name` is taken, or there is no such rank.
-            JobError: In the loop, on every rank: `fn` failed on one, `job.state` was not assigned,
-                or ranks evaluate differently. Here: the loop has begun.
+            TypeError: `n` isn't a whole number, or `fn` can't be called.
+            ValueError: `n` is below 1, `name` is taken, or there's no such rank.
+            JobError: The loop has already begun. Also raised later, in the loop and on every rank:
+                `fn` failed on some rank, `job.state` wasn't assigned, or the ranks' evaluations
+                differ.
         """
         self._host.evaluations.add(checked_evaluation(self.name, n, fn, rank, name))
 
@@ -226,28 +240,27 @@ class JobContext:
         patience_steps: int | None = None,
         min_delta: float = 0.0,
     ) -> None:
-        """Ends the loop over `job.batches` on all ranks once a metric of an evaluation no longer
-        gets better.
+        """Ends the loop over `job.batches` once an evaluation's metric stops improving.
 
-        Decided at each evaluation, by the value of one rank, so that all ranks end after the same
-        step; a restart ends there, too. What follows the loop is run, and the job's status is
-        `stopped early`. NaN is never better.
+        The decision is made at each evaluation from a single rank's value, so all ranks end after
+        the same step. A restarted run ends there too. The code after the loop still runs, and the
+        job's status is `stopped early`. NaN never counts as an improvement.
 
         Args:
-            metric: Name of the metric, such as `eval/accuracy` for what `job.every` logs.
+            metric: The name of the metric, such as `eval/accuracy` for a metric that `job.every`
+                logs.
             mode: Whether `min` or `max` is better.
-            patience: Ends after so many evaluations in a row that are not better than the best one
-                before.
-            patience_steps: Ends at the first evaluation so many steps after the best one. Give one
-                of the two.
-            min_delta: A value must be better by more than this.
+            patience: End after this many evaluations in a row that don't improve on the best one.
+            patience_steps: End at the first evaluation that comes at least this many steps after
+                the best one. Pass either this or `patience`.
+            min_delta: A value must be better by more than this to count as an improvement.
 
         Raises:
-            TypeError: An argument is of another type.
-            ValueError: `mode` is another word, an argument is out of range, or the job stops early
-                by a metric already.
-            JobError: In the loop, on every rank: no evaluation returns that metric, or ranks decide
-                differently. Here: the loop has begun.
+            TypeError: An argument has the wrong type.
+            ValueError: `mode` is neither word, an argument is out of range, or the job already
+                stops early by a metric.
+            JobError: The loop has already begun. Also raised later, in the loop and on every rank:
+                no evaluation returns that metric, or the ranks would decide differently.
         """
         early = checked_early_stopping(
             self.name,
@@ -267,46 +280,50 @@ class JobContext:
         rank_local: Sequence[str] = (),
         check_replicas: int | None = None,
     ) -> T:
-        """Returns the state to start from: `state`, once all ranks have agreed on it. Waits for all
-        ranks.
+        """Returns the state to start from: `state`, or the newest checkpoint. Waits for all ranks.
 
-        The result is a copy: the job's step may donate it, and another job start from the same
-        `state`.
+        The result is a copy, so the job's step may donate it, and several jobs may start from the
+        same `state`.
 
-        If the runner has checkpoints, and the job one that is complete, the result is what was
-        saved there, in a tree made like `state`; `step` and the first `batches` go on from there.
-        `mode` matters then only to what one rank saved and several restore: where their own values
-        under `local` differ, it refuses.
+        If the runner has checkpoints and there's a complete one of this job, the result is the
+        saved state, in a tree with the structure of `state`, and `step` and the first `batches`
+        call resume from there. In that case, `mode` only matters for a checkpoint that a single
+        rank saved and several ranks restore: if their own values under `local` differ, restoring is
+        refused.
 
-        Leaves that `rank_local` names belong to their rank, in every `mode`: they are neither
-        compared nor broadcast, here and in later comparisons of replicas. Each rank saves its own,
-        and gets its own back. A checkpoint of another number of ranks is refused, because some
-        rank's own would be missing.
+        Leaves that `rank_local` names belong to their rank, whatever the `mode`: they're neither
+        compared nor broadcast, here or in later comparisons of replicas. Each rank saves its own
+        version and gets it back. A checkpoint from a different number of ranks is refused, because
+        some rank's version would be missing.
 
         Args:
-            state: A pytree of arrays, JAX's or NumPy's, and numbers.
-            mode: `check` compares the ranks' values, `broadcast` takes rank 0's, `local` allows
-                each rank its own (a model that is spread over ranks, a dropout key). The same on
+            state: A pytree of JAX arrays, NumPy arrays and numbers.
+            mode: `check` compares the ranks' values, `broadcast` takes rank 0's values, and `local`
+                lets each rank have its own, e.g. a model that's sharded over ranks or a dropout
+                key. The same on every rank.
+            rank_local: Names of leaves of which each rank has its own version, such as a data mask.
+                A name is either a key or attribute anywhere in the leaf's path, such as `"mask"`,
+                or the beginning of the path as messages show it, such as `"[0]['mask']"`. The same
+                on every rank.
+            check_replicas: Compare the ranks' copies of the state at this interval, in steps. A
+                comparison costs one pass over the state on the host and an all-reduce of 16 bytes.
+                If the copies differ, the job ends with an `ExchangeError` on every rank and the
+                other jobs continue. If None, copies are compared only at checkpoints and at the
+                job's end, and a difference only results in a warning and a line in the report.
+                Leaves named by `rank_local` aren't compared, and neither are leaves that an
+                exchange strategy declares rank-local; see `docs/reference/faults.md`. The same on
                 every rank.
-            rank_local: Names of leaves of which each rank has its own, such as a data mask: a key
-                or attribute anywhere in their path, such as `"mask"`, or the beginning of the path
-                as messages show it, such as `"[0]['mask']"`. The same on every rank.
-            check_replicas: Compare the ranks' copies of the state every so many steps, in one pass
-                over the state on the host and an all-reduce of 16 bytes. If they differ, the job
-                leaves with an `ExchangeError` on every rank, and other jobs continue. If None,
-                copies are compared only at checkpoints and at the job's end, and a difference is a
-                warning and a line of the report. Leaves that `rank_local` names are not compared,
-                nor are those that an exchange strategy declares rank-local; see
-                `docs/reference/faults.md`. The same on every rank.
 
         Raises:
-            ValueError: `mode` is another word, `rank_local` names no leaf of `state`, or
-                `check_replicas` is not a whole number of at least 1.
+            ValueError: `mode` isn't one of these words, `rank_local` names no leaf of `state`, or
+                `check_replicas` isn't a whole number of at least 1.
             ExchangeError: On every rank, if values (`check`) or shapes (`broadcast`) differ.
-            TypeError: `rank_local` holds something other than texts; or, unless `local` without
-                checkpoints, on every rank: a leaf is neither an array nor a number.
-            JobError: On every rank: the checkpoint is of another model, or of a number of ranks
-                that cannot change; or ranks give another `mode`, `rank_local` or `check_replicas`.
+            TypeError: `rank_local` contains something other than strings. Also, on every rank: a
+                leaf is neither an array nor a number, unless `mode` is `local` and there are no
+                checkpoints.
+            JobError: On every rank: the checkpoint belongs to a different model or was saved with a
+                number of ranks that can't change, or ranks passed different values for `mode`,
+                `rank_local` or `check_replicas`.
         """
         what = f"of `job.restore` in job `{self.name}`"
         check_choice(mode, RestoreMode, f"`mode` {what}")
@@ -318,7 +335,8 @@ class JobContext:
             options.append(f"rank_local={sorted(names)}")
         if interval is not None:
             options.append(f"check_replicas={interval}")
-        if options:  # before any file is read by them; ranks compare the label
+        # Ranks compare these options by the label, before any file is read according to them.
+        if options:
             self.run_on_all_ranks(f"restore, {', '.join(options)}", lambda _: None)
         self.rank_local = names
         resumption, found = self._life.resumption, None
@@ -336,9 +354,8 @@ class JobContext:
             self.state = found
         else:
             if mode != "local":
-                label = (
-                    "restore" if mode == "check" else f"restore, mode={mode!r}"
-                )  # ranks compare it
+                # Ranks compare this label.
+                label = "restore" if mode == "check" else f"restore, mode={mode!r}"
                 state = self.run_on_all_ranks(
                     label,
                     lambda _: self._world.broadcast_or_check(state, mode=mode, rank_local=named),
@@ -357,31 +374,34 @@ class JobContext:
         return self.state if resumption is None else self._resume_status(resumption)
 
     def _resume_status(self, resumption: Resumption) -> PyTree:
-        """Returns the state, unless an earlier run stopped the job for good. A paused job stays
-        paused.
+        """Returns the state, unless an earlier run stopped the job for good.
+
+        A job that an earlier run left paused is paused again.
         """
         stopped, paused = resumption.markers(self.run_on_all_ranks)
         if stopped:
             self.stop()
-            while True:  # until the vote ends the job, which raises here
+            while True:  # until the vote ends the job, which raises in this call
                 self.run_on_all_ranks("it was stopped", lambda _: None)
-        # One rank's request is enough, and a second one might come after a `resume` and undo that.
+        # One rank's request is enough. A second one could arrive after a `resume` and undo it.
         if paused and self._world.rank == 0:
             self.pause()
         return self.state
 
     def save(self, state: PyTree) -> None:
-        """Keeps `state` as the job's. If the job ends early, a later committed step's replaces it.
+        """Makes `state` the job's state, and begins a checkpoint if the runner has any.
 
-        Does not wait, unless the runner has checkpoints. Then it begins one: it waits for the
-        state's values, for all ranks, which must come at the same step, and until the job's
-        previous checkpoint is on disk; a thread off both lanes writes. The state may be donated
-        afterwards.
+        Doesn't wait unless the runner has checkpoints. With checkpoints, it waits until the state's
+        values are computed, until all ranks have called it, which they must do at the same step,
+        and until the job's previous checkpoint is on disk. A thread outside of both lanes does the
+        writing. The step may donate the state afterwards.
+
+        If the job ends early, the state of a later committed step replaces the saved one.
 
         Raises:
-            JobError: With checkpoints, on every rank: `state` is not like the one that was
-                restored, a disk failed, or a restart would not know where to go on in the data
-                (training goes through one loop and one function).
+            JobError: With checkpoints, on every rank: `state` doesn't have the form of the restored
+                state, a disk failed, or a restart couldn't find its position in the data (training
+                must use a single loop and a single function).
             ExchangeError: With checkpoints and `check_replicas`, on every rank: replicas differ.
         """
         self.state = state
@@ -391,8 +411,8 @@ class JobContext:
     def _save(self, state: PyTree) -> None:
         resumption = self._life.resumption
         if resumption is not None:
-            # A restart goes on behind this step: what was logged until then must not be lost with
-            # the process.
+            # A restart resumes after this step, so whatever was logged up to here would be lost
+            # with the process.
             self._read_back()
             if self._host.observer is not None:
                 self._host.observer.saving(self.step)
@@ -405,77 +425,79 @@ class JobContext:
             self._host.replicas.saved(self.step, every)
 
     def _evaluate(self) -> bool:
-        """Makes the evaluations that are due. May wait for all ranks. Returns whether the state is
-        the best so far.
+        """Runs the evaluations that are due. May wait for all ranks.
+
+        Returns:
+            Whether the state is the best so far.
         """
         improved = self._host.evaluations.run(self._host, self._log_evaluation)
-        # While an evaluation is made, the latest loop is its own, and does not end for what an
-        # earlier one decided.
+        # During an evaluation, the latest loop belongs to the evaluation, so it mustn't end because
+        # of what an earlier evaluation decided.
         if self._host.evaluations.stop_reason and not self._host.evaluations.running:
             self._loops.end_early()
         return improved
 
     def _log_evaluation(self, name: str, metrics: PyTree) -> None:
-        if self._host.steps_made == 0:  # a run that was killed may have logged it
+        # A run that was killed may have logged this evaluation already.
+        if self._host.steps_made == 0:
             self._metrics.drop(self.step, name)
         self.log({name: metrics})
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
-        """Runs `work(control)` on every rank's exchange lane, at the same place in the agreed
-        order. Waits for all.
+        """Runs `work(control)` on every rank's exchange lane. Waits for all ranks.
 
-        `work` may communicate through `control` (`allreduce_min`, `allgather_text`), and must do so
-        alike on all ranks.
+        It runs at the same place in the agreed order on every rank. `work` may communicate through
+        `control` (`allreduce_min`, `allgather_text`), but must then make the same calls on all
+        ranks.
 
         Raises:
-            JobError: This thread is not the job's own; on every rank: `work` failed on another one,
-                or ranks communicate unequally often.
+            JobError: This thread isn't the job's own. Also, on every rank: `work` failed on another
+                rank, or the ranks made different numbers of calls to `control`.
             Exception: Whatever `work` raises.
         """
         return self._host.run_on_all_ranks(label, work)
 
     def measure(self, kind: SpanKind, label: str = "") -> AbstractContextManager[None]:
-        """Returns a context whose length appears in the report.
+        """Returns a context manager whose duration appears in the report.
 
-        With the kind `host` it may last longer than `stall_timeout_s` while other ranks wait, as an
-        evaluation on one rank may.
+        With `kind="host"`, the body may take longer than `stall_timeout_s` while other ranks wait
+        for it, e.g. for an evaluation on one rank.
 
         Raises:
-            ValueError: (when entered) `kind` is not a kind of span.
+            ValueError: On entering the context: `kind` isn't a kind of span.
         """
         return self._host.measure(kind, label)
 
-    # For any holder of the job, in any thread of any rank; one rank's request is enough.
+    # For anyone who holds the job, in any thread and on any rank; one rank's request is enough.
 
     def stop(self) -> None:
-        """Ends this job, on all ranks between the same two of its steps. The others go on. Does not
-        wait.
+        """Ends this job on all ranks, between the same two steps. Doesn't wait.
 
-        `state` will be that of its last committed step. Its function is left where it waits next
-        for a step or a batch.
+        The other jobs continue. `state` will be that of the job's last committed step. The job's
+        function is left at the point where it next waits for a step or a batch.
 
         Raises:
-            JobError: `runner.run()` has not begun.
+            JobError: `runner.run()` hasn't begun.
         """
         self._request(JobRequest.STOP)
 
     def pause(self) -> None:
-        """Pauses this job, on all ranks between the same two of its steps. Does not wait.
+        """Pauses this job on all ranks, between the same two steps. Doesn't wait.
 
-        It keeps its state and takes no turn, on neither lane, until `resume`. Of a `pause` on one
-        rank and a `resume` on another at the same time, the `pause` counts. A job that trains by a
-        `ParameterServer` takes no turns: it cannot be paused.
+        The job keeps its state and takes no turns on either lane until `resume`. If one rank calls
+        `pause` and another calls `resume` at the same time, `pause` wins. A job that trains with a
+        `ParameterServer` can't be paused, because it takes no turns.
 
         Raises:
-            JobError: `runner.run()` has not begun.
+            JobError: `runner.run()` hasn't begun.
         """
         self._request(JobRequest.PAUSE)
 
     def resume(self) -> None:
-        """Resumes a paused job, on all ranks. Does not wait.
+        """Resumes a paused job on all ranks. Doesn't wait.
 
         Raises:
-            JobError: `runner.run()` has not begun.
+            JobError: `runner.run()` hasn't begun.
         """
         self._request(JobRequest.RESUME)
 
@@ -485,28 +507,29 @@ class JobContext:
         return self._life.record is not None and self._life.record.paused
 
     def _request(self, request: JobRequest) -> None:
-        if self.status is None:  # else it is over, and a request too late
+        if self.status is None:  # otherwise the job has ended, and the request comes too late
             self._life.request(request)
 
     # For jaxcross itself.
 
     def _finish_step(self) -> None:
-        """Does what is due after the latest step, once its loop's body is over: evaluates, and
-        keeps the best state.
+        """Runs due evaluations after the latest step, and saves the state if it's the best.
+
+        Called once the loop's body has finished.
         """
         if self._evaluate():
             self._save(self.state)
 
     def _observe(self, observer: JobObserver) -> None:
-        """Makes `observer` follow the job from here on; in the job's thread."""
+        """Attaches an observer to the job. Called in the job's thread."""
         self._host.observer = self._metrics.observer = observer
 
     def _read_back(self) -> None:
-        """Puts all that was logged so far into `history`. Waits for the device."""
+        """Moves everything that was logged so far into `history`. Waits for the device."""
         self._unread = self._metrics.read_remaining() or self._unread
 
 
 def shown(job: Any) -> str:
-    """Returns the `repr` of a `Job` or a `JobContext`: one line."""
+    """Returns the one-line `repr` of a `Job` or a `JobContext`."""
     error = f" ({shortened(first_line(str(job.error)), 100)})" if job.error else ""
     return f"<job `{job.name}`, {job.status or 'not over'}{error}, after step {job.step}>"

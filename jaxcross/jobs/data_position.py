@@ -1,4 +1,4 @@
-"""Positions in a job's data, and the means to bring a new iterator to one."""
+"""Positions in a job's data, and how to bring a new iterator to a position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Positioned(Protocol):
-    """An iterator that knows its position, as those of Grain and `jaxcross.data` do."""
+    """An iterator that can save and restore its position, e.g. Grain's or `jaxcross.data`'s."""
 
     def get_state(self) -> object: ...
     def set_state(self, state: object) -> None: ...
@@ -23,7 +23,8 @@ class DataPosition:
 
     Attributes:
         n_batches: The number of batches before it, the same on every rank.
-        state: The iterator's own state, as text, if it has one that can be written as JSON.
+        state: The iterator's own state as text, or None if it doesn't have one that JSON can
+            represent.
     """
 
     n_batches: int = 0
@@ -34,9 +35,7 @@ START = DataPosition()
 
 
 def iterator_state(source: Iterator[object]) -> str | None:
-    """Returns the state of `source` as text, or None if it has none that JSON gives back
-    unchanged.
-    """
+    """Returns the state of `source` as text, or None without one that survives JSON unchanged."""
     if not isinstance(source, Positioned):
         return None
     state = source.get_state()
@@ -52,8 +51,10 @@ def iterator_state(source: Iterator[object]) -> str | None:
 def seek(
     position: DataPosition, source: Iterator[object], on_drop: Callable[[], None] = lambda: None
 ) -> None:
-    """Brings a new iterator to `position`: by its own method, else by dropping the batches before
-    it.
+    """Brings a new iterator to `position`.
+
+    If possible, this uses the iterator's own `set_state`. Otherwise, it reads and drops the batches
+    before the position.
 
     Args:
         position: The target.
@@ -61,7 +62,7 @@ def seek(
         on_drop: Called after each dropped batch.
 
     Raises:
-        ValueError: `position.state` was not written by `iterator_state`.
+        ValueError: `position.state` wasn't written by `iterator_state`.
         Exception: Whatever the iterator raises.
     """
     if position.state is None or not isinstance(source, Positioned):

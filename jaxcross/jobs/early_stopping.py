@@ -1,8 +1,7 @@
-"""Decisions on the metrics of evaluations: which value is the best so far, and whether to stop.
-Pure.
+"""Decides by the metrics of evaluations which value is the best so far and when to stop. Pure.
 
-`flax.training.early_stopping` minimises only, counts evaluations only, and takes a first value of
-NaN for the best one for ever.
+We don't use `flax.training.early_stopping`, because it can only minimise, counts evaluations but
+not steps, and if the first value is NaN, treats that as the best one forever.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Best:
         mode: Whether the smallest or the largest value is the best.
         min_delta: A value must be better by more than this.
         value: The best value; None before the first finite one.
-        step: The job's step with that value.
+        step: The job's step at which the best value was found.
         since: The number of evaluations since then.
     """
 
@@ -37,7 +36,7 @@ class Best:
     since: int = 0
 
     def update(self, step: int, value: float) -> Best:
-        """Returns the best with one more value, that of `step`."""
+        """Returns the best value after another evaluation, which returned `value` at `step`."""
         if self._improves(value):
             return replace(self, value=value, step=step, since=0)
         return replace(self, since=self.since + 1)
@@ -51,17 +50,19 @@ class Best:
 
     @property
     def key(self) -> str:
-        """The metric and the mode of the value: one of another metric or mode does not count after
-        a restart.
+        """The key of the value in a checkpoint's notes.
+
+        It contains metric and mode, so that a restart with a different metric or mode ignores the
+        old value.
         """
         return f"{self.mode} {self.metric}"
 
     def to_text(self) -> str:
-        """Returns value and counters, for a checkpoint."""
+        """Returns value and counters as text, for a checkpoint."""
         return json.dumps([None if self.value is None else self.value.hex(), self.step, self.since])
 
     def resumed(self, text: str) -> Best:
-        """Returns the best with the value and the counters of `to_text`.
+        """Returns a copy with the value and the counters from a text that `to_text` returned.
 
         Raises:
             ValueError: `text` is something else.
@@ -85,13 +86,13 @@ class Best:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStopping:
-    """When to stop, for want of a better value.
+    """When to stop because a metric hasn't improved. One of the two patiences is given.
 
     Attributes:
         best: The best value so far.
-        patience: Stop after so many evaluations without a better one; None: by steps.
-        patience_steps: Stop at the first evaluation so many steps after the best one; None: by
-            evaluations.
+        patience: Stop after this many evaluations without an improvement.
+        patience_steps: Stop at the first evaluation that comes at least this many steps after the
+            best one.
     """
 
     best: Best
@@ -99,7 +100,7 @@ class EarlyStopping:
     patience_steps: int | None = None
 
     def reason(self, step: int) -> str:
-        """Returns why to stop after the evaluation at `step`; empty if training goes on."""
+        """Returns why to stop after the evaluation at `step`, or "" if training continues."""
         since_steps = step - self.best.step
         by_count = self.patience is not None and self.best.since >= self.patience
         by_steps = (

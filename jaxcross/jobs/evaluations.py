@@ -1,5 +1,11 @@
-"""Work that a job does every so many steps: it evaluates its state, and decides whether to stop
-early.
+"""Work that a job does every n steps: it evaluates its state and decides whether to stop early.
+
+All decisions must be the same on every rank, although metrics may differ between ranks, and a
+single rank may make an evaluation. So the ranks first compare their evaluations, and each metric
+that decides something is taken from one rank: the one that made the evaluation, or else rank 0.
+
+Decisions must survive a restart too, so checkpoints hold notes: the step of each latest evaluation,
+which isn't repeated, and the best values so far.
 """
 
 from __future__ import annotations
@@ -21,12 +27,12 @@ from jaxcross.report.metric_files import flat
 from jaxcross.runtime.step_host import T
 from jaxcross.world.control_plane import Control, gather
 
-_DONE = "evaluated "  # begins the keys of notes that hold the step of an evaluation
+_DONE = "evaluated "  # prefix of the notes that hold the step of an evaluation
 _BEST, _STOP = "best ", "early stopping "
 
 
 class Host(Protocol):
-    """The part of a job that evaluations need; see `jaxcross.jobs.host.JobHost`."""
+    """The part of a job that evaluations use; see `jaxcross.jobs.host.JobHost`."""
 
     name: str
     step: int
@@ -39,13 +45,13 @@ class Host(Protocol):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A function of the job's state, every so many steps.
+    """A function of the job's state that's called every `n_steps` steps.
 
     Attributes:
-        name: Under which its metrics are logged.
+        name: The name under which its metrics are logged.
         n_steps: The job's steps from one call to the next.
         fn: The function.
-        rank: The only rank that calls it; None: all do.
+        rank: The only rank that calls it; None if all ranks do.
     """
 
     name: str
@@ -54,18 +60,19 @@ class Evaluation:
     rank: int | None
 
     def provides(self, metric: str) -> bool:
-        """Whether a metric of this name can be one of its own."""
+        """Whether this evaluation could return a metric of this name."""
         return metric == self.name or metric.startswith(f"{self.name}/")
 
 
 @final
 class Evaluations:
-    """Those of one job on one rank; used by the job's thread. All decisions are the same on every
-    rank.
+    """The evaluations of one job on one rank.
+
+    Only the job's thread uses them. All decisions are the same on every rank.
 
     Attributes:
-        running: Whether one is being made: what the job calls then is no step of it.
-        stop_reason: Why the job is to stop early; empty if it is not.
+        running: Whether an evaluation is in progress: calls of steps in it aren't steps of the job.
+        stop_reason: Why the job should stop early; "" if it shouldn't.
     """
 
     def __init__(self, job: str, *, rank: int, ranks: int) -> None:
@@ -75,19 +82,18 @@ class Evaluations:
         self._best: Best | None = None
         self._done: dict[str, int] = {}  # the step of the latest evaluation, by name
         self._begun = False
-        self._notes: Mapping[
-            str, str
-        ] = {}  # of the checkpoint that the job resumed from, until it begins
+        # The notes of the checkpoint from which the job resumed, until it begins.
+        self._notes: Mapping[str, str] = {}
         self.running = False
         self.stop_reason = ""
 
     # Before the first step.
 
     def add(self, evaluation: Evaluation) -> None:
-        """Adds one.
+        """Adds an evaluation.
 
         Raises:
-            ValueError: The name is taken, or there is no such rank.
+            ValueError: The name is taken, or there's no such rank.
             JobError: The job has begun its loop.
         """
         self._check_open("job.every")
@@ -106,7 +112,7 @@ class Evaluations:
         """Sets when to stop.
 
         Raises:
-            ValueError: It is set already.
+            ValueError: This is set already.
             JobError: The job has begun its loop.
         """
         self._check_open("job.stop_early")
@@ -117,15 +123,17 @@ class Evaluations:
         self._early = early
 
     def keep_best(self, metric: str, mode: Mode) -> None:
-        """Sets the metric by which checkpoints keep the best state."""
+        """Sets the metric that decides which state checkpoints keep as the best one."""
         self._best = Best(metric=metric, mode=mode)
 
     def resume(self, notes: Mapping[str, str], *, has_best: bool) -> None:
-        """Goes on from the notes of a checkpoint. `has_best`: the best state of then is still
-        there.
+        """Resumes from a checkpoint's notes.
+
+        `has_best` says whether the best state of that time still exists. If it doesn't, its value
+        doesn't count either.
 
         Raises:
-            ValueError: They are not what `to_notes` made.
+            ValueError: The notes weren't made by `to_notes`.
         """
         self._notes = notes
         if (
@@ -143,11 +151,11 @@ class Evaluations:
             )
 
     def begin(self, host: Host) -> None:
-        """Makes sure that all ranks evaluate alike. Waits for the ranks, once.
+        """Checks that all ranks have the same evaluations. The first call waits for all ranks.
 
         Raises:
-            JobError: On every rank: they do not, or the job does not log a metric that is to
-                decide.
+            JobError: On every rank: the evaluations differ, or none of them could return a metric
+                that decides something.
         """
         if self._begun:
             return
@@ -200,14 +208,14 @@ class Evaluations:
         return {user: decision for user, decision in found.items() if decision is not None}
 
     def _metrics(self) -> Iterator[tuple[str, str]]:
-        """The metrics that decide something, and what that is."""
+        """Yields each metric that decides something, and the setting that uses it."""
         for user, decision in self._decisions.items():
             yield (decision.best if isinstance(decision, EarlyStopping) else decision).metric, user
 
     # While the job runs.
 
     def provide(self, metric: str) -> bool:
-        """Whether a metric of this name can come from an evaluation of the job."""
+        """Whether one of the job's evaluations could return a metric of this name."""
         return any(each.provides(metric) for each in self._every.values())
 
     @property
@@ -223,10 +231,10 @@ class Evaluations:
         ]
 
     def check_step(self, host: Host) -> None:
-        """Makes sure that the job may make its next step. Waits for the ranks before the first one.
+        """Checks that the job may make its next step. Waits for all ranks before the first one.
 
         Raises:
-            JobError: It was to stop, or has not evaluated.
+            JobError: The job should have stopped early, or an evaluation is overdue.
         """
         self.begin(host)
         if self.stop_reason:
@@ -243,8 +251,10 @@ class Evaluations:
             )
 
     def run(self, host: Host, log: Callable[[str, PyTree], None]) -> bool:
-        """Makes the evaluations that are due after the latest step. Waits for the ranks if one is
-        made by one rank, or decides something.
+        """Runs the evaluations that are due after the latest step.
+
+        Waits for all ranks if a single rank makes the evaluation, or if its metrics decide
+        something.
 
         Args:
             host: The job.
@@ -254,9 +264,9 @@ class Evaluations:
             Whether the state is the best so far, for a checkpoint.
 
         Raises:
-            JobError: On every rank: the function lacks a metric or donates the state, or the job
-                has not said what its state is.
-            TypeError: The function returns something else than metrics.
+            JobError: On every rank: the function didn't return a required metric, the function
+                donated the state, or the job hasn't set its state after the latest step.
+            TypeError: The function returned something other than metrics.
         """
         if self.running:
             return False
@@ -268,8 +278,8 @@ class Evaluations:
                 values = self._make(each, host)
             finally:
                 self.running = False
-            # A stop comes here only where a sweep waits in `log`: a restart then evaluates again,
-            # in place of this.
+            # `log` can only end the job if a sweep waits in it. A restart then makes this
+            # evaluation again, because it isn't in `_done` yet.
             if values is not None:
                 log(each.name, values)
             self._done[each.name] = step
@@ -288,7 +298,7 @@ class Evaluations:
         decides = any(each.provides(metric) for metric, _ in self._metrics())
         values = None
         if alone and each.rank == self._rank:
-            with host.measure("host", each.name):  # the watchdog's grace
+            with host.measure("host", each.name):  # tells the watchdog that this may take long
                 values = self._on_host(each, each.fn(state))
         elif not alone:
             values = each.fn(state)
@@ -336,7 +346,7 @@ class Evaluations:
 
     def _number(self, each: Evaluation, found: Mapping[str, Any], metric: str) -> float:
         try:
-            return float(found[metric])  # NaN and the infinities are texts in there
+            return float(found[metric])  # `found` has NaN and the infinities as strings
         except (KeyError, TypeError, ValueError):
             user = next(user for name, user in self._metrics() if name == metric)
             raise JobError(
@@ -348,11 +358,11 @@ class Evaluations:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best state so far, where checkpoints keep it."""
+        """The step of the best state so far, if checkpoints keep it."""
         return None if self._best is None or self._best.value is None else self._best.step
 
     def to_notes(self) -> dict[str, str]:
-        """Returns what a restart must know."""
+        """Returns what a restart needs, as notes for a checkpoint."""
         if not self._begun:
             return dict(self._notes)
         notes = {_DONE + name: str(step) for name, step in self._done.items()}

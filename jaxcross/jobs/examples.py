@@ -1,4 +1,4 @@
-"""The number of examples in a job's steps, and the unit that reports count them in."""
+"""Counts the examples in a job's steps, and chooses the unit that reports use for them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxcross._pytree import PyTree
 
 @final
 class ExampleCount:
-    """Counts the examples of a job's steps, until the job sets `per_step` itself.
+    """Averages the number of examples per step, unless the job sets `per_step` itself.
 
     Attributes:
-        per_step: Examples that all ranks together use in a step, the mean of the steps so far; None
-            if not known.
-        unit: The name of one example.
+        per_step: How many examples all ranks together use per step, averaged over the steps so far;
+            None if unknown.
+        unit: What reports call an example.
     """
 
     __slots__ = ("_counted", "_in_batch", "_mean", "_steps", "per_step", "unit")
@@ -25,20 +25,20 @@ class ExampleCount:
     def __init__(self) -> None:
         self.per_step: float | None = None
         self.unit = "examples"
-        self._in_batch: float | None = None  # of the latest batch
-        self._mean: float | None = None  # the value of `per_step`, unless the job has set that
+        self._in_batch: float | None = None  # examples in the latest batch, all ranks together
+        self._mean: float | None = None  # the `per_step` computed here; the job may set another
         self._counted = 0.0
         self._steps = 0
 
     def next_batch(self, batch: PyTree, ranks: int) -> None:
-        """Notes the size of the batch that the next step uses."""
+        """Records the size of the batch that the next step uses."""
         self._in_batch, unit = count_examples(batch, ranks)
         if self.per_step is None:
             self.per_step = self._mean = self._in_batch
             self.unit = unit
 
     def count_step(self) -> None:
-        """Counts a step with the latest batch."""
+        """Counts a step that used the latest batch."""
         if self._in_batch is None or self.per_step != self._mean:
             return
         self._counted += self._in_batch
@@ -47,7 +47,7 @@ class ExampleCount:
 
 
 def count_examples(batch: PyTree, ranks: int) -> tuple[float | None, str]:
-    """Returns how many examples all ranks together use in a step, and their unit."""
+    """Returns how many examples all ranks together use per step, and what to call them."""
     shapes = [
         leaf.shape
         for leaf in jax.tree.leaves(batch)
@@ -58,7 +58,8 @@ def count_examples(batch: PyTree, ranks: int) -> tuple[float | None, str]:
     shape = shapes[0]
     images = False
     if len(shape) == 4:
-        # Channels last, as in Flax, or first; an image is larger than its channels are many.
+        # Channels are either last, as in Flax, or first. An image is larger than its number of
+        # channels, which tells the two apart.
         size, channels = (shape[1:3], shape[3]) if shape[3] < shape[1] else (shape[2:], shape[1])
         images = min(size) > 4 and channels in (1, 3, 4)
     return float(shape[0] * ranks), "images" if images else "examples"

@@ -1,4 +1,10 @@
-"""`FusedJob`: several plain loops as one job of a run, whose step trains all of them at once."""
+"""`FusedJob`: several plain loops as one job of a run, whose step trains all of them at once.
+
+Its members share the step, but may have different amounts of data. So the job trains in rounds: a
+round takes one batch from each live member at a time until some of them leave, then the next round
+continues with the rest. All ranks have to agree on who leaves, because that changes the step's
+program.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +33,27 @@ from jaxcross.world.control_plane import Control, gather
 
 States: TypeAlias = tuple[PyTree, ...]
 FusedStep: TypeAlias = Callable[[States, tuple[PyTree, ...]], tuple[States, tuple[PyTree, ...]]]
-"""A step of any number of jobs: a state and a batch of each to a state and the metrics of each."""
+"""A step of any number of jobs.
 
-_LONGEST_NAME = 40  # characters that a table has room for
+It takes a state and a batch of each job, and returns a state and the metrics of each.
+"""
+
+_LONGEST_NAME = 40  # characters that fit in a table
 
 
 @final
 class FusedJob:
-    """Several `Job`s that `jaxcross.run` trains as one, made by `jaxcross.fuse`. Each has its own
-    results in the end.
+    """Several `Job`s that `jaxcross.run` trains as one. Made by `jaxcross.fuse`.
 
-    A job whose data end, that stops early, or whose data raise leaves between two steps, on all
-    ranks the same; the others go on without it. What raises in a step or in an evaluation ends all
-    of them.
+    Each member still gets results of its own. A member leaves between two steps, on all ranks
+    alike, if its data end, it stops early, or its data raise an error; the others continue without
+    it. An error in a step or in an evaluation ends all members.
 
     Attributes:
-        name: The name in reports, made of the jobs' names.
+        name: The name in reports, made from the members' names.
         members: The jobs.
-        errors: Errors of members that failed alone; complete after the run, the same on every rank.
+        errors: Errors of members that failed alone. Complete after the run, and the same on every
+            rank.
     """
 
     def __init__(self, members: Sequence[Job], step: FusedStep) -> None:
@@ -60,10 +69,10 @@ class FusedJob:
         self._standings: list[JobStanding] = []
 
     def _attach(self, job: JobContext) -> None:  # noqa: ARG002
-        """Has the members show from now on what becomes of each. Before the run.
+        """Gives each member results that this job fills in. Called just before the run.
 
         Raises:
-            ValueError: A member has a policy for values that are not finite.
+            ValueError: A member has a policy for nonfinite values.
         """
         for member in self.members:
             if member.nonfinite != "ignore":
@@ -75,7 +84,7 @@ class FusedJob:
         self._standings = [member._fuse(self.name) for member in self.members]
 
     def _run(self, job: JobContext) -> States:
-        """Trains all members to their ends. The function of a runner's job."""
+        """Trains all members to their ends. This is the function of the runner's job."""
         self._live = [
             _Member(member, standing, job._host)
             for member, standing in zip(self.members, self._standings, strict=True)
@@ -104,8 +113,10 @@ class FusedJob:
         return tuple(member.state for member in self.members)
 
     def _train(self, job: JobContext) -> float:
-        """Trains until some members leave, and lets them go. Waits for all ranks. Returns the
-        examples of a step.
+        """Trains until some members leave, and removes those. Waits for all ranks.
+
+        Returns:
+            The number of examples per step.
         """
         live, examples = self._live, 0.0
         batches = SideBySide([member.source for member in live])
@@ -128,18 +139,18 @@ class FusedJob:
             stopped = {member.name for member in live if member.stops_early(job)}
             if stopped:
                 break
-        close_unread(loop)  # the thread of a loop that was left ends only then
-        job._host.left_over = False  # members that stay take those batches in their next loop
+        close_unread(loop)  # otherwise the thread of an abandoned loop wouldn't end
+        job._host.left_over = False  # the remaining members use those batches later
         self._live = self._staying(job, batches, stopped)
         return examples
 
     def _planned_steps(self) -> int | None:
-        """Returns the step at which the last member ends, None where that is not known."""
+        """Returns the step at which the last member ends, or None if that's unknown."""
         counts = [number_of_batches(member._batches, member._steps) for member in self.members]
         return None if None in counts else max(count for count in counts if count is not None)
 
     def _staying(self, job: JobContext, batches: SideBySide, stopped: set[str]) -> list[_Member]:
-        """Returns the members that go on, the same on every rank. Waits for all ranks."""
+        """Returns the members that stay, the same on every rank. Waits for all ranks."""
         live, mine = self._live, batches.ends()
         ranks = job.run_on_all_ranks("jobs that leave", lambda control: gather(control, mine))
         staying = []
@@ -161,11 +172,10 @@ class FusedJob:
         return staying
 
     def _finish(self, job: JobContext) -> None:
-        """Gives each member its results, after the run, however that ended."""
+        """Gives each member its results after the run, however the run ended."""
         state = job.state
-        if (
-            self._live and isinstance(state, tuple) and len(state) == len(self._live)
-        ):  # not one that ended by itself
+        # The state of members that ended by themselves is already set.
+        if self._live and isinstance(state, tuple) and len(state) == len(self._live):
             for member, own in zip(self._live, state, strict=True):
                 member.standing.state, member.standing.step = own, job.step
         for member in self._live:
@@ -178,21 +188,22 @@ class FusedJob:
         for standing in self._standings:
             if standing.status is None:
                 standing.status, standing.error = job.status, job.error
-            elif job.status == "ended":  # what was found after the run concerns all of them
+            elif job.status == "ended":  # errors found after the run concern all members
                 standing.error = standing.error or job.error
-            if standing.status is not None:  # otherwise the run was refused before it began
+            if standing.status is not None:  # otherwise the run never began
                 standing.done.set()
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusion(Sequence[Job | FusedJob]):
-    """The jobs to give to `jaxcross.run`, some of them fused. `print` says which, and why. The same
-    on every rank.
+    """The jobs to pass to `jaxcross.run`, some of them fused. The same on every rank.
+
+    `print` shows which jobs are fused, and why.
 
     Attributes:
-        jobs: The jobs; a fused one is where the first of its members was.
-        reasons: A line for each set of jobs of one step: why it is fused, or not.
+        jobs: The jobs. A fused job is at the place of its first member.
+        reasons: One line for each set of jobs that have the same step: why they're fused or not.
     """
 
     jobs: tuple[Job | FusedJob, ...]
@@ -219,11 +230,11 @@ class Fusion(Sequence[Job | FusedJob]):
 
 @final
 class _Member:
-    """One job of a fused one. Implements `jaxcross.jobs.evaluations.Host`.
+    """One member of a fused job. Implements `jaxcross.jobs.evaluations.Host`.
 
     Attributes:
-        job: The job.
-        standing: Gets its results.
+        job: The member's `Job`.
+        standing: Receives its results.
         source: Its batches.
         latest: Its latest state, for its evaluations.
     """
@@ -236,14 +247,13 @@ class _Member:
         self._evaluations = Evaluations(job.name, rank=host.world.rank, ranks=host.world.size)
 
     def begin(self, state: PyTree) -> None:
-        """Sets the state to begin with. Waits for all ranks if the job evaluates."""
+        """Sets the initial state. Waits for all ranks if the job evaluates."""
         self._set(state)
         for apply in self.job._settings:
             apply(self._evaluations)
         self._evaluations.begin(self)
 
     def advance(self, state: PyTree) -> None:
-        """Sets the state after one more step."""
         self.step += 1
         self._set(state)
 
@@ -252,12 +262,13 @@ class _Member:
         self.latest.set(state, self.step)
 
     def stops_early(self, job: JobContext) -> bool:
-        """Makes the evaluations that are due, and returns whether the job ends here. May wait for
-        all ranks.
+        """Runs the evaluations that are due, and returns whether the job ends here.
+
+        May wait for all ranks.
         """
         if not self._evaluations.any:
             return False
-        running = job._host.evaluations  # what an evaluation calls is no step of the fused job
+        running = job._host.evaluations  # evaluations don't count as steps of the fused job
         running.running = True
         try:
             self._evaluations.run(self, lambda name, values: job.log({self.name: {name: values}}))

@@ -1,5 +1,9 @@
-"""The steps of a job: `JobHost` runs them in the agreed order, counts them, and keeps the state
-that they leave.
+"""`JobHost` runs a job's steps in the agreed order, counts them, and keeps the resulting state.
+
+A step that's called in a job's function doesn't run directly: `JobHost.run` hands it to the driver,
+which decides together with the other ranks when it runs. Everything that depends on counting steps
+happens here, once all ranks have committed a call: counting examples and skipped steps, checking
+replicas, and recording the positions from which a restart resumes.
 """
 
 from __future__ import annotations
@@ -35,27 +39,30 @@ from jaxcross.world.control_plane import Control, all_equal
 
 @final
 class JobHost:
-    """The host of a job's steps; implements `jaxcross.runtime.step_host.StepHost`. Owned by the
-    job's `JobRun`.
+    """Runs the steps of one job. Implements `jaxcross.runtime.step_host.StepHost`.
+
+    Owned by the job's `JobRun`.
 
     Attributes:
         name: The job's name.
-        step: Number of steps that the job has made.
-        first_step: Number of those that earlier runs made.
-        cuts: The number of segments of each step that `cut="auto"` cut, by the step's key; 0 for
-            the cut next to other jobs, so that a restart does the same.
-        nonfinite: Policy for exchanged values that are not finite.
+        step: How many steps the job has made.
+        first_step: How many of them earlier runs made.
+        cuts: The number of segments into which `cut="auto"` cut each step, by the step's key, so
+            that a restart makes the same cut; 0 stands for the cut of a job that runs alongside
+            others.
+        nonfinite: What to do with exchanged values that aren't finite.
         latest: The job's latest state.
         registry: The functions with exchanges that the job calls.
         replicas: Comparisons of the ranks' copies of the state.
-        examples: Examples of a step.
-        evaluations: What the job does every so many steps.
-        loops: The job's loops over batches that are not over, in their order.
-        planned_steps: The step at which its latest loop on its own ends, None where that is not
-            known.
-        left_over: Whether a loop ended with another rank's data, while this rank had a batch ready.
-        done: Set once the job is over and its results are final.
-        observer: Follows the job, if it is a trial of a sweep.
+        examples: Counts the examples per step.
+        evaluations: What the job does every n steps.
+        loops: The job's open loops over batches, in the order in which they began.
+        planned_steps: The step at which the job's latest loop ends if nothing else ends it; None if
+            unknown.
+        left_over: Whether a loop ended because of another rank's data while this rank had a batch
+            ready.
+        done: Set once the job has ended and its results are final.
+        observer: Follows the job, if it's a trial of a sweep.
     """
 
     in_run = True
@@ -93,36 +100,34 @@ class JobHost:
 
     @property
     def world(self) -> World:
-        """All ranks."""
         return self._world
 
     @property
     def is_only_job(self) -> bool:
-        """Whether it has been its runner's only job, so that nothing runs next to it; as of the
-        latest `run_on_all_ranks`, hence the same on all ranks.
+        """Whether the job is its runner's only job, so that nothing runs alongside it.
+
+        As of the latest `run_on_all_ranks`, hence the same on all ranks.
         """
         return self._life.record is not None and self._life.record.is_only_job
 
     @property
     def steps_left(self) -> int | None:
-        """The number of batches that its loops still have on this rank; None if that is not
-        known.
-        """
+        """How many batches the job's loops still have on this rank; None if unknown."""
         left = [loop.batches_left for loop in self.loops if not loop.closed]
         return None if None in left else max((n for n in left if n is not None), default=None)
 
     @property
     def steps_made(self) -> int:
-        """The number of steps that the job made in this run."""
+        """How many steps the job has made in this run."""
         return self.step - self.first_step
 
     @property
     def save_every(self) -> int | None:
-        """The number of steps after which the plain loop saves; None if it does not."""
+        """The interval, in steps, at which the plain loop saves; None if it doesn't."""
         return None if self._life.resumption is None else self._life.resumption.every
 
     def unsavable_reason(self) -> str:
-        """Returns why a restart could not go on from the state; empty if it can."""
+        """Returns why a restart couldn't resume from the current state; "" if it could."""
         if self.steps_made and self.registry.training is None:
             return (
                 "the job trains by a `ParameterServer`, which has a state of its own on every rank"
@@ -137,23 +142,22 @@ class JobHost:
         return "" if self._life.resumption is None else self._life.resumption.unsavable_reason
 
     def cut_before_restart(self, key: str) -> int | None:
-        """Returns the number of segments that the step with this key was cut into in an earlier
-        run, if known.
-        """
+        """Returns the number of segments into which an earlier run cut this step, if known."""
         return self.cuts.get(key)
 
     def remember_cut(self, key: str, n_segments: int) -> None:
-        """Notes the number of segments for a restart."""
+        """Records a step's number of segments for a restart."""
         self.cuts[key] = n_segments
 
     def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:  # noqa: ARG002
-        """Whether this job has not asked about `program` of `step`, or one like it, before. The
-        same on every rank.
+        """Whether this job uses `program`, or one like it, for the first time. Same on every rank.
+
+        See `StepRegistry.first_use`.
         """
         return self.registry.first_use(program, step)
 
     def agree(self, agreement: Agreement) -> None:
-        """Makes an agreement of all ranks. Waits for them.
+        """Runs an agreement of all ranks, which also compares `nonfinite`. Waits for all ranks.
 
         Raises:
             JobError, ExchangeError: On every rank: `nonfinite` or the exchanges differ.
@@ -166,8 +170,7 @@ class JobHost:
         self.run_on_all_ranks(agreement.label, work)
 
     def check_nonfinite(self, control: Control) -> None:
-        """Makes sure that all ranks have the same policy for values that are not finite. Waits for
-        all ranks.
+        """Checks that `nonfinite` is the same on all ranks. Waits for them.
 
         Raises:
             JobError: On every rank: it differs.
@@ -190,17 +193,16 @@ class JobHost:
 
     @contextmanager
     def compiling(self, name: str) -> Iterator[None]:
-        """Returns a context whose length the report and the flight recorder show as compilation of
-        `name`.
-        """
+        """Returns a context that report and flight recorder show as the compilation of `name`."""
         during = self._world.flight.during("compile", job=self.name, step=self.step)
         with self.preparing(), during, self.measure("compile", name):
             yield
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Returns a context in which a step is traced or compiled, for which other jobs wait at a
-        joint start.
+        """Returns a context in which a step is traced or compiled.
+
+        At a joint start, other jobs wait for it.
         """
         _, record = self._life.running()
         record.preparing += 1
@@ -211,7 +213,7 @@ class JobHost:
 
     @contextmanager
     def measure(self, kind: SpanKind, label: str = "") -> Iterator[None]:
-        """Returns a context whose length appears in the report; see `JobContext.measure`."""
+        """Returns a context whose duration appears in the report; see `JobContext.measure`."""
         check_choice(kind, SpanKind, f"`kind` of `job.measure` in job `{self.name}`")
         start_ns = time.monotonic_ns()
         busy = self._world.monitor(
@@ -246,15 +248,15 @@ class JobHost:
         )
 
     def run(self, compiled: Compiled, leaves: Sequence[object], step: object) -> PyTree:
-        """Runs one call of a `crossover` function in this job: waits until its last segment was
-        dispatched.
+        """Runs one call of a `crossover` function. Waits until its last segment is dispatched.
 
         Raises:
-            JobError, ExchangeError: The step failed on some rank; on every rank, and the job is
-                over.
-            JobError: Steps are skipped one after the other, and this rank's state is not finite.
-            ExchangeError: On every rank: replicas were to be compared after this step, and differ.
-            CutError: The job is to skip steps, and this one does not return its state.
+            JobError, ExchangeError: On every rank: the step failed on some rank, and the job has
+                ended.
+            JobError: The last steps were all skipped, and this rank's state isn't finite.
+            ExchangeError: On every rank: a comparison of replicas was due after this step, and they
+                differ.
+            CutError: The job should skip nonfinite steps, but this step doesn't return its state.
         """
         driver, record = self._life.running()
         resumption = self._life.resumption
@@ -274,8 +276,9 @@ class JobHost:
         skipped_before = record.skipped
         outputs = driver.call(record, graph, execution, self.nonfinite, in_step=leads)
         if self.evaluations.running:
-            return outputs  # neither a step nor the job's state
-        # From here on the call is committed on every rank, so all that counts steps may count it.
+            return outputs  # an evaluation is neither a step nor the job's state
+        # All ranks have committed the call, so from here on, everything that counts steps may count
+        # it.
         trains = self.registry.trains(compiled)
         if trains:
             self.step += 1
@@ -299,10 +302,10 @@ class JobHost:
         return outputs
 
     def _book_memory(self, compiled: Compiled, leaves: Sequence[object]) -> None:
-        """Books what this rank needs to run these executables. Waits for all ranks.
+        """Books the memory that this rank needs to run these executables. Waits for all ranks.
 
         Raises:
-            JobError: On every rank: some rank has not enough memory left.
+            JobError: On every rank: some rank doesn't have enough memory left.
         """
         driver, record = self._life.running()
         given = arrays_by_buffer(leaves)
@@ -313,8 +316,8 @@ class JobHost:
         memory = memory_of(compiled).with_resting(
             sum(nbytes for _, nbytes in resting) + sum(loop.ahead_bytes for loop in self.loops)
         )
-        # The first batch may be the same array in several jobs, which later are at different
-        # batches.
+        # Several jobs may use the same array as their first batch, but later they'll be at
+        # different batches. So batches don't count as shared.
         batches = frozenset[Hashable]().union(*(loop.first_batch for loop in self.loops))
         need = Need.of(memory, [*compiled.lasting_inputs(leaves), *resting], without=batches)
         remedy = remedies(compiled.program)
@@ -326,12 +329,13 @@ class JobHost:
         )
 
     def give_back_memory(self) -> None:
-        """Ends what the job has booked, but for its latest state. Does not wait."""
+        """Gives back what the job has booked, except for its latest state. Doesn't wait."""
         self._admission.give_back(self.name, lambda: self.latest.latest()[0])
 
     def _refuse_to_skip(self, compiled: Compiled) -> None:
-        """Raises CutError for a step that could not be skipped; a program without exchanges need
-        not be.
+        """Raises a CutError for a step that can't be skipped.
+
+        A program without exchanges needn't be skippable.
         """
         if compiled.program.exchanges:
             raise CutError(
@@ -346,16 +350,18 @@ class JobHost:
 
     @property
     def stopping(self) -> bool:
-        """Whether the job is to stop. Ranks learn it one after the other."""
+        """Whether the job should stop. Ranks are informed one after the other."""
         driver, record = self._life.running()
         return driver.stopping(record)
 
     def served(self, *, start_ns: int, pushed_ns: int, end_ns: int, nbytes: int) -> None:
-        """Counts a step that a parameter server exchanged, and reports its parts: until the push,
-        and from there.
+        """Counts a step that a parameter server exchanged, and reports its two parts as spans.
+
+        The first part is until the push, the second from the push to the end.
 
         Raises:
-            JobError: The job evaluates, which needs ranks that have made the same steps.
+            JobError: The job evaluates, which is only possible if all ranks have made the same
+                number of steps.
         """
         if self.evaluations.any:
             raise JobError(
@@ -373,6 +379,8 @@ class JobHost:
             ("collective", pushed_ns, end_ns, nbytes),
         )
         for segment, (kind, begin_ns, finish_ns, size) in enumerate(parts):
+            # The job has a lane of its own in the report, because no lane orders what its thread
+            # does.
             self._listeners.span(
                 Span(
                     rank=self._world.rank,
@@ -380,8 +388,7 @@ class JobHost:
                     step=self.step,
                     segment=segment,
                     kind=kind,
-                    lane=1
-                    + record.number,  # one of the job's own: no lane orders what its thread does
+                    lane=1 + record.number,
                     start_ns=begin_ns,
                     end_ns=finish_ns,
                     ready_ns=begin_ns,

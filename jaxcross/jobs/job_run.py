@@ -1,4 +1,9 @@
-"""The runner's side of a job: its function, its place in the run, and its end."""
+"""The runner's side of a job: its function, its place in the run, and its end.
+
+`JobContext` is what users see of a job, and `JobHost` runs its steps. A `JobRun` owns both. It
+creates the job's thread, calls the function in it, and after the end reads back what was logged,
+sets the final status, and drops everything but the state.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +42,7 @@ class JobRun:
     """One job of a runner. Implements `jaxcross.jobs.lifecycle.ManagedJob`.
 
     Attributes:
-        context: The object that the job's function receives, and that the caller of `Runner.add`
-            keeps.
+        context: The object that the job's function receives and that `Runner.add` returns.
     """
 
     def __init__(
@@ -68,18 +72,17 @@ class JobRun:
 
     @property
     def name(self) -> str:
-        """The job's name."""
         return self._life.name
 
     @property
     def step(self) -> int:
-        """The number of steps that the job has made."""
         return self._host.step
 
     @property
     def order(self) -> float:
-        """Its place among the jobs of the run, the same on all ranks; after all others if it never
-        joined.
+        """The job's place among the jobs of the run, the same on all ranks.
+
+        Infinite if the job never joined.
         """
         record = self._life.record
         return float("inf") if record is None or record.number < 0 else record.number
@@ -90,14 +93,14 @@ class JobRun:
             self._listeners.note(job=self.name, kind="loss", step=step, value=values["loss"])
 
     def make_thread(self) -> JobThread:
-        """Returns the thread that runs the job."""
         living = self._world.exchange_owner.job_threads
         main, excuse_start = partial(self._life.main, self), self._life.excuse_start
         return JobThread(self.name, main, self.context, living, excuse_start)
 
     def attach(self, driver: Driver, record: JobRecord, session: Session | None = None) -> None:
-        """Takes the job's place in a run that begins, or that the job is added to; with checkpoints
-        if it has any.
+        """Puts the job into a run that's about to begin, or into one that's in progress.
+
+        With a session, the job has checkpoints.
         """
         self._life.attach(
             self, driver, record, None if session is None else self._resumption(session)
@@ -116,7 +119,7 @@ class JobRun:
         )
 
     def call_function(self) -> None:
-        """Runs the job's function and keeps what it returns. In the job's thread."""
+        """Runs the job's function in the job's thread, and keeps what it returns."""
         driver, record = self._life.running()
         result = self._function(self.context, **self._arguments)
         self._life.running()
@@ -124,24 +127,24 @@ class JobRun:
             self._host.latest.set(result, self.step)
         del result
         self.context._finish_step()
-        if (
-            self._life.resumption is not None
-        ):  # what was logged must not be lost with the process after the last save
+        # What was logged must not be lost if the process dies after the last save.
+        if self._life.resumption is not None:
             self.context._read_back()
         self._save_last(partial(driver.run_on_all_ranks, record))
 
     def give_back_memory(self) -> None:
-        """Ends what the job has booked, once a vote has ended it. Does not wait."""
+        """Gives back what the job has booked, once a vote has ended it. Doesn't wait."""
         self._host.give_back_memory()
 
     def close_loops(self) -> None:
-        """Ends the threads that prepare batches. Does not wait."""
+        """Ends the threads that prepare batches. Doesn't wait for them."""
         for loop in self._host.loops:
             loop.close()
 
     def close(self) -> None:
-        """Ends the job here: reads back what is left, and drops all but the state. Waits for the
-        device.
+        """Ends the job on this rank: reads back what it logged, and drops everything but the state.
+
+        Waits for the device. A second call is a no-op.
         """
         life, host, context = self._life, self._host, self.context
         if context.done.is_set():
@@ -150,7 +153,7 @@ class JobRun:
         if record is not None:
             status = record.status and life.final_status(record.status)
             stopped_early = status == "ended" and host.evaluations.stop_reason
-            # Other threads read these at any time. So a status is there only with its error, and
+            # Other threads may read these at any time. So we set the status after the error, and it
             # never changes.
             context.error = record.error
             context.status = "stopped early" if stopped_early else status or "left out"
@@ -164,9 +167,8 @@ class JobRun:
             host.replicas.finish(status or "left out", self.step)
             host.latest.release()
         failure = self._metrics.read_remaining()
-        if (
-            failure is not None and context.error is None
-        ):  # of a failed step's metrics the job's own error says more
+        # If a step failed, the job's own error is more useful than that of reading its metrics.
+        if failure is not None and context.error is None:
             context._unread = failure
         if record is not None:
             done = record.status == "ended" and context.status in ("ended", "stopped early")
@@ -176,8 +178,8 @@ class JobRun:
                 step=self.step,
                 value=context.status,
             )
-        # The arguments hold data and steps, the steps their constants, and the loops perhaps a
-        # batch.
+        # Free the memory: the arguments hold data and steps, the steps hold their constants, and
+        # the loops may hold a batch.
         life.detach()
         self._function, self._arguments = _no_function, {}
         host.registry.forget()
@@ -189,9 +191,7 @@ class JobRun:
         context.done.set()
 
     def _print_failure(self, error: JobError | ExchangeError) -> None:
-        """Prints why the job has left, since the run may continue for days before it raises the
-        error.
-        """
+        """Prints why the job has left. The run may continue for days before it raises the error."""
         cause = error.__cause__
         if cause is None or self.context.status == "ejected":
             print_error(f"jaxcross: {error}")
@@ -203,17 +203,19 @@ class JobRun:
             print_error(f"{heading}\n{traceback_text(cause)}")
 
     def close_unbegun(self) -> None:
-        """Closes the job after the run broke, if it has no thread that does."""
+        """Closes the job after the run broke, if no thread of its own will do that."""
         thread = None if self._life.record is None else self._life.record.thread
         if thread is None or not thread.is_alive():
             self.close()
 
     def save_left(self) -> None:
-        """Saves what a stop or a failure left, after the run. Waits for all ranks. Never hides why
-        the job ended.
+        """Saves what a stop or a failure left, after the run. Waits for all ranks.
+
+        If saving fails, that's only logged, so the reason for which the job ended isn't hidden.
         """
         record = self._life.record
-        # The record's status, which all ranks agreed on; the context's may differ between them.
+        # Use the record's status, on which all ranks agreed: the context's may differ between
+        # ranks.
         if record is None or record.status in (None, "ended"):
             return
 
@@ -227,7 +229,7 @@ class JobRun:
             _log.warning("%s", error)
 
     def at_stop(self) -> StoppedJob:
-        """Returns how far the job is after a run that was stopped, and what is saved of it."""
+        """Returns how far the job was when the run was stopped, and what is saved of it."""
         resumption = self._life.resumption
         begun, saved = (
             (False, None) if resumption is None else (resumption.begun, resumption.saved_step)
@@ -246,8 +248,9 @@ class JobRun:
 
 
 def first_of(runs: Sequence[JobRun], world: World) -> list[JobRun]:
-    """Returns the first job alone, whose first step `jaxcross estimate` measures; logs on rank 0
-    which one that is.
+    """Returns the first job alone, whose first step `jaxcross estimate` measures.
+
+    If there are more jobs, rank 0 logs which one is measured.
     """
     if len(runs) > 1 and world.rank == 0:
         _log.warning(
@@ -259,4 +262,4 @@ def first_of(runs: Sequence[JobRun], world: World) -> list[JobRun]:
 
 
 def _no_function(*_: object, **__: object) -> None:
-    """Does nothing, in place of the function of a job that is over."""
+    """Does nothing. Replaces the function of a job that has ended."""

@@ -1,4 +1,10 @@
-"""Tracks the latest state of a job, so that it is known however the job ends."""
+"""Tracks the latest state of a job, so that it's available however the job ends.
+
+A job's function runs `state, metrics = step(state, batch)` in some form, and may be stopped between
+the step's commit and the moment at which it tells us the new state. By then, the step may have
+donated the old state. So besides the state that the function set, we keep the results of the latest
+committed step and find the state among them by its structure, shapes and types.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +19,26 @@ import numpy as np
 from jaxcross._pytree import PyTree
 
 T = TypeVar("T")
-_copy_array = jax.jit(jnp.copy)  # 13 us a scalar to dispatch, where `jnp.copy` takes 57
+_copy_array = jax.jit(jnp.copy)  # dispatches in 13 us per scalar; `jnp.copy` takes 57 us
 
 
 class LatestState:
-    """A job's state as its function last set it, and the results of its latest committed step, on
-    one rank.
+    """A job's state as its function last set it, and its latest committed step's results.
 
-    Only the job's thread changes it, and the runner after that thread. Once a vote has ended the
-    job, another job's exchange lane may call `latest` at the same time, to see how much memory this
-    job still holds. So the results are one attribute, which is read once, and `release` drops them
-    only after the state has been set.
+    Only the job's thread changes this object, and after that thread the runner does. However, once
+    a vote has ended the job, another job's exchange lane may call `latest` at the same time, to
+    find out how much memory this job still holds. That's why the results are a single attribute
+    that's read once, and why `release` is called only after the state has been set.
 
-    Only references to one step's results are held: arrays that the next step donates are deleted
-    here as well. The results are held as leaves, because the job's function may write into the
-    dicts and NNX states that hold them.
+    Only references to one step's results are held, so arrays that the next step donates are deleted
+    here too. The results are held as leaves, because the job's function may write into the dicts
+    and NNX states around them.
 
     Attributes:
         state: The state that the job restored, saved or returned.
-        is_guess: Whether `state` is a step's results, while the job's function is known to change
-            results before the next step: it may have been about to change these.
+        is_guess: Whether `state` is taken from a step's results although the job's function is
+            known to change results before the next step. It may have been about to change these
+            too.
     """
 
     __slots__ = (
@@ -49,20 +55,18 @@ class LatestState:
     def __init__(self) -> None:
         self.state: PyTree = None
         self.is_guess = False
-        self._changed = False  # the function changes a step's results before the next step
-        self._kind = jax.tree.structure(
-            None
-        )  # the structure of the results to which `_part` belongs
-        self._part: slice | None = (
-            None  # the leaves of the results that are like the state; None: unknown
-        )
+        self._changed = False  # whether the function changes results before the next step
+        # The structure of the results to which `_part` belongs.
+        self._kind = jax.tree.structure(None)
+        # Which leaves of the results correspond to the state; None if unknown.
+        self._part: slice | None = None
         self._state_step = 0
         self._results = jax.tree.flatten(None)
         self._results_step = 0
 
     @property
     def step(self) -> int:
-        """The number of steps after which `state` is the job's."""
+        """The number of steps after which `state` was set."""
         return self._state_step
 
     def set(self, state: PyTree, step: int) -> None:
@@ -70,13 +74,12 @@ class LatestState:
         self.state, self._state_step, self.is_guess = state, step, False
 
     def note_arguments(self, arguments: Sequence[object]) -> None:
-        """Notes whether the next step takes the latest one's results, or others that the function
-        made of them.
-        """
+        """Finds out whether the function passes the latest results to the next step unchanged."""
         leaves, structure = self._results
         if self._changed or not leaves or self._state_step == self._results_step:
             return
-        if structure != self._kind:  # compared once for each structure: this runs before every step
+        # We search only once per structure, because this runs before every step.
+        if structure != self._kind:
             self._kind, self._part = (
                 structure,
                 self._part_like_state(jax.tree.unflatten(structure, leaves)),
@@ -99,19 +102,17 @@ class LatestState:
         return slice(start, start + len(jax.tree.leaves(found)))
 
     def note_results(self, results: PyTree, step: int) -> None:
-        """Notes the results of a call that all ranks committed, after `step` calls of the training
-        step.
-        """
-        # Another function's results are not the state, unless it took the training step's results
-        # by donation.
+        """Records the results of a call that all ranks committed, after `step` steps."""
+        # The results of another function aren't the state, unless the training step's results were
+        # donated to it.
         if step > self._results_step or has_deleted(self._results[0]):
             self._results = jax.tree.flatten(results)
             self._results_step = step
 
     def latest(self) -> tuple[PyTree, int]:
-        """Returns the newest state that is known and not donated, and its number of steps.
+        """Returns the newest known state that hasn't been donated, and its number of steps.
 
-        It is `state`, or the one of the last committed step.
+        That's either `state` or the state after the last committed step.
         """
         leaves, structure = self._results
         if leaves and (self._state_step < self._results_step or has_deleted(self.state)):
@@ -121,8 +122,9 @@ class LatestState:
         return self.state, self._state_step
 
     def adopt_results(self) -> None:
-        """Sets `state` to the one of the last committed step, for a job whose function ended before
-        it did so.
+        """Sets `state` to the one after the last committed step.
+
+        For a job whose function ended before it set that state itself.
         """
         state, step = self.latest()
         is_guess = self._changed and state is not self.state
@@ -130,15 +132,15 @@ class LatestState:
         self.is_guess = is_guess
 
     def release(self) -> None:
-        """Drops the step's results."""
+        """Drops the references to the step's results."""
         self._results = jax.tree.flatten(None)
 
 
 def select_state(state: PyTree, results: PyTree) -> PyTree:
     """Returns the part of a step's results that corresponds to `state`.
 
-    This is the only element of a tuple with the structure, shapes and element types of `state`; if
-    none or several have them, all of `results`.
+    If the results are a tuple, that's its only element with the structure, shapes and element types
+    of `state`. If no element or more than one matches, all of `results` is returned.
     """
     if (
         state is not None
@@ -151,8 +153,9 @@ def select_state(state: PyTree, results: PyTree) -> PyTree:
 
 
 def holds_state(state: PyTree, results: PyTree) -> bool:
-    """Whether a function's results hold an array for each one of `state`, as a step's do, in any
-    order.
+    """Whether a function's results contain an array for each one of `state`, in any order.
+
+    The results of a training step do.
     """
     wanted, found = (
         Counter(map(_shape_and_type, jax.tree.leaves(tree))) for tree in (state, results)
@@ -161,9 +164,7 @@ def holds_state(state: PyTree, results: PyTree) -> bool:
 
 
 def own_copy(state: T) -> T:
-    """Returns a copy of `state` that shares no array with it. Dispatches the copies of JAX arrays;
-    does not wait.
-    """
+    """Returns a copy of `state` that shares no array with it. Doesn't wait for the copies."""
     return jax.tree.map(_copy, state)
 
 
@@ -179,7 +180,7 @@ def has_deleted(tree: PyTree) -> bool:
 
 
 def form(tree: PyTree) -> tuple[object, list[object]]:
-    """Returns the structure of a tree, and the shapes and types of its leaves."""
+    """Returns the structure of a tree and the shapes and types of its leaves."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, [_shape_and_type(leaf) for leaf in leaves]
 
@@ -187,6 +188,6 @@ def form(tree: PyTree) -> tuple[object, list[object]]:
 def _shape_and_type(leaf: object) -> object:
     try:
         aval = jax.typeof(leaf)
-    except TypeError:  # not an array, for example a text
+    except TypeError:  # not an array but, e.g., a string
         return type(leaf)
     return aval.shape, aval.dtype

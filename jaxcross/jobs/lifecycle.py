@@ -1,4 +1,10 @@
-"""The part that a job takes in a run: its driver, its record there, its thread, and its end."""
+"""A job's part in a run: its driver, its record there, its thread, and its end.
+
+A job can end in several ways: its function returns or raises, a vote stops it, another rank fails,
+or its function catches the error that should have ended it and continues. Whatever happens, the
+thread first reports to the driver, then waits until all ranks have ended the job, and only then
+closes it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ _log = logging.getLogger("jaxcross")
 
 
 class ManagedJob(Protocol):
-    """The part of a job that its life cycle calls, in the job's thread."""
+    """The part of a job that its lifecycle uses, in the job's thread."""
 
     @property
     def step(self) -> int: ...
@@ -33,16 +39,16 @@ class ManagedJob(Protocol):
 
 @final
 class JobLifecycle:
-    """Owned by the job's `JobRun`, whose thread it runs and ends.
+    """Runs and ends the job's thread. Owned by the job's `JobRun`.
 
     Attributes:
         name: The job's name.
-        driver: The run's; None before the run, and once the job is over.
+        driver: The run's driver; None before the run, and after the job has ended.
         record: The driver's record of the job; None before the run.
-        resumption: Ties the job to its checkpoints, if there are any.
-        stop_requested: Whether the job ended because it alone was asked to stop.
-        misuse: The error of a loop over batches in another thread, for the job's own thread to
-            raise.
+        resumption: Connects the job to its checkpoints, if there are any.
+        stop_requested: Whether the job ended because someone asked to stop this job alone.
+        misuse: The error of a loop over batches in another thread, which the job's own thread
+            should raise.
     """
 
     def __init__(self, name: str) -> None:
@@ -63,8 +69,8 @@ class JobLifecycle:
         """Returns the run's driver, and its record of the job.
 
         Raises:
-            JobError: The job is not running, or this is its thread and another one iterated over
-                its batches.
+            JobError: The job isn't running, or this is its own thread and another thread iterated
+                over its batches.
         """
         if self.driver is None or self.record is None:
             raise JobError(
@@ -76,8 +82,9 @@ class JobLifecycle:
         return self.driver, self.record
 
     def stray_error(self, what: str, done: str) -> JobError | None:
-        """Returns the error for a caller that is not the job's own thread, and would take that
-        thread's answers.
+        """Returns the error for a call outside of the job's own thread; None in that thread.
+
+        A call from another thread would receive answers that belong to the job's own.
         """
         if self.in_own_thread:
             return None
@@ -90,14 +97,14 @@ class JobLifecycle:
         )
 
     def ends_stray_loop(self) -> bool:
-        """Whether a loop over batches must end at once, because it runs in another thread than the
-        job's own.
+        """Whether a loop over batches must end at once because it's in the wrong thread.
 
-        The job fails for it, where its own thread can still raise the error. Raised here, where
-        perhaps no caller catches it, the error would end the other jobs as well.
+        If possible, the job's own thread raises the error, so that the job fails. In the other
+        thread, there may be no caller to catch it, and then it would end the other jobs too.
 
         Raises:
-            JobError: The job's thread cannot raise it: it is over, or has one to raise already.
+            JobError: The job's own thread can't raise the error, because the job has ended or
+                already has an error to raise.
         """
         error = self.stray_error("`job.batches`", "iterated")
         if error is None:
@@ -113,15 +120,15 @@ class JobLifecycle:
         return True
 
     def request(self, request: JobRequest) -> None:
-        """Passes a request to all ranks, unless the job is over. Does not wait.
+        """Passes a request to all ranks, unless the job has ended. Doesn't wait.
 
         Raises:
-            JobError: The run has not begun.
+            JobError: The run hasn't begun.
         """
-        # Read once, because the job's thread clears the driver when the job leaves, and the record
-        # first, because the run sets it last. With the driver read before the run begins and the
-        # record after that, the job would be taken for one that is over, and the request would be
-        # lost without a word.
+        # We read both once, because the job's thread clears the driver when the job leaves. The
+        # order matters because the run sets the record last: if we read the driver before the run
+        # begins and the record after that, the job would look as if it had ended, and the request
+        # would be lost silently.
         record, driver = self.record, self.driver
         if record is None:
             raise JobError(
@@ -132,27 +139,27 @@ class JobLifecycle:
             driver.request(record, request)
 
     def excuse_start(self) -> None:
-        """Allows the other jobs to begin without this one, at a joint start. Does not wait."""
+        """Lets the other jobs begin without this one at a joint start. Doesn't wait."""
         if self.driver is not None and self.record is not None:
             self.driver.excuse_start(self.record)
 
     def attach(
         self, job: ManagedJob, driver: Driver, record: JobRecord, resumption: Resumption | None
     ) -> None:
-        """Takes the job's place in a run that begins, or that the job is added to."""
+        """Puts the job into a run that's about to begin, or into one that's in progress."""
         self.driver, self.record, self.resumption = driver, record, resumption
         record.abandon = partial(self._abandon, job)
-        # Called by the driver before any other job can save what it did in the knowledge of this
+        # The driver calls this before any other job can save something that depends on this job's
         # end.
         record.on_end = partial(self._on_end, job)
         if resumption is not None:
             record.on_pause = resumption.mark_paused
 
     def main(self, job: ManagedJob) -> None:
-        """Runs the job's function: the body of its thread. An error becomes the job's failure on
-        all ranks.
+        """Runs the job's function. This is the body of the job's thread.
 
-        Waits, after the function, until the job is over on every rank.
+        An error becomes the job's failure on all ranks. After the function has ended, waits until
+        the job has ended on every rank.
         """
         driver, record = self.running()
         try:
@@ -169,8 +176,9 @@ class JobLifecycle:
         self._end_thread(job, driver, record)
 
     def _abandon(self, job: ManagedJob) -> NoReturn:
-        """Leaves the job's thread behind: the job is over, but its function catches the error and
-        calls again.
+        """Abandons the job's thread, which then sleeps forever.
+
+        Called if the job has ended but its function caught the error and called again.
         """
         driver, record = self.running()
         _log.warning(
@@ -190,8 +198,8 @@ class JobLifecycle:
             threading.Event().wait()
 
     def _end_thread(self, job: ManagedJob, driver: Driver, record: JobRecord) -> None:
-        # The loops first: their threads may hold batches while the other ranks take long to end the
-        # job.
+        # Close the loops first: their threads may hold batches, and it may take long until the
+        # other ranks end the job.
         job.close_loops()
         record.done.wait()
         job.close()
@@ -201,29 +209,30 @@ class JobLifecycle:
         job.give_back_memory()
         status = self.final_status(status)
         self.stop_requested = asked
-        # A job that ends because its whole run was stopped goes on in the next run: no mark for
-        # that.
+        # A job that ends because its whole run was stopped resumes in the next run, so it isn't
+        # marked as done.
         if self.resumption is not None and (status != "stopped" or asked):
             self.resumption.mark_done(status)
 
     def final_status(self, status: FinalStatus) -> FinalStatus:
-        """Returns the job's status, given the vote's: a stop may have unwound a function that
-        exchanges nothing.
+        """Returns the job's status, given the vote's.
 
-        The vote takes a job that a `ParameterServer` has stopped for one that has come to its end.
+        They differ if a `ParameterServer` has stopped the job. Its function exchanges nothing, and
+        after a stop has unwound it, the vote can't tell that from a function that has returned.
         """
         return "stopped" if self._unwound and status == "ended" else status
 
     def detach(self) -> None:
-        """Drops the driver, and the callbacks that it has."""
+        """Drops the driver and the callbacks that it has."""
         self.driver = None
         if self.record is not None:
             self.record.detach()
 
 
 def forget_locals(error: BaseException | None) -> None:
-    """Clears the variables of the functions that an exception went through, which would keep a
-    step's arrays alive.
+    """Clears the local variables in an exception's traceback.
+
+    Otherwise, they'd keep a step's arrays alive.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -1,5 +1,7 @@
-"""Stores logged metrics: copies on the device, read back once they are computed, so that logging
-never waits.
+"""Stores logged metrics. Logging never waits.
+
+`log` copies the metrics on the device. They're read back once they're computed, either by a later
+`log` or at the end. The copies are needed because the next step may donate what was logged.
 """
 
 from __future__ import annotations
@@ -24,19 +26,18 @@ Leaf: TypeAlias = jax.Array | np.ndarray | complex  # complex includes Python's 
 
 
 BeginFiles: TypeAlias = Callable[..., list[dict[str, Any]]]
-"""`MetricFiles.begin` of a job on rank 0; elsewhere there are no lines."""
+"""`MetricFiles.begin` for a job on rank 0. On other ranks, it returns no lines."""
 
 
 class MetricLog:
     """One job's metrics.
 
     Args:
-        listen: Called with each step and its metrics, once they are read back.
-        begin_files: Lets the files of metrics end with the step that was restored, if there are
-            files.
+        listen: Called with each step and its metrics, once they're read back.
+        begin_files: Truncates the files of metrics to the restored step, if there are files.
 
     Attributes:
-        observer: Called with what is logged, before it is read back.
+        observer: Called with what is logged, before it's read back.
     """
 
     def __init__(
@@ -49,12 +50,12 @@ class MetricLog:
         self._pending: deque[tuple[int, PyTree]] = deque()
 
     def begin(self, step: int, together: RunOnAllRanks | None) -> None:
-        """Begins the files, after this step, with what earlier runs logged; with `together`,
-        `history` has that, too.
+        """Starts the files after this step, with the lines of earlier runs.
 
         Args:
-            step: The last one that earlier runs made.
-            together: Given if they made any; this waits for all ranks then.
+            step: The last step of earlier runs.
+            together: Given if earlier runs made steps. Then, their lines are also added to
+                `history`, and this waits for all ranks.
         """
         if self._begin_files is None:
             return
@@ -66,8 +67,9 @@ class MetricLog:
                 self.observer.restored(len(lines))
 
     def drop(self, step: int, evaluation: str) -> None:
-        """Drops what earlier runs logged, in files, of an evaluation that is made again after this
-        step.
+        """Removes an evaluation's metrics of this step, which will be logged again.
+
+        Without files of metrics, earlier runs have left nothing to remove.
         """
         if self._begin_files is None:
             return
@@ -82,7 +84,7 @@ class MetricLog:
         self.history[:] = left
 
     def add(self, step: int, metrics: PyTree) -> None:
-        """Takes a copy, and reads back earlier metrics that are computed by now. Does not wait.
+        """Stores a copy, and reads back earlier metrics that are computed by now. Doesn't wait.
 
         Raises:
             TypeError: A leaf is traced.
@@ -100,8 +102,10 @@ class MetricLog:
             self.observer.logged(step, metrics)
 
     def read_remaining(self) -> Exception | None:
-        """Reads back all remaining metrics, and returns the first error, if any. Waits for the
-        device.
+        """Reads back all remaining metrics. Waits for the device.
+
+        Returns:
+            The first error, if any.
         """
         failure = None
         while self._pending:

@@ -1,4 +1,4 @@
-"""`JobObserver`: follows one job, for what decides about jobs while they run."""
+"""`JobObserver` follows one job, for code that makes decisions about running jobs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from jaxcross._pytree import PyTree
 
 
 class JobObserver(Protocol):
-    """Called in the job's own thread on every rank, where each call comes at the same step of the
-    job.
+    """Called in the job's own thread, on every rank at the same step of the job.
 
-    `logged` and `saving` may raise, which ends the job as an error of its function does.
+    `logged` and `saving` may raise, which ends the job like an error in its function.
 
     Attributes:
-        metric: The name of what counts among all that the job logs, for its progress.
+        metric: The name of the metric to show as the job's progress.
     """
 
     metric: str
 
     def restored(self, entries: int) -> None:
-        """Called when the job's history has got so many entries of earlier runs, or lost them again
-        if negative.
+        """Called when entries of earlier runs were added to the job's history.
+
+        A negative number means that they were removed again.
         """
         ...
 
@@ -30,17 +30,20 @@ class JobObserver(Protocol):
         ...
 
     def logged(self, step: int, metrics: PyTree) -> None:
-        """Called with what the job logs, not read back yet. May wait."""
+        """Called with what the job logs, before it's read back. May wait."""
         ...
 
     def saving(self, step: int) -> None:
-        """Called before a checkpoint begins, when all that was logged is read back."""
+        """Called before a checkpoint begins, once everything that was logged has been read back."""
         ...
 
     def ended(self, *, asked: bool) -> bool:
-        """Called once the job is over on all ranks and its results are final; `asked` if it alone
-        was asked to stop.
+        """Called once the job has ended on all ranks and its results are final.
 
-        Returns whether the run saves what the job left, if it did not come to its end.
+        Args:
+            asked: Whether someone asked to stop this job alone.
+
+        Returns:
+            Whether the run should save what is left of a job that didn't come to its end.
         """
         ...

@@ -1,4 +1,4 @@
-"""The options of a run, which `Runner`, `run` and `sweep` share."""
+"""The options of a run, shared by `Runner`, `run` and `sweep`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxcross.world import World
 
 
 class SharedOptions(TypedDict, total=False):
-    """What every run can be given; see `Runner` for the meaning of each option."""
+    """The options of every run; see `Runner` for their meaning."""
 
     world: World | None
     policy: Policy | None
@@ -24,7 +24,7 @@ class SharedOptions(TypedDict, total=False):
 
 
 class RunOptions(SharedOptions, total=False):
-    """What a run can be given that chooses its own files. A sweep chooses them itself."""
+    """The options of a run that chooses its own files. A sweep chooses those itself."""
 
     checkpoints: Checkpoints | None
     metrics: str | os.PathLike[str] | None

@@ -1,4 +1,4 @@
-"""The outcome of a run: its report, the jobs that never joined, the errors of those that failed."""
+"""The outcome of a run: its report, the jobs that never joined, and the errors of failed jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxcross.world import World
 from jaxcross.world.control_plane import gather
 
 MAX_ERRORS_SHOWN = 8
-"""Number of jobs whose errors `Runner.run` shows."""
+"""The number of jobs whose errors `Runner.run` shows."""
 
 
 def report_of(
@@ -32,7 +32,7 @@ def report_of(
     end_ns: int,
     watch: AbstractContextManager[Any],
 ) -> Report:
-    """The report, the same on every rank. Waits for all ranks, in the context of `watch`."""
+    """Builds the report, the same on every rank. Waits for all ranks, inside of `watch`."""
     devices = jax.local_devices()
     over = "" if world.over == "mpi4jax" else f", exchanges over {world.over}"
     return Report.build(
@@ -86,8 +86,9 @@ def _numbers(values: dict[Any, Any]) -> Iterator[tuple[str, int | float]]:
 
 
 def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> JobError | None:
-    """Returns the error of jobs that never joined; the same on every rank. Waits for all; `names`
-    were added here.
+    """Returns the error for jobs that never joined, or None. Waits for all ranks.
+
+    The same on every rank. `names` are the jobs that this rank added and that never joined.
     """
     ranks: dict[str, list[str]] = {}
     for rank, theirs in enumerate(gather(world.control, names)):
@@ -110,8 +111,9 @@ def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> 
 
 
 def tell_unread(world: World, jobs: Sequence[JobContext]) -> None:
-    """Makes a metric that one rank cannot read back the job's error on every rank. Waits for
-    all.
+    """Makes a metric that some rank can't read back the job's error on every rank.
+
+    Waits for all ranks.
     """
     mine = {
         job.name: f"{type(job._unread).__name__}: {job._unread}"
@@ -129,8 +131,10 @@ def tell_unread(world: World, jobs: Sequence[JobContext]) -> None:
 
 
 def compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
-    """Compares the last states of all jobs that joined. Waits for all; a small all-reduce if they
-    are equal. Where replicas were to be checked and differ, that is the job's error on every rank.
+    """Compares the last states of all jobs that joined. Waits for all ranks.
+
+    If they're equal, this costs one small all-reduce. If they differ in a job that checks its
+    replicas, that's the job's error on every rank.
     """
     joined = [job for job in jobs if job.status != "left out"] if world.size > 1 else []
     found = (
@@ -144,9 +148,7 @@ def compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
 
 
 def raise_errors(jobs: Sequence[JobContext], missing: JobError | None) -> None:
-    """Raises the first job's error, if any failed or was left out (`missing`), with notes on
-    further ones.
-    """
+    """Raises the first failed job's error, or else `missing`, with notes about further errors."""
     errors = [
         job.error
         for job in jobs
@@ -156,7 +158,7 @@ def raise_errors(jobs: Sequence[JobContext], missing: JobError | None) -> None:
 
 
 def raise_first(errors: Sequence[Exception]) -> None:
-    """Raises the first error, if there is one, with notes on further ones."""
+    """Raises the first error, if any, with notes about the further ones."""
     if not errors:
         return
     for other in errors[1:MAX_ERRORS_SHOWN]:

@@ -1,4 +1,9 @@
-"""`Job`: a job of `jaxcross.run`, which is the plain loop `state, metrics = step(state, batch)`."""
+"""`Job`: one job of `jaxcross.run`, the plain loop `state, metrics = step(state, batch)`.
+
+A `Job` exists before its run and outlives it, whereas a `JobContext` belongs to one runner. So a
+`Job` delegates to whatever currently has its results: a `JobStanding` before the run or in a fused
+job, and the run's `JobContext` otherwise.
+"""
 
 from __future__ import annotations
 
@@ -27,46 +32,50 @@ class Job:
     """One job of `jaxcross.run`: the plain loop `state, metrics = step(state, batch)`.
 
     It has the attributes and methods of `JobContext`, with the same meaning, except for those that
-    only the function of a job can use: `log`, `batches`, `restore`, `save`, `run_on_all_ranks` and
-    `measure`. What is said there of a job's function applies to the plain loop.
+    only a job's function can use: `log`, `batches`, `restore`, `save`, `run_on_all_ranks` and
+    `measure`. Whatever the documentation of `JobContext` says about a job's function applies to the
+    plain loop.
 
     Attributes:
-        name: Unique among the jobs.
-        state: The latest state; until the run has restored it, the one that it begins with. The
-            same on all ranks for data-parallel steps.
-        step: How many steps it has made, counted as `JobContext.step` counts them: a step that
+        name: The job's name, unique among the jobs.
+        state: The latest state. Until the run has restored the state, this is the initial one.
+            Identical on all ranks for data-parallel steps.
+        step: How many steps the job has made, counted as in `JobContext.step`: a step that
             exchanges nothing doesn't count.
-        history: `(step, metrics)` of each step that was read back; complete after the run.
-        examples_per_step: Examples that all ranks together use in a step.
-        unit: The name of an example in reports.
-        nonfinite: Policy for a step whose exchanged values are not all finite.
-        rank_local: Names of leaves of which each rank has its own.
-        status: How it ended; None before that.
-        error: The reason, if it failed or was ejected.
-        done: An event, set once it is over and `state` and `history` are final: `job.done.wait()`.
-        skipped: How many of its steps kept the state.
-        paused: Whether it is paused on all ranks.
+        history: `(step, metrics)` of each step whose metrics have been read back; complete after
+            the run.
+        examples_per_step: How many examples all ranks together use per step.
+        unit: What reports call an example.
+        nonfinite: What to do with a step whose exchanged values aren't all finite.
+        rank_local: Names of the leaves of which each rank has its own version.
+        status: How the job ended; None before that.
+        error: The reason, if the job failed or was ejected.
+        done: An event that's set once the job has ended and `state` and `history` are final:
+            `job.done.wait()`.
+        skipped: How many of the job's steps kept the state.
+        paused: Whether the job is paused on all ranks.
 
     Args:
-        name: Unique among the jobs.
+        name: The job's name, unique among the jobs.
         step: A `crossover` step that returns `(state, metrics)`.
-        state: The initial state, equal on all ranks unless `mode` says otherwise.
+        state: The initial state, identical on all ranks unless `mode` says otherwise.
         batches: This rank's batches.
-        steps: Ends after so many steps, or with the shortest rank's data.
-        nonfinite: What becomes of a step whose exchanged values are not all finite: `ignore`,
+        steps: Ends the loop after this many steps. Otherwise, it ends with the shortest rank's
+            data.
+        nonfinite: What to do with a step whose exchanged values aren't all finite: `ignore`,
             `raise`, `skip` or `eject`; see `JobContext.nonfinite`.
-        mode: `check` compares the ranks' initial states, `broadcast` takes rank 0's, `local`
-            allows each its own values, as dropout keys; see `JobContext.restore`. The same on every
-            rank.
-        rank_local: Names of leaves of which each rank has its own, such as a data mask; see
+        mode: `check` compares the ranks' initial states, `broadcast` takes rank 0's, and `local`
+            lets each rank have its own values, e.g. dropout keys; see `JobContext.restore`. The
+            same on every rank.
+        rank_local: Names of leaves of which each rank has its own version, such as a data mask; see
             `JobContext.restore`. The same on every rank.
-        check_replicas: Compare the ranks' copies of the state every so many steps, and fail on
-            every rank if they differ; see `JobContext.restore`. The same on every rank.
+        check_replicas: Compare the ranks' copies of the state at this interval, in steps, and fail
+            on every rank if they differ; see `JobContext.restore`. The same on every rank.
 
     Raises:
-        TypeError: An argument is of another type.
-        ValueError: `name` is empty, `steps` is below 0, `nonfinite` or `mode` is another word, or
-            `check_replicas` is not a whole number of at least 1.
+        TypeError: An argument has the wrong type.
+        ValueError: `name` is empty, `steps` is below 0, `nonfinite` or `mode` isn't one of its
+            words, or `check_replicas` isn't a whole number of at least 1.
     """
 
     def __init__(
@@ -92,9 +101,11 @@ class Job:
         self._check_replicas = checked_interval(f"`check_replicas` of job `{name}`", check_replicas)
         self._settings: list[Callable[[Evaluations], None]] = []
         self._shown: dict[str, Any] = {}  # `examples_per_step` and `unit`, if the user has set them
-        # What the job shows; the context of its run once that is about to begin.
+        # Provides status, error and settings, and takes requests: a `JobStanding` until just before
+        # the run, then the context of the run.
         self._face: JobStanding | JobContext = JobStanding(name, state, nonfinite=nonfinite)
-        # What has its state, steps and history; the context once it has restored the state.
+        # Provides state, steps and history: a `JobStanding` until the run has restored the state,
+        # then the context of the run.
         self._results: JobStanding | JobContext = self._face
 
     def __repr__(self) -> str:
@@ -136,8 +147,9 @@ class Job:
 
     @property
     def nonfinite(self) -> NonFinite:
-        """Policy for a step whose exchanged values are not all finite: see `JobContext.nonfinite`.
-        Set it before the first step, on every rank alike.
+        """What to do with a step whose exchanged values aren't all finite.
+
+        See `JobContext.nonfinite`. Set it before the first step, to the same value on every rank.
         """
         return self._face.nonfinite
 
@@ -170,11 +182,12 @@ class Job:
     def every(
         self, n: int, fn: Callable[[Any], Any], *, rank: int | None = None, name: str = "eval"
     ) -> None:
-        """Evaluates the job every `n` steps of the run: see `JobContext.every`. Call it before the
-        run.
+        """Evaluates the job every `n` steps of the run. Call it before the run.
+
+        See `JobContext.every` for the arguments.
 
         Raises:
-            TypeError, ValueError: An argument is of another type, or out of range.
+            TypeError, ValueError: An argument has the wrong type or is out of range.
             JobError: The run has begun.
         """
         evaluation = checked_evaluation(self.name, n, fn, rank, name)
@@ -191,11 +204,12 @@ class Job:
         patience_steps: int | None = None,
         min_delta: float = 0.0,
     ) -> None:
-        """Ends the job once a metric of `every` no longer gets better: see `JobContext.stop_early`.
-        Call it before the run.
+        """Ends the job once a metric of `every` stops improving. Call it before the run.
+
+        See `JobContext.stop_early` for the arguments.
 
         Raises:
-            TypeError, ValueError: An argument is of another type, or out of range.
+            TypeError, ValueError: An argument has the wrong type or is out of range.
             JobError: The run has begun.
         """
         early = checked_early_stopping(
@@ -213,28 +227,30 @@ class Job:
         self._settings.append(lambda evaluations: evaluations.stop_early(early))
 
     def stop(self) -> None:
-        """Ends this job, on all ranks between the same two of its steps; see `JobContext.stop`.
-        Does not wait.
+        """Ends this job on all ranks, between the same two steps. Doesn't wait.
+
+        See `JobContext.stop`.
 
         Raises:
-            JobError: The run has not begun, or the job is fused with others.
+            JobError: The run hasn't begun, or the job is fused with others.
         """
         self._face.stop()
 
     def pause(self) -> None:
-        """Pauses this job, on all ranks between the same two of its steps; see `JobContext.pause`.
-        Does not wait.
+        """Pauses this job on all ranks, between the same two steps. Doesn't wait.
+
+        See `JobContext.pause`.
 
         Raises:
-            JobError: The run has not begun, or the job is fused with others.
+            JobError: The run hasn't begun, or the job is fused with others.
         """
         self._face.pause()
 
     def resume(self) -> None:
-        """Resumes a paused job, on all ranks. Does not wait.
+        """Resumes a paused job on all ranks. Doesn't wait.
 
         Raises:
-            JobError: The run has not begun, or the job is fused with others.
+            JobError: The run hasn't begun, or the job is fused with others.
         """
         self._face.resume()
 
@@ -248,11 +264,7 @@ class Job:
         return begun and not face.done.is_set()
 
     def _attach(self, job: JobContext) -> None:
-        """Shows from now on what `job` does, whose function is `_run`. Before the run.
-
-        Raises:
-            JobError: The job is in a run already.
-        """
+        """Delegates to `job`, whose function is `_run`, from now on. Called just before the run."""
         if self._in_run:
             raise JobError(
                 f"Job `{self.name}` is in a run already. Wait for its end (`job.done.wait()`), or "
@@ -261,13 +273,16 @@ class Job:
         before = self._face
         self._face = job
         job.nonfinite = before.nonfinite
-        if not before.done.is_set():  # somebody may wait for it
+        if not before.done.is_set():  # another thread may already wait for this event
             job._host.done = before.done
         for name, value in self._shown.items():
             setattr(job, name, value)
 
     def _fuse(self, into: str) -> JobStanding:
-        """Shows from now on what is set in the result, by the fused job `into`. Before the run."""
+        """Delegates to a new `JobStanding`, which the fused job `into` fills in, from now on.
+
+        Called just before the run.
+        """
         standing = JobStanding(
             self.name, self.state, nonfinite=self._face.nonfinite, fused_into=into
         )
@@ -277,14 +292,14 @@ class Job:
         return standing
 
     def _run(self, job: JobContext) -> Any:
-        """Trains the job to its end. The function of a runner's job."""
+        """Trains the job to its end. This is the function of the runner's job."""
         job.restore(
             self.state,
             mode=self._mode,
             rank_local=self.rank_local,
             check_replicas=self._check_replicas,
         )
-        self._results = job  # drops the state that it began with
+        self._results = job  # drops the initial state
         every = job._host.save_every
         batches = job.step
         for apply in self._settings:
@@ -308,10 +323,10 @@ class Job:
 
 
 def check_batches_apart(jobs: Iterable[Job]) -> None:
-    """Makes sure that no two jobs take batches from one iterator.
+    """Checks that no two jobs take batches from the same iterator.
 
     Raises:
-        ValueError: Two do.
+        ValueError: Two jobs do.
     """
     seen: dict[int, str] = {}
     for job in jobs:

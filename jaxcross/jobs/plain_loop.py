@@ -1,6 +1,4 @@
-"""`run`: what `Runner` does, for jobs that are the plain loop `state, metrics = step(state,
-batch)`.
-"""
+"""`run`: a `Runner` for jobs that are the plain loop `state, metrics = step(state, batch)`."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ def run(jobs: Sequence[Job | FusedJob], **options: Unpack[RunOptions]) -> Report
             `progress`, as for `Runner`.
 
     Returns:
-        The report, the same on every rank.
+        The report, which is the same on every rank.
 
     Raises:
-        TypeError: `jobs` are not all of the class `Job`, or an argument is of another type.
-        ValueError: Two jobs take batches from one iterator, or there are `checkpoints` and jobs
-            that `fuse` has fused.
+        TypeError: `jobs` aren't all instances of `Job`, or an argument has the wrong type.
+        ValueError: Two jobs take batches from the same iterator, or you passed `checkpoints`
+            together with jobs that `fuse` has fused.
         Exception: As `Runner` and `Runner.run` do.
 
     Example:

@@ -1,4 +1,11 @@
-"""Prepares batches for one job ahead of time, in a thread of its own next to both lanes."""
+"""Prepares a job's batches ahead of time, in a thread alongside both lanes.
+
+All ranks must end a loop at the same step, or some ranks would wait forever for an exchange that
+the others never enter. But each rank only knows its own data, which may be shorter, and may raise.
+So a prefetcher reports each batch that's ready and the end of its data to the driver, and `next`
+requests the next batch from the driver, which returns once the ranks have agreed that there's one
+everywhere, or that the loop ends.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +49,9 @@ class Closable(Protocol):
 
 @runtime_checkable
 class Waiting(Protocol):
-    """An iterator that counts how long it has waited for storage, as those of `jaxcross.data` do.
+    """An iterator that counts how long it waits for storage, e.g. `jaxcross.data`'s.
 
-    Returns:
-        Seconds so far, all of its threads together, by the name of the level of storage.
+    `waited_s` returns the seconds so far, summed over all of its threads, by level of storage.
     """
 
     def waited_s(self) -> Mapping[str, float]: ...
@@ -53,7 +59,7 @@ class Waiting(Protocol):
 
 @final
 class _Storage:
-    """The level of storage that holds up an iterator, batch by batch."""
+    """Finds out which level of storage holds up an iterator, batch by batch."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source if isinstance(source, Waiting) else None
@@ -61,8 +67,9 @@ class _Storage:
         self._before_s = time.monotonic()
 
     def slowest(self) -> str:
-        """Returns the level that the threads waited for during half of the time since the last
-        call; "" if none.
+        """Returns the level that was waited for during half of the time since the last call.
+
+        "" if there's no such level.
         """
         if self._source is None:
             return ""
@@ -74,7 +81,7 @@ class _Storage:
 
 
 class Prefetcher(Iterator[Any]):
-    """An iterator over `data` whose end, like each of its batches, is agreed by all ranks.
+    """An iterator over `data`. All ranks agree on each of its batches, and on its end.
 
     `next` waits until every rank has its batch. The ranks vote on that while earlier steps run, so
     it rarely blocks.
@@ -82,25 +89,24 @@ class Prefetcher(Iterator[Any]):
     Args:
         driver: Votes with the other ranks.
         job: The job's record.
-        stream: The number of this iterator in the job, which must open them in the same order on
-            all ranks.
+        stream: The number of this iterator in the job. The job must open its iterators in the same
+            order on all ranks.
         open_streams: The job's earlier iterators that it may still read.
         data: This rank's batches.
-        steps: Ends after so many batches, if given.
-        prepare: Called on each batch in the prefetcher's thread, for example to put it on the
-            device.
-        buffer_size: The number of batches that may be ready before they are requested.
-        start: The position to begin at; `steps` counts the batches before it, too.
+        steps: The number of batches after which to end, if given.
+        prepare: Called on each batch in the prefetcher's thread, e.g. to put it on the device.
+        buffer_size: How many batches may be ready before they're requested.
+        start: The position to begin at. `steps` includes the batches before it.
         resumable: Whether to record the iterator's own state with each batch, for checkpoints.
 
     Attributes:
         stream: As above.
-        position: The position behind the last batch that was handed out, whatever was prepared
-            beyond it.
-        storage: The level of storage that reading this batch waited for; "" if for none, or if it
-            is not known.
+        position: The position after the last batch that was handed out, even if later batches are
+            prepared already.
+        storage: The level of storage that reading the last batch waited for; "" if there was none
+            or it's unknown.
         closed: Whether no further batch will be requested.
-        first_batch: The buffers of its first batch; none before that is there.
+        first_batch: The buffers of the first batch; empty until that has been read.
         left_over: Whether this rank had a batch ready when another rank's data ended the loop.
     """
 
@@ -127,9 +133,9 @@ class Prefetcher(Iterator[Any]):
         self.position, self._resumable = start, resumable
         self._buffer_size, self._batch_bytes = buffer_size, 0
         self.first_batch: frozenset[Hashable] = frozenset()
-        # Tokens rather than a semaphore, and a lock that its holder may take again, because Python
-        # may collect an abandoned loop at any allocation in any thread, even in one that holds the
-        # lock. Its generator calls `close`.
+        # We use a queue of tokens rather than a semaphore, and a reentrant lock, because Python may
+        # collect an abandoned loop at any allocation, in any thread, even in one that holds the
+        # lock. The loop's generator then calls `close`.
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(buffer_size):
             self._free.put(None)
@@ -139,9 +145,9 @@ class Prefetcher(Iterator[Any]):
         self.left_over = False
         self._lock = threading.RLock()
         self._error: BaseException | None = None
-        self._waiting = False  # `next` is about to ask for a batch, or waits for it
+        self._waiting = False  # `next` is about to request a batch, or waits for one
         self.closed = False
-        self._x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # perhaps by a context of the job's thread
+        self._x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # may be set only in the job's thread
         self._thread = threading.Thread(
             target=self._run, name=f"jaxcross-feed-{job.number}.{stream}", daemon=True
         )
@@ -150,15 +156,14 @@ class Prefetcher(Iterator[Any]):
 
     @property
     def batches_left(self) -> int | None:
-        """The number of batches that `steps` still allows, including the latest one; None without
-        `steps`.
-        """
+        """How many batches `steps` still allows, including the latest one; None without `steps`."""
         return None if self._steps is None else self._steps - self._taken + (self._taken > 0)
 
     @property
     def ahead_bytes(self) -> int:
-        """The bytes of arrays in the batches that may be ready before they are requested, all as
-        large as the first.
+        """The bytes of arrays in batches that may be ready before they're requested.
+
+        Assumes that all batches are as large as the first one.
         """
         return 0 if self.closed else self._buffer_size * self._batch_bytes
 
@@ -181,11 +186,11 @@ class Prefetcher(Iterator[Any]):
         return batch
 
     def close(self) -> None:
-        """Makes the thread end. Does not wait for it, since the user's iterator may be stuck."""
+        """Makes the thread end. Doesn't wait for it, because the user's iterator may be stuck."""
         with self._lock:
             self.closed, batches = True, self._batches
             self._batches = deque()
-        batches.clear()  # not under the lock: destructors of user objects may run here
+        batches.clear()  # outside of the lock, because destructors of the user's objects may run
         self._free.put(None)
 
     def _run(self) -> None:
@@ -193,7 +198,7 @@ class Prefetcher(Iterator[Any]):
             self._fill()
 
     def _fill(self) -> None:
-        data, self._data = self._data, None  # released with the loop
+        data, self._data = self._data, None  # so that closing the loop releases it
         assert data is not None
         count = 0
         try:
@@ -234,50 +239,48 @@ class Prefetcher(Iterator[Any]):
             with self._lock:
                 self._error = error
                 waiting = self._waiting and not self._batches
-            # Otherwise `next` raises it after the batches before it. A job that already waits for
-            # this batch on the other ranks must learn of the failure by the vote.
+            # If the job already waits for this batch on other ranks, it must be informed of the
+            # failure by the vote. Otherwise, `next` raises the error after the batches before it.
             if waiting:
                 self._driver.job_raised(self._job, error, f"after batch {count}")
 
 
 def close_unread(source: Iterator[Any]) -> None:
-    """Closes an iterator that its loop left before its end, with the files and threads that it
-    holds.
-    """
+    """Closes an iterator that its loop left early, along with the iterator's files and threads."""
     if isinstance(source, Closable):
         try:
             source.close()
-        except Exception:  # the job does not need it any more, and may be over
+        except Exception:  # the job no longer needs it, and may have ended
             _log.exception("`close()` of the data given to job.batches raised")
 
 
 def number_of_batches(data: Iterable[Any], steps: int | None) -> int | None:
-    """Returns how many batches a loop has, unless another rank's data end sooner; None if that is
-    not known.
+    """Returns how many batches a loop has at most, or None if that's unknown.
+
+    It has fewer if another rank's data end sooner.
     """
     length = None
     if isinstance(data, Sized):
-        with suppress(Exception):  # a length that its class cannot tell
+        with suppress(Exception):  # its class may not be able to tell its length
             length = len(data)
     return min((n for n in (length, steps) if n is not None), default=None)
 
 
 def to_device(batch: PyTree) -> PyTree:
-    """Returns `batch` with its NumPy arrays on the device. Later changes to them, in place, do not
-    affect it.
-    """
+    """Returns `batch` with its NumPy arrays on the device, unaffected by later in-place changes."""
     return jax.tree.map(
         lambda x: jax.device_put(_own(x)) if isinstance(x, np.ndarray | np.generic) else x, batch
     )
 
 
 def _own(array: np.ndarray | np.generic) -> np.ndarray | np.generic:
-    """Returns a copy, unless `array` is read-only: the device may read it late, or use it in
-    place.
+    """Returns a copy, unless `array` is read-only.
+
+    A copy is needed because the device may read the array later or use it in place.
     """
     if not isinstance(array, np.ndarray) or array.dtype.hasobject or read_only(array):
         return array
-    # The CPU backend takes aligned memory as it is; other memory it would copy once more.
+    # The CPU backend uses aligned memory as it is, but would copy other memory a second time.
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     own = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -286,7 +289,7 @@ def _own(array: np.ndarray | np.generic) -> np.ndarray | np.generic:
 
 
 def read_only(array: np.ndarray) -> bool:
-    """Whether neither `array` nor the memory that it is a view of can be written to."""
+    """Whether neither `array` nor the memory that it views can be written to."""
     owner: object = array
     while isinstance(owner, np.ndarray):
         if owner.flags.writeable:

@@ -1,5 +1,7 @@
-"""Shows from a thread of rank 0 how far a run's jobs are: lines in the log, and a file for other
-processes.
+"""Shows how far a run's jobs are, as lines in the log and as a file for other processes.
+
+A thread of rank 0 looks at the jobs once a second. It only reads what the jobs and the flight
+recorder keep anyway, so progress adds no cost to the steps.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from jaxcross.report.progress_text import run_lines
 
 VARIABLE = "JAXCROSS_PROGRESS"
 FIRST_S = 3.0
-"""Seconds of a run before its first lines: a run that is shorter prints none."""
+"""Seconds until a run's first lines. A shorter run prints none."""
 
 _LEAST_S, _MOST_S, _GROWS_AFTER = 10.0, 60.0, 10
 _LOOK_S = 1.0
 
 
 def interval_of(progress: bool | float | None, environ: Mapping[str, str]) -> Interval:
-    """Returns when lines are due; `JAXCROSS_PROGRESS` in the environment overrules the script.
+    """Returns when lines are due. `JAXCROSS_PROGRESS` in the environment overrides the script.
 
     Raises:
-        ValueError: The variable is no number of seconds.
+        ValueError: The variable isn't a number of seconds.
     """
     if text := environ.get(VARIABLE, ""):
         try:
@@ -59,11 +61,12 @@ def interval_of(progress: bool | float | None, environ: Mapping[str, str]) -> In
 
 @final
 class Interval:
-    """Says when the next lines are due.
+    """Decides when the next lines are due.
 
     Args:
-        every_s: Seconds between them. None for 10 s at first, growing to a minute in a long run.
-        never: No lines at all.
+        every_s: The seconds between lines. None stands for 10 s at first, growing to a minute in a
+            long run.
+        never: Whether to print no lines at all.
     """
 
     def __init__(self, every_s: float | None, *, never: bool = False) -> None:
@@ -72,8 +75,9 @@ class Interval:
         self._next_s = FIRST_S if every_s is None else min(FIRST_S, every_s)
 
     def due(self, run_s: float) -> bool:
-        """Whether lines are due now, in seconds since the run began. If so, the next ones are due
-        an interval later.
+        """Whether lines are due `run_s` seconds after the run began.
+
+        If so, the next ones are due an interval later.
         """
         if self.never or run_s < self._next_s:
             return False
@@ -84,17 +88,15 @@ class Interval:
 
 @final
 class ProgressReporter:
-    """A context in which rank 0 shows how far the jobs are. Other ranks do nothing.
-
-    It reads what jobs and the flight recorder know anyway, once a second, so that steps cost no
-    more with it.
+    """A context in which rank 0 shows how far the jobs are. A no-op on other ranks.
 
     Args:
-        jobs: Returns the jobs, those that joined later included.
-        flight: Knows what this rank is in, and where it records its events.
+        jobs: Returns the jobs, including those that joined later.
+        flight: The flight recorder, which has this rank's current activities and the folder of its
+            events.
         rank: This rank.
-        ranks: Number of ranks.
-        progress: As of `Runner`.
+        ranks: The number of ranks.
+        progress: See `Runner`.
         environ: The environment.
     """
 
@@ -129,9 +131,8 @@ class ProgressReporter:
         if self._rank != 0:
             return
         self._over.set()
-        self._thread.join(
-            _LOOK_S
-        )  # a write to a full pipe may never return: that must not hold the run up
+        # A write to a full pipe may never return, which mustn't hold up the run.
+        self._thread.join(_LOOK_S)
         if not self._thread.is_alive():
             self.look(time.monotonic(), over=True)
 
@@ -141,9 +142,7 @@ class ProgressReporter:
             self.look(time.monotonic())
 
     def look(self, now_s: float, *, over: bool = False) -> None:
-        """Takes the jobs' state of this moment, writes the file, and prints lines if they are
-        due.
-        """
+        """Writes the jobs' current progress to the file, and prints lines if they're due."""
         run = RunProgress(
             run=self._flight.run,
             ranks=self._ranks,
@@ -156,9 +155,8 @@ class ProgressReporter:
         self._flight.replace_file(FILE, run.to_json())
         if self._printed if over else self._interval.due(run.run_s):
             self._printed = True
-            with suppress(
-                OSError, ValueError, AttributeError
-            ):  # a log that is closed ends no training
+            # A closed log mustn't end the training.
+            with suppress(OSError, ValueError, AttributeError):
                 print("\n".join(run_lines(run)), file=sys.stderr, flush=True)
 
     def _progress_of(self, job: JobContext, now_s: float) -> JobProgress:
@@ -177,9 +175,7 @@ class ProgressReporter:
         )
 
     def _metric_of(self, job: JobContext) -> str:
-        """Returns the metric that counts, in a sweep; in other runs, and before it is logged, the
-        loss.
-        """
+        """Returns the metric to show: the sweep's if it was logged already, otherwise the loss."""
         chosen, observer = "", job._host.observer
         if observer is not None:
             chosen = self._metrics.setdefault(job.name, LatestMetric()).look(
@@ -188,7 +184,7 @@ class ProgressReporter:
         return chosen or metric_of(job.history)
 
     def _activity(self, job: str) -> Activity | None:
-        """Returns what the job is in: what it does, or else what it waits for."""
+        """Returns the job's current activity: what it does, or else what it waits for."""
         own = [activity for activity in self._flight.current() if activity.job == job]
         return min(own, key=_rank_of, default=None)
 

@@ -1,4 +1,11 @@
-"""One job's replicas: when they are compared, and a warning if the job never exchanges anything."""
+"""Decides when a job's replicas are compared, and warns if the job never exchanges anything.
+
+In data-parallel training, all ranks should hold the same state, bit for bit. If they don't, each
+rank trains a model of its own without anybody noticing. So replicas are compared at checkpoints, at
+the end of every job and, on request, every n steps. `jaxcross.jobs.replicas` does the comparing.
+This module decides which leaves should be equal, when to compare them, and whether a difference is
+expected, e.g. between two exchanges of local SGD.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +28,21 @@ _log = logging.getLogger("jaxcross")
 
 
 class ReplicaChecks:
-    """One job's, on one rank; used by the job's thread, and by the runner after it.
+    """The replica checks of one job on one rank.
 
-    Whether and when ranks communicate follows from counts of steps and batches, which are the same
-    on every rank.
+    Used by the job's thread, and by the runner after it. Whether and when ranks communicate depends
+    only on numbers of steps and batches, which are the same on every rank.
 
     Args:
         job: The job's name.
         rank: This rank.
-        ranks: How many there are; a single one compares nothing.
+        ranks: The number of ranks. A single rank compares nothing.
         latest: The job's state and the results of its steps.
 
     Attributes:
-        findings: Of all comparisons.
-        batches: How many its loops have taken.
-        end: This rank's report on the last state, for `settle`; None if there is nothing to report.
+        findings: The results of all comparisons.
+        batches: How many batches the job's loops have taken.
+        end: This rank's report on the last state, for `settle`; None if there's nothing to report.
     """
 
     def __init__(self, job: str, *, rank: int, ranks: int, latest: LatestState) -> None:
@@ -45,13 +52,13 @@ class ReplicaChecks:
         self.batches = 0
         self.end: RankReport | None = None
         self._restored = self._exchanged = self._serves = False
-        self._between = False  # the latest step was a local one: others exchange
-        self._start: Any = None  # the state that it restored, until the first exchange
+        self._between = False  # the latest step was a local one, and others exchange
+        self._start: Any = None  # the restored state, until the first exchange
         self._first_step = self._compared = 0
         self._paths: list[str] = []
         self._common: list[str] = []
-        self._looked = False  # whether its first batch has led to an exchange
-        self._warned = False  # that replicas differ, or that there is nothing to compare
+        self._looked = False  # whether we've checked that the first batch led to an exchange
+        self._warned = False  # whether we've warned that replicas differ or can't be compared
 
     def begin(
         self,
@@ -64,22 +71,22 @@ class ReplicaChecks:
         resumed: bool,
         together: RunOnAllRanks,
     ) -> None:
-        """Notes which leaves of a restored state are common to all ranks. Waits for all ranks if it
-        is `local`.
+        """Records which leaves of a restored state are common to all ranks.
 
-        A state that is not `local` is meant to be the same on every rank. Local states may be parts
-        of one model: only leaves that are equal on all ranks are common, and leaves of zeros or
-        ones are not evidence, since parts begin with them as well.
+        Waits for all ranks if the state is `local`. A state that isn't `local` is meant to be the
+        same on every rank. A local state may be a shard of a model, so only the leaves that are
+        equal on all ranks count as common. Leaves whose elements are all the same, e.g. zeros or
+        ones, are ignored: shards often start out with those, so being equal tells us nothing.
 
         Args:
             state: The state.
-            step: Steps that led to it.
-            local: Whether each rank has restored its own.
-            named: Paths of the leaves that the job names as rank-local: these are not compared.
-            check_every: Compare after so many steps, and fail if replicas differ; if None, compare
-                at checkpoints and at the end only, and warn.
-            resumed: Whether it comes from a checkpoint.
-            together: Runs what communicates.
+            step: The number of steps that led to it.
+            local: Whether each rank has restored its own state.
+            named: Paths of the leaves that the job names as rank-local. They aren't compared.
+            check_every: The number of steps after which to compare, and to fail if replicas differ.
+                If None, compare only at checkpoints and at the end, and only warn.
+            resumed: Whether the state comes from a checkpoint.
+            together: Runs work that communicates.
         """
         if self._ranks == 1:
             return
@@ -102,17 +109,17 @@ class ReplicaChecks:
         self.findings.held = None if resumed and not local else step
 
     def serve(self) -> None:
-        """Notes that the job trains by a `ParameterServer`."""
+        """Records that the job trains with a `ParameterServer`."""
         self._exchanged = self._serves = True
         self._start = None
 
     def stepped(self, step: int, *, local: bool, together: RunOnAllRanks) -> None:
-        """Compares replicas after a committed step if that is due, and then waits for all ranks.
+        """Compares replicas after a committed step if that's due, which waits for all ranks.
 
         Args:
             step: How many steps are committed.
-            local: Whether nothing was exchanged in this one because another one exchanges.
-            together: Runs what communicates.
+            local: Whether this step exchanged nothing although the job's steps do at other times.
+            together: Runs work that communicates.
 
         Raises:
             ExchangeError: On every rank: replicas differ.
@@ -122,8 +129,10 @@ class ReplicaChecks:
             self._compare(step, together)
 
     def next_batch(self, together: RunOnAllRanks) -> None:
-        """Warns once of a job that has not exchanged anything, before its next batch. Compares its
-        replicas if that is due, and then waits for all ranks. Batches count as its steps.
+        """Warns once, before the next batch, if the job hasn't exchanged anything.
+
+        As long as the job exchanges nothing, each batch counts as a step: if a comparison is due,
+        this makes it, and waits for all ranks.
 
         Raises:
             ExchangeError: On every rank: replicas differ.
@@ -139,10 +148,10 @@ class ReplicaChecks:
             self._compare(self.batches, together)
 
     def saved(self, step: int, every: list[dict[str, str]] | None) -> None:
-        """Compares replicas by the digests that the ranks have gathered for a checkpoint.
+        """Compares replicas by the digests that the ranks gathered for a checkpoint.
 
         Raises:
-            ExchangeError: On every rank: replicas differ, and they are to be checked.
+            ExchangeError: On every rank: replicas differ, and the job checks them.
         """
         if self._ranks > 1 and every is not None:
             common, why = set(self._common), self._unknown() or self._uncertain
@@ -154,10 +163,10 @@ class ReplicaChecks:
             )
 
     def finish(self, how: str, step: int) -> None:
-        """Reads a finished job's last state for `end`; warns if the job has trained and never
-        exchanged anything.
+        """Sets `end` from a finished job's last state.
 
-        Waits for the state to be computed. Does not communicate.
+        Also warns if the job has trained but never exchanged anything. Waits for the state to be
+        computed, but doesn't communicate.
         """
         if self._ranks == 1:
             return
@@ -169,8 +178,10 @@ class ReplicaChecks:
         self._start = None
 
     def settle(self, every: list[RankReport]) -> ExchangeError | None:
-        """Adds the comparison of the last state. Returns an error, the same on every rank, if the
-        job is to fail.
+        """Adds the comparison of the last state.
+
+        Returns:
+            An error, the same on every rank, if the job should fail.
         """
         try:
             self._add(every)
@@ -202,8 +213,9 @@ class ReplicaChecks:
             self._warn(f"Job `{self._job}`: replicas {self.findings.text}.")
 
     def _report(self, count: int) -> RankReport:
-        """This rank's report on the newest state that is like the one restored. Waits until that is
-        computed.
+        """Returns this rank's report on the newest state that has the leaves of the restored one.
+
+        Waits until that state is computed.
         """
         why = self._unknown()
         if why:
@@ -216,7 +228,7 @@ class ReplicaChecks:
                     return RankReport(step if self._exchanged else count, self._uncertain, found)
             if not self._exchanged and self._latest.state is self._start:
                 return RankReport(count, UNCHANGED, {})
-        except Exception as error:  # of memory perhaps; the others wait for this report
+        except Exception as error:  # e.g. out of memory; other ranks wait for this report
             return RankReport(
                 count,
                 f"rank {self._rank} cannot read its state ({type(error).__name__}: {error})",
@@ -230,20 +242,20 @@ class ReplicaChecks:
 
     @property
     def _uncertain(self) -> str:
-        """Why a difference would be no fault; the same on every rank."""
+        """Why a difference would be expected; the same on every rank."""
         return BETWEEN if self._between else ""
 
     def _unknown(self) -> str:
-        """Why there is nothing to compare whatever the state is; the same on every rank."""
+        """Why nothing can be compared, whatever the state is; the same on every rank."""
         if self._serves:
             return "it trains by a `ParameterServer`"
         return "" if self._common else "each of its leaves is a rank's own"
 
     def _trains(self) -> bool | None:
-        """Whether the job changes a state; None where nothing shows it.
+        """Whether the job changes a state; None if we can't tell.
 
-        A job that has restored a state and hands over none changes it for certain only if it
-        donates it.
+        If a job has restored a state but never hands one over, we can only be certain if the
+        restored state was donated.
         """
         state, start = self._latest.latest()[0], self._start
         if not self._restored:
@@ -252,7 +264,7 @@ class ReplicaChecks:
             return True
         try:
             return None if state is start else not _same(start, state)
-        except Exception:  # a state that cannot be read; `end` says so
+        except Exception:  # the state can't be read, which `end` reports
             return None
 
     def _warn_of_no_exchange(self, when: str, trains: str) -> None:
@@ -287,7 +299,7 @@ def _paths(state: Any) -> list[str]:
 
 
 def _varied(leaf: Any) -> bool:
-    """Whether it is a numeric array with elements that are not all the same."""
+    """Whether a leaf is a numeric array whose elements aren't all the same."""
     if not isinstance(leaf, jax.Array | np.ndarray):
         return False
     array = on_host(leaf).reshape(-1)
@@ -299,7 +311,7 @@ def _floats(leaf: Any) -> bool:
 
 
 def _same(start: Any, state: Any) -> bool:
-    """Whether all leaves have the same values, to the bit."""
+    """Whether all leaves have the same values."""
     old, new = jax.tree.leaves(start), jax.tree.leaves(state)
     return len(old) == len(new) and all(
         x is y or _equal(on_host(x), on_host(y)) for x, y in zip(old, new, strict=True)

@@ -1,8 +1,7 @@
-"""Whether all ranks hold the same state of a job: what each rank reports, and what follows from all
-reports.
+"""Compares whether all ranks hold the same state of a job.
 
-A comparison costs one small all-reduce where all ranks report the same, and a gather of one digest
-a leaf where they do not. Nothing here decides when to compare.
+Each rank reports a digest per leaf. A comparison costs one small all-reduce if all ranks report the
+same, and only otherwise a gather of the digests. When to compare is decided in `replica_checks`.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from jaxcross.program.ir import hash_62
 from jaxcross.world.control_plane import Control, gather
 
 BETWEEN = "its last step stands between two exchanges, where ranks may differ"
-"""The reason why a difference is expected. Equal replicas are reported as equal all the same."""
+"""Why a difference is expected. Replicas that are equal anyway are still reported as equal."""
 
 UNCHANGED = "its state is the one that it began with"
-"""Why a job without training has nothing to compare; reports do not mention it."""
+"""Why a job without training has nothing to compare. Reports don't mention it."""
 
 
 class RankReport(NamedTuple):
     """One rank's report for a comparison.
 
     Attributes:
-        step: Of the state.
-        why: Why there is nothing to compare, or `BETWEEN`, or empty.
-        digests: By path, of the leaves to compare.
+        step: The step of the state.
+        why: Why there's nothing to compare, or `BETWEEN`, or "".
+        digests: The digests of the leaves to compare, by path.
     """
 
     step: int
@@ -37,17 +36,18 @@ class RankReport(NamedTuple):
     digests: dict[str, str]
 
     def number(self) -> int:
-        """Returns a hash of it, which fits a reduction."""
+        """Returns a hash of the report that fits into a reduction."""
         return hash_62(self.text())
 
     def text(self) -> str:
-        """Returns it as JSON."""
+        """Returns the report as JSON."""
         return json.dumps(self)
 
 
 def exchange(control: Control, reports: Sequence[RankReport]) -> list[list[RankReport]]:
-    """Returns every rank's reports on the same subjects: for each subject, by rank. Waits for all
-    ranks.
+    """Returns the reports of every rank: a list for each subject, by rank. Waits for all ranks.
+
+    Every rank passes its reports on the same subjects, in the same order.
     """
     numbers = np.array([report.number() for report in reports], np.int64)
     low, high = np.split(control.allreduce_min(np.concatenate([numbers, -numbers])), 2)
@@ -60,7 +60,7 @@ def exchange(control: Control, reports: Sequence[RankReport]) -> list[list[RankR
 
 
 class Difference(NamedTuple):
-    """The first leaf that differs, and two ranks where it does."""
+    """The first leaf that differs, and two ranks between which it differs."""
 
     path: str
     ranks: tuple[int, int]
@@ -83,14 +83,14 @@ def judge(reports: Sequence[RankReport]) -> Difference | str | None:
 
 
 class Findings:
-    """Results of one job's comparisons so far; the same on every rank.
+    """The results of one job's comparisons so far; the same on every rank.
 
     Attributes:
-        text: For the report: `equal`, `differ ...`, `not compared: ...`, or empty.
-        difference: What the latest one found, if replicas differ.
-        unknown: Whether the latest one had nothing to compare.
-        unit: What is counted: `step`, or `batch` in a job that has not exchanged anything.
-        held: After how many steps the latest comparison held; None if none has.
+        text: The text for the report: `equal`, `differ ...`, `not compared: ...`, or "".
+        difference: What the latest comparison found, if replicas differ.
+        unknown: Whether the latest comparison had nothing to compare.
+        unit: What is counted: `step`, or `batch` in a job that hasn't exchanged anything.
+        held: The number of steps after which replicas were last known to be equal, or None.
     """
 
     def __init__(self, job: str) -> None:
@@ -103,9 +103,7 @@ class Findings:
         self.step = 0
 
     def add(self, reports: Sequence[RankReport], leaves: int) -> Difference | None:
-        """Adds a comparison of a state of so many leaves, and returns the difference, if there is
-        one.
-        """
+        """Adds a comparison of a state with `leaves` leaves, and returns the difference, if any."""
         found, self.step = judge(reports), reports[0].step
         self.difference = found if isinstance(found, Difference) else None
         self.unknown = isinstance(found, str)
@@ -153,5 +151,5 @@ class Findings:
 
 
 def _leaf(path: str) -> str:
-    """A leaf as texts name it; the path of a state that is a single array is empty."""
+    """Returns a leaf's path for messages. A state that's a single array has an empty path."""
     return f"`{path}`" if path else "its only leaf"

@@ -1,4 +1,11 @@
-"""Connects a job to its checkpoints: where it resumes, and what it saves."""
+"""Connects a job to its checkpoints: where the job resumes, and what it saves.
+
+A checkpoint must contain the position in the data that belongs to the state: otherwise, a restart
+would skip batches or train on them twice. The job may have taken batches on which it hasn't trained
+yet, so the positions are those at the latest committed step rather than the current ones. If the
+job trains in a way for which they can't be right, e.g. in several loops one after the other, saving
+is refused with the reason.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +22,19 @@ from jaxcross.jobs.skipped_steps import SkippedSteps
 
 
 class Resumption:
-    """The checkpoints of one job on one rank; used by the job's thread, and by the runner after it.
+    """The checkpoints of one job on one rank.
 
-    It saves the positions in the data at the latest committed step of training: a batch that was
-    taken but not yet trained on is taken again.
+    Used by the job's thread, and by the runner after it.
 
     Args:
         checkpointer: Reads and writes the checkpoints.
         cuts: The cuts that `cut="auto"` found, shared with the job.
-        every: The number of steps after which the plain loop saves; None if it does not.
-        evaluations: The job's evaluations, whose outcome so far is a part of its progress.
-        skipped: Its skipped steps, likewise.
+        every: The interval, in steps, at which the plain loop saves; None if it doesn't.
+        evaluations: The job's evaluations, whose outcome so far is a part of the job's progress.
+        skipped: The job's skipped steps, which are a part of its progress too.
 
     Attributes:
-        first_step: The number of steps that earlier runs made.
+        first_step: How many steps earlier runs made.
     """
 
     def __init__(
@@ -42,15 +48,14 @@ class Resumption:
         self._checkpointer, self._cuts, self.every = checkpointer, cuts, every
         self._evaluations, self._skipped = evaluations, skipped
         self.first_step = 0
-        self._next_positions: list[DataPosition] = []  # of the loops that the job has not begun yet
-        self._positions: tuple[DataPosition, ...] = ()  # at the latest step, to be saved
+        self._next_positions: list[DataPosition] = []  # of loops that haven't begun yet
+        self._positions: tuple[DataPosition, ...] = ()  # at the latest step, saved next
         # The loops that were open at the latest step, and their numbers of batches by then.
         self._trained: list[tuple[Prefetcher, int]] = []
         self._trains_in_several_loops = False
-        self._step: tuple[str, bool] | None = (
-            None  # the function whose calls are steps, and whether it returns a state
-        )
-        self._uncounted_reason = ""  # an error text about another function that trains
+        # The function whose calls are steps, and whether it returns a state.
+        self._step: tuple[str, bool] | None = None
+        self._uncounted_reason = ""  # the reason if another function trains too
 
     @property
     def begun(self) -> bool:
@@ -59,7 +64,7 @@ class Resumption:
 
     @property
     def saved_step(self) -> int | None:
-        """The step of the newest checkpoint that is complete on all ranks; None without one."""
+        """The step of the newest checkpoint that's complete on all ranks, or None."""
         return self._checkpointer.newest_step
 
     def restore(
@@ -70,8 +75,9 @@ class Resumption:
         local: bool = False,
         named: Collection[str] = (),
     ) -> PyTree | None:
-        """Returns the state of the newest checkpoint, or None. Waits for all ranks; see
-        `JobCheckpointer.restore`.
+        """Returns the state of the newest checkpoint, or None. Waits for all ranks.
+
+        See `JobCheckpointer.restore`.
         """
         found = self._checkpointer.restore(target, together, local=local, named=named)
         if found is None:
@@ -90,7 +96,7 @@ class Resumption:
         return self._checkpointer.markers(together)
 
     def mark_done(self, status: str) -> None:
-        """Records that the job is over, for a reason other than the end of the run."""
+        """Records that the job has ended, for a reason other than the end of the run."""
         self._checkpointer.mark_done(status)
 
     def mark_paused(self, paused: bool) -> None:
@@ -102,8 +108,8 @@ class Resumption:
         return self._next_positions.pop(0) if self._next_positions else START
 
     def note_loop(self, prefetcher: Prefetcher) -> None:
-        """Notes that a loop over batches begins, at `next_position`."""
-        if prefetcher.position != START:  # an earlier run trained in it
+        """Records that a loop over batches has begun at `next_position`."""
+        if prefetcher.position != START:  # an earlier run trained in this loop
             self._trained.append((prefetcher, prefetcher.position.n_batches))
 
     def note_call(
@@ -115,18 +121,18 @@ class Resumption:
         state: PyTree,
         results: PyTree,
     ) -> None:
-        """Notes that all ranks committed a call of a function with exchanges.
+        """Records that all ranks committed a call of a function with exchanges.
 
         Args:
             name: The function's name.
             prefetchers: The job's loops over batches.
             trains: Whether the call is a step of the job.
             state: A tree with the structure, shapes and types of the job's state.
-            results: The results of the function.
+            results: The function's results.
         """
         reading = [(each, each.position.n_batches) for each in prefetchers if not each.closed]
         if trains:
-            # A loop that was closed since the latest step: the job trains in a second one.
+            # If a loop was closed since the latest step, the job now trains in a second one.
             self._trains_in_several_loops |= any(each.closed for each, _ in self._trained)
             self._trained = reading
             self._positions = tuple(each.position for each, _ in reading)
@@ -136,8 +142,8 @@ class Resumption:
         if trains:
             self._uncounted_reason = self._uncounted_reason if not counted_trains else ""
             return
-        # It trains on other batches than the latest step, or in place of a step that only
-        # evaluates.
+        # This function trains too if it returns a state and either uses other batches than the
+        # latest step, or the function whose calls count as steps only evaluates.
         took_others = any(each.position.n_batches != n for each, n in self._trained) or (
             reading and not self._trained
         )
@@ -151,7 +157,7 @@ class Resumption:
 
     @property
     def unsavable_reason(self) -> str:
-        """The reason why a restart could not find its position in the data; empty if it can."""
+        """Why a restart couldn't find its position in the data; "" if it could."""
         if self._trains_in_several_loops:
             return (
                 "its function trains in several loops over `job.batches`, one after the other or "
@@ -163,8 +169,9 @@ class Resumption:
     def save(
         self, state: PyTree, step: int, together: RunOnAllRanks, *, unsavable_reason: str
     ) -> list[dict[str, str]] | None:
-        """Begins a checkpoint, and returns every rank's digests. Waits for all ranks; see
-        `JobCheckpointer.save`.
+        """Begins a checkpoint, and returns every rank's digests. Waits for all ranks.
+
+        See `JobCheckpointer.save`.
         """
         return self._checkpointer.save(
             state, self._progress(step), together, unsavable_reason=unsavable_reason
@@ -173,11 +180,12 @@ class Resumption:
     def save_last(
         self, state: PyTree, step: int, together: RunOnAllRanks, *, unsavable_reason: str
     ) -> None:
-        """Saves the state of a job that is over, unless it never began. Waits for all ranks and
-        disks.
+        """Saves the state of a job that has ended, unless it never began.
+
+        Waits for all ranks and their disks.
         """
-        # `begun` is the same on all ranks; the job's first step may not be: one rank may be before
-        # it.
+        # We check `begun`, which is the same on all ranks. The first step isn't: one rank may not
+        # have made it.
         if self._checkpointer.begun:
             self._checkpointer.save(
                 state, self._progress(step), together, unsavable_reason=unsavable_reason, last=True

@@ -1,4 +1,10 @@
-"""`Runner`: several jobs, ordinary loops, share this rank's device."""
+"""`Runner`: several jobs, each an ordinary training loop, share this rank's device.
+
+A `Runner` gives each job's function a thread of its own and a `JobContext`, and owns whatever the
+jobs of a run share: the driver with its lanes, the memory that jobs book, the checkpoints, the
+files of metrics, and the report. It runs once. Before the jobs begin, all ranks compare their jobs
+and settings, and at the end they build the report together.
+"""
 
 from __future__ import annotations
 
@@ -41,34 +47,38 @@ from jaxcross.world import World, current_world
 
 
 class Runner:
-    """Runs jobs that take turns on this rank's device, the same jobs on every rank.
+    """Runs jobs that take turns on this rank's device. Every rank runs the same jobs.
 
     Args:
-        world: From `jaxcross.initialize()`; the one that was initialized if None.
-        policy: `RoundRobin()` crosses the jobs over, `Weighted(shares)` too, by shares of device
-            and link, `Sequential()` runs one after the other. Same on every rank.
-        checkpoints: Keep the jobs' states on disk, and resume from there; see `Checkpoints`. Same
-            on every rank, but for the directory.
-        metrics: A folder where rank 0 writes what jobs log, as a JSONL and a CSV each; given on
-            every rank. After a restart from `checkpoints` it has each step once.
-        instruments: Told of spans and notes while it runs.
-        memory: Bytes of arrays that this rank may hold, as a number or a text such as `80GB`. A job
-            whose step does not fit next to the others fails, alone and on every rank, before its
-            first step. An array that several jobs' steps are given and don't donate, such as the
-            base model under adapters, counts once. If None: what the device states; on CPUs the
-            rank's share of the machine's memory, or of a control group's. May differ by rank.
-        events: A folder where each rank writes down what it does, for `jaxcross doctor
-            --post-mortem`; else what the variable `JAXCROSS_EVENTS` says.
-        progress: Whether to show how far the jobs are. By default `jaxcross launch` draws a table
-            on a terminal; elsewhere rank 0 prints a line a job to standard error, first after 3 s,
-            then every 10 s, in a long run every minute. A number is the seconds between lines.
-            `JAXCROSS_PROGRESS` in the environment overrules it.
+        world: What `jaxcross.initialize()` returned. If None, the world that was initialized.
+        policy: How jobs take turns. `RoundRobin()`, the default, interleaves the jobs,
+            `Weighted(shares)` interleaves them by their shares of device and link, and
+            `Sequential()` runs one job after the other. The same on every rank.
+        checkpoints: Keeps the jobs' states on disk and resumes from there; see `Checkpoints`. The
+            same on every rank, except for the directory.
+        metrics: A folder in which rank 0 writes what each job logs, as one JSONL file and one CSV
+            file per job. Pass it on every rank. After a restart from `checkpoints`, the files still
+            contain each step only once.
+        instruments: Receive spans and notes while the run is in progress.
+        memory: The bytes of arrays that this rank may hold, as a number or a text such as `80GB`. A
+            job whose step doesn't fit alongside the other jobs fails on every rank before its first
+            step, and the other jobs continue. An array that several jobs pass to their steps
+            without donating it, such as the base model under adapters, counts once. If None, the
+            limit is what the device reports or, on CPUs, this rank's share of the memory of the
+            machine or of its control group. May differ between ranks.
+        events: A folder where each rank records what it does, for `jaxcross doctor --post-mortem`.
+            If None, the environment variable `JAXCROSS_EVENTS` decides.
+        progress: Whether to show how far the jobs are. By default, `jaxcross launch` draws a table
+            if it runs on a terminal. Elsewhere, rank 0 prints a line per job to standard error,
+            first after 3 s, then every 10 s, and once a minute in a long run. A number sets the
+            seconds between lines. The environment variable `JAXCROSS_PROGRESS` overrides this
+            argument.
 
     Raises:
-        TypeError: An argument is of another type.
-        ValueError: `memory` is no number of bytes, `progress` is a number that is not above 0, this
-            rank cannot write to the folder `events`, or `JAXCROSS_CHAOS` in the environment, which
-            is for tests, is no seed.
+        TypeError: An argument has the wrong type.
+        ValueError: `memory` isn't a number of bytes, `progress` is a number that isn't above 0,
+            this rank can't write to the folder `events`, or the environment variable
+            `JAXCROSS_CHAOS`, which is for tests, isn't a seed.
 
     Example:
         >>> with jaxcross.Runner(world) as runner:
@@ -98,9 +108,8 @@ class Runner:
         arguments.check_checkpoints(checkpoints)
         arguments.check_progress(progress)
         self.world = world if world is not None else current_world()
-        if (
-            self.world.estimate_request
-        ):  # one job runs to its first step, and nothing of the user's is written
+        # An estimate runs one job up to its first step and writes no files for the user.
+        if self.world.estimate_request:
             listening, policy, events, checkpoints, metrics = (), None, None, None, None
         self.policy = policy if policy is not None else RoundRobin()
         self.checkpoints = checkpoints
@@ -136,18 +145,19 @@ class Runner:
         self._lock = threading.RLock()  # jobs may be added by several threads
         self._functions = RegisteredFunctions()
         self._session: Session | None = None
-        self._submitted: set[str] = set()  # names of jobs that not all ranks have heard of
+        self._submitted: set[str] = set()  # submitted, but not added here yet
 
     @property
     def jobs(self) -> list[JobContext]:
-        """The jobs that were added; after the run in the order in which they joined, the same on
-        every rank.
+        """The jobs that were added.
+
+        After the run, they're in the order in which they joined, which is the same on every rank.
         """
         return [run.context for run in self._runs]
 
     @property
     def booked_bytes(self) -> int:
-        """The most bytes that jobs have booked at once on this rank; see `memory`."""
+        """The most bytes that jobs had booked at the same time on this rank; see `memory`."""
         return self._admission.most_booked_bytes
 
     def __enter__(self) -> Self:
@@ -159,22 +169,26 @@ class Runner:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Nothing is left to end: `run` ends its threads itself."""
+        """Does nothing, because `run` ends its own threads."""
 
     def add(self, name: str, fn: Callable[..., Any], kwargs: Mapping[str, Any] = {}) -> JobContext:
-        """Adds a job: `fn(job, **kwargs)` will run in a thread of its own. Returns what `fn` will
-        receive as `job`.
+        """Adds a job: `fn(job, **kwargs)` will run in a thread of its own.
 
-        During the run it may be called too, in any thread and on every rank, in any order: the job
-        joins, between two steps of the others, once every rank has added it. Never waits. A job
-        that joined an earlier run, and has been added before this one, is not added twice: returned
-        is the one that is there.
+        You can also call this during the run, in any thread. Every rank has to add the job, but the
+        ranks may add several jobs in different orders. The job joins between two steps of the other
+        jobs, as soon as every rank has added it. `add` never waits.
+
+        If a job joined an earlier run with the same checkpoints and this run already has it, `add`
+        returns the existing job instead of adding another.
+
+        Returns:
+            The object that `fn` will receive as `job`.
 
         Raises:
-            ValueError: The name is empty or taken.
-            TypeError: `fn` cannot be called as `fn(job, **kwargs)`, or makes a generator or a
-                coroutine, or `kwargs` is not a mapping whose keys are texts.
-            JobError: The run is over.
+            ValueError: The name is empty or already taken.
+            TypeError: `fn` can't be called as `fn(job, **kwargs)`, `fn` is a generator function or
+                a coroutine function, or `kwargs` isn't a mapping with string keys.
+            JobError: The run has ended.
         """
         arguments.check_job(name, fn, kwargs)
         return self._add(name, fn, {**kwargs})
@@ -210,30 +224,30 @@ class Runner:
         )
 
     def register(self, name: str, fn: Callable[..., Any]) -> None:
-        """Registers `fn`, so that rank 0 can add jobs of it during the run: `submit(name, job=...,
-        kwargs={...})`.
+        """Registers `fn` under a name, so that rank 0 can submit jobs that run it.
 
-        Call it with the same arguments on every rank.
+        Rank 0 adds such a job during the run with `submit(name, job=..., kwargs={...})`. Call
+        `register` with the same arguments on every rank.
 
         Raises:
-            ValueError: The name is empty or taken.
-            TypeError: `fn` cannot be called.
+            ValueError: The name is empty or already taken.
+            TypeError: `fn` can't be called.
         """
         self._functions.add(name, fn)
 
     def submit(self, function: str, *, job: str, kwargs: Mapping[str, Any] = {}) -> None:
-        """Adds a job on all ranks, from rank 0 alone: `fn(job, **kwargs)` of the function that is
-        registered as `function`.
+        """Adds a job on all ranks, although only rank 0 calls this.
 
-        In any thread, during the run. Does not wait. Ranks are sent the names and, as JSON, the
-        arguments; never code.
+        The job runs `fn(job, **kwargs)`, where `fn` is the function registered as `function`. Call
+        it during the run, in any thread; it doesn't wait. The other ranks receive the two names and
+        the arguments as JSON, but never code.
 
         Raises:
-            ValueError: Nothing is registered as `function`, `job` is empty or taken, or the
-                arguments are too long.
-            TypeError: `kwargs` is not a mapping whose keys are texts, or JSON cannot say what is in
-                it.
-            JobError: The run has not begun or is over, or this is another rank.
+            ValueError: No function is registered as `function`, `job` is empty or already taken, or
+                the arguments are too long.
+            TypeError: `kwargs` isn't a mapping with string keys, or JSON can't represent its
+                values.
+            JobError: The run hasn't begun or has ended, or this isn't rank 0.
         """
         if self.world.rank != 0:
             raise JobError(
@@ -256,8 +270,8 @@ class Runner:
                 self._session.added(job, text)
 
     def _added_before(self, name: str) -> JobContext | None:
-        # A job that joined an earlier run is in this one from its beginning. A function that goes
-        # on from before the step in which it added that job adds it once more.
+        # A job that joined an earlier run is part of this run from the beginning. If the function
+        # that added it resumes from a step before the call of `add`, it calls `add` a second time.
         if self._session is None or name not in self._session.added_before:
             return None
         return next((job for job in self.jobs if job.name == name), None)
@@ -271,36 +285,37 @@ class Runner:
             )
 
     def _add_submitted(self, text: str) -> None:
-        """Adds the job of a submission, which reaches all ranks."""
+        """Adds a submitted job. The driver calls this on every rank."""
         name, fn, arguments = self._functions.resolve(text, self.world.rank)
+        # If this rank has already added a job of that name, that job is the one that joins.
         with (
             self._lock,
             suppress(ValueError),
-        ):  # if this rank has added one of that name, that is the one that joins
+        ):
             self._submitted.discard(name)
             self._add(name, fn, {**arguments})
 
     def run(self) -> Report:
-        """Runs all jobs to their end; waits for it, and for all ranks.
+        """Runs all jobs to their end. Waits for the jobs and for all ranks.
 
         Returns:
-            The report, the same on every rank.
+            The report, which is the same on every rank.
 
         Raises:
-            JobError: It has run, or another run is in progress, this call being in one of its jobs
-                perhaps, or another thread is in a step outside any run.
-            JobError, ExchangeError: Jobs failed, or were added and never joined because some rank
-                did not add them: raised on every rank after the others have ended, the first one
-                with notes on further ones. `report` then holds what was measured.
-            KeyboardInterrupt: Somebody interrupted a rank; raised on every rank, which all stopped
-                at the same step. On that rank alone if all jobs were over. Before, rank 0 prints
-                what was saved of each job.
-            SystemExit: The same, with exit code 143, after SIGTERM on any rank.
-            BaseException: The same, whatever your own handler of another signal raised, on the
-                ranks where it did; `KeyboardInterrupt` on the others.
-            JobError: All jobs that are left are paused, and no thread or signal handler on any rank
-                can resume them.
-            ValueError: There are no jobs, or `Weighted` has not a share for each.
+            JobError: This runner has already run; another run is in progress, possibly the one
+                whose job makes this call; or another thread is in a step outside of any run.
+            JobError, ExchangeError: Jobs failed, or were added but never joined because some rank
+                didn't add them. The first such error is raised on every rank after the other jobs
+                have ended, with notes about the further ones. `report` then has what was measured.
+            KeyboardInterrupt: Someone interrupted a rank. It's raised on every rank after all of
+                them have stopped at the same step, or only on the interrupted rank if all jobs had
+                already ended. Before that, rank 0 prints what was saved of each job.
+            SystemExit: The same with exit code 143, after SIGTERM on any rank.
+            BaseException: The same for whatever your own handler of another signal raised: the
+                ranks on which it raised get that exception, and the others `KeyboardInterrupt`.
+            JobError: All remaining jobs are paused, and no thread or signal handler on any rank can
+                resume them.
+            ValueError: There are no jobs, or `Weighted` doesn't have one share per job.
         """
         with self.world.exchange_owner.run():
             report = self._run()
@@ -310,7 +325,8 @@ class Runner:
 
     def _run(self) -> Report:
         link = current_link()
-        with self._lock:  # a thread that adds a job now waits until it can join
+        # A thread that adds a job waits for this lock until its job can join.
+        with self._lock:
             if self._used:
                 raise JobError("This runner has run. Make a new Runner for another run.")
             arguments.check_jobs(len(self._runs), self.policy)
@@ -343,23 +359,27 @@ class Runner:
             for run, record in zip(runs, driver.records, strict=True):
                 run.attach(driver, record, self._session)
         start_ns = time.monotonic_ns()
+        # A signal's exception is kept until the reports and files below are complete: a rank that's
+        # asked to stop while it saves is stopping already.
         with (
             self._progress,
             defer_signals() as held,
-        ):  # a rank that is asked to stop while it saves is stopping already
+        ):
             try:
                 stopped = driver.run(held)
             except BaseException:
                 self._break_off()
                 raise
             end_ns = time.monotonic_ns()
-            with self._lock:  # who is adding a job gets it into the list first
+            # A thread that's just adding a job gets it into the list first.
+            with self._lock:
                 for run in self._runs:
                     run.close()
                 if self._metric_files is not None:
                     self._metric_files.close()
-                # Added in other orders elsewhere, perhaps. A new list: while `sort` works, a list
-                # is empty, and another thread that asks for `jobs` would see none.
+                # Other ranks may have added the jobs in a different order. We assign a new list
+                # because a list is empty while `sort` works on it, and another thread that reads
+                # `jobs` would then find no jobs.
                 self._runs = sorted(self._runs, key=lambda run: run.order)
             jobs = self.jobs
             if self._session is not None:
@@ -383,19 +403,19 @@ class Runner:
                 link=described_link(os.environ) if link is None else str(link),
                 watch=after_run(self.world, "report"),
             )
-            if driver.router.paused_run.is_over:  # stopped, but by nobody's signal
+            if driver.router.paused_run.is_over:  # stopped, but not by a signal
                 paused = [job.name for job in jobs if job.paused and job.status == "stopped"]
                 missing, stopped = missing or nobody_resumes(paused), False
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
                 print_error(stop_text([run.at_stop() for run in self._runs], folder))
-            own = driver.interrupt or (
-                held[0] if held else None
-            )  # no other rank has heard of it, if not stopped
+            # If the run wasn't stopped, no other rank has been informed of this rank's signal.
+            own = driver.interrupt or (held[0] if held else None)
             ending = (
                 agreed_exit(self.world, terminated=driver.terminated, own=own) if stopped else own
             )
-        if ending is None and held:  # while the handlers were put back
+        # A signal may have arrived while the handlers were being restored.
+        if ending is None and held:
             ending = held[0]
         if ending is not None:
             raise ending
@@ -403,7 +423,10 @@ class Runner:
         return self.report
 
     def _break_off(self) -> None:
-        """A lane broke: ends what no thread of a job ends. Waits for what is being written."""
+        """Closes the jobs and files after a lane failed. Waits for writes in progress.
+
+        Only jobs without a living thread are closed here; the others close in their own threads.
+        """
         with self._lock:
             for run in self._runs:
                 run.close_unbegun()
@@ -413,8 +436,9 @@ class Runner:
             self._session.close()
 
     def _agree(self, runs: Sequence[JobRun]) -> None:
-        """Waits for all ranks: they must have the same jobs and the same policy, or their lanes
-        would never meet.
+        """Compares jobs and settings with all other ranks. Waits for them.
+
+        With different jobs or policies, the ranks' lanes would never match up.
         """
         mine = {
             "jobs": [run.name for run in runs],
@@ -434,9 +458,9 @@ class Runner:
 
 
 def _text_of(policy: Policy) -> str:
-    """Returns what ranks compare of their policies.
+    """Returns the text by which ranks compare their policies.
 
-    The default `repr` of a user's class has an address, which differs between ranks.
+    The default `repr` of a user's class contains an address, which differs between ranks.
     """
     cls = type(policy)
     if cls.__repr__ is object.__repr__:

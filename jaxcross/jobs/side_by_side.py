@@ -1,5 +1,8 @@
-"""The batches of several jobs, taken together until the first of them ends. What was taken ahead is
-given back.
+"""Takes one batch from each of several jobs at a time, until one of them has no more.
+
+A fused step needs a batch of every member. Which members have ended is only found out when a batch
+is missing, and by then the thread of the loop has read ahead in the others. So sources accept
+batches back, and the next loop over the remaining members starts with those.
 """
 
 from __future__ import annotations
@@ -17,14 +20,16 @@ _END = object()
 
 @final
 class Source:
-    """One job's batches, on the device. Used by one thread at a time, but any thread may close it.
+    """One job's batches, on the device.
+
+    Only one thread at a time takes batches, but any thread may close the source.
 
     Args:
         data: The batches.
-        steps: Ends after so many, if given.
+        steps: The number of batches after which to end, if given.
 
     Attributes:
-        error: What `data` raised, if anything: it has no more batches then.
+        error: What `data` raised, if anything. There are no more batches then.
     """
 
     def __init__(self, data: Iterable[Any], steps: int | None) -> None:
@@ -37,7 +42,7 @@ class Source:
         self.error: BaseException | None = None
 
     def take(self) -> Any:
-        """Returns the next batch, or a mark that there is none. Waits for the user's iterator."""
+        """Returns the next batch, or `_END` if there is none. Waits for the user's iterator."""
         with self._taking:
             batch = self._take()
         if self._closing:
@@ -56,7 +61,7 @@ class Source:
         except StopIteration:
             self._data = None
             return _END
-        except Exception as error:  # the failure of this job alone
+        except Exception as error:  # only this job fails
             error.add_note("raised by the data of the job")
             self._data, self.error = None, error
             return _END
@@ -65,18 +70,18 @@ class Source:
         return batch
 
     def give_back(self, batch: Any) -> None:
-        """Makes a batch the next one, unless it is the mark."""
+        """Makes `batch` the next one that's taken. A no-op for `_END`."""
         if batch is not _END:
             self._given_back.appendleft(batch)
 
     @property
     def ended(self) -> bool:
-        """Whether there is no further batch. Waits for the user's iterator."""
+        """Whether there's no further batch. Waits for the user's iterator."""
         self.give_back(batch := self.take())
         return batch is _END
 
     def close(self) -> None:
-        """Closes the user's iterator, unless it came to its end. Does not wait.
+        """Closes the user's iterator, unless it came to its end. Doesn't wait.
 
         If a step fails while the next batch is being read, another thread is inside the iterator. A
         running generator can't be closed, so that thread closes it afterwards.
@@ -98,19 +103,19 @@ class Source:
 
 @final
 class SideBySide(Iterator[tuple[Any, ...]]):
-    """A batch of each source at a time, until one has none. For `JobContext.batches`, whose thread
-    takes ahead.
+    """Takes one batch from each source at a time, until one of them has none.
+
+    It's meant for `JobContext.batches`, whose thread reads ahead.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = tuple(sources)
         self._undelivered: deque[tuple[Any, ...]] = deque()
-        self._left = threading.Event()  # by the thread that takes ahead
+        self._left = threading.Event()  # set once the thread that reads ahead has ended
 
     def __next__(self) -> tuple[Any, ...]:
-        batches = tuple(
-            source.take() for source in self._sources
-        )  # of all, so that those that end together are found
+        # We take from all sources even if one has ended, to find all that end together.
+        batches = tuple(source.take() for source in self._sources)
         if any(batch is _END for batch in batches):
             self._give_back(batches)
             raise StopIteration
@@ -118,19 +123,19 @@ class SideBySide(Iterator[tuple[Any, ...]]):
         return batches
 
     def delivered(self) -> None:
-        """Notes that the loop has received the earliest of its batches."""
+        """Records that the loop has received the earliest undelivered batches."""
         self._undelivered.popleft()
 
     def close(self) -> None:
-        """Notes that the thread has taken its last batch; it calls this at its end."""
+        """Records that the thread has taken its last batch. The thread calls this when it ends."""
         self._left.set()
 
     def ends(self) -> list[str | None]:
-        """Returns, for each source, None if it has a further batch, else its error as a text, empty
-        if it has none.
+        """Returns how each source ended: None if it has more batches, otherwise its error's text.
 
-        Called once, after the loop. Waits for the loop's thread, and gives back what that took and
-        nobody received.
+        The text is "" if the source just has no more batches. Call this once, after the loop. It
+        waits for the loop's thread, and gives back the batches that the thread took but the loop
+        didn't receive.
         """
         self._left.wait()
         while self._undelivered:

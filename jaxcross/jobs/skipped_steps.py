@@ -1,5 +1,10 @@
-"""Counts a job's skipped steps, and notices one that skips all of them because its state holds what
-is not finite.
+"""Counts a job's skipped steps, and notices a job that can only skip from now on.
+
+With `nonfinite="skip"`, a step whose exchanged values aren't finite leaves the state as it was. Now
+suppose that the state itself holds a nonfinite value that is exchanged later, e.g. a pending or
+accumulated gradient, or parameters of local steps. A step that didn't exchange the value has left
+it there. Then every further step is skipped too, so we check the state if too many steps in a row
+are skipped.
 """
 
 from __future__ import annotations
@@ -16,26 +21,22 @@ from jaxcross.jobs.latest_state import LatestState, form
 from jaxcross.program.nonfinite import is_finite
 
 MOST_IN_A_ROW = 10
-"""Skipped steps in a row, after which the state is looked at."""
+"""After this many skipped steps in a row, the state is checked."""
 
-_NOTE = "skipped"  # the note of a checkpoint: all skipped steps, and those in a row
+_NOTE = "skipped"  # in a checkpoint's notes: all skipped steps, and those in a row
 
 
 @final
 class SkippedSteps:
-    """The skipped steps of a job on one rank, those of earlier runs included.
-
-    A skipped step leaves the state as it was. Where a step before has put a value into it that is
-    not finite, and that is exchanged later (a gradient that is pending or accumulated, parameters
-    of local steps), every further step is skipped.
+    """The skipped steps of a job on one rank, including those of earlier runs.
 
     Args:
         job: The job's name.
-        latest: Its latest state.
+        latest: The job's latest state.
 
     Attributes:
-        total: How many there are.
-        before: How many of them earlier runs made.
+        total: The number of skipped steps.
+        before: How many of them were in earlier runs.
     """
 
     __slots__ = ("_in_a_row", "_job", "_latest", "before", "total")
@@ -45,32 +46,30 @@ class SkippedSteps:
         self.before = self.total = 0
 
     def resume(self, notes: Mapping[str, str]) -> None:
-        """Goes on from the notes of a checkpoint."""
+        """Resumes from a checkpoint's notes."""
         total, in_a_row = notes.get(_NOTE, "0 0").split()
         self.before = self.total = int(total)
         self._in_a_row = int(in_a_row)
 
     def to_notes(self) -> dict[str, str]:
-        """Returns what a restart must know."""
+        """Returns what a restart needs, as notes for a checkpoint."""
         return {_NOTE: f"{self.total} {self._in_a_row}"} if self.total else {}
 
     def count(self, *, skipped: bool) -> None:
-        """Counts a step."""
         self.total += skipped
         self._in_a_row = self._in_a_row + 1 if skipped else 0
 
     def check(self) -> None:
-        """Looks at the state after each `MOST_IN_A_ROW` skipped steps. Waits for the state then.
+        """Checks the state after every `MOST_IN_A_ROW` skipped steps in a row. Waits for it then.
 
         Raises:
-            JobError: On a rank whose state holds what is not finite.
+            JobError: On a rank whose state contains a nonfinite value.
         """
         if not self._in_a_row or self._in_a_row % MOST_IN_A_ROW:
             return
         state, _ = self._latest.latest()
-        path = (
-            _first_nonfinite(state) if form(state) == form(self._latest.state) else None
-        )  # else metrics, perhaps
+        # If the form differs, the results may be metrics.
+        path = _first_nonfinite(state) if form(state) == form(self._latest.state) else None
         if path is not None:
             raise JobError(
                 f"Job `{self._job}`: the last {self._in_a_row} steps were skipped, and `{path}` of "

@@ -1,4 +1,7 @@
-"""`JobStanding`: the results of a `Job` that has no `JobContext` of its own."""
+"""`JobStanding`: the results of a `Job` that has no `JobContext` of its own.
+
+That's the case before the run, and for the members of a fused job, which share its context.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from jaxcross.runtime.job_record import NonFinite
 
 @final
 class JobStanding:
-    """Stands in for the `JobContext` of a `Job` before its run, and if a fused job trains it.
+    """Stands in for a `Job`'s `JobContext` before the run, and if a fused job trains it.
 
     Attributes:
-        fused_into: The name of the fused job that trains it; empty before any run.
+        fused_into: The name of the fused job that trains it; "" before any run.
 
-    The others are those of `JobContext`.
+    The other attributes are those of `JobContext`.
     """
 
     paused = False
@@ -48,11 +51,7 @@ class JobStanding:
         self._refuse()
 
     def _refuse(self) -> None:
-        """Refuses a request, unless the job is over, so that the request comes too late.
-
-        Raises:
-            JobError: The run has not begun, or the job is fused with others.
-        """
+        """Refuses a request, unless the job has ended, so that the request comes too late."""
         if self.status is not None:
             return
         if self.fused_into:

@@ -1,5 +1,10 @@
-"""Registers the functions with exchanges that a job calls, and their step graphs for the
-interleaver.
+"""Registers the functions with exchanges that a job calls, and their step graphs.
+
+Several questions come up whenever a job calls a function: do the ranks still have to agree on this
+program, does its memory still have to be booked, is this call a step of the job? The answers must
+be the same on every rank, although shapes, and with them the compiled programs, may change on a
+single rank. So they depend only on what ranks have in common: branches, exchanges, names, and the
+order of calls.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from jaxcross.program.ir import Program
 
 
 def step_graph_of(program: Program, function: str = "") -> StepGraph:
-    """Returns the step graph of a program, which is all that the interleaver knows about it.
+    """Returns the step graph of a program, which is all that the interleaver receives of it.
 
     Args:
         program: The program.
@@ -34,7 +39,7 @@ def step_graph_of(program: Program, function: str = "") -> StepGraph:
 
 
 def memory_of(compiled: Compiled) -> JobMemory:
-    """Returns the memory of a job that runs these executables, by XLA's figures."""
+    """Returns the memory of a job that runs these executables, according to XLA."""
     return JobMemory(
         peak_bytes=compiled.peak_live_bytes(),
         boundary_bytes=compiled.boundary_live_bytes(),
@@ -44,13 +49,12 @@ def memory_of(compiled: Compiled) -> JobMemory:
 
 @dataclass(slots=True)
 class ProgramRecord:
-    """The facts of a program that a plan needs: its segments, its memory, and how many of a job's
-    steps ran it.
+    """What a plan needs about a program.
 
     Attributes:
-        graph: Its segments.
+        graph: The program's step graph.
         memory: Its memory on this rank.
-        steps: Steps that ran it.
+        steps: How many of the job's steps ran it.
     """
 
     graph: StepGraph
@@ -63,11 +67,11 @@ class ProgramRecord:
 
 
 class StepRegistry:
-    """The functions with exchanges of one job on one rank; used by the job's thread.
+    """The functions with exchanges of one job on one rank. Used by the job's thread.
 
     Attributes:
-        training: The name of the function whose calls are the job's steps: the first step that it
-            called. None before.
+        training: The name of the function whose calls are the job's steps, which is the first step
+            that the job called; None before that.
     """
 
     __slots__ = ("_agreed", "_booked", "_graphs", "_numbers", "_programs", "_records", "training")
@@ -79,9 +83,8 @@ class StepRegistry:
         self._agreed: dict[tuple[int, tuple[int, ...], str], object] = {}
         self._booked: set[tuple[object, ...]] = set()
         self._records: dict[int, ProgramRecord] = {}
-        self._numbers: dict[
-            int, tuple[int, object]
-        ] = {}  # of each step with exchanges, in the order of their first runs
+        # The number of each step with exchanges, in the order of their first runs.
+        self._numbers: dict[int, tuple[int, object]] = {}
 
     @property
     def any(self) -> bool:
@@ -91,8 +94,8 @@ class StepRegistry:
     def first_use(self, program: Program, step: object) -> bool:
         """Whether this is the job's first program of this step with these branches and exchanges.
 
-        The same on every rank, since shapes do not count: they may change on one rank alone, and
-        the other ranks would not come to an agreement.
+        The same on every rank. Shapes don't count, because they may change on one rank alone, and
+        then the other ranks wouldn't take part in an agreement.
 
         Args:
             program: The program.
@@ -100,21 +103,21 @@ class StepRegistry:
         """
         if id(program) in self._programs:
             return False
-        self._programs[id(program)] = program  # keeps it alive, hence its id unique
+        self._programs[id(program)] = program  # kept alive so that its id stays unique
         agreed = (id(step), program.traced.choices, program.exchange_signature())
         new = agreed not in self._agreed
-        self._agreed[agreed] = step  # kept alive likewise
+        self._agreed[agreed] = step  # kept alive for the same reason
         return new
 
     def first_run(self, compiled: Compiled) -> bool:
-        """Whether the job is about to run a program of this name with these branches and exchanges
-        for the first time.
+        """Whether the job is about to run such a program for the first time.
 
-        The same on every rank, as `first_use` is. False where ranks have not agreed on it: a
+        "Such" means a program of this name with these branches and exchanges. Like `first_use`, the
+        answer is the same on every rank. It's False if the ranks haven't agreed on the program: a
         program that exchanges nothing, which ranks may run at different times, or one that calls
-        mpi4jax.
+        mpi4jax itself.
         """
-        if id(compiled) in self._graphs or not self._agreed:  # asked at every call
+        if id(compiled) in self._graphs or not self._agreed:  # this runs on every call
             return False
         program = compiled.program
         agreed = (program.traced.choices, program.exchange_signature())
@@ -125,11 +128,11 @@ class StepRegistry:
         return True
 
     def graph(self, compiled: Compiled, step: object) -> StepGraph:
-        """Returns the step graph of executables of a step, which numbers the job's steps with
-        exchanges.
+        """Returns the step graph of a step's executables, with the step's number in the job.
 
-        The numbers are the same on every rank, because calls of such steps come in one order: each
-        is compared, with its number, before it is admitted.
+        Steps with exchanges are numbered in the order of their first calls. The numbers are the
+        same on every rank because ranks call such steps in the same order: each call is compared,
+        including its number, before it's admitted.
 
         Args:
             compiled: The executables.
@@ -139,18 +142,15 @@ class StepRegistry:
         if known is None:
             program, function = compiled.program, ""
             if program.exchanges:
-                number, _ = self._numbers.setdefault(
-                    id(step), (len(self._numbers) + 1, step)
-                )  # kept alive, as above
+                # The step is kept alive, as above.
+                number, _ = self._numbers.setdefault(id(step), (len(self._numbers) + 1, step))
                 function = f"`{program.name}` (function {number} of the job)"
-            # The pair keeps `compiled` alive, hence its id unique.
+            # The pair keeps `compiled` alive, so its id stays unique.
             known = self._graphs[id(compiled)] = (compiled, step_graph_of(program, function))
         return known[1]
 
     def trains(self, compiled: Compiled) -> bool:
-        """Whether a committed call is a step of the job. The first such call decides which function
-        trains.
-        """
+        """Whether a committed call is a step of the job; the first such call decides that."""
         leads = self.leads(compiled)
         if leads and self.training is None:
             self.training = compiled.program.name
@@ -164,8 +164,9 @@ class StepRegistry:
         return leads
 
     def most_run(self) -> dict[str, Any] | None:
-        """Returns the record of the program that most of the job's steps ran, as plain data; None
-        if it made none.
+        """Returns the record of the program that most of the job's steps ran, or None.
+
+        It's plain data.
         """
         most = max(self._records.values(), key=lambda record: record.steps, default=None)
         if most is None:
@@ -177,16 +178,12 @@ class StepRegistry:
         }
 
     def leads(self, compiled: Compiled) -> bool:
-        """Whether a call is a step of the job, if all ranks commit it. `graph` was asked for its
-        graph before.
-        """
+        """Whether a call is a step of the job if all ranks commit it. Call `graph` first."""
         return self._graphs[id(compiled)][1].is_step and self.training in (
             None,
             compiled.program.name,
         )
 
     def forget(self) -> None:
-        """Drops all programs with their constants. The name of the training function stays
-        known.
-        """
+        """Drops all programs and their constants. The training function's name is kept."""
         self._graphs, self._programs, self._agreed, self._numbers = {}, {}, {}, {}

@@ -1,4 +1,4 @@
-"""The text with which a stopped run ends: what it has saved, and how to go on. Pure."""
+"""The text that a stopped run prints: what it has saved, and how to resume. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class StoppedJob:
     Attributes:
         name: The job's name.
         status: How it ended; None for a job whose turn never came.
-        step: The number of steps that it has made.
-        begun: Whether it has restored its state, and is saved by the run.
-        saved: The step of its newest checkpoint that is complete on all ranks; None without one.
+        step: How many steps it has made.
+        begun: Whether it has restored its state, so that the run saves it.
+        saved: The step of its newest checkpoint that's complete on all ranks, or None.
     """
 
     name: str
@@ -28,13 +28,13 @@ class StoppedJob:
 
 
 def stop_text(jobs: Sequence[StoppedJob], folder: str | None) -> str:
-    """Returns the lines for people.
+    """Returns the lines that a stopped run prints.
 
     Args:
         jobs: The jobs of the run.
         folder: Where the run keeps its checkpoints; None if it keeps none.
     """
-    # A sweep may have many trials that are over: those that it goes on with come first.
+    # A sweep may have many trials that have ended, so the jobs that will resume come first.
     jobs = sorted(jobs, key=_is_over)
     shown, more = jobs[:MAX_JOBS_SHOWN], len(jobs[MAX_JOBS_SHOWN:])
     if folder is None:
@@ -58,7 +58,7 @@ def _where(job: StoppedJob) -> str:
 
 
 def _ended(job: StoppedJob) -> str:
-    """Returns how the job ended, if it wasn't by the stop."""
+    """Returns how the job ended, or "" if the stop ended it."""
     return (
         f"{job.status} "
         if job.status in ("ended", "failed")

@@ -1,5 +1,7 @@
-"""Jobs that rank 0 submits: the name of a function that every rank has registered, and arguments as
-JSON.
+"""Jobs that rank 0 submits to all ranks.
+
+A submission consists of the name of a function that every rank has registered and of arguments as
+JSON. It contains no code. Rank 0 checks it thoroughly, because every rank must be able to read it.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from typing import Any
 
 from jaxcross.errors import JobError, clause
 
-MOST_BYTES = 64 * 1024  # of one submission; a text that all ranks gather
-_DEEPEST = 50  # what every rank can read, wherever its stack stands
+MOST_BYTES = 64 * 1024  # of one submission, which all ranks gather as text
+_DEEPEST = 50  # JSON that every rank can parse, whatever the depth of its stack
 
 
 def _depth(value: Any) -> int:
-    """Returns the number of levels of lists and dicts. Does not recurse, since the depth may exceed
-    the stack.
+    """Returns the number of levels of lists and dicts.
+
+    Not recursive, because the nesting may be deeper than the stack.
     """
     levels, deepest = [(value, 0)], 0
     while levels:
@@ -34,7 +37,7 @@ def _depth(value: Any) -> int:
 
 
 class RegisteredFunctions:
-    """The functions of one rank that jobs may be made of, by name."""
+    """One rank's functions of which jobs can be made, by name."""
 
     def __init__(self) -> None:
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -43,8 +46,8 @@ class RegisteredFunctions:
         """Registers `function`, so that jobs can be made of it.
 
         Raises:
-            ValueError: The name is empty or taken.
-            TypeError: `function` cannot be called.
+            ValueError: The name is empty or already taken.
+            TypeError: `function` can't be called.
         """
         if not isinstance(name, str) or not name:
             raise ValueError(
@@ -64,12 +67,12 @@ class RegisteredFunctions:
         """Returns the text of a submission.
 
         Raises:
-            ValueError: No function is registered by that name, or the text is too long.
-            TypeError: The arguments are not what JSON can say: texts, numbers, booleans, None,
-                lists, dicts of them.
+            ValueError: No function is registered under that name, or the text is too long or too
+                deeply nested.
+            TypeError: JSON can't represent the arguments.
         """
         if name not in self._functions:
-            names = list(self._functions)  # a copy: another thread may register one meanwhile
+            names = list(self._functions)  # a copy, because another thread may register a function
             known = ", ".join(f"`{each}`" for each in names) or "nothing"
             raise ValueError(
                 f"Job `{job}`: no function is registered as `{name}`; there are: {known}."
@@ -98,8 +101,9 @@ class RegisteredFunctions:
         return text
 
     def resolve(self, text: str, rank: int) -> tuple[str, Callable[..., Any], dict[str, Any]]:
-        """Returns name, function and arguments of a submitted job. A missing function fails when
-        run.
+        """Returns name, function and arguments of a submitted job.
+
+        If this rank hasn't registered the function, the returned one raises an error.
         """
         asked = json.loads(text)
         name, job = asked["function"], asked["job"]

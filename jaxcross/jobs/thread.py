@@ -1,6 +1,4 @@
-"""The thread of a job. Each job's function runs in a thread of its own, and calls its steps only
-there.
-"""
+"""The thread of a job. A job's function runs in it, and calls its steps only there."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ class JobThread(LaneThread):
 
     Attributes:
         job: The job's `JobContext`.
-        excuse_start: Lets the other jobs begin without this one, at a joint start.
+        excuse_start: Lets the other jobs begin without this one at a joint start.
     """
 
     def __init__(
@@ -35,8 +33,10 @@ class JobThread(LaneThread):
 
 @final
 class JobDone(threading.Event):
-    """An event that is set once a job is over. A joint start does not wait for a job that waits for
-    another one.
+    """An event that's set once a job has ended.
+
+    If a job waits for another job's event, a joint start doesn't wait for the waiting job.
+    Otherwise, the run could deadlock.
     """
 
     def wait(self, timeout: float | None = None) -> bool:
