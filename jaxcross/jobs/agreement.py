@@ -39,12 +39,23 @@ def agree(world: World, facts: Mapping[str, Any]) -> None:
             )
 
 
+def text_of(policy: Policy) -> str:
+    """Returns the text by which ranks compare their policies.
+
+    The default `repr` of a user's class contains an address, which differs between ranks.
+    """
+    cls = type(policy)
+    if cls.__repr__ is object.__repr__:
+        return f"{cls.__module__}.{cls.__qualname__}"
+    return repr(policy)
+
+
 def open_session(
     checkpoints: Checkpoints, world: World, jobs: Sequence[str], policy: Policy
 ) -> Session:
     """Opens the checkpoints of a run. Waits for all ranks."""
     with world.monitor(job="", step=0, segment=-1, what="opening the checkpoints"):
-        return Session(checkpoints, world, jobs=jobs, policy=repr(policy))
+        return Session(checkpoints, world, jobs=jobs, policy=text_of(policy))
 
 
 def claim_metrics(world: World, files: MetricFiles | None) -> None:

@@ -26,7 +26,14 @@ from jaxcross.interleave.instrument import Instrument, Listeners
 from jaxcross.interleave.policy import Policy, RoundRobin, Start
 from jaxcross.jobs import arguments
 from jaxcross.jobs.admission import MemoryAdmission
-from jaxcross.jobs.agreement import agree, agreed_exit, claim_metrics, open_session, taken_over
+from jaxcross.jobs.agreement import (
+    agree,
+    agreed_exit,
+    claim_metrics,
+    open_session,
+    taken_over,
+    text_of,
+)
 from jaxcross.jobs.arguments import check_job_name
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.job_run import JobRun, first_of
@@ -442,7 +449,7 @@ class Runner:
         """
         mine = {
             "jobs": [run.name for run in runs],
-            "policy": _text_of(self.policy),
+            "policy": text_of(self.policy),
             "start": self._start,
             "checkpoints": self.checkpoints and self.checkpoints.agreed,
             "metrics": self._writes_metrics,
@@ -455,14 +462,3 @@ class Runner:
             if self._metric_files is None
             else self._metric_files.begin(name, step, without=without)
         )
-
-
-def _text_of(policy: Policy) -> str:
-    """Returns the text by which ranks compare their policies.
-
-    The default `repr` of a user's class contains an address, which differs between ranks.
-    """
-    cls = type(policy)
-    if cls.__repr__ is object.__repr__:
-        return f"{cls.__module__}.{cls.__qualname__}"
-    return repr(policy)
