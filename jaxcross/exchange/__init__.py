@@ -1,29 +1,29 @@
-"""Exchange strategies: optax transformations written with named-axis collectives and nothing else.
+"""Exchange strategies: optax transformations written only with named-axis collectives.
 
-Making one and its `init` do not communicate; its `update` does, of some in every so many steps
-only, and every rank calls it in the same step. All of them raise a `ValueError` before the first
-exchange where an axis is named twice, where several are named for a strategy that goes over one, or
-where a leaf would be exchanged twice over one axis.
+Creating a strategy and calling its `init` never communicate. Only `update` does, in some strategies
+only every so many steps, so all ranks must call `update` on the same step. Every strategy raises a
+`ValueError` before the first exchange if an axis is named twice, if you name several axes for a
+strategy that works over one, or if a leaf would be exchanged twice over the same axis.
 
-`axes` is the name of an axis or a tuple of names. A strategy whose axes have two roles (nodes, and
-the ranks of a node) takes the outer one first: `adasum(("node", "local"))`.
+`axes` is the name of an axis or a tuple of names. If a strategy's two axes have different roles
+(nodes, and the ranks within a node), the outer axis comes first: `adasum(("node", "local"))`.
 
-A strategy says what to exchange; `wire` makes the exchange, `interleave` says when. Each strategy
-has a file of its name (`bounded_stale` and `asynchronous` are in `staleness`, `lars` and `lamb` in
-`parallel_norms`). The other files help them:
+A strategy says what to exchange. `wire` carries out the exchange, and `interleave` decides when.
+Each strategy has a file of its own name, except that `bounded_stale` and `asynchronous` are in
+`staleness`, and `lars` and `lamb` in `parallel_norms`. The other files are helpers:
 
 collectives     sums, rings and trees of hops over one axis
 select          the k largest elements without sorting; `sparse`: (value, index) messages of a fixed
                 size
-chunks          leaves as equal chunks, and messages of the largest elements of each
-bits            signs and small numbers as bits; `integers`: vectors in 4 or 8 bits
+chunks          leaves as equal chunks, and messages of the largest elements of each chunk
+bits            signs and small integers as bits; `integers`: vectors as 4- or 8-bit integers
 blocks          trees as even parts; `fragments`: even parts in turn; `flat`: trees as one vector
-rounds          local steps, and the merge at a round's end
-finish          the model of a job that ended within a round
+rounds          local steps, and the merge at the end of a round
+finish          the model of a job that ended in the middle of a round
 per_rank        state that differs between ranks, declared by its type
-exchange_once   an error where a leaf would be exchanged twice
+exchange_once   an error if a leaf would be exchanged twice
 elementwise     whether an optimizer works element by element
-validation      checks of arguments
+validation      argument checks
 """
 
 from jaxcross.exchange.accumulate import accumulate

@@ -1,6 +1,4 @@
-"""Gradient accumulation: an optimizer, and the exchange in it, take one step for every few
-batches.
-"""
+"""Gradient accumulation: one optimizer step, and one exchange, for several batches."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ from jaxcross.exchange.weights import as_weight, divided, weighed
 
 
 class AccumulateState(NamedTuple):
-    """Gradients since the last step.
+    """The gradients since the last optimizer step.
 
     Attributes:
-        mini_step: How many, int32.
-        weight: The sum of their weights on this rank, float32; without weights, how many.
-        total: Their sum on this rank, weighed.
-        inner: The optimizer's state.
+        mini_step: Number of gradients in the sum, int32.
+        weight: Sum of their weights on this rank, float32. Without weights, their number.
+        total: Weighted sum of the gradients on this rank.
+        inner: State of the wrapped optimizer.
     """
 
     mini_step: jax.Array
@@ -39,46 +37,47 @@ class AccumulateState(NamedTuple):
 def accumulate(
     optimizer: optax.GradientTransformation, *, every: int, dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Calls `optimizer` with the mean of `every` gradients at every `every`-th call; other updates
-    are zero.
+    """Calls `optimizer` on every `every`-th call, with the mean gradient since the last step.
 
-    The optimizer, its exchange included, runs in a `lax.cond` on a counter. The host knows the
-    counter, so the other calls exchange nothing and compute nothing but the sum. The optimizer's
-    state, a residual of `top_k` for example, changes when it steps. `optax.MultiSteps` runs its
-    optimizer in every call, exchange included, and discards the result: the same updates to
-    rounding, for `every` times the bytes.
+    On all other calls, the updates are zero. The optimizer and its exchange run in a `lax.cond` on
+    a counter. The host knows the counter, so the other calls exchange nothing and compute only the
+    sum. The optimizer's state, for example a `top_k` residual, changes only when the optimizer
+    steps. `optax.MultiSteps` instead runs its optimizer on every call, including the exchange, and
+    discards the result, so it gives the same updates to rounding but costs `every` times the bytes.
 
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch"), optax.adamw(1e-3))
     tx = jaxcross.exchange.accumulate(tx, every=4)
     state = tx.init(params)
-    updates, state = tx.update(grads, state, params)  # this rank's own gradients: a mean before it
-                                            exchanges each time
+    updates, state = tx.update(grads, state, params)  # rank-local: a mean in front would exchange
+                                            # on every call
     ```
 
-    If batches have different numbers of tokens, give each call of `update` its batch's number as
-    `weight`. The mean is then over all tokens of these batches. `optimizer` gets the sum of the
-    weights as its own `weight`, so that `jaxcross.exchange.mean` weighs this rank by it.
+    If batches have different numbers of tokens, pass each batch's token count to `update` as
+    `weight`. The mean is then over all tokens of these batches. `optimizer` receives the sum of the
+    weights as its own `weight`, so `jaxcross.exchange.mean` weights this rank accordingly.
 
-    The sum is this rank's own: save it per rank. It is set to zero after each step, also where it
-    was not finite. Deterministic.
+    The sum is rank-local, so save it per rank. It is reset to zero after each step, even if it
+    wasn't finite. Deterministic.
 
     Args:
-        optimizer: Any optax transformation, exchanges included. It gets the `params` and extra
+        optimizer: Any optax transformation, including exchanges. It receives the `params` and extra
             arguments of the call in which it steps.
-        every: Gradients of a step; the first step is in call `every`. Every rank has the same
-            number. It may change at a restart: the sum is divided by the gradients that it holds.
-        dtype: Element type of the sum; None: that of the gradients, floats in float32 at least.
+        every: Gradients per step; the first step is in call number `every`. Must be the same on
+            every rank. You can change it at a restart, because the sum is divided by the number of
+            gradients it holds.
+        dtype: Element type of the sum. If None, the parameters' type, but at least float32 for
+            floats.
 
     Raises:
         ValueError: `every` is not a positive whole number, `dtype` is not a floating-point type, or
-            `optimizer` is not an optimizer; `weight` of `update` is not one real number, or
-            `optimizer` is an exchange that takes none.
+            `optimizer` is not an optimizer. Also if the `weight` passed to `update` is not one real
+            number, or if `optimizer` is an exchange that doesn't accept a weight.
 
-    Bytes that a rank receives: those of `optimizer` at every `every`-th call, 0 otherwise.
+    Bytes received per rank: those of `optimizer` on every `every`-th call, 0 otherwise.
 
-    Making it and `init` do not communicate; `update` does what `optimizer` does, and every rank
-    calls it in the same step.
+    Communicates only in `update`, and only as `optimizer` does. All ranks must call `update` on the
+    same step.
     """
     every = whole_number(every, "every", "`accumulate`")
     inner = optimizer_in(optimizer, "`accumulate`")
@@ -109,7 +108,8 @@ def accumulate(
         mine = as_weight(1 if weight is None else weight, "`accumulate`")
         terms = updates if weight is None else weighed(updates, mine, "`accumulate`")
         total = jax.tree.map(lambda t, g: t + jnp.asarray(g, t.dtype), state.total, terms)
-        # Divided by what the sum holds: a restart may have changed `every` within a round.
+        # Divide by what the sum holds, because a restart may have changed `every` in the middle of
+        # a round.
         weights = (state.weight + mine).astype(jnp.float32)
         mini_step = next_in_round(state.mini_step, every)
 
@@ -127,9 +127,7 @@ def accumulate(
             )
 
         def wait() -> tuple[optax.Updates, jax.Array, PyTree, optax.OptState]:
-            stepped, *_ = jax.eval_shape(
-                step
-            )  # an optimizer may return updates of another type than its gradients'
+            stepped, *_ = jax.eval_shape(step)  # updates may have another type than gradients
             return jax.tree.map(_zeros_of, stepped), weights, total, state.inner
 
         stepped, weights, total, inner_state = (
@@ -141,8 +139,10 @@ def accumulate(
 
 
 def _zeros_of(update: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of an update's type, in which `shard_map(check_vma=True)` counts the axes that it
-    varies over.
+    """Returns zeros like an update, which vary over the same axes.
+
+    `shard_map(check_vma=True)` tracks which axes a value varies over, and both branches of the
+    `cond` must match.
     """
     zeros = jnp.zeros(update.shape, update.dtype)
     kind = update.manual_axis_type

@@ -1,9 +1,10 @@
-"""Adasum: gradients that agree are averaged, gradients that are orthogonal are added, layer by
-layer.
+"""Adasum: averages gradients that point the same way and adds gradients that are orthogonal.
 
-Vector halving, distance doubling: at level *l* a rank and its neighbour `rank XOR 2^l` combine two
-vectors, each keeping one half, and the dot products of the halves are summed over the `2^(l+1)`
-ranks that hold the two vectors together.
+It does so layer by layer, with the operator `A(a, b)` of `adasum`'s docstring, applied over a
+binary tree of ranks. The tree is evaluated by vector halving and distance doubling: at level *l*, a
+rank and its neighbour `rank XOR 2^l` combine two vectors, and each keeps one half of the result.
+`A` needs dot products of whole vectors, so the dot products of the halves are summed over the
+`2^(l+1)` ranks that together hold the two vectors.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from jaxcross.exchange.validation import check_real, optimizer_in
 def adasum(
     axes: collectives.Axes, optimizer: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Combines updates over ranks by Adasum, each layer (leaf) with coefficients of its own.
+    """Combines updates over ranks by Adasum, with separate coefficients for each layer (leaf).
 
-    `A(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b` over a balanced binary tree in rank
-    order. The result is the same bits on every rank, and depends on which rank brings what.
-    Deterministic. Learning rates need no scaling with the ranks. Dot products neither over- nor
-    underflow, however large or small a layer's elements are; they are made in float32 or wider.
+    Evaluates `A(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b` over a balanced binary tree in
+    rank order. The result is bitwise identical on every rank, and depends on which rank contributes
+    which update. Deterministic. Learning rates don't need to be scaled with the number of ranks.
+    Dot products are computed in float32 or wider, and neither overflow nor underflow, however large
+    or small a layer's elements are.
 
     ```python
     tx = jaxcross.exchange.adasum("batch", optimizer=optax.adam(1e-3))  # or
@@ -41,31 +43,31 @@ def adasum(
     ```
 
     Args:
-        axes: One axis name, or a tuple with the outer axis first. Updates are averaged over the
-            inner axes by a reduce-scatter, combined by parts over the outer one, and gathered
-            again: Adasum over nodes of means within nodes. The outer axis may have any size: ranks
-            beyond the largest power of two are combined with a partner first.
+        axes: One axis name, or a tuple of names, the outer axis first. With several axes, updates
+            are averaged over the inner ones by a reduce-scatter, combined part by part over the
+            outer one, and gathered again. This gives the Adasum over nodes of each node's mean. The
+            outer axis may have any size: if it isn't a power of two, the ranks beyond the largest
+            one are combined with a partner first.
         optimizer: Steps on this rank's own gradients before its *update* is combined (the delta
-            optimizer, for momentum, Adam, LAMB). Its state, in a `PerRankState`, differs between
-            ranks: save it per rank, never broadcast it. None: raw gradients are combined, for plain
-            SGD after it. `accumulate` around it takes one local step for several gradients; several
-            local steps whose sum is combined it cannot make.
+            optimizer, for momentum, Adam or LAMB). Its state, in a `PerRankState`, differs between
+            ranks: save it per rank and never broadcast it. If None, raw gradients are combined, to
+            be followed by plain SGD. You can wrap it in `accumulate`, to take one local step for
+            several gradients. It can't take several local steps and combine their sum.
 
     Raises:
         ValueError: An axis is named twice, or (at the first trace) a leaf is not real
             floating-point.
 
-    Bytes that a rank receives, with P the ranks of the outer axis, Q the largest power of two up to
-    P, n the ranks of the inner axes (1 without any), D the elements padded per leaf to a multiple
-    of nQ (times `chunk`, up to 512), and L leaves: `2(Q-1)/Q D/n` elements in halving and doubling,
-    `5L(P-1)n + 5L(n-1)` at each of log2(Q) levels, `2D/n + 5L(n-1)` where P != Q, and `2(n-1)/n D`
-    in the nodes; 4 bytes each.
+    Bytes received per rank, with P the ranks of the outer axis, Q the largest power of two up to P,
+    n the ranks of the inner axes (1 if there are none), D the number of elements after padding each
+    leaf to a multiple of nQ (times `chunk`, up to 512), and L leaves: `2(Q-1)/Q D/n` elements for
+    halving and doubling, `5L(P-1)n + 5L(n-1)` at each of log2(Q) levels, `2D/n + 5L(n-1)` if P !=
+    Q, and `2(n-1)/n D` within the nodes; 4 bytes each.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Maleki et al., arXiv 2006.02924, section 3 (operator) and algorithm 1. The fold-in for
-    other numbers of ranks and the scales are ours.
+    Source: Maleki et al., arXiv 2006.02924, section 3 (operator) and algorithm 1. The fold-in of
+    ranks beyond a power of two and the scaling are ours.
     """
     outer, *inner = collectives.axis_names(axes)
 
@@ -96,11 +98,12 @@ def adasum(
 
 
 def chunk(shapes: Sequence[Sequence[int]], count: int) -> int:
-    """Elements that always belong to one layer: each layer is padded to a multiple of `count` times
-    as many.
+    """Returns the chunk size: runs of elements that all belong to one layer.
 
-    As many as add less than about 2% to the whole, 512 at most. With chunks the work on all layers
-    is one operation, not one a layer, which a compiler would need minutes for.
+    Each layer is padded to a multiple of `count` times the chunk size. Larger chunks mean more
+    padding, so this is the largest power of two up to 512 that adds less than about 2% in total.
+    With chunks, the work on all layers is a single operation. One operation per layer would take a
+    compiler minutes.
     """
     room = sum(map(math.prod, shapes)) // (64 * max(len(shapes), 1) * count)
     return 1 << min(max(room, 1).bit_length() - 1, 9)
@@ -134,8 +137,9 @@ def _exchange(
 def _over_ranks(
     x: jax.Array, counts: Sequence[int], axis: Hashable, inner: Sequence[Hashable]
 ) -> jax.Array:
-    """Adasum of `x[rows, chunks, elements]`, a power of two of rows, whose layers have so many
-    chunks a row.
+    """Returns the Adasum of `x[rows, chunks, elements]`, where `rows` is a power of two.
+
+    `counts` holds each layer's number of chunks per row.
     """
     ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     base = x.shape[0]
@@ -153,15 +157,15 @@ def _over_ranks(
         got = collectives.swap(given, axis, 1 << level, ranks=base)
 
         def of_group(own: jax.Array, level: int = level) -> jax.Array:
-            # A group's ranks are neighbours. All are gathered, since `vmap` knows no groups: a few
-            # numbers a layer.
+            # A group consists of neighbouring ranks. We gather from all ranks instead, because
+            # `vmap` doesn't support groups, and it's only a few numbers per layer.
             everybody = collectives.gather(own, (axis, *inner)).reshape(ranks, -1, *own.shape)
             group = jax.lax.dynamic_slice_in_dim(
                 everybody, rank >> (level + 1) << (level + 1), 2 << level
             )
             return group.reshape(-1, *own.shape)
 
-        # The lower rank's vector comes first on both, so that both compute the same.
+        # The lower rank's vector comes first on both ranks, so that both compute the same bits.
         x = _combine(jnp.where(lower, kept, got), jnp.where(lower, got, kept), counts, of_group)
     for level in reversed(range(levels)):
         lower = (rank >> level) & 1 == 0
@@ -175,7 +179,10 @@ def _over_ranks(
 def _combine(
     a: jax.Array, b: jax.Array, counts: Sequence[int], gather: Callable[..., jax.Array]
 ) -> jax.Array:
-    """This rank's part of A(a, b); `gather` brings the statistics of all parts, one row a rank."""
+    """Returns this rank's part of A(a, b).
+
+    `gather` collects the statistics of all parts, one row per rank.
+    """
     layer = np.repeat(np.arange(len(counts)), counts)
 
     def spread(values: jax.Array) -> jax.Array:
@@ -190,7 +197,7 @@ def _combine(
             for x, y in ((small_a, small_b), (small_a, small_a), (small_b, small_b))
         ]
     )
-    # Of each layer: both scales, and a.b, a.a, b.b of the scaled parts.
+    # For each layer: both scales, and a.b, a.a, b.b of the scaled parts.
     rows = gather(jnp.concatenate([scales, _of_layers(products, counts, jnp.add)]))
     top_a, top_b = rows[:, 0].max(0), rows[:, 1].max(0)
     part_a, part_b = rows[:, 0] / top_a, rows[:, 1] / top_b
@@ -199,24 +206,24 @@ def _combine(
         (part_a**2 * rows[:, 3]).sum(0),
         (part_b**2 * rows[:, 4]).sum(0),
     )
-    # a.b / 2|a|^2 itself could overflow where a is tiny and b huge. Times a, it is as large as b.
+    # a.b / 2|a|^2 by itself could overflow if a is tiny and b is huge. Multiplied by a, it's as
+    # large as b.
     common_a = spread(_ratio(ab, aa)) * (a / spread(top_a)) * spread(top_b)
     common_b = spread(_ratio(ab, bb)) * (b / spread(top_b)) * spread(top_a)
-    # `a + b` could overflow. What is taken away here is half of a's own part along b, and of b's
-    # along a.
+    # `a + b` could overflow, so subtract first: half of a's own component along b from a, and half
+    # of b's along a from b.
     return (a - common_b) + (b - common_a)
 
 
 def _ratio(ab: jax.Array, square: jax.Array) -> jax.Array:
-    """Half of what two vectors have in common, as part of one; a vector of zeros has nothing in
-    common with any.
-    """
+    """Returns `a.b / 2|a|^2`: half of b's projection on a. 0 if a is all zeros."""
     return jnp.where(square == 0, 0, ab / jnp.where(square == 0, 1, 2 * square))
 
 
 def _of_layers(x: jax.Array, counts: Sequence[int], combine: Callable[..., jax.Array]) -> jax.Array:
-    """Columns that belong to the same layer combined, `counts` neighbours each, by a tree: no
-    atomic sums on a GPU.
+    """Combines the columns of each layer, of which there are `counts` in a row, by a tree.
+
+    A tree avoids atomic sums on a GPU, which are not deterministic.
     """
     left = list(counts)
     while max(left) > 1:
@@ -235,8 +242,9 @@ def _of_layers(x: jax.Array, counts: Sequence[int], combine: Callable[..., jax.A
 
 
 def _scale(x: jax.Array) -> jax.Array:
-    """The power of two at or below each magnitude, with a reciprocal that is a normal number:
-    dividing never rounds.
+    """Returns the largest power of two up to each magnitude, so that dividing by it never rounds.
+
+    Clipped so that its reciprocal is a normal number.
     """
     info = jnp.finfo(x.dtype)
     integer = jnp.dtype(f"int{info.bits}")

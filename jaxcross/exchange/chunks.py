@@ -1,7 +1,7 @@
-"""Vectors cut into chunks of equal length, and messages of the largest elements of each chunk.
+"""Vectors cut into chunks of equal length, and messages of each chunk's largest elements.
 
-Every chunk sends as many elements, so that no part of a layer starves, and an index within a chunk
-takes few bits.
+Every chunk sends the same number of elements, so no part of a layer starves, and an index within a
+chunk takes few bits.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ _LARGEST = (1 << 31) - 1
 
 
 def check_size(size: int, what: str) -> None:
-    """Refuses a leaf of 2^31 elements or more.
-
-    Raises:
-        ValueError: It has as many.
-    """
+    """Raises a ValueError for a leaf of 2^31 elements or more."""
     if size > _LARGEST:
         raise ValueError(
             f"{what} was given a leaf of {size} elements, which int32 indices cannot name. Let "
@@ -32,22 +28,21 @@ def check_size(size: int, what: str) -> None:
 
 
 def length(size: int, most: int) -> int:
-    """Returns the length of equal chunks of at most `most` elements that `size` elements are cut
-    into.
+    """Returns the length of the chunks, at most `most`, that `size` elements are cut into.
 
-    All but fewer elements of padding than there are chunks belong to the vector.
+    All chunks are equally long. The padding is fewer elements than there are chunks.
     """
     return -(-size // max(1, -(-size // most)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunks:
-    """Chunks of one leaf, and the largest elements that each of them sends.
+    """The chunks of a leaf, and how many elements each of them sends.
 
     Attributes:
         rows: Number of chunks.
-        width: Elements of a chunk.
-        sent: Elements that a chunk sends.
+        width: Elements per chunk.
+        sent: Elements that each chunk sends.
     """
 
     rows: int
@@ -56,27 +51,25 @@ class Chunks:
 
     @property
     def index_bits(self) -> int:
-        """Bits of an index within a chunk."""
+        """Number of bits of an index within a chunk."""
         return max(1, (self.width - 1).bit_length())
 
     @property
     def count(self) -> int:
-        """Elements that all chunks send."""
+        """Number of elements that all chunks send together."""
         return self.rows * self.sent
 
 
 def chunked(rows: int, width: int, density: float) -> Chunks:
-    """Returns the layout of `rows` chunks that each send a share of their elements, one at
-    least.
-    """
+    """Returns the layout of `rows` chunks that each send a fraction `density`, but at least one."""
     return Chunks(rows=rows, width=width, sent=sparse.slots(density, width))
 
 
 def largest(x: jax.Array, layout: Chunks) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest elements by absolute value of each row of `[rows, width]`, and their
-    int32 columns.
+    """Returns the largest elements by absolute value of each row, and their int32 columns.
 
-    Both are `[rows, sent]`. NaN counts as infinity. Does not communicate.
+    `x` is `[rows, width]`, and both results are `[rows, sent]`. NaN counts as infinity. Does not
+    communicate.
     """
     size = jnp.abs(x)
     _, columns = jax.lax.top_k(jnp.where(jnp.isnan(size), jnp.inf, size), layout.sent)
@@ -84,18 +77,19 @@ def largest(x: jax.Array, layout: Chunks) -> tuple[jax.Array, jax.Array]:
 
 
 def without(x: jax.Array, values: jax.Array, columns: jax.Array) -> jax.Array:
-    """Returns what is left of `[rows, width]` once `values` at `columns` of each row are sent."""
+    """Returns what is left of `[rows, width]` after sending `values` at `columns` of each row."""
     return x.at[jnp.arange(x.shape[0])[:, None], columns].add(-values.astype(x.dtype))
 
 
 def sum_of_ranks(values: jax.Array, columns: jax.Array, layout: Chunks) -> jax.Array:
-    """Sums all ranks' elements into `[rows, width]` float32, rank after rank: the same bits
-    everywhere.
+    """Sums all ranks' elements into `[rows, width]` float32.
+
+    Adds rank after rank, so the result is bitwise identical everywhere.
 
     Args:
         values: Elements of each rank, `[P, count]`.
         columns: Their columns, `[P, count]`, row after row.
-        layout: Of the chunks.
+        layout: Layout of the chunks.
     """
     starts = jnp.repeat(jnp.arange(layout.rows, dtype=jnp.int32) * layout.width, layout.sent)
     flat = sparse.sum_of_pairs(values, columns + starts, layout.rows * layout.width)
@@ -107,10 +101,10 @@ def mean_over_ranks(
     layouts: Sequence[Chunks],
     names: tuple[Hashable, ...],
 ) -> list[jax.Array]:
-    """Exchanges values and columns of all leaves, and returns each leaf's mean over ranks, `[rows,
-    width]` float32.
+    """Exchanges values and columns of all leaves; returns each leaf's mean over ranks.
 
-    One message of all values and one of all columns: small leaves would mostly wait for latency.
+    A mean is `[rows, width]` float32. All values are one message and all columns another, because
+    small leaves would otherwise mostly wait for latency.
     """
     ends = list(itertools.accumulate(lay.count for lay in layouts))[:-1]
     own = jnp.concatenate([values.reshape(-1) for values, _ in pairs])
@@ -124,8 +118,9 @@ def mean_over_ranks(
 
 
 def pack(numbers: Sequence[jax.Array], layouts: Sequence[Chunks], extra_bits: int = 0) -> jax.Array:
-    """Returns the columns of all leaves as one vector of bytes; `extra_bits` of each number lie
-    above the column's.
+    """Packs the columns of all leaves into one vector of bytes.
+
+    Each number may have `extra_bits` above those of its column.
     """
     packed = [
         bits.pack_integers(x.reshape(-1), lay.index_bits + extra_bits)

@@ -1,9 +1,8 @@
-"""Patterns of hops between ranks, built from `ppermute`, `all_gather` and `all_to_all` over one
-named axis.
+"""Sums, rings and trees over one named axis, from `ppermute`, `all_gather` and `all_to_all`.
 
-Every permutation names every rank, since `vmap` cannot run one that leaves a rank out: ranks with
-nothing to send in a hop send to themselves, which costs nothing. Loops over ranks are unrolled,
-since an exchange inside `scan` cannot overlap with anything.
+Every permutation names every rank, because `vmap` can't run one that leaves a rank out. Ranks that
+have nothing to send in a hop send to themselves, which costs nothing. Loops over ranks are
+unrolled, because an exchange inside `scan` can't overlap with anything.
 """
 
 from __future__ import annotations
@@ -16,17 +15,18 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 Axes = Hashable | tuple[Hashable, ...] | list[Hashable]
-"""One axis name or several; the docstring of a strategy says whether it takes several."""
+"""One axis name or several; a strategy's docstring says whether it takes several."""
 
 Arrays = TypeVar("Arrays")
-"""Tree of arrays, the same before and after an exchange."""
+"""Tree of arrays, with the same structure before and after an exchange."""
 
 
 def axis_names(axes: Axes) -> tuple[Hashable, ...]:
-    """Returns one axis or several, which may come in a list, as a tuple.
+    """Returns the axes as a tuple; `axes` may be a single name, a tuple or a list.
 
     Raises:
-        ValueError: One is named twice, or by a number, there is none, or they come with sizes.
+        ValueError: There are no axes, an axis is named twice or by a number, or they come with
+            sizes.
     """
     if isinstance(axes, Mapping):
         raise ValueError(
@@ -68,15 +68,15 @@ def one_axis(axes: Axes, what: str) -> Hashable:
 
 
 def is_power_of_two(size: int) -> bool:
-    """Whether `size` ranks pair up completely at every level of a halving or doubling."""
+    """Whether all `size` ranks have a partner at every level of a halving or doubling."""
     return size & (size - 1) == 0
 
 
 def saturate(values: jax.Array, dtype: DTypeLike, times: int = 1) -> jax.Array:
-    """Clips finite values to the largest number of a narrower type, or `times` that number.
+    """Clips finite values to the largest number of a narrower type, or to `times` that number.
 
-    Infinity would stay in a residual for good. Values that are not finite stay, so that they are
-    seen.
+    Otherwise they'd become infinite, and an infinity would stay in a residual forever. Values that
+    are not finite already are kept, so that they stay visible.
     """
     largest = times * float(jnp.finfo(dtype).max)
     if largest >= float(jnp.finfo(values.dtype).max):
@@ -85,25 +85,25 @@ def saturate(values: jax.Array, dtype: DTypeLike, times: int = 1) -> jax.Array:
 
 
 def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds `x` to the type that travels, at once: for values that are sent and also read here.
+    """Rounds `x` to the type that travels, for values that are sent and also used on this rank.
 
-    The bits of `x.astype(dtype)`. But XLA may take a conversion that is undone for none, as it does
-    on GPUs (`xla_allow_excess_precision`), and this rank would go on with a number that no other
-    rank was sent.
+    The result is bitwise that of `x.astype(dtype)`. But XLA may eliminate a conversion that is
+    converted back later, as it does on GPUs (`xla_allow_excess_precision`). This rank would then
+    continue with a number that no other rank was sent.
     """
     if not all(jnp.issubdtype(t, jnp.floating) for t in (x.dtype, dtype)):
         return x.astype(dtype)
     info, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
     if info.nmant >= own.nmant:
         return x.astype(dtype)
-    # Some types of 8 bits have another range than their exponents tell: what is too large is left
-    # to the conversion.
+    # The range of some 8-bit types isn't what their exponent bits suggest. For these, leave numbers
+    # that are too large to the conversion.
     half = 1 << (info.nexp - 1)
     exponent = info.nexp if (info.minexp, info.maxexp) == (2 - half, half) else own.nexp
     rounded = jax.lax.reduce_precision(x, exponent, info.nmant)
     if info.nexp < own.nexp:
-        # `reduce_precision` knows no subnormal numbers. The type's are the multiples of the
-        # smallest one.
+        # `reduce_precision` doesn't support subnormal numbers. The type's subnormals are the
+        # multiples of its smallest one.
         tiny = float(info.tiny)
         step = tiny * 2.0**-info.nmant
         multiple = jax.lax.round(x / step, jax.lax.RoundingMethod.TO_NEAREST_EVEN) * step
@@ -112,14 +112,14 @@ def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def swap(x: Arrays, axis_name: Hashable, distance: int, *, ranks: int | None = None) -> Arrays:
-    """Exchanges each array of `x` with that of rank `r XOR distance`; ranks from `ranks` on keep
-    theirs.
+    """Exchanges each array of `x` with that of rank `r XOR distance`.
 
     Args:
         x: A tree of arrays, one message each.
         axis_name: One axis.
         distance: A power of two.
-        ranks: Number of ranks that take part, a multiple of `2 * distance`; None: all.
+        ranks: Number of ranks that take part, a multiple of `2 * distance`. Ranks from there on
+            keep their arrays. None: all.
     """
     size = jax.lax.axis_size(axis_name)
     taking_part = size if ranks is None else ranks
@@ -128,11 +128,10 @@ def swap(x: Arrays, axis_name: Hashable, distance: int, *, ranks: int | None = N
 
 
 def fold(x: Arrays, axis_name: Hashable) -> Arrays:
-    """Exchanges the arrays of ranks `r` and `r + 2^L`, the largest power of two up to the ranks;
-    others keep theirs.
+    """Exchanges the arrays of ranks `r` and `r + 2^L`, the largest power of two up to P.
 
-    The same permutation folds the ranks beyond 2^L in before a halving or doubling, and sends the
-    result out after it.
+    Ranks without such a partner keep theirs. The same permutation folds the ranks beyond 2^L in
+    before a halving or doubling, and sends them the result afterwards.
     """
     size = jax.lax.axis_size(axis_name)
     base = 1 << (size.bit_length() - 1)
@@ -143,11 +142,11 @@ def fold(x: Arrays, axis_name: Hashable) -> Arrays:
 
 
 def doubling(x: Arrays, axis_name: Hashable, combine: Callable[[Arrays, Arrays], Arrays]) -> Arrays:
-    """Combines by recursive doubling: a balanced binary tree over ranks in rank order, the same
-    bits on every rank.
+    """Combines trees over all ranks by recursive doubling, bitwise identical on every rank.
 
-    log2(P) hops of the whole of `x`, and two more where P is not a power of two (ranks beyond the
-    largest one hand theirs to a partner first and get the result back).
+    It evaluates a balanced binary tree over the ranks in rank order. It takes log2(P) hops of the
+    whole of `x`, and two more if P is not a power of two: the ranks beyond the largest power first
+    hand theirs to a partner and get the result back at the end.
 
     Args:
         x: A tree of arrays.
@@ -171,14 +170,15 @@ def doubling(x: Arrays, axis_name: Hashable, combine: Callable[[Arrays, Arrays],
 def ring_sum(
     x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """Sums over ranks by a ring: P-1 hops that reduce, P-1 that gather, each of 1/P of the vector.
+    """Sums over ranks by a ring: P-1 hops that reduce and P-1 that gather.
 
-    The same bits on every rank; each block is summed in ring order, beginning with another rank.
+    Each hop sends 1/P of the vector. Bitwise identical on every rank. Each block is summed in ring
+    order, starting at a different rank.
 
     Args:
-        x: A vector whose length is a multiple of the ranks.
+        x: A vector whose length is a multiple of the number of ranks.
         axis_name: One axis.
-        wire_dtype: Element type of the hops; the sums are made in the vector's type.
+        wire_dtype: Element type on the wire; the sums are computed in the vector's type.
     """
     size = jax.lax.axis_size(axis_name)
     if size == 1:
@@ -196,7 +196,7 @@ def ring_sum(
         moving = jax.lax.ppermute(round_for_wire(moving, wire), axis_name, ring).astype(
             x.dtype
         ) + block(rank - hop)
-    # This rank now holds the finished block `rank + 1`; it is rounded before it leaves so that all
+    # This rank now holds the finished block `rank + 1`. Round it before sending, so that all ranks
     # hold the same bits.
     moving = round_for_wire(moving, wire)
     out = jnp.zeros_like(blocks, dtype=wire)
@@ -209,11 +209,11 @@ def ring_sum(
 def sum_scatter(
     x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """Returns this rank's block of a vector's sum over ranks, in rank order. The length is a
-    multiple of the ranks.
+    """Returns this rank's block of the sum of a vector over ranks, added in rank order.
 
-    An all-to-all and a local sum, which is what a reduce-scatter over MPI comes to anyway:
-    `psum_scatter` scatters the wrong dimension under two `vmap`s.
+    The vector's length must be a multiple of the number of ranks. It's an all-to-all and a local
+    sum, which is what a reduce-scatter over MPI amounts to anyway. We don't use `psum_scatter`,
+    because it scatters the wrong dimension under two `vmap`s.
     """
     size = jax.lax.axis_size(axis_name)
     if size == 1:
@@ -224,7 +224,7 @@ def sum_scatter(
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
-    """Sums along the first axis, first row first, which fixes the bits."""
+    """Sums along the first axis, in the order of the rows, which fixes the bits."""
     total = x[0]
     for row in range(1, x.shape[0]):
         total = total + x[row]
@@ -232,11 +232,12 @@ def sum_rows(x: jax.Array) -> jax.Array:
 
 
 def gather(x: jax.Array, axes: Hashable | tuple[Hashable, ...]) -> jax.Array:
-    """Gathers every rank's `x` along a new first axis, over one axis, several (the last varies
-    fastest), or none.
+    """Gathers every rank's `x` along a new first axis.
+
+    Over several axes, the last one varies fastest. With no axes, it only adds the new axis.
     """
     rows = x[None]
-    # One axis after the other: `vmap` cannot gather over two at once.
+    # One axis after the other, because `vmap` can't gather over two at once.
     for name in reversed(axes if isinstance(axes, tuple) else (axes,)):
         rows = jax.lax.all_gather(rows, name, tiled=True)
     return rows

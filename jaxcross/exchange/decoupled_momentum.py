@@ -1,5 +1,8 @@
-"""Decoupled momentum (DeMo): ranks keep their momenta apart and send the largest frequencies of
-them.
+"""Decoupled momentum (DeMo): each rank keeps its own momentum and sends its largest frequencies.
+
+Instead of gradients, ranks exchange the part of their momentum that a few DCT coefficients capture.
+Whatever a rank sends is subtracted from its momentum, so the rest stays in the momentum and is sent
+later. The momentum therefore doubles as the residual of an error feedback.
 """
 
 from __future__ import annotations
@@ -30,8 +33,11 @@ from jaxcross.exchange.validation import (
 
 
 class DecoupledMomentumState(NamedTuple):
-    """Attributes: `momentum`, of each compressed leaf what this rank has not sent, by tile and
-    frequency, float32.
+    """State of DeMo.
+
+    Attributes:
+        momentum: For each compressed leaf, what this rank hasn't sent, by tile and frequency,
+            float32.
     """
 
     momentum: PyTree
@@ -49,18 +55,17 @@ def decoupled_momentum(
     skip: sparse.Skip = sparse.bias_or_norm,
     wire_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
-    """DeMo: averages over ranks the `density` largest frequencies of each rank's momentum, and
-    takes them out of it.
+    """DeMo: averages the largest frequencies of each rank's momentum over ranks.
 
-    A rank adds its gradient to `decay` times its momentum. Leaves are cut into tiles of at most
-    `chunk` by `chunk` elements of the matrix `[all other dimensions, last dimension]`, and each
-    tile goes through an orthonormal DCT-II along both sides. Of each tile the k largest
-    coefficients are sent, averaged over all ranks and transformed back. What a rank has sent leaves
-    its momentum, which so keeps the error as well. The momentum is stored by frequency: the
-    transform is linear, so that the rule is the same, what was sent is exactly zero, and a step
-    needs one inverse transform instead of two.
+    Each rank adds its gradient to `decay` times its momentum. A leaf is treated as a matrix `[all
+    other dimensions, last dimension]` and cut into tiles of at most `chunk` by `chunk` elements.
+    Each tile goes through an orthonormal DCT-II along both sides. The k largest coefficients of
+    each tile are sent, averaged over all ranks and transformed back. What a rank has sent is
+    removed from its momentum, so the momentum also holds the error. We store the momentum by
+    frequency. The transform is linear, so this is the same update rule, but the coefficients that
+    were sent become exactly zero, and a step needs one inverse transform instead of two.
 
-    Updates are the same on every rank; momenta are the rank's own, and must be saved for each rank.
+    Updates are the same on every rank. Momenta are rank-local and must be saved per rank.
     Deterministic.
 
     ```python
@@ -69,36 +74,35 @@ def decoupled_momentum(
     updates, opt_state = tx.update(grads, opt_state, params)  # grads are this rank's own
     ```
 
-    A rank of P receives `(P-1) k (v + b/8)` bytes a tile, v bytes a value and b bits an index (12
-    in a tile of 64 by 64), by one all-gather of all values and one of all indices; and `2(P-1)/P n`
-    for skipped leaves of n bytes.
+    Bytes received per rank: `(P-1) k (v + b/8)` per tile on P ranks, with v bytes per value and b
+    bits per index (12 for a tile of 64 by 64), by one all-gather of all values and one of all
+    indices. Skipped leaves of n bytes cost `2(P-1)/P n`.
 
     Args:
-        density: Share of a tile's coefficients that is sent, rounded, one at least. The authors
+        density: Fraction of a tile's coefficients to send, rounded, but at least one. The authors
             send 32 of 4,096.
-        axes: One axis name, or a tuple of several that count as one.
-        decay: Factor of the momentum in each step, in [0, 1]. With `density=1` it has no effect:
-            nothing is left.
-        chunk: Longest side of a tile. A side is cut into equal parts, so that padding is less than
-            one element a part.
-        sign: Return the signs of the updates, as in the paper: take a small learning rate.
-        skip: (path, leaf) -> whether a leaf is averaged as it is, without a momentum. By default
-            scalars, vectors, and leaves of any shape whose name is `bias` or `scale`.
+        axes: One axis name, or a tuple of names that act as a single axis.
+        decay: Factor of the momentum per step, in [0, 1]. Has no effect with `density=1`, because
+            then nothing is left in the momentum.
+        chunk: Longest side of a tile. A side is cut into equal parts, so there's less than one
+            element of padding per part.
+        sign: Return the signs of the updates, as in the paper. Use a small learning rate with it.
+        skip: (path, leaf) -> whether a leaf is averaged uncompressed and without momentum. By
+            default, scalars, vectors, and leaves of any shape whose name is `bias` or `scale`.
         wire_dtype: Element type of the coefficients on the wire, for example `jnp.bfloat16`. The
-            rest of the rounding stays in the momentum.
+            rounding error stays in the momentum.
 
     Raises:
-        ValueError: An argument is out of range; (when traced) the state has other shapes than
-            `init` makes, or a leaf that is compressed has 2^31 elements or more, or is float64.
+        ValueError: An argument is out of range; or, at trace time, the state has different shapes
+            than `init` makes, or a compressed leaf has 2^31 elements or more, or is float64.
 
-    `init` warns where it compresses nothing, unless `skip` is your own.
+    Warns in `init` if it compresses nothing, unless you pass your own `skip`.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: after Peng et al., DeMo: Decoupled momentum optimization, arXiv 2411.19870, and the
-    authors' code. There the learning rate is part of the momentum, vectors are compressed as well,
-    and a coefficient is averaged over those ranks that have sent it.
+    authors' code. Unlike ours, their momentum includes the learning rate, vectors are compressed
+    too, and a coefficient is averaged only over those ranks that have sent it.
     """
     density = sparse.check_density(density)
     kept = part_kept(decay, "`decoupled_momentum`", "momentum")
@@ -166,7 +170,7 @@ class _Tiles:
     Attributes:
         shape: Rows and columns of the matrix.
         tile: Rows and columns of a tile.
-        chunks: The tiles, each as a vector, and what they send.
+        chunks: The tiles, each flattened to a vector, and how much of each is sent.
     """
 
     shape: tuple[int, int]
@@ -187,7 +191,7 @@ class _Tiles:
         )
 
     def leaf(self, coefficients: jax.Array, like: jax.Array) -> jax.Array:
-        """Returns the leaf of these coefficients, in the shape and type of `like`."""
+        """Transforms coefficients back to a leaf with the shape and type of `like`."""
         (rows, columns), (high, wide) = self.shape, self.tile
         tiles = coefficients.reshape(-(-rows // high), -1, high, wide)
         tiles = _product(_product(dct_matrix(high).T, tiles), dct_matrix(wide))
@@ -206,11 +210,11 @@ def _tiles(leaf: jax.typing.ArrayLike, chunk: int, density: float) -> _Tiles:
 
 
 def dct_matrix(size: int) -> np.ndarray:
-    """Returns the orthonormal matrix of the DCT-II, `[frequency, element]`, float32."""
+    """Returns the orthonormal DCT-II matrix, `[frequency, element]`, float32."""
     frequency, element = np.arange(size)[:, None], np.arange(size)[None]
     matrix = np.cos(np.pi * (2 * element + 1) * frequency / (2 * size)) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
-    matrix[np.abs(matrix) < 1e-12] = 0  # rounding of a zero, whose sign `sign` would return
+    matrix[np.abs(matrix) < 1e-12] = 0  # zeros up to rounding, whose sign `sign` would return
     return matrix.astype(np.float32)
 
 
@@ -220,9 +224,7 @@ def _exchange(
     names: tuple[Hashable, ...],
     wire_dtype: DTypeLike | None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the mean over ranks of what each rank sends, and what is left of this rank's
-    momenta.
-    """
+    """Returns the mean over ranks of what was sent, and the rest of this rank's momenta."""
     pairs = [chunks.largest(x, lay) for x, lay in zip(momenta, layouts, strict=True)]
     sent = [
         (v if wire_dtype is None else sparse.rounded(v, wire_dtype), columns)
@@ -233,10 +235,10 @@ def _exchange(
 
 
 def _sign(x: jax.Array) -> jax.Array:
-    # The sign of infinity is 1: it would hide an overflow.
+    # The sign of infinity is 1, which would hide an overflow.
     return jnp.where(jnp.isfinite(x), jnp.sign(x), x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 def _product(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
-    # By default GPUs round the factors to ten bits, and the transform would not be orthonormal.
+    # By default, GPUs round the factors to ten bits, and the transform would not be orthonormal.
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -1,5 +1,8 @@
-"""The mean of the step before: synchronous data parallelism whose exchange runs during the next
-step's computation.
+"""Delayed mean: synchronous data parallelism whose exchange overlaps with the next step.
+
+A plain mean has to wait for this step's gradients. Here each step exchanges the previous step's
+gradients instead, which are already in the state when the step begins, so the exchange can run
+while the step computes. The price is a gradient that is one step old.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ class DelayedMeanState(NamedTuple):
     """State of delayed means.
 
     Attributes:
-        pending: This rank's own gradients of the step before, in the parameters' types.
+        pending: This rank's gradients of the previous step, in the parameters' types.
         inner: State of the optimizer.
     """
 
@@ -34,40 +37,38 @@ class DelayedMeanState(NamedTuple):
 def delayed_mean(
     optimizer: optax.GradientTransformation, axes: Axes
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps on the mean of the gradients of the step before, and leaves this step's for the next
-    one.
+    """Steps on the mean of the previous step's gradients, and keeps this step's for the next.
 
-    The exchange depends on the state alone: it is carried, and travels while this step computes. At
-    best a step takes as long as the longer of the two. The gradient is one step old: it was
-    computed on the parameters before the last update. The first step sees a gradient of zeros.
-    Parameters and the optimizer's state are the same bits on every rank; `pending` is the rank's
-    own. Deterministic.
+    The exchange depends only on the state: it's a carried exchange, in flight while this step
+    computes. At best, a step takes as long as the longer of the two. The gradient is one step old,
+    because it was computed on the parameters before the last update. The first step uses a gradient
+    of zeros. Parameters and the optimizer's state are bitwise identical on every rank; `pending` is
+    rank-local. Deterministic.
 
     ```python
     tx = jaxcross.exchange.delayed_mean(optax.adamw(1e-3), "batch")
     updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
     ```
 
-    The bits are those of `asynchronous(delays=1)`. That simulator takes any schedule of delays from
-    a queue, which its exchange has to wait for; here nothing stands between the state and the
-    exchange. The same without the delay is `optax.chain(jaxcross.exchange.mean(axes),
-    optimizer)`.
+    The result is bitwise identical to `asynchronous(delays=1)`. That simulator takes any schedule
+    of delays from a queue, and its exchange has to wait for the queue. Here nothing stands between
+    the state and the exchange. Without the delay, the equivalent is
+    `optax.chain(jaxcross.exchange.mean(axes), optimizer)`.
 
-    A job that ends leaves the last gradients pending, and no rank applies them.
+    When a job ends, its last gradients are still pending, and no rank applies them.
 
     Args:
-        optimizer: Steps on the mean, on every rank alike.
-        axes: One axis name, or a tuple of several that count as one.
+        optimizer: Steps on the mean, identically on every rank.
+        axes: One axis name, or a tuple of names that act as a single axis.
 
     Raises:
         ValueError: `optimizer` is not an optimizer.
 
-    Memory above the optimizer's: one set of gradients.
+    Memory in addition to the optimizer's: one set of gradients.
 
-    Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'.
+    Bytes received per rank: as for the mean, `2(P-1)/P` times the bytes of the gradients.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: one step of delay in Agarwal and Duchi, arXiv 1104.5525; overlapped with computation:
     Sun et al., arXiv 2401.16265 (CO2), Nabli et al., arXiv 2406.02613 (ACCO).

@@ -1,4 +1,4 @@
-"""DiLoCo: ranks train alone, and an outer optimizer steps on how far they went."""
+"""DiLoCo: ranks train independently, and an outer optimizer steps on their mean parameter delta."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class DiLoCoState(NamedTuple):
 
     Attributes:
         since: Local steps since the last exchange, int32.
-        anchor: Like the parameters, and the same bits on every rank: where this round began. The
-            model to evaluate.
-        outer: State of the outer optimizer, the same bits on every rank.
+        anchor: The parameters at the beginning of this round, bitwise identical on every rank. This
+            is the model to evaluate.
+        outer: State of the outer optimizer, bitwise identical on every rank.
         inner: State of this rank's own optimizer.
     """
 
@@ -52,18 +52,17 @@ def diloco(
     *,
     every: int,
 ) -> optax.GradientTransformationExtraArgs:
-    """Takes `every` local steps on each rank, then one step of `outer` on the mean way that the
-    ranks went back.
+    """Takes `every` local steps per rank, then one `outer` step on the mean of their deltas.
 
-    At the end of a round with the anchor `a` and this rank's parameters `x`, `outer` steps from `a`
-    on the pseudo-gradient `mean_over_ranks(a - x)`, and every rank goes on from the result, which
-    is the next anchor. With `outer=optax.sgd(1.0)` that is the mean of the parameters, as
-    `local_sgd` makes it without an anchor.
+    At the end of a round with anchor `a` and this rank's parameters `x`, `outer` steps from `a` on
+    the pseudo-gradient `mean_over_ranks(a - x)`. The result becomes the next anchor, and every rank
+    continues from it. With `outer=optax.sgd(1.0)` it is the mean of the parameters, which
+    `local_sgd` computes without an anchor.
 
-    Parameters differ between ranks within a round, and after it by one rounding. The inner
-    optimizer's state is this rank's own, never averaged: save it, and the parameters, per rank. The
-    anchor (`state.anchor`) is the model to evaluate; `jaxcross.exchange.finish` returns it. Every
-    rank must begin with the same parameters. Deterministic.
+    Parameters differ between ranks within a round, and by one rounding after it. The inner
+    optimizer's state is rank-local and never averaged, so save it, and the parameters, per rank.
+    The anchor (`state.anchor`) is the model to evaluate; `jaxcross.exchange.finish` returns it. All
+    ranks must start with the same parameters. Deterministic.
 
     ```python
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -73,24 +72,24 @@ def diloco(
 
     Args:
         inner: Steps on this rank's gradients.
-        outer: Steps on the pseudo-gradient, once a round; a schedule in it counts rounds.
-        axes: One axis name, or a tuple of several that count as one.
-        every: Steps of a round; the first exchange is in step `every`. If `inner` is SGD with
+        outer: Steps on the pseudo-gradient, once per round. A schedule in it counts rounds.
+        axes: One axis name, or a tuple of names that act as a single axis.
+        every: Steps per round; the first exchange is in step `every`. If `inner` is SGD with
             momentum 0.9, rounds of less than 7 steps diverge at many rates with the outer optimizer
-            above: take more, or momentum 0.5 in it.
+            above: use longer rounds, or an outer momentum of 0.5.
 
     Raises:
         ValueError: `every` is not a positive whole number, or `inner` or `outer` is not an
-            optimizer; `update` got no `params`.
+            optimizer; or `update` got no `params`.
 
-    Memory above the inner optimizer's: the anchor and the outer state, twice the parameters with
-    momentum.
+    Memory in addition to the inner optimizer's: the anchor and the outer state. With momentum that
+    is twice the parameters.
 
-    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0
-    otherwise.
+    Bytes received per rank: `2(P-1)/P` times the bytes of the parameters on a step that exchanges,
+    0 otherwise.
 
-    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes,
-    and every rank calls it in the same step.
+    Communicates only in `update`, on every `every`-th step, over its axes. All ranks must call it
+    on the same step.
 
     Source: Douillard et al., arXiv 2311.08105, algorithm 1.
     """

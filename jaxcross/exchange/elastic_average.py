@@ -1,6 +1,4 @@
-"""Elastic averaging (EASGD): springs between every rank's parameters and a centre that all ranks
-hold.
-"""
+"""Elastic averaging (EASGD): springs tie each rank's parameters to a centre shared by all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ class ElasticAverageState(NamedTuple):
 
     Attributes:
         since: Steps since the last exchange, int32.
-        centre: Like the parameters, and the same bits on every rank.
+        centre: Like the parameters, and bitwise identical on every rank.
         inner: State of this rank's own optimizer.
     """
 
@@ -48,14 +46,13 @@ def elastic_average(
     alpha: float,
     beta: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Pulls each rank's parameters towards a centre, and the centre towards them, at every
-    `every`-th step.
+    """Pulls parameters and a shared centre towards each other on every `every`-th step.
 
-    Both from the parameters `x` that the step began with, `c` the centre: `x <- x + u - alpha (x -
-    c)` and `c <- c + beta sum_over_ranks(x - c)`. What is exchanged does not depend on the step's
-    gradient, so it can travel while that is computed. Each rank explores on its own: parameters and
-    the optimizer's state are per rank, the centre (`state.centre`) is the model to evaluate.
-    Deterministic.
+    With `x` the parameters at the start of the step, `u` the update, and `c` the centre: `x <- x +
+    u - alpha (x - c)` and `c <- c + beta sum_over_ranks(x - c)`. The exchange doesn't depend on the
+    step's gradient, so it can run while the gradient is computed. Each rank explores on its own:
+    parameters and the optimizer's state are rank-local, and the model to evaluate is the centre
+    (`state.centre`). Deterministic.
 
     ```python
     tx = jaxcross.exchange.elastic_average(optax.sgd(0.1), "batch", every=4, alpha=0.9 / world.size)
@@ -64,26 +61,26 @@ def elastic_average(
 
     Args:
         optimizer: Steps on this rank's gradients.
-        axes: One axis name, or a tuple of several that count as one.
+        axes: One axis name, or a tuple of names that act as a single axis.
         every: Steps from one exchange to the next.
-        alpha: Of the distance to the centre, the part that a rank goes, in [0, 1]; 0: ranks train
-            alone.
-        beta: Of the distance to each rank, the part that the centre goes; `alpha` if None, which
+        alpha: Fraction of the distance to the centre that a rank moves, in [0, 1]. With 0, ranks
+            train independently.
+        beta: Fraction of the distance to each rank that the centre moves. If None, `alpha`, which
             conserves the sum of parameters and centre.
 
     Raises:
-        ValueError: An argument is out of its range; `beta` times the ranks exceeds 1, so that the
-            centre would jump beyond the mean, or both are 1, so that parameters and centre swap (at
-            the first trace); `update` got no `params`.
+        ValueError: An argument is out of range; `update` got no `params`; or, at the first trace,
+            `beta` times the number of ranks exceeds 1, so the centre would overshoot the mean, or
+            that product and `alpha` are both 1, so parameters and centre would swap.
 
-    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0 otherwise
-    and with `beta=0`.
+    Bytes received per rank: `2(P-1)/P` times the bytes of the parameters on a step that exchanges;
+    0 otherwise, and always 0 with `beta=0`.
 
-    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes,
-    and every rank calls it in the same step.
+    Communicates only in `update`, on every `every`-th step, over its axes. All ranks must call it
+    on the same step.
 
     Source: Zhang, Choromanska, LeCun, arXiv 1412.6651, equations 3 and 4 (their alpha = eta rho;
-    their beta is our beta times the ranks).
+    their beta is our beta times the number of ranks).
     """
     every = whole_number(every, "every", "`elastic_average`")
     names = axis_names(axes)
@@ -98,7 +95,7 @@ def elastic_average(
     inner = optimizer_in(optimizer, "`elastic_average`")
 
     def init(params: optax.Params) -> ElasticAverageState:
-        # A copy: an array that is parameter and centre at once could not be donated.
+        # A copy: an array that is both parameter and centre could not be donated.
         centre = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
         return ElasticAverageState(jnp.zeros((), jnp.int32), centre, inner.init(params))
 
@@ -115,7 +112,7 @@ def elastic_average(
         def exchange() -> tuple[optax.Updates, optax.Params]:
             away = jax.tree.map(jnp.subtract, params, state.centre)
             total = sum_of(away, names)
-            # A pull of 0 is none, also of what is not finite: 0 times NaN is NaN.
+            # Skip a factor of 0, because 0 times NaN would be NaN.
             pulled, centre = updates, state.centre
             if alpha:
                 pulled = add_moves(

@@ -1,10 +1,12 @@
-"""Checks by its jaxpr that an optimizer works element by element, as one must that steps flat parts
-of leaves.
+"""Checks by its jaxpr that an optimizer works element by element.
 
-A rank that steps a flat 1/P of every leaf computes the right update only if each element of it
-depends on the same element of gradients, state and parameters, and on scalars. The check follows
-every value of the traced update through the jaxpr and gives it a level: a number that grows with
-what the value may depend on.
+A rank that steps a flat 1/P of every leaf computes the right update only if each element of the
+update depends on nothing but the same element of gradients, state and parameters, and on scalars.
+To check this, we trace the update and follow every value through the jaxpr. Each value gets a
+level, which grows with what the value may depend on.
+
+The levels can't see an optimizer that looks at shapes, because it simply chooses other operations
+for flat parts. So we also trace the update on whole leaves and compare the operations.
 """
 
 from __future__ import annotations
@@ -23,32 +25,31 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED, Atom, Equation, Jaxpr, Var
 from jaxcross._pytree import PyTree
 
-# Primitives that make an element from other elements: reductions, products, sorts, decompositions.
+# Primitives that compute an element from other elements: reductions, products, sorts,
+# decompositions.
 _ACROSS = re.compile(
     r"reduce(?!_precision)|arg(max|min)|cum|dot_general|ragged_dot|conv_general|sort|(approx_)?top_k|fft|select_and_"
     r"|svd|qr|eigh?|cholesky|lu|schur|triangular_solve|householder"
 )
-# Primitives that may put an element in the place of another.
+# Primitives that may move an element to the position of another.
 _MOVES = re.compile(
     r"slice|dynamic_(update_)?slice|split|concatenate|gather|scatter|rev|transpose|pad"
 )
-# Random bits have the shape of a part: every rank would draw the same ones for different parts of a
-# leaf.
+# Random bits have the shape of a part, so every rank would draw the same ones for different parts
+# of a leaf.
 _DRAWS = re.compile(r"random_bits|random_gamma|rng_")
 _CALLS = INLINED | {"cond"}
-# Primitives that differ between a leaf and its flat part, and compute nothing.
+# Primitives that may differ between a leaf and its flat part, but compute nothing.
 _SHAPES = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
-# Levels in ascending order: what an element of a value depends on.
+# Levels in ascending order, by what an element of a value depends on.
 _NOTHING = 0  # neither on updates nor on parameters
-_POSITIONS = (
-    1  # on its position alone, as the numbers of `iota` do: a rank's part would count from 0 again
-)
+_POSITIONS = 1  # on its position, as in `iota`: a rank's part would start from 0 again
 _ELEMENT = 2  # on the same element of updates, state and parameters
-_JOINED = 3  # as before, in a vector of whole leaves, as `optax.flatten` makes it
-_CUT = 4  # as before, in a piece that was cut out of such a vector
+_JOINED = 3  # the same, in a vector of whole leaves, as `optax.flatten` makes it
+_CUT = 4  # the same, in a piece that was cut out of such a vector
 _OTHERS = 5  # on other elements, too
 _Level = tuple[int, str]
-"""Level of a value, and the primitive that raised it so far, for the message."""
+"""A value's level and, for the error message, the primitive that last raised it."""
 
 
 def check_elementwise(
@@ -62,17 +63,18 @@ def check_elementwise(
     instead: str = "put such an optimizer behind `jaxcross.exchange.mean`",
     **extra: Any,
 ) -> None:
-    """Refuses an optimizer that treats flat parts of leaves differently from leaves. Computes
-    nothing.
+    """Refuses an optimizer that treats flat parts of leaves differently from leaves.
+
+    Only traces the optimizer, computes nothing.
 
     Args:
         optimizer: Optimizer that was given to `what`.
-        whole: Updates and parameters, or None, in their own shapes: arrays, or their types.
+        whole: Updates and parameters (or None) in their own shapes: arrays, or their types.
         part: Updates and parameters as the optimizer steps them: flat parts.
         state: State of the optimizer on `part`.
         what: Owner of the optimizer, for the error.
         axis: Axis over whose ranks the leaves are cut.
-        instead: What to do with an optimizer that does not, for the error.
+        instead: What to do with an optimizer that fails the check, for the error.
         extra: Further arguments of `update`.
 
     Raises:
@@ -97,17 +99,17 @@ def check_elementwise(
     level, where = _of_updates(
         on_part, *(jax.tree.leaves(tree) for tree in (updates, state, params))
     )
-    # A piece that was cut out of joined leaves is allowed: `optax.flatten` takes the vector apart
-    # as it joined it.
+    # A piece that was cut out of joined leaves is allowed, because `optax.flatten` splits the
+    # vector exactly as it joined it.
     if level in (_POSITIONS, _OTHERS):
         raise ValueError(
             f"the optimizer of {what} does not work element by element: its updates depend on "
             f"{where}. It is given flat parts of the leaves, and would take a norm, for example, "
             f"of a part. Remedy: {instead}."
         )
-    # The levels see what crosses elements, not what looks at shapes: a mask by `ndim` chooses other
-    # operations for flat parts. So the same operations must be traced for whole leaves, in the same
-    # order and with the same numbers.
+    # The levels detect values that cross elements, but not an optimizer that looks at shapes: a
+    # mask by `ndim` chooses other operations for flat parts. So whole leaves must give the same
+    # operations, in the same order and with the same literals.
     start = jax.eval_shape(optimizer.init, whole[0] if whole[1] is None else whole[1])
     on_whole = traced(whole[0], start, whole[1])
     for leaf, flat in itertools.zip_longest(
@@ -124,7 +126,7 @@ def check_elementwise(
 def _exchange_over(jaxpr: Jaxpr, axis: Hashable | None) -> str | None:
     """Returns the name of the first exchange over an axis, or None."""
     for eqn in jaxpr.eqns:
-        # These name an axis and send nothing.
+        # These name an axis but send nothing.
         if eqn.primitive.name in ("axis_index", "pcast", "pvary"):
             continue
         named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -138,8 +140,8 @@ def _exchange_over(jaxpr: Jaxpr, axis: Hashable | None) -> str | None:
 
 
 def _types(tree: PyTree) -> PyTree:
-    # Shape and element type alone: other properties, such as the axes over which values vary, would
-    # differ in traces.
+    # Keep only shape and element type. Other properties, such as the axes over which values vary,
+    # would differ between traces.
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda x: x, tree)
     )
@@ -151,13 +153,11 @@ def _of_updates(
     state: Sequence[jax.ShapeDtypeStruct],
     params: Sequence[jax.ShapeDtypeStruct],
 ) -> _Level:
-    """Returns the highest level of the new updates, whatever earlier steps have put into the
-    state.
-    """
+    """Returns the highest level of the new updates, whatever earlier steps put into the state."""
     elements: _Level = (_ELEMENT, "")
     sizes = {math.prod(x.shape) for x in (*updates, *params) if x.ndim}
-    # A scalar of the state is a counter until a step makes it from elements. Levels of the state
-    # only grow from one step to the next, so this ends.
+    # Assume that a scalar of the state is a counter until a step computes it from elements. From
+    # one step to the next, levels of the state only grow, so this loop ends.
     levels = [(_NOTHING, "") if x.ndim == 0 else elements for x in state]
     while True:
         out = _levels(jaxpr, [elements] * len(updates) + levels + [elements] * len(params), sizes)
@@ -169,7 +169,7 @@ def _of_updates(
 
 
 def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> list[_Level]:
-    """Returns the levels of a jaxpr's results, from those of its arguments.
+    """Returns the levels of a jaxpr's results, given those of its arguments.
 
     Args:
         jaxpr: Open jaxpr.
@@ -186,7 +186,8 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
         operands = [level_of(v) for v in eqn.invars]
         highest = max(operands, default=(_NOTHING, ""))
         name = eqn.primitive.name
-        # Unless one of the cases below applies, a result depends on what its operands depend on.
+        # Unless one of the cases below applies, a result depends on whatever its operands depend
+        # on.
         made = [highest] * len(eqn.outvars)
         counted = [level for level in operands if level[0] == _POSITIONS]
         if _DRAWS.match(name) or (highest[0] >= _ELEMENT and _ACROSS.match(name)):
@@ -195,8 +196,8 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
             made = [(_POSITIONS, "`iota`")]
         elif inner := [compat.open_jaxpr(sub)[0] for sub in compat.sub_jaxprs(eqn)]:
             if name in _CALLS:
-                # The body's arguments are the last operands. Results of `cond` depend on its index,
-                # too.
+                # The body's arguments are the last operands. The results of `cond` also depend on
+                # its index.
                 bodies = [
                     _levels(sub, operands[len(operands) - len(sub.invars) :], sizes)
                     for sub in inner
@@ -204,9 +205,9 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
                 chosen = operands[0] if name == "cond" else (_NOTHING, "")
                 made = [max(chosen, *levels) for levels in zip(*bodies, strict=True)]
             else:
-                # In a loop any value may reach any other one. A kernel returns nothing, but writes
-                # its results into references: there a primitive that crosses elements counts as
-                # soon as it is in the body.
+                # In a loop, any value may reach any other. A kernel returns nothing and writes its
+                # results into references instead, so if its body contains a primitive that crosses
+                # elements, assume that the results do.
                 bodies = [_levels(sub, [highest] * len(sub.invars), sizes) for sub in inner]
                 written = [
                     (_OTHERS, f"`{n}`")
@@ -216,11 +217,12 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
                 ]
                 made = [max([highest, *written, *itertools.chain(*bodies)])] * len(made)
         elif highest[0] == _POSITIONS:
-            # A scalar made from positions, for example their largest, is a number like any other.
+            # A scalar computed from positions, for example their maximum, is a number like any
+            # other.
             made = [highest if _shape(v) else (_NOTHING, "") for v in eqn.outvars]
         elif counted and highest[0] < _OTHERS:
-            # Elements meet positions: the update depends on where in the leaf, or in its part, an
-            # element is.
+            # Elements are combined with positions, so the update depends on where in the leaf, or
+            # in its part, an element is.
             made = [(_OTHERS, counted[0][1])] * len(made)
         elif _ELEMENT <= highest[0] < _OTHERS:
             made = [max(highest, (_moved(eqn, operands, v), f"`{name}`")) for v in eqn.outvars]
@@ -229,14 +231,15 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
 
 
 def _moved(eqn: Equation, operands: Sequence[_Level], made: Var) -> int:
-    """Returns the level that an equation itself gives one of its results: whether elements keep
-    their positions.
+    """Returns the level that an equation by itself gives to one of its results.
+
+    The level says whether elements keep their positions.
     """
     name, size = eqn.primitive.name, _size(made)
     held = [
         (v, level) for v, (level, _) in zip(eqn.invars, operands, strict=True) if level >= _ELEMENT
     ]
-    # Rows of the same length are stacked or separated: a column of the result still holds one
+    # Rows of the same length are stacked or separated, so a column of the result still holds one
     # position of each.
     rows = len(_shape(made)) > 1 or len(_shape(eqn.invars[0])) > 1
     rows = rows and all(_shape(v)[-1:] == _shape(made)[-1:] for v, _ in held)
@@ -245,12 +248,12 @@ def _moved(eqn: Equation, operands: Sequence[_Level], made: Var) -> int:
     if any(_size(v) < size for v, _ in held) and name != "concatenate":
         return _OTHERS  # one element has become many, as in a broadcast
     if not _MOVES.match(name) or (name == "gather" and operands[0][0] < _ELEMENT):
-        return _ELEMENT  # a table that is not a parameter may be looked up
+        return _ELEMENT  # looking up a table that isn't a parameter is fine
     if name == "concatenate":
         return _JOINED if all(level == _ELEMENT for _, level in held) else _OTHERS
     if name in ("slice", "split"):
-        # A piece of joined leaves may be one of the leaves again; a piece of a leaf holds elements
-        # of other positions.
+        # A piece of joined leaves may be one of the leaves again. A piece of a single leaf holds
+        # elements that had other positions.
         if _size(eqn.invars[0]) == size:
             return _ELEMENT
         return _CUT if operands[0][0] == _JOINED else _OTHERS
@@ -266,7 +269,7 @@ def _size(var: Atom) -> int:
 
 
 def _across(jaxpr: Jaxpr) -> Iterator[str]:
-    """Yields the primitives of a jaxpr that make an element from others."""
+    """Yields the primitives of a jaxpr that compute an element from other elements."""
     for operation in _operations(jaxpr):
         name, *_ = operation.split()
         if _ACROSS.match(name):
@@ -274,9 +277,7 @@ def _across(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _operations(jaxpr: Jaxpr) -> Iterator[str]:
-    """Yields the primitives that compute something, in order, each with the literals among its
-    operands.
-    """
+    """Yields the primitives that compute something, in order, with their literal operands."""
     for eqn in jaxpr.eqns:
         inner = list(compat.sub_jaxprs(eqn))
         for sub in inner:

@@ -1,5 +1,6 @@
-"""Refuses to exchange a leaf twice over one axis: after another exchange, or inside the optimizer
-of one.
+"""Refuses to exchange a leaf twice over the same axis.
+
+This happens if two exchanges follow each other, or if one is inside the optimizer of another.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ def exchange_once(
     *,
     weighs: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps `exchange`, named `by`, so that it refuses leaves that another exchange has just
-    returned over one of its axes, and refuses to run in the optimizer of one. It also refuses a
-    `weight`, unless it `weighs` by it.
+    """Wraps the strategy `exchange`, called `by`, so that it refuses to exchange leaves again.
 
-    The first is two strategies in a chain whose masks overlap. Neither what was computed with in
-    between is recognised nor a mean that the step makes itself, which may be on purpose. Costs
-    nothing at run time.
+    It raises if a leaf is the direct result of another exchange over one of its axes (two
+    strategies in a chain whose masks overlap), and if it runs inside the optimizer of another
+    strategy and exchanges over all of that strategy's axes. It also raises if it's passed a
+    `weight`, unless `weighs` says that the strategy uses it.
+
+    It doesn't detect a leaf that was changed after the first exchange, nor a mean that the step
+    computes itself, which may be intentional. Costs nothing at run time.
 
     Raises:
-        ValueError: When jaxcross traces the step, before the first one and on every rank. In a
-            trace of JAX's own (`vmap`, `pmap`, `shard_map`) only the weight is checked.
+        ValueError: When jaxcross traces the step, before the first step and on every rank. If JAX
+            itself traces (`vmap`, `pmap`, `shard_map`), only the weight is checked.
     """
     names = frozenset(collectives.axis_names(axes))
     exchange = optax.with_extra_args_support(exchange)
@@ -60,9 +63,8 @@ def exchange_once(
         finally:
             trace.running.pop()
         for leaf in jax.tree.leaves(out):
-            if id(leaf) not in given and isinstance(
-                leaf, jax.Array
-            ):  # a leaf that came back unchanged is not a result
+            # A leaf that is returned unchanged was not exchanged.
+            if id(leaf) not in given and isinstance(leaf, jax.Array):
                 trace.note_exchanged(leaf, by, names)
         return out, state
 
@@ -71,9 +73,8 @@ def exchange_once(
 
 def _check_outer(trace: Tracing, by: str, axes: frozenset[Hashable]) -> None:
     for outer, theirs in trace.running:
-        if (
-            theirs <= axes
-        ):  # over a part of its axes is another matter: a mean in the node, every step
+        # Exchanging over only some of the outer axes is fine, e.g. a mean within the node.
+        if theirs <= axes:
             raise ValueError(
                 f"`{by}` is inside the optimizer of `{outer}`, and both exchange over "
                 f"{_names(theirs)}. A leaf is exchanged once: leave one of the two out."

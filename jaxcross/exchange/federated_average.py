@@ -1,5 +1,6 @@
-"""Federated averaging: in each round some ranks train alone, and all take their average, weighted
-by their data.
+"""Federated averaging: some ranks train independently each round, and all take their average.
+
+The average is weighted by how much data each participating rank has.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ from jaxcross.exchange.validation import (
 
 
 class FederatedAverageState(NamedTuple):
-    """Attributes: `since`, steps into this round, and `round`, both int32; `inner`, of this rank's
-    own optimizer.
+    """State of federated averaging.
+
+    Attributes:
+        since: Steps into this round, int32.
+        round: Number of this round, int32.
+        inner: State of this rank's own optimizer.
     """
 
     since: jax.Array
@@ -49,15 +54,14 @@ def federated_average(
     weights: Sequence[float] | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Averages the parameters of a round's participants at its end, each weighted by its share of
-    the data.
+    """Averages the participants' parameters at the end of each round, weighted by their data.
 
-    A rank that a round does not choose stands still: its updates are zero and its optimizer's state
-    does not change until the round ends, when it takes the participants' average like all others.
-    Who is chosen depends on `seed` and the round alone, is drawn without replacement, and is the
-    same on every rank. Parameters differ between ranks within a round, and after it by one
-    rounding; the optimizer's state is this rank's own. Deterministic. With full participation and
-    equal weights it is `local_sgd`.
+    A rank that isn't chosen for a round pauses: its updates are zero and its optimizer's state
+    doesn't change. At the end of the round it takes the participants' average like every other
+    rank. The choice depends only on `seed` and the round, is drawn without replacement, and is the
+    same on every rank. Parameters differ between ranks within a round, and by one rounding after
+    it. The optimizer's state is rank-local. Deterministic. With full participation and equal
+    weights it is `local_sgd`.
 
     ```python
     tx = jaxcross.exchange.federated_average(optax.sgd(0.1), "batch", every=20, participation=0.5,
@@ -67,23 +71,23 @@ def federated_average(
 
     Args:
         optimizer: Steps on this rank's gradients.
-        axes: One axis name; several are refused.
-        every: Steps of a round.
-        participation: Fraction of the ranks that a round chooses, in (0, 1]; at least one rank,
-            rounded to the nearest.
-        weights: One positive number for each rank, for example its samples; None: equal. What is
-            less than about 1e-38 of the largest is taken for that.
-        seed: Of the choice.
+        axes: One axis name. Several raise an error.
+        every: Steps per round.
+        participation: Fraction of the ranks to choose per round, in (0, 1]. Rounded to the nearest
+            number of ranks, but at least one.
+        weights: One positive number per rank, for example its number of samples; None: equal
+            weights. A weight below about 1e-38 of the largest is treated as that.
+        seed: Seed of the choice.
 
     Raises:
-        ValueError: An argument is out of its range; `weights` has another length than the axis (at
-            the first trace); `update` got no `params`.
+        ValueError: An argument is out of range; the length of `weights` isn't the size of the axis
+            (at the first trace); or `update` got no `params`.
 
-    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at the end of a round, of
-    which 16-bit ones travel as float32; 0 otherwise.
+    Bytes received per rank: `2(P-1)/P` times the bytes of the parameters at the end of a round,
+    counting 16-bit parameters as float32, which they travel as; 0 otherwise.
 
-    Making it and `init` do not communicate; `update` does, at the end of a round, over its axes,
-    and every rank calls it in the same step.
+    Communicates only in `update`, at the end of a round, over its axes. All ranks must call it on
+    the same step.
 
     Source: McMahan et al., arXiv 1602.05629, algorithm 1.
     """
@@ -119,13 +123,13 @@ def federated_average(
             )
 
         def exchange() -> optax.Updates:
-            # In float32 until all are added: parts rounded to 16 bits would no longer sum to what
-            # all ranks hold.
+            # Stay in float32 until everything is summed. If all ranks hold the same value, terms
+            # rounded to 16 bits would no longer sum to it.
             mine = jax.tree.map(
                 lambda x: (x * share).astype(accumulation_dtype(x.dtype)),
                 optax.apply_updates(params, updates),
             )
-            if share_of_ranks < 1:  # 0 times NaN is NaN, and would be part of everyone's average
+            if share_of_ranks < 1:  # 0 times NaN is NaN, which would spoil the average
                 mine = jax.tree.map(lambda x: jnp.where(share > 0, x, jnp.zeros_like(x)), mine)
             targets = jax.tree.map(
                 lambda total, x: total.astype(x.dtype), sum_of(mine, axis), params
@@ -156,8 +160,9 @@ def _positive(weights: object) -> list[float]:
 def _shares(
     number: jax.Array, ranks: int, participation: float, weights: Sequence[float] | None, seed: int
 ) -> jax.Array:
-    """Returns every rank's share of a round's average, float32, summing to one; zero for ranks that
-    are not chosen.
+    """Returns every rank's share of a round's average, float32; the shares sum to one.
+
+    Ranks that are not chosen have a share of zero.
     """
     if weights is not None and len(weights) != ranks:
         raise ValueError(
@@ -165,8 +170,8 @@ def _shares(
             "Give one a rank."
         )
     samples = np.ones(ranks) if weights is None else np.asarray(weights, np.float64) / max(weights)
-    # Who is chosen has a share that float32 can hold, and XLA does not take for zero, however small
-    # its weight.
+    # However small its weight, a chosen rank's share must fit float32 and must not be flushed to
+    # zero by XLA.
     given = jnp.asarray(np.maximum(samples, ranks * np.finfo(np.float32).tiny), jnp.float32)
     if participation < 1:
         chosen = max(1, round(participation * ranks))

@@ -1,6 +1,4 @@
-"""The model of a job that has ended, where the parameters are not yet what its ranks have agreed
-on.
-"""
+"""Extracts the model from a finished job whose parameters still differ between ranks."""
 
 from __future__ import annotations
 
@@ -13,28 +11,28 @@ from jaxcross.exchange.streaming_diloco import StreamingDiLoCoState
 
 
 def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
-    """Returns the model that all ranks have agreed on, of a job that ended, stopped or was pruned
-    at any step.
+    """Returns the model that all ranks agree on, for a job that ended, stopped or was pruned.
 
-    For `diloco`, `streaming_diloco` and `sparse_loco` that is the anchor: local steps since the
-    last exchange, and what is pending, are dropped. For all other optimizers these are the
-    parameters; what `delayed_mean` has pending, the last gradient, is dropped as well. Under
-    `no_loco`, `gossip`, `elastic_average` and within a round of `local_sgd` ranks have not agreed:
-    the result is this rank's own, and the model to evaluate is the mean over ranks. A job that is
-    resumed needs none of this: its state goes on as it is.
+    The job may have ended at any step. For `diloco`, `streaming_diloco` and `sparse_loco`, the
+    model is the anchor: local steps since the last exchange, and anything pending, are dropped. For
+    all other optimizers, it's the parameters; the last gradient, which `delayed_mean` has pending,
+    is dropped as well. With `no_loco`, `gossip` and `elastic_average`, and within a round of
+    `local_sgd`, ranks haven't agreed on a model: the result is rank-local, and the model to
+    evaluate is the mean over ranks. If you resume the job, you don't need `finish`, since its state
+    simply continues.
 
     ```python
     model = jaxcross.exchange.finish(state.params, state.opt_state)
     ```
 
     Args:
-        params: Of the job's latest state.
-        opt_state: Of the same state; the strategy's state may be inside of others, as in
-            `optax.chain`.
+        params: Parameters of the job's latest state.
+        opt_state: Optimizer state of the same job state. The strategy's state may be nested in
+            others, as in `optax.chain`.
 
     Returns:
-        A tree like `params`. Its floating-point leaves are the same bits on every rank for the
-        three strategies named first; all other leaves are those of `params`.
+        A tree like `params`. With the three strategies named first, its floating-point leaves are
+            bitwise identical on every rank. All other leaves are those of `params`.
 
     Raises:
         ValueError: Two strategies in `opt_state` keep an anchor.

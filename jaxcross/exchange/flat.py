@@ -1,6 +1,4 @@
-"""A tree of arrays as one padded vector, and back: what ring, halving and bit-packing patterns work
-on.
-"""
+"""A tree of arrays as one padded vector, and back. Rings, halvings and bit-packing work on it."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from jaxcross._pytree import PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Position of each leaf of a tree in its vector. Static: knows shapes and types, holds no
-    array.
+    """Position of each leaf of a tree in its vector. Static: holds shapes and types, but no arrays.
 
     Attributes:
         treedef: Structure of the tree.
@@ -28,7 +25,7 @@ class Layout:
         dtypes: Element type of each leaf; `unravel` casts back to them.
         bounds: Leaf `i` occupies elements `bounds[i]` to `bounds[i + 1]`.
         length: Length of the vector: the elements of all leaves, padded with zeros to a multiple.
-        dtype: Element type of the vector, which holds every leaf's type.
+        dtype: Element type of the vector, which can represent every leaf's type.
     """
 
     treedef: Any
@@ -40,12 +37,13 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Elements of all leaves, without the padding."""
+        """Number of elements of all leaves, without the padding."""
         return self.bounds[-1]
 
     def ravel(self, tree: PyTree) -> jax.Array:
-        """Returns the tree's leaves one after the other, cast to `dtype`, padded with zeros.
-        Copies.
+        """Returns the tree's leaves one after the other, cast to `dtype` and padded with zeros.
+
+        This is a copy.
         """
         parts = [
             jnp.asarray(x).reshape(-1).astype(self.dtype) for x in self.treedef.flatten_up_to(tree)
@@ -70,7 +68,7 @@ def layout(tree: PyTree, *, multiple: int = 1, dtype: DTypeLike | None = None) -
     Args:
         tree: Arrays or `jax.ShapeDtypeStruct`; may be empty.
         multiple: Divisor of the vector's length, for example the number of ranks.
-        dtype: Element type of the vector; None: the type that all leaves' types promote to.
+        dtype: Element type of the vector. If None, the type that all leaves' types promote to.
     """
     leaves, treedef = jax.tree.flatten(tree)
     shapes = tuple(tuple(jnp.shape(x)) for x in leaves)

@@ -1,8 +1,8 @@
-"""A tree of arrays cut into fragments of equal size: even parts of the vector that its leaves would
-form.
+"""A tree of arrays cut into fragments of equal size.
 
-A fragment is a vector of its own, so that work on one touches no other, and no copy of the whole
-tree is ever made.
+The fragments are even parts of the vector that the leaves would form if they were concatenated.
+That vector is never made, since it would be a copy of the whole tree. Each fragment is a vector by
+itself, so working on one doesn't touch the others.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ from jaxcross.exchange.validation import is_float
 
 
 class Piece(NamedTuple):
-    """Attributes: `leaf`, position of a leaf of the tree; `start` and `stop`, of its elements, row
-    after row; `shape`, the leaf's where the piece is all of it, else `[stop - start]`.
+    """A range of a leaf's elements, which belongs to one fragment.
+
+    Attributes:
+        leaf: Position of the leaf in the tree.
+        start: First element, in row-major order.
+        stop: End of the elements.
+        shape: The leaf's shape if the piece is the whole leaf, otherwise `[stop - start]`.
     """
 
     leaf: int
@@ -32,19 +37,18 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
 
     def of(self, leaf: jax.typing.ArrayLike) -> jax.Array:
-        """Returns the piece of its leaf."""
         x = jnp.asarray(leaf)
         return x if x.shape == self.shape else x.reshape(-1)[self.start : self.stop]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragments:
-    """The cut of a tree. Static: knows shapes and types, holds no array.
+    """The cut of a tree. Static: holds shapes and types, but no arrays.
 
     Attributes:
-        pieces: Of each fragment, in the order of the tree's leaves. Leaves that are not
+        pieces: The pieces of each fragment, in the order of the tree's leaves. Leaves that are not
             floating-point are in none.
-        width: Elements of a fragment's vector, which ends with zeros.
+        width: Length of a fragment's vector, which is padded with zeros.
         dtype: Element type of the vectors, float32 at least.
     """
 
@@ -53,7 +57,7 @@ class Fragments:
     dtype: np.dtype
 
     def take(self, tree: PyTree, fragment: int) -> jax.Array:
-        """Returns a fragment of a tree as a vector. Copies."""
+        """Returns a fragment of a tree as a vector, which is a copy."""
         parts = self.parts(tree, fragment)
         missing = self.width - sum(part.size for part in parts)
         return jnp.concatenate(
@@ -63,8 +67,9 @@ class Fragments:
     def parts(self, tree: PyTree, fragment: int) -> list[jax.Array]:
         """Returns the pieces of a fragment of a tree, each in its shape, all in the vectors' type.
 
-        What is done piece by piece needs no vector; making one reads and writes all its memory once
-        more. XLA writes a leaf in place only if its shape does not change on the way.
+        Use this rather than `take` for work that can be done piece by piece, because making a
+        vector reads and writes all its memory once more. Pieces keep the shape of a whole leaf,
+        because XLA can write a leaf in place only if its shape doesn't change on the way.
         """
         leaves = jax.tree.leaves(tree)
         return [p.of(leaves[p.leaf]).astype(self.dtype) for p in self.pieces[fragment]]
@@ -94,11 +99,11 @@ class Fragments:
 
 
 def cut(tree: PyTree, fragments: int, *, multiple: int = 1) -> Fragments:
-    """Returns the cut of a tree into so many fragments, whose width is a multiple of `multiple`.
+    """Returns the cut of a tree into `fragments` parts, whose width is a multiple of `multiple`.
 
     Args:
         tree: Arrays, or their types.
-        fragments: From 1 on; more than the tree has elements leave some empty.
+        fragments: At least 1. If there are more than the tree has elements, some are empty.
         multiple: Divisor of the width.
     """
     leaves: list[Any] = jax.tree.leaves(tree)
@@ -114,7 +119,7 @@ def cut(tree: PyTree, fragments: int, *, multiple: int = 1) -> Fragments:
 def _pieces(
     shapes: Mapping[int, tuple[int, ...]], bounds: Sequence[int], start: int, stop: int
 ) -> tuple[Piece, ...]:
-    """Returns what lies between two places of the vector of all leaves."""
+    """Returns the pieces between two positions of the vector of all leaves."""
     found = []
     for (leaf, shape), (low, high) in zip(shapes.items(), itertools.pairwise(bounds), strict=True):
         begin, end = max(start, low), min(stop, high)

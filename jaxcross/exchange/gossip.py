@@ -1,6 +1,4 @@
-"""Gossip (decentralised parallel SGD): ranks average their parameters with neighbours on a
-graph.
-"""
+"""Gossip (decentralised parallel SGD): ranks average parameters with their graph neighbours."""
 
 from __future__ import annotations
 
@@ -24,8 +22,11 @@ _TOPOLOGIES = ("ring", "torus", "exponential", "complete")
 
 
 class GossipState(NamedTuple):
-    """Attributes: `round`, which of the graph's rounds is next, int32; `inner`, of this rank's own
-    optimizer.
+    """State of gossip.
+
+    Attributes:
+        round: Index of the graph's next round, int32.
+        inner: State of this rank's own optimizer.
     """
 
     round: jax.Array
@@ -35,9 +36,7 @@ class GossipState(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One message of a round: rank `r` sends to `to[r]`, and the receiver takes it with
-    `weight`.
-    """
+    """One message of a round: rank `r` sends to `to[r]`, which adds it with `weight`."""
 
     weight: float
     to: tuple[int, ...]
@@ -50,13 +49,13 @@ def gossip(
     *,
     adapt_first: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Replaces each rank's parameters by a weighted mean of its own and its neighbours' in every
-    step.
+    """Replaces parameters by a weighted mean of a rank's own and its neighbours' on every step.
 
-    `w_i <- sum_j W_ij w_j + u_i` with a doubly stochastic `W`, so that the mean over ranks moves as
-    if all were averaged. What is exchanged does not depend on the step's gradient and can travel
-    while that is computed. Ranks agree only in the limit: parameters and the optimizer's state are
-    per rank, and a model to evaluate is the parameters' mean. Deterministic.
+    `w_i <- sum_j W_ij w_j + u_i` with a doubly stochastic `W`, so the mean over ranks moves as if
+    all ranks were averaged. The exchange doesn't depend on the step's gradient, so it can run while
+    the gradient is computed. Ranks reach consensus only in the limit: parameters and the
+    optimizer's state are rank-local, and the model to evaluate is the mean of the parameters over
+    ranks. Deterministic.
 
     ```python
     tx = jaxcross.exchange.gossip(optax.sgd(0.1), "batch", "exponential")
@@ -65,24 +64,24 @@ def gossip(
 
     Args:
         optimizer: Steps on this rank's gradients.
-        axes: One axis name; several are refused.
-        topology: `"ring"`: both neighbours, 1/3 each. `"torus"`: four neighbours on the most square
-            grid, 1/5 each. `"exponential"`: one neighbour a step, half and half, at distance 1, 2,
-            4, ... in turn; where the ranks are a power of two, all agree after log2(P) steps
-            without updates. `"complete"`: the mean over all.
-        adapt_first: Mix `w + u` instead of `w`: faster agreement, but the exchange waits for the
-            gradient. With `"complete"` it is then synchronous SGD.
+        axes: One axis name. Several raise an error.
+        topology: `"ring"`: both neighbours, with weight 1/3 each. `"torus"`: four neighbours on the
+            most square grid, 1/5 each. `"exponential"`: one neighbour per step, with weight 1/2, at
+            distances 1, 2, 4, ... in turn. If the number of ranks is a power of two, all ranks are
+            equal after log2(P) steps without updates. `"complete"`: the mean over all ranks.
+        adapt_first: Mix `w + u` instead of `w`. Ranks converge to each other faster, but the
+            exchange has to wait for the gradient. Together with `"complete"`, this is synchronous
+            SGD.
 
     Raises:
-        ValueError: The topology is unknown, or no grid for this number of ranks (at the first
-            trace); `update` got no `params`.
+        ValueError: The topology is unknown; this number of ranks doesn't form a grid (at the first
+            trace); or `update` got no `params`.
 
-    Bytes that a rank receives in a step, in units of its parameters': ring 2 (1 of two ranks),
-    torus 4 (less where a side is 2 or 3 long: 1 or 2 a dimension), exponential 1, complete
-    `2(P-1)/P`.
+    Bytes received per rank and step, in multiples of the parameters' bytes: ring 2 (1 on two
+    ranks), torus 4 (less if a side has length 2 or 3: 1 or 2 for that dimension), exponential 1,
+    complete `2(P-1)/P`.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: Lian et al., arXiv 1705.09056, algorithm 1; one-peer exponential graph: Assran et al.,
     arXiv 1811.10792.
@@ -110,7 +109,8 @@ def gossip(
         elif len(graph) == 1:
             pulls = _pull(vectors, axis, graph[0])
         else:
-            # By a counter, so that the host decides and only one neighbour's parameters travel.
+            # Switch on a counter, so that the host knows the branch and only one neighbour's
+            # parameters are sent.
             branches = [partial(_pull, axis=axis, hops_of_round=found) for found in graph]
             pulls = jax.lax.switch(state.round, branches, vectors)
         updates = add_moves(updates, back(pulls))
@@ -120,8 +120,9 @@ def gossip(
 
 
 def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:
-    """Returns the hops of each round, which repeat in this order; the rest to 1 is the weight of
-    the own parameters.
+    """Returns the hops of each round; the rounds repeat in this order.
+
+    A rank's own parameters have the remaining weight, one minus the sum over the hops.
 
     Raises:
         ValueError: `ranks` cannot form a grid.
@@ -154,8 +155,9 @@ def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:
 
 
 def mixing_matrix(hops_of_round: Sequence[Hop], ranks: int) -> np.ndarray:
-    """`W` of one round in float64: row `i` holds the weights with which rank `i` takes everybody's
-    parameters.
+    """Returns `W` of one round, float64.
+
+    Row `i` holds the weights with which rank `i` takes each rank's parameters.
     """
     matrix = np.eye(ranks) * (1 - sum(hop.weight for hop in hops_of_round))
     for hop in hops_of_round:
@@ -165,8 +167,9 @@ def mixing_matrix(hops_of_round: Sequence[Hop], ranks: int) -> np.ndarray:
 
 
 def _merge(found: Sequence[Hop]) -> tuple[Hop, ...]:
-    """Removes hops to the own rank, and merges those that go the same way (small rings have one
-    neighbour).
+    """Drops hops from a rank to itself, and merges hops with the same destinations.
+
+    Both occur in small graphs, e.g. a ring of two ranks has only one neighbour.
     """
     weights: dict[tuple[int, ...], float] = {}
     for hop in found:
@@ -178,8 +181,9 @@ def _merge(found: Sequence[Hop]) -> tuple[Hop, ...]:
 def _pull(
     vectors: Sequence[jax.Array], axis: Hashable, hops_of_round: Sequence[Hop]
 ) -> list[jax.Array]:
-    """Returns this rank's moves in a round, by differences: ranks that agree stay where they are to
-    the last bit.
+    """Returns this rank's moves in a round.
+
+    They are computed from differences, so ranks that are equal stay bitwise identical.
     """
     pulls = [jnp.zeros_like(x) for x in vectors]
     for hop in hops_of_round:

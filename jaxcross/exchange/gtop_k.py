@@ -1,4 +1,8 @@
-"""Global top-k: sparse gradients merged in a tree over ranks, k elements kept at every hop."""
+"""Global top-k: a tree over ranks merges sparse gradients, keeping k elements at every hop.
+
+In `top_k`, every rank receives the elements of all others, so its bytes grow with P - 1. Here pairs
+of ranks merge their lists and keep only the k largest sums, so the bytes grow with log2(P).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,11 @@ from jaxcross.exchange.validation import check_float32, check_state
 
 
 class GTopKState(NamedTuple):
-    """Steps made, and what each rank has not sent yet: float32 vectors as long as their leaves, in
-    their tree.
+    """Number of steps, and each rank's residual: one float32 vector per leaf, as long as the leaf.
 
-    As `TopKState` of a flat axis. Nothing reads the steps, but with one field alone NNX, which
-    makes dicts of states, would leave no way to tell this one from parameters called `residual`.
+    Like `TopKState` on a flat axis. Nothing reads the step count. But NNX turns states into dicts,
+    and with `residual` as its only field, such a dict couldn't be told from parameters called
+    `residual`.
     """
 
     step: jax.Array
@@ -37,14 +41,15 @@ def gtop_k(
     selection: Selection = "auto",
     skip: sparse.Skip = sparse.bias_or_norm,
 ) -> optax.GradientTransformation:
-    """Averages about the k largest elements of the mean of all ranks' k largest elements: at most k
-    of D are not zero.
+    """Averages approximately the k globally largest elements; at most k of D are nonzero.
 
-    Updates are the same on every rank; residuals are the rank's own. Deterministic. Pairs of ranks
-    merge their k pairs of value and index and keep the k largest sums, at log2(P) levels: `8 k
-    log2(P)` bytes a rank, where `top_k` receives `8 k (P-1)`; `2(P-1)/P n` for skipped leaves. An
-    element that was dropped at any level of the tree goes back to the residual of each rank that
-    brought it, so that nothing is lost even where another branch kept its index.
+    Each rank selects its k largest elements, and the result holds about the k largest elements of
+    the mean of these selections. Updates are the same on every rank, residuals are rank-local.
+    Deterministic. Pairs of ranks merge their k (value, index) pairs and keep the k largest sums, at
+    log2(P) levels. A rank receives `8 k log2(P)` bytes, compared with `8 k (P-1)` for `top_k`, plus
+    `2(P-1)/P n` for skipped leaves. If an element is dropped at any level of the tree, it returns
+    to the residual of each rank that contributed it. Nothing is lost, even if another branch kept
+    the same index.
 
     ```python
     tx = optax.chain(jaxcross.exchange.gtop_k(0.001, "batch"), optax.sgd(0.1))
@@ -53,21 +58,22 @@ def gtop_k(
     ```
 
     Args:
-        density: Share of the elements that is kept.
-        axes: One axis name; several are refused. Its ranks are a power of two.
-        selection: How the largest are found: see `jaxcross.exchange.select`.
-        skip: (path, leaf) -> whether a leaf is averaged as it is. By default scalars, vectors, and
-            leaves of any shape whose name is `bias` or `scale`.
+        density: Fraction of the elements to keep.
+        axes: One axis name. Several raise an error. The number of ranks must be a power of two.
+        selection: How the largest elements are found: see `jaxcross.exchange.select`.
+        skip: (path, leaf) -> whether a leaf is averaged uncompressed. By default, scalars, vectors,
+            and leaves of any shape whose name is `bias` or `scale`.
 
     Raises:
-        ValueError: An argument is out of range; (when traced) the ranks are not a power of two, or
-            a leaf that is compressed has 2^31 elements or more, or is float64.
+        ValueError: An argument is out of range; or, at trace time, the number of ranks is not a
+            power of two, or a compressed leaf has 2^31 elements or more, or is float64.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Warns in `init` if it compresses nothing, unless you pass your own `skip`.
 
-    Source: Shi et al., arXiv 1901.04359, whose final broadcast recursive doubling makes
-    superfluous.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
+
+    Source: Shi et al., arXiv 1901.04359. Recursive doubling makes their final broadcast
+    unnecessary.
     """
     density = sparse.check_density(density)
     check_selection(selection)
@@ -111,13 +117,13 @@ def gtop_k(
         k = sparse.slots(density, vector.size)
         size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
         own_values, own_indices = select(vector, k, selection=selection)
-        own_values = collectives.saturate(own_values, x.dtype)  # and so is the mean of all ranks'
+        own_values = collectives.saturate(own_values, x.dtype)  # then the mean over ranks fits, too
         values, indices = own_values, own_indices
         alive = own_indices < vector.size
         for level in range(size.bit_length() - 1):
             other = collectives.swap((values, indices), axis, 1 << level)
             lower = (rank >> level) & 1 == 0
-            # In rank order on both sides, so that both add and break ties alike.
+            # Rank order on both sides, so that both add and break ties in the same way.
             first = jax.tree.map(lambda a, b: jnp.where(lower, a, b), (values, indices), other)  # noqa: B023
             second = jax.tree.map(lambda a, b: jnp.where(lower, b, a), (values, indices), other)  # noqa: B023
             values, indices = _merge(first, second, vector.size)
@@ -133,20 +139,20 @@ def gtop_k(
 def _merge(
     first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array], size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the k largest sums of two lists of k pairs, ordered by index; slots without an
-    element come last.
-    """
+    """Returns the k largest sums of two lists of k pairs, ordered by index, empty slots last."""
     k = first[0].size
     indices = jnp.concatenate([first[1], second[1]])
     order = jnp.argsort(indices, stable=True)
     indices, values = indices[order], jnp.concatenate([first[0], second[0]])[order]
-    # An index stands in the two lists once each: the pair's sum stays with the first of them.
+    # An index occurs at most once in each list. If it's in both, the first occurrence takes the
+    # sum.
     twin = jnp.append(indices[1:] == indices[:-1], False)
     values = values + jnp.where(twin, jnp.append(values[1:], 0), 0)
     second_of_pair = jnp.append(False, twin[:-1])
     indices = jnp.where(second_of_pair, size, indices)
     values = jnp.where(indices < size, values, 0)
-    # `select` may return a zero, or no element; both are slots without an element.
+    # If fewer than k sums are nonzero, `select` also returns zeros, those of empty slots for
+    # example.
     values, found = select(values, k, selection="exact")
     indices = indices[found]
     order = jnp.argsort(indices, stable=True)

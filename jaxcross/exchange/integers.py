@@ -1,5 +1,6 @@
-"""Vectors as integers of 4 or 8 bits: blocks of elements, each with a float32 unit of its own,
-summed in float32.
+"""Vectors as 4- or 8-bit integers: blocks of elements share a float32 unit each.
+
+Sums are computed in float32.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import jax.numpy as jnp
 from jaxcross.exchange import collectives
 
 BLOCK = 128
-"""Elements that share a unit."""
+"""Number of elements that share a unit."""
 
 
 class Packed(NamedTuple):
-    """Attributes: `codes`, two elements to a byte or one; `units`, float32, one a block, NaN where
-    it is not finite.
+    """A vector as integers.
+
+    Attributes:
+        codes: The integers: at 8 bits one element per byte, at 4 bits two.
+        units: One float32 unit per block, NaN if the block isn't finite.
     """
 
     codes: jax.Array
@@ -26,16 +30,15 @@ class Packed(NamedTuple):
 
 
 def pack(x: jax.Array, bits: int) -> Packed:
-    """Rounds a float32 vector, whose length is a multiple of `BLOCK`, to the nearest integers of
-    its blocks' units.
+    """Rounds a float32 vector to integer multiples of its blocks' units.
 
-    The largest element of a block is 7 or 127 units, so an element is off by at most half of that
-    part of it.
+    The vector's length must be a multiple of `BLOCK`. The largest element of a block is 7 or 127
+    units, so an element is off by at most half a unit, 1/14 or 1/254 of the largest.
     """
     levels = 2 ** (bits - 1) - 1
     blocks = x.reshape(x.size // BLOCK, BLOCK)
     unit = jnp.max(jnp.abs(blocks), axis=1, initial=0.0) / levels
-    # NaN and infinity travel in the unit: no integer can hold them.
+    # NaN and infinity travel in the unit, since no integer can hold them.
     units = jnp.where(jnp.isfinite(unit), unit, jnp.nan)
     share = jnp.where(units[:, None] > 0, blocks / units[:, None], 0)
     codes = jnp.clip(jnp.round(share), -levels, levels).astype(jnp.int8).reshape(-1)
@@ -46,7 +49,7 @@ def pack(x: jax.Array, bits: int) -> Packed:
 
 
 def unpack(packed: Packed, bits: int) -> jax.Array:
-    """Returns the float32 vector that was rounded."""
+    """Returns the rounded values as a float32 vector."""
     codes = packed.codes
     if bits == 4:
         halves = jnp.stack([codes & 15, codes >> 4], axis=1).reshape(-1)
@@ -56,8 +59,9 @@ def unpack(packed: Packed, bits: int) -> jax.Array:
 
 
 def mean(packed: Packed, bits: int, names: tuple[Hashable, ...]) -> jax.Array:
-    """Averages every rank's vector, in float32 and rank after rank: the same bits everywhere.
-    Gathers.
+    """Gathers every rank's vector and returns their mean, float32.
+
+    Adds rank after rank, so the result is bitwise identical everywhere.
     """
     every = Packed(*(collectives.gather(part, names) for part in packed))
     ranks = every.units.shape[0]
@@ -65,6 +69,7 @@ def mean(packed: Packed, bits: int, names: tuple[Hashable, ...]) -> jax.Array:
     def add(rank: jax.Array, total: jax.Array) -> jax.Array:
         return total + unpack(Packed(every.codes[rank], every.units[rank]), bits)
 
-    # As in `sparse.sum_of_pairs`: zeros would count as the same on every rank.
+    # Start with a sum, as in `sparse.sum_of_pairs`: `shard_map(check_vma=True)` would take zeros
+    # for a value that is identical on every rank.
     first = unpack(Packed(every.codes[0], every.units[0]), bits)
     return jax.lax.fori_loop(1, ranks, add, first) / ranks

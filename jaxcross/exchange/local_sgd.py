@@ -1,4 +1,4 @@
-"""Local SGD: ranks train alone and average their parameters every few steps."""
+"""Local SGD: ranks train independently and average their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from jaxcross.exchange.validation import mean_of, optimizer_in, require_params, 
 
 
 class LocalSGDState(NamedTuple):
-    """Attributes: `since`, local steps since the last exchange, int32; `inner`, of this rank's own
-    optimizer.
+    """State of local SGD.
+
+    Attributes:
+        since: Local steps since the last exchange, int32.
+        inner: State of this rank's own optimizer.
     """
 
     since: jax.Array
@@ -29,14 +32,14 @@ class LocalSGDState(NamedTuple):
 def local_sgd(
     optimizer: optax.GradientTransformation, axes: Axes, *, every: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Averages the *parameters* over `axes` at every `every`-th step; in between nothing is
-    exchanged.
+    """Averages the *parameters* over `axes` on every `every`-th step, and exchanges nothing else.
 
-    Parameters differ between ranks from an exchange to the next, and after it by one rounding (they
-    are the same bits where `every` is 1 and all ranks started from the same). The optimizer's state
-    is this rank's own, never averaged: save it, and the parameters, per rank. Deterministic. With
-    `every=1` it is synchronous training for SGD with and without momentum, but not for Adam. It is
-    `diloco` with `optax.sgd(1.0)` outside, without the memory for an anchor.
+    Parameters differ between ranks from one exchange to the next, and by one rounding right after
+    an exchange (not even that if `every` is 1 and all ranks started from the same parameters: then
+    they are bitwise identical). The optimizer's state is rank-local and never averaged, so save it,
+    and the parameters, per rank. Deterministic. With `every=1` it is synchronous training for SGD
+    with or without momentum, but not for Adam. It corresponds to `diloco` with `optax.sgd(1.0)` as
+    its outer optimizer, but saves the memory for the anchor.
 
     ```python
     tx = jaxcross.exchange.local_sgd(optax.sgd(0.1, momentum=0.9), "batch", every=8)
@@ -45,17 +48,17 @@ def local_sgd(
 
     Args:
         optimizer: Steps on this rank's gradients.
-        axes: One axis name, or a tuple of several that count as one.
+        axes: One axis name, or a tuple of names that act as a single axis.
         every: Steps from one exchange to the next; the first exchange is in step `every`.
 
     Raises:
-        ValueError: `every` is not a positive whole number; `update` got no `params`.
+        ValueError: `every` is not a positive whole number, or `update` got no `params`.
 
-    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0
-    otherwise.
+    Bytes received per rank: `2(P-1)/P` times the bytes of the parameters on a step that exchanges,
+    0 otherwise.
 
-    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes,
-    and every rank calls it in the same step.
+    Communicates only in `update`, on every `every`-th step, over its axes. All ranks must call it
+    on the same step.
 
     Source: Stich, arXiv 1805.09767, algorithm 1; McMahan et al., arXiv 1602.05629.
     """

@@ -24,57 +24,60 @@ def mean(
     *,
     pattern: Pattern = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Replaces each update by its mean over the ranks of `axes`, the same on each. Stateless.
+    """Replaces each update by its mean over the ranks of `axes`, identical on every rank.
 
-    It stands where `lax.pmean(grads, axes)` would stand in the step:
+    Stateless. Use it where the step would otherwise call `lax.pmean(grads, axes)`:
 
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch", wire_dtype=jnp.bfloat16), optax.sgd(0.1))
     ```
 
-    Where ranks have different numbers of tokens or examples, give `update` this rank's number as
-    `weight`: gradients g_r, each a mean over w_r tokens, become sum(w_r g_r) / sum(w_r), the mean
-    over all tokens:
+    If ranks have different numbers of tokens or examples, pass this rank's number to `update` as
+    `weight`. Gradients g_r, each a mean over w_r tokens, become sum(w_r g_r) / sum(w_r), which is
+    the mean over all tokens:
 
     ```python
     updates, state = tx.update(grads, state, params, weight=mask.sum())
     ```
 
-    The weight is one real number, not negative. A rank of weight 0 adds nothing, even if its
-    gradient is NaN; if all weigh 0, the mean is 0. What travels is w_r g_r, in the type of the
-    update or in `wire_dtype`, and 4 bytes more for the weight. In float16, give fractions such as
-    `mask.mean()` of equally long batches: 4096 tokens times a gradient of 16 is infinite there.
+    The weight is one non-negative real number. A rank of weight 0 contributes nothing, even if its
+    gradient is NaN. If all weights are 0, the mean is 0. On the wire are the products w_r g_r, in
+    the type of the update or in `wire_dtype`, plus 4 bytes for the weight. In float16, use
+    fractions such as `mask.mean()` over batches of equal length: a gradient of 16 times 4096 tokens
+    overflows to infinity there.
 
-    How the sum is made, and the bytes that one of P ranks receives for n bytes of updates:
+    The patterns below differ in how the sum is computed. For n bytes of updates, each of P ranks
+    receives:
 
-    - `"auto"`: one all-reduce an update, by MPI's own algorithm: 2(P-1)/P n.
-    - `"hierarchical"`: over two axes, the outer first, for example `("node", "local")`.
-      Reduce-scatter over the inner axis of L ranks, all-reduce of a block over the outer one of N,
-      all-gather over the inner one: 2(L-1)/L n, and 2(N-1)/N n/L between nodes.
+    - `"auto"`: one all-reduce per update, with MPI's own algorithm: 2(P-1)/P n.
+    - `"hierarchical"`: over two axes, the outer one first, for example `("node", "local")`. Does a
+      reduce-scatter over the inner axis of L ranks, an all-reduce of one block over the outer axis
+      of N ranks, and an all-gather over the inner axis: 2(L-1)/L n within a node, and 2(N-1)/N n/L
+      between nodes.
     - `"ring"`: 2(P-1) hops, 2(P-1)/P n.
-    - `"tree"`: recursive doubling in log2(P) hops of n (two more where P is not a power of two);
-      for few bytes.
+    - `"tree"`: recursive doubling in log2(P) hops of n bytes each, plus two more hops if P is not a
+      power of two. Use it for small messages.
 
-    All but `"auto"` copy the updates into one vector a type, padded to a multiple of the ranks, and
-    back; whole numbers go the way of `"auto"`, and their mean is a float.
+    All patterns except `"auto"` copy the updates into one vector per type, padded to a multiple of
+    the number of ranks, and back. Integer updates always use `"auto"`, and their mean is a float.
 
     Args:
-        axes: One axis name, or a tuple of several that count as one.
+        axes: One axis name, or a tuple of names that act as a single axis.
         wire_dtype: Element type on the wire for wider floats; `jnp.bfloat16` halves float32's
-            bytes. Each rank rounds once before, the sum is made in float32 and rounded once, the
-            division is made in the update's own type. Hierarchical rounds twice on the way: before,
-            and the node's sum. Ring and tree round once a hop. What travels is the sum: in
-            `jnp.float16`, where it is beyond 65504, the mean is infinite on every rank, even one
-            that the type could hold. Division before would round small gradients to zero instead,
-            which goes unnoticed. `jnp.bfloat16` has float32's range.
-        pattern: How the sum is made.
+            bytes. Each rank rounds once before sending, the sum is computed in float32 and rounded
+            once, and the division is done in the update's own type. `"hierarchical"` rounds twice
+            on the way: before sending, and the node's sum. Ring and tree round once per hop.
+            Because the sum travels rather than the mean, in `jnp.float16` the mean is infinite on
+            every rank if the sum exceeds 65504, even if the mean itself would fit. Dividing first
+            would instead round small gradients to zero, which nobody would notice. `jnp.bfloat16`
+            has float32's range.
+        pattern: How the sum is computed, see above.
 
     Raises:
-        ValueError: `wire_dtype` is not a floating-point type; `pattern` is unknown or does not go
-            with the axes; `weight` of `update` is not one real number.
+        ValueError: `wire_dtype` is not a floating-point type; `pattern` is unknown or doesn't match
+            the axes; or the `weight` passed to `update` is not one real number.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: synchronous data parallelism, Langer et al., arXiv 2007.03970; ring and recursive
     doubling, Thakur et al., Optimization of collective communication operations in MPICH, 2005.
@@ -131,7 +134,7 @@ def mean(
 
     def _sum_of_vector(x: jax.Array) -> jax.Array:
         wire = x.dtype if wire_dtype is None or not _narrows(x.dtype, wire_dtype) else wire_dtype
-        # Sums in float32 at least: a 16-bit type is only what travels.
+        # Sum in float32 at least. A 16-bit type is only used on the wire.
         return _SUMS[pattern](
             x.astype(jnp.promote_types(x.dtype, jnp.float32)), names, wire
         ).astype(x.dtype)
@@ -155,8 +158,8 @@ def _ring(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Arr
 
 
 def _tree(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Array:
-    # Both sides of a hop must add the same numbers, so a rank's own part is rounded as what it
-    # sends is.
+    # Both sides of a hop must add the same numbers. A rank sends rounded numbers, so it rounds its
+    # own part as well.
     def add(a: jax.Array, b: jax.Array) -> jax.Array:
         return collectives.round_for_wire(a.astype(x.dtype) + b.astype(x.dtype), wire)
 

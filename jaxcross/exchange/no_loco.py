@@ -1,5 +1,6 @@
-"""NoLoCo: ranks train alone, and every few steps random pairs of them pull each other along; no
-collective at all.
+"""NoLoCo: ranks train independently, and every few steps random pairs pull each other along.
+
+There is no collective at all: in an exchange, a rank talks to one other rank only.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from jaxcross.exchange.validation import (
 
 
 class NoLoCoState(NamedTuple):
-    """State of NoLoCo. All but the counters is this rank's own.
+    """State of NoLoCo. Rank-local, except for the counters.
 
     Attributes:
         since: Steps since the last exchange, int32.
-        round: Exchanges so far, int32.
+        round: Number of exchanges so far, int32.
         anchor: Parameters at the last exchange.
         velocity: Momentum of the outer step, like the parameters.
         inner: State of this rank's own optimizer.
@@ -59,22 +60,22 @@ def no_loco(
     pull: float | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets random pairs of ranks make a common outer step at every `every`-th step; in between
-    nothing is exchanged.
+    """Random pairs of ranks take an outer step together on every `every`-th step.
 
-    With the anchor `a`, a rank's parameters at the last exchange, `x` those now, and means over the
-    pair:
+    With `a` the anchor (the rank's parameters at the last exchange), `x` its current parameters,
+    and means taken over the pair:
 
         v <- momentum * v + rate * mean(x - a) + pull * (mean(a) - a)
         a <- a + v,  x <- a
 
-    The first mean is the pair's progress, the last term draws the two together. Parameters and all
-    of the state are the rank's own, also after an exchange: ranks agree only roughly, and a model
-    to evaluate is the parameters' mean. Deterministic.
+    The first mean is the pair's progress, and the last term draws the two ranks together.
+    Parameters and the state are rank-local, even right after an exchange. Ranks stay only
+    approximately equal, so the model to evaluate is the mean of the parameters over ranks.
+    Deterministic.
 
-    The pairs are a round of a tournament in which everybody meets everybody once; which one is
-    drawn from `seed` and the number of the exchange, so that a rank is as likely to meet one rank
-    as another. Of an odd number of ranks one makes its step alone.
+    The pairs of an exchange form a round of a round-robin tournament, in which every rank is paired
+    with every other rank once. The round is drawn from `seed` and the number of the exchange, so
+    all partners are equally likely. If the number of ranks is odd, one rank takes its step alone.
 
     ```python
     tx = jaxcross.exchange.no_loco(optax.adam(1e-3), "batch", every=16)
@@ -83,27 +84,28 @@ def no_loco(
 
     Args:
         optimizer: Steps on this rank's gradients.
-        axes: One axis name; several are refused.
+        axes: One axis name. Several raise an error.
         every: Steps from one exchange to the next; the first exchange is in step `every`.
         rate: Factor of the progress, positive.
-        momentum: Part of the last outer step that is added to the next one, in [0, 1).
-        pull: Factor of the distance to the pair's mean, from 0 on; None: as `rate`, which halves
-            the bytes, since only `x` is needed then.
-        seed: Of the pairs.
+        momentum: Fraction of the last outer step to add to the next one, in [0, 1).
+        pull: Factor of the distance to the pair's mean, at least 0. If None, it equals `rate`. This
+            halves the bytes, because only `x` has to be exchanged.
+        seed: Seed of the pairs.
 
     Raises:
-        ValueError: An argument is out of its range, `optimizer` is not an optimizer, or `axes`
-            names several axes; `update` got no `params`.
+        ValueError: An argument is out of range, `optimizer` is not an optimizer, or `axes` names
+            several axes; or `update` got no `params`.
 
-    Bytes that a rank receives: those of the parameters at an exchange, twice as many if `pull` is
-    given and is not `rate`; 0 otherwise. The step has a branch for each pairing, one less than the
-    ranks if these are even.
+    Bytes received per rank: the bytes of the parameters on a step that exchanges, or twice that if
+    `pull` is given and differs from `rate`; 0 otherwise. The step has one branch per pairing.
+    There's one pairing less than there are ranks if their number is even, and as many as ranks if
+    it's odd.
 
-    Making it and `init` do not communicate; `update` does, in every `every`-th step, with one other
-    rank, and every rank calls it in the same step.
+    Communicates only in `update`, on every `every`-th step, with one other rank. All ranks must
+    call it on the same step.
 
-    Source: after Kolehmainen et al., arXiv 2506.10911, by the authors' code, whose `pull` is
-    `rate`. There any pairs may form a round.
+    Source: after Kolehmainen et al., arXiv 2506.10911, and the authors' code, whose `pull` is
+    `rate`. Theirs allows any pairs in a round.
     """
     axis = collectives.one_axis(axes, "`no_loco`")
     every = whole_number(every, "every", "`no_loco`")
@@ -133,8 +135,8 @@ def no_loco(
             return updates_towards(updates, params, anchor), anchor, velocity
 
         since = next_in_round(state.since, every)
-        # One switch for both questions, so that the host decides, and only one rank's parameters
-        # travel.
+        # A single switch decides both whether to exchange and with whom, so that the host knows the
+        # branch and only one rank's parameters are sent.
         drawn = draw(first, state.round, len(meetings))
         branches = [
             lambda: (updates, state.anchor, state.velocity),
@@ -151,7 +153,7 @@ def no_loco(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OuterStep:
-    """Factors of the outer step; `pull` is None where it is `rate`."""
+    """Factors of the outer step. `pull` is None if it equals `rate`."""
 
     rate: float
     momentum: float
@@ -165,14 +167,14 @@ class _OuterStep:
         axis: Hashable,
         partners: Sequence[int],
     ) -> tuple[PyTree, PyTree]:
-        """Returns the next `anchor` and `velocity`; ranks without a partner are their own."""
+        """Returns the next `anchor` and `velocity`. A rank without a partner is its own partner."""
         perm = list(enumerate(partners))
         own, _ = ravel_floats(mine)
         anchors, back = ravel_floats(anchor)
         velocities, back_velocity = ravel_floats(velocity)
 
         def mean(x: jax.Array) -> jax.Array:
-            # By the difference: a pair that agrees stays where it is to the last bit.
+            # Computed from the difference, so that a pair of equal ranks stays bitwise identical.
             return x + (jax.lax.ppermute(x, axis, perm) - x) / 2
 
         for i, (x, a, v) in enumerate(zip(own, anchors, velocities, strict=True)):
@@ -198,33 +200,33 @@ def _factor(name: str, value: float, *, positive: bool = False, below: float = m
 
 
 def pairings(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Returns rounds in which every rank meets every other one once: each rank's partner, itself
-    where it has none.
+    """Returns the rounds of a tournament in which every rank is paired with every other rank once.
+
+    Each round holds every rank's partner, which is the rank itself if it has none.
     """
-    seats = ranks + ranks % 2  # of an odd number, who meets the empty seat stays alone
+    seats = ranks + ranks % 2  # if odd, the rank paired with the empty seat stays alone
     if seats < 2:
         return ((0,),) * ranks
     found: list[tuple[int, ...]] = []
     for shift in range(seats - 1):
         circle = [seats - 1, *((shift + i) % (seats - 1) for i in range(seats - 1))]
-        # The first of the circle faces the last one, and so on inwards.
+        # The first in the circle is paired with the last, the second with the second last, and so
+        # on.
         partner = dict(zip(circle, reversed(circle), strict=True))
         found.append(tuple(partner[r] if partner[r] < ranks else r for r in range(ranks)))
     return tuple(found)
 
 
 def draw(seed: int, number: jax.Array, count: int) -> jax.Array:
-    """Returns an int32 below `count` that looks random in `number`.
+    """Returns a pseudo-random int32 from 0 to `count - 1`, a function of `seed` and `number`.
 
-    Scalar integer arithmetic alone, which the host can follow; `jax.random` works on arrays.
+    It uses scalar integer arithmetic only, which the host can evaluate; `jax.random` works on
+    arrays.
     """
     x = number.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(
         (seed * 0x85EBCA6B + 0x27D4EB2F) % 2**32
     )
-    for shift, factor in (
-        (16, 0x85EBCA6B),
-        (13, 0xC2B2AE35),
-        (16, 1),
-    ):  # the finalizer of MurmurHash3
+    # The finalizer of MurmurHash3.
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     return (x % jnp.uint32(count)).astype(jnp.int32)

@@ -1,4 +1,9 @@
-"""1-bit Adam: Adam for a while, then its momentum alone is exchanged, as signs."""
+"""1-bit Adam: Adam for a while, then only its momentum is exchanged, as signs.
+
+Adam's update isn't linear in the gradient, so error feedback can't simply compress gradients in
+front of it. But the second moment settles after a while. Once it's frozen, the update is linear in
+the momentum, which can then be compressed to one bit per element.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +25,12 @@ from jaxcross.exchange.validation import as_number, check_real, check_state, who
 
 
 class OneBitAdamState(NamedTuple):
-    """Moments and the first residual in the tree of the parameters, and the second residual, a
-    vector.
+    """The moments and the residuals of both phases, all float32.
 
-    All are float32. The vector is as long as a rank's share of all elements, padded with zeros.
-    `nu_steps` counts the gradients in the second moment: a restart may have changed `freeze_step`.
-    Steps and moments are the same on every rank; residuals are the rank's own.
+    Moments and the first residual have the parameters' tree. The second residual is a vector as
+    long as a rank's share of all elements, including padding. `nu_steps` counts the gradients in
+    the second moment, which is not always `freeze_step`, since a restart may have changed that.
+    Steps and moments are the same on every rank, residuals are rank-local.
     """
 
     step: jax.Array
@@ -48,21 +53,22 @@ def one_bit_adam(
     eps: float = 1e-8,
     block: int = 2048,
 ) -> optax.GradientTransformation:
-    """Returns Adam's direction, from averaged gradients for `freeze_step` steps, then from averaged
-    signs of momenta.
+    """Returns Adam's direction, exchanging gradients at first, and 1-bit momenta later.
 
-    It replaces `mean` and `optax.scale_by_adam`, which it equals before `freeze_step`. Then the
-    second moment stays as it is, each rank adds its gradient to the common momentum, and the sum is
-    averaged in two phases of one bit an element, each with a residual: to the rank that owns the
-    1/P-th part, and from there to all. Updates are the same on every rank; residuals are the rank's
-    own. Deterministic. A rank receives `2(P-1)/P n` bytes a step at first, `2 (P-1)/P (D'/8 + 4
-    D'/block)` later, D' being all elements padded to a multiple of P blocks.
+    Replaces `mean` followed by `optax.scale_by_adam`, and is equal to them for the first
+    `freeze_step` steps. After that, the second moment stays frozen, and each rank adds its gradient
+    to the common momentum. The sum is averaged in two phases with one bit per element, each with
+    its own residual: first to the rank that owns the 1/P-th part, then from there to all ranks.
+    Updates are the same on every rank, residuals are rank-local. Deterministic. A rank receives
+    `2(P-1)/P n` bytes per step at first and `2 (P-1)/P (D'/8 + 4 D'/block)` later, D' being the
+    number of all elements padded to a multiple of P blocks.
 
-    Freeze when the second moment has settled, 15-25% of the run in the paper: too early, and the
-    update overflows. An element that had no gradient by then does not move afterwards, since
-    nothing is known of its size. One that had hardly any is the danger: signs give it its block's
-    mean size, and a root near 0 with a small `eps` turns that into a huge step. Where the loss
-    jumps at `freeze_step`, raise `eps` (1e-4 in our benchmarks) or lower `block`.
+    Freeze once the second moment has settled, which in the paper is after 15-25% of the run. If you
+    freeze too early, the update overflows. An element that had no gradient until then won't move
+    afterwards, because nothing is known about its size. The dangerous elements are those that had
+    hardly any gradient. The signs give such an element its block's mean size, and a root near 0
+    with a small `eps` turns that into a huge step. If the loss jumps at `freeze_step`, raise `eps`
+    (1e-4 in our benchmarks) or lower `block`.
 
     ```python
     tx = optax.chain(jaxcross.exchange.one_bit_adam(2000, "batch", ranks=world.size),
@@ -70,31 +76,29 @@ def one_bit_adam(
     ```
 
     Args:
-        freeze_step: The first step that exchanges signs. It may change at a restart; if it becomes
-            a later step, gradients are averaged again until then.
-        axes: One axis name; several are refused.
-        ranks: Of that axis: residuals are made before it is bound.
+        freeze_step: The first step that exchanges signs. You can change it at a restart. If it then
+            lies in the future again, gradients are averaged until it's reached.
+        axes: One axis name. Several raise an error.
+        ranks: Number of ranks of that axis, because residuals are created before the axis is bound.
         b1: Decay of the momentum.
         b2: Decay of the second moment.
         eps: Added to the second moment's root. Adam's usual 1e-8 can be too small here: see above.
-        block: Elements that share a scale, a multiple of 8. The last ones may be fewer: padding has
-            no part in it.
+        block: Number of elements that share a scale, a multiple of 8. The last block may hold
+            fewer; padding doesn't affect its scale.
 
     Raises:
-        ValueError: An argument is out of range; (when traced) the axis has not `ranks` ranks, the
-            state has other shapes than `init` makes, or a leaf is not real floating-point, or
-            float64.
+        ValueError: An argument is out of range; or, at trace time, the size of the axis is not
+            `ranks`, the state has different shapes than `init` makes, or a leaf is not real
+            floating-point, or is float64.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Tang et al., arXiv 2102.02888, algorithm 1. Scales are mean absolute values, for which
-    error feedback contracts whatever the elements are.
+    Source: Tang et al., arXiv 2102.02888, algorithm 1. Our scales are mean absolute values, with
+    which error feedback contracts whatever the elements are.
     """
     axis = collectives.one_axis(axes, "`one_bit_adam`")
-    freeze_step = whole_number(
-        freeze_step, "freeze_step", "`one_bit_adam`"
-    )  # signs need a second moment
+    # Not 0: the signs' update is divided by a second moment, which an Adam step must have made.
+    freeze_step = whole_number(freeze_step, "freeze_step", "`one_bit_adam`")
     block = whole_number(block, "block", "`one_bit_adam`")
     ranks = whole_number(ranks, "ranks", "`one_bit_adam`")
     for name, decay in (("b1", b1), ("b2", b2)):
@@ -146,7 +150,8 @@ def one_bit_adam(
             return updates, state._replace(step=step)
         moments = jax.lax.cond(state.step < freeze_step, adam_step, sign_step, grads, state)
         state = OneBitAdamState(step, *moments)
-        # As optax.scale_by_adam: powers of the decays, the second one as it was when it froze.
+        # Bias correction as in optax.scale_by_adam. The second moment's correction is frozen with
+        # it.
         first, second = 1 - b1**step, 1 - b2**state.nu_steps
         directions = jax.tree.map(
             lambda m, v, g: ((m / first) / (jnp.sqrt(v / second) + eps)).astype(g.dtype),
@@ -160,15 +165,13 @@ def one_bit_adam(
 
 
 Moments = tuple[jax.Array, PyTree, PyTree, PyTree, jax.Array]
-"""The count of the second moment, both moments and both residuals, as `OneBitAdamState` orders
-them.
-"""
+"""`nu_steps`, both moments and both residuals, in the order of `OneBitAdamState`."""
 
 
 def _adam_step(
     axis: Hashable, b1: float, b2: float, grads: optax.Updates, state: OneBitAdamState
 ) -> Moments:
-    """Returns Adam's moments of the averaged gradients; residuals are not touched."""
+    """Returns Adam's moments of the averaged gradients, and the residuals unchanged."""
     grads = jax.lax.pmean(grads, axis)
     mu = jax.tree.map(lambda m, g: (1 - b1) * g + b1 * m, state.mu, grads)
     nu = jax.tree.map(lambda v, g: (1 - b2) * (g * g) + b2 * v, state.nu, grads)
@@ -179,8 +182,9 @@ def _adam_step(
 def _sign_step(
     axis: Hashable, b1: float, ranks: int, block: int, grads: optax.Updates, state: OneBitAdamState
 ) -> Moments:
-    """Returns the averaged momentum and both residuals after two exchanges of signs; the second
-    moment stays.
+    """Returns the averaged momentum and both residuals after two exchanges of signs.
+
+    The second moment doesn't change.
     """
     lay = _layout(grads, ranks, block)
     mine = jax.tree.map(
@@ -188,15 +192,15 @@ def _sign_step(
     )
     vector = lay.ravel(mine)
     blocks = lay.length // block // ranks
-    # First phase: every rank sends each part to the rank that owns it.
+    # First phase: every rank sends each part to its owner.
     packed, scales = _encode(
         vector.reshape(ranks, -1), _counts(lay.size, jnp.arange(ranks), blocks, block), block
     )
     rest = vector - _decode(packed, scales, block).reshape(-1)
     packed, scales = jax.lax.all_to_all((packed, scales), axis, 0, 0)
     counts = _counts(lay.size, jax.lax.axis_index(axis), blocks, block)
-    # One bit cannot encode zero: what has arrived for the padding, or is left of it, is not passed
-    # on.
+    # One bit can't encode zero, so padding arrives as nonzero. Don't pass that on, nor keep a
+    # residual of it.
     real = (jnp.arange(block) < counts[:, None]).reshape(-1)
     owned = collectives.sum_rows(_decode(packed, scales, block)) / ranks + state.server_residual
     owned = jnp.where(real, owned, 0)
@@ -208,8 +212,8 @@ def _sign_step(
             -1
         )
     )
-    # An element that never had a gradient gets a sign, too, which would be divided by `eps` alone:
-    # it stays zero. What is not finite is kept, so that it is seen.
+    # An element that never had a gradient receives a sign, too, which would be divided by `eps`
+    # alone. Set it to zero instead, unless it's not finite: that must stay visible.
     mu = jax.tree.map(lambda m, v: jnp.where((v == 0) & jnp.isfinite(m), 0, m), mu, state.nu)
     return state.nu_steps, mu, state.nu, lay.unravel(rest), server_rest
 
@@ -219,8 +223,9 @@ def _layout(tree: PyTree, ranks: int, block: int) -> Layout:
 
 
 def _counts(size: int, part: jax.Array, blocks: int, block: int) -> jax.Array:
-    """Returns how many of `size` elements lie in each of a part's `blocks` blocks; for several
-    parts, a row each.
+    """Returns how many real elements, out of `size`, each of a part's `blocks` blocks holds.
+
+    If `part` is an array of parts, returns one row per part.
     """
     number = part[..., None] * blocks + jnp.arange(blocks)
     whole, rest = divmod(size, block)
@@ -228,20 +233,19 @@ def _counts(size: int, part: jax.Array, blocks: int, block: int) -> jax.Array:
 
 
 def _encode(x: jax.Array, counts: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Returns signs as bytes, and the mean absolute value of each block along the last axis. A zero
-    counts as positive.
+    """Returns packed signs and each block's mean absolute value. Zero counts as positive.
 
     Args:
-        x: Zero where it is padding.
-        counts: Elements of each block that are not padding. The mean is over these alone: with the
-            padding, a nearly empty block would send only a small part of its size in a step.
-        block: Elements of each block.
+        x: The values, along the last axis; padding must be zero.
+        counts: Number of elements in each block that aren't padding. The mean is over these only.
+            If it included padding, a nearly empty block would send only a small part of its size
+            per step.
+        block: Number of elements per block.
     """
     grouped = x.reshape(*x.shape[:-1], -1, block)
     return bits.pack(x >= 0), jnp.sum(jnp.abs(grouped), axis=-1) / jnp.maximum(counts, 1)
 
 
 def _decode(packed: jax.Array, scales: jax.Array, block: int) -> jax.Array:
-    """Returns the values that signs and scales encode."""
     signs = bits.signs(bits.unpack(packed))
     return (signs.reshape(*scales.shape, block) * scales[..., None]).reshape(signs.shape)

@@ -1,5 +1,6 @@
-"""The norms of LARS and LAMB shared out over ranks (PTO): each computes its layers' ratios, and all
-learn them.
+"""LARS and LAMB with the norms distributed over ranks (PTO).
+
+Each rank computes the trust ratios of its share of the layers, and an all-gather distributes them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives
 
 Mask = PyTree | Callable[[optax.Params], PyTree]
-"""Tree of booleans, or the function that makes one of the parameters."""
+"""A tree of booleans, or a function that makes one from the parameters."""
 
 
 def scale_by_trust_ratio(
@@ -25,36 +26,36 @@ def scale_by_trust_ratio(
     trust_coefficient: float = 1.0,
     eps: float = 0.0,
 ) -> optax.GradientTransformation:
-    """Scale each layer's update by its trust ratio as optax's function of this name does, with 1/P
-    of the work.
+    """Scales each layer's update by its trust ratio, like optax's function, with 1/P of the work.
 
-    After an exchange all ranks hold the same updates and parameters, and would all compute the same
-    norms. Here each layer (leaf) belongs to one rank, shared out by elements. Stateless, the same
-    bits on every rank, deterministic. Updates and parameters must already be equal on all ranks:
-    put it behind `mean` or another exchange whose result is. It averages nothing. Without one, each
-    rank scales its own updates by ratios of other ranks', and nothing tells. It pays where reading
-    (P-1)/P of two arrays takes longer than waiting once more. On two ranks neither a Transformer's
-    step nor ResNet-50's gained more than repeats differ by (benchmarks/results/exchanges.md): it is
-    for many ranks and large models.
+    After an exchange, all ranks hold the same updates and parameters, so all of them would compute
+    the same norms. Here each layer (leaf) is assigned to one rank, balanced by number of elements.
+    Stateless, bitwise identical on every rank, and deterministic. It averages nothing. Updates and
+    parameters must already be identical on all ranks, so put it after `mean` or another exchange
+    with identical results. Otherwise each rank scales its own updates by ratios computed from other
+    ranks' updates, and no error tells you.
+
+    It pays off if reading (P-1)/P of two arrays takes longer than one more wait. On two ranks, the
+    gain was within the noise for both a Transformer and ResNet-50
+    (benchmarks/results/exchanges.md): it's meant for many ranks and large models.
 
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch"), jaxcross.exchange.lars("batch", 0.1))
     ```
 
     Args:
-        axes: One axis name; several are refused.
-        min_norm: Smallest norm of a layer's parameters and updates.
+        axes: One axis name. Several raise an error.
+        min_norm: Lower bound on the norms of a layer's parameters and updates.
         trust_coefficient: Factor of every ratio.
         eps: Added to the updates' norm.
 
     Raises:
-        ValueError: `axes` names several axes; `update` got no `params`.
+        ValueError: `axes` names several axes, or `update` got no `params`.
 
-    Bytes that a rank receives: `(P-1) ceil(L/P)` numbers for L layers, 4 bytes each (8 where a
-    layer is float64).
+    Bytes received per rank: `(P-1) ceil(L/P)` numbers for L layers, 4 bytes each (8 if a layer is
+    float64).
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: Shi et al., arXiv 2010.10458, section 3.2 (parallel tensor operator); You et al., arXiv
     1708.03888, equation 6.
@@ -83,7 +84,7 @@ def scale_by_trust_ratio(
             ]
             return jnp.stack([*ratios, *[jnp.ones((), dtype)] * (longest - len(ratios))])
 
-        # Only this rank's branch runs: over MPI the index is a constant.
+        # Over MPI the index is a constant, so only this rank's branch runs.
         mine = jax.lax.switch(jax.lax.axis_index(axis), [partial(of, layers) for layers in owned])
         gathered = collectives.gather(mine, axis)
         out = list(leaves)
@@ -107,33 +108,33 @@ def lars(
     momentum: float = 0.9,
     nesterov: bool = False,
 ) -> optax.GradientTransformation:
-    """LARS: SGD with momentum whose steps are scaled layer by layer; `optax.lars` with norms shared
-    out over ranks.
+    """LARS: SGD with momentum, steps scaled per layer. Like `optax.lars`, with distributed norms.
 
-    Of each layer `w` with gradient `g`: `u = g + weight_decay w`, `ratio = trust_coefficient |w| /
-    (|u| + eps)` (1 where a norm is 0), `m <- momentum m - learning_rate ratio u`, and `w <- w + m`,
-    or by Nesterov `w <- w + momentum m - learning_rate ratio u`. The momentum is the same on every
-    rank. It averages no gradients: put it behind `mean`, or ranks drift apart, their layers scaled
-    by ratios of other ranks' gradients, and nothing tells. For where it stands, what it sends and
-    when it pays see `scale_by_trust_ratio`.
+    For each layer `w` with gradient `g`: `u = g + weight_decay w`, `ratio = trust_coefficient |w| /
+    (|u| + eps)` (1 if a norm is 0), `m <- momentum m - learning_rate ratio u`, and `w <- w + m`, or
+    with Nesterov `w <- w + momentum m - learning_rate ratio u`. The momentum is the same on every
+    rank.
+
+    It averages no gradients, so put it after `mean`. Otherwise ranks drift apart, because their
+    layers are scaled by ratios of other ranks' gradients, and no error tells you.
+    `scale_by_trust_ratio` describes what it sends and when it pays off.
 
     Args:
-        axes: One axis name; several are refused. Gradients and parameters are equal on its
-            ranks.
+        axes: One axis name. Several raise an error. Gradients and parameters must be identical on
+            its ranks.
         learning_rate: A number or a schedule.
-        weight_decay: Of the parameters, added to the gradient before the norms.
+        weight_decay: Factor of the parameters, added to the gradient before the norms.
         weight_decay_mask: A tree of booleans, or a function that makes one: which leaves decay.
         trust_coefficient: Factor of every ratio.
         eps: Added to the norm of `u`.
         trust_ratio_mask: Which leaves are scaled; usually not biases and norms.
-        momentum: Its decay.
-        nesterov: Whether the momentum is Nesterov's.
+        momentum: Decay of the momentum.
+        nesterov: Whether to use Nesterov momentum.
 
     Raises:
-        ValueError: `axes` names several axes; `update` got no `params`.
+        ValueError: `axes` names several axes, or `update` got no `params`.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: You et al., arXiv 1708.03888, algorithm 1.
     """
@@ -158,31 +159,31 @@ def lamb(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
 ) -> optax.GradientTransformation:
-    """LAMB: Adam whose steps are scaled layer by layer; `optax.lamb` with norms shared out over
-    ranks.
+    """LAMB: Adam with steps scaled per layer. Like `optax.lamb`, with distributed norms.
 
-    Of each layer `w` with Adam's corrected moments `m` and `v`: `u = m / (sqrt(v + eps_root) + eps)
-    + weight_decay w`, `w <- w - learning_rate |w| / |u| u` (the ratio 1 where a norm is 0). The
-    moments are the same on every rank. For where it stands, what it sends and when it pays see
-    `scale_by_trust_ratio`. It averages no gradients: put it behind `mean`, or ranks drift apart,
-    their layers scaled by ratios of other ranks' gradients, and nothing tells.
+    For each layer `w` with Adam's bias-corrected moments `m` and `v`: `u = m / (sqrt(v + eps_root)
+    + eps) + weight_decay w`, `w <- w - learning_rate |w| / |u| u` (the ratio is 1 if a norm is 0).
+    The moments are the same on every rank.
+
+    It averages no gradients, so put it after `mean`. Otherwise ranks drift apart, because their
+    layers are scaled by ratios of other ranks' gradients, and no error tells you.
+    `scale_by_trust_ratio` describes what it sends and when it pays off.
 
     Args:
-        axes: One axis name; several are refused. Gradients and parameters are equal on its
-            ranks.
+        axes: One axis name. Several raise an error. Gradients and parameters must be identical on
+            its ranks.
         learning_rate: A number or a schedule.
         b1: Decay of the first moment.
         b2: Decay of the second moment.
         eps: Added to the second moment's root.
         eps_root: Added to the second moment.
-        weight_decay: Of the parameters, added to Adam's step before the norms.
+        weight_decay: Factor of the parameters, added to Adam's step before the norms.
         mask: A tree of booleans, or a function that makes one: which leaves decay; None: all.
 
     Raises:
-        ValueError: `axes` names several axes; `update` got no `params`.
+        ValueError: `axes` names several axes, or `update` got no `params`.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: You et al., arXiv 1904.00962, algorithm 2.
     """
@@ -195,8 +196,9 @@ def lamb(
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """The layers of each rank: at most ceil(L / P) of them, the largest given first to who has the
-    fewest elements.
+    """Assigns layers to ranks, at most ceil(L / P) each.
+
+    Greedy: the next largest layer goes to the rank that has the fewest elements so far.
     """
     most = math.ceil(len(sizes) / ranks)
     owned: list[list[int]] = [[] for _ in range(ranks)]
@@ -214,5 +216,5 @@ def _ratio(
     param_norm = optax.safe_norm(param, min_norm)
     update_norm = optax.safe_norm(update, min_norm)
     ratio = trust_coefficient * param_norm / (update_norm + eps)
-    # A layer that is all zeros would never move.
+    # A layer of zeros would otherwise never move.
     return jnp.where((param_norm == 0) | (update_norm == 0), jnp.ones((), ratio.dtype), ratio)

@@ -1,5 +1,7 @@
-"""State that differs between ranks, declared by its type, and an optimizer whose whole state
-does.
+"""Declares state that differs between ranks, by its type.
+
+A state's class lists its rank-local fields in an attribute `rank_local`. `per_rank` wraps an
+optimizer whose whole state is rank-local.
 """
 
 from __future__ import annotations
@@ -12,18 +14,17 @@ import optax
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocal:
-    """The fields of a strategy's state that differ between ranks, as an attribute `rank_local` of
-    the state's class.
+    """The rank-local fields of a strategy's state, as an attribute `rank_local` of its class.
 
     Attributes:
-        unsent: What this rank alone has, such as residuals. A number of ranks that changes would
-            lose it.
-        model: What goes with a model of this rank's own. If there is such a field, parameters
-            differ as well.
-        passing: What differs for a few steps only; a checkpoint of one rank may be copied to
-            several.
-        maybe_empty: Fields without arrays under some arguments. NNX turns the state into a dict,
-            which is recognised by its other fields.
+        unsent: Fields whose contents only this rank has, such as residuals. They would be lost if
+            the number of ranks changed.
+        model: Fields that belong to a rank-local model. If there are any, parameters are rank-local
+            as well.
+        passing: Fields that differ only for a few steps, so one rank's checkpoint may be copied to
+            several ranks.
+        maybe_empty: Fields that hold no arrays under some arguments. NNX turns the state into a
+            dict, which is then recognised by its other fields.
     """
 
     unsent: tuple[str, ...] = ()
@@ -33,8 +34,10 @@ class RankLocal:
 
 
 class PerRankState(NamedTuple):
-    """Attributes: `per_rank`, the state of an optimizer that steps on this rank's own gradients or
-    parameters.
+    """State of an optimizer that steps on this rank's own gradients or parameters.
+
+    Attributes:
+        per_rank: The optimizer's state.
     """
 
     per_rank: optax.OptState
@@ -45,9 +48,7 @@ class PerRankState(NamedTuple):
 def per_rank(
     optimizer: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, its state wrapped in `PerRankState`, so that comparisons between ranks leave it
-    out.
-    """
+    """Wraps the state of `optimizer` in a `PerRankState`, so that comparisons of ranks skip it."""
 
     def init(params: optax.Params) -> PerRankState:
         return PerRankState(optimizer.init(params))

@@ -1,5 +1,10 @@
-"""PowerSGD: each matrix of gradients is exchanged as a product of two thin ones, found by power
-iteration.
+"""PowerSGD: exchanges each gradient matrix as a product of two thin matrices.
+
+A gradient matrix M [n, m] is approximated as P Q^T with r columns in P and Q. One step of power
+iteration computes them: P = M Q with the Q of the previous step, orthogonalised, and then Q = M^T
+P. Both products are linear in M, so they can be averaged by all-reduces, unlike selections such as
+`top_k`. Since Q is kept from step to step (a warm start), the iterations add up over steps. What
+the approximation leaves out stays in the rank's residual and is added to its next gradient.
 """
 
 from __future__ import annotations
@@ -18,17 +23,16 @@ from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import as_number, check_float32, check_state, whole_number
 
-# A column of which the projections leave less than this share is a combination of earlier ones:
-# what is left is noise.
+# If projecting out earlier columns leaves less than this fraction of a column, the column is a
+# combination of them and the rest is noise.
 _EPSILON = 1e-5
 
 
 class PowerSGDState(NamedTuple):
-    """State in the tree of the parameters, float32: right factors that the next step begins with,
-    and residuals.
+    """Right factors for the next step and residuals, float32, in the tree of the parameters.
 
-    A matrix [n, m] that is compressed has factors [m, r] and a residual [n, m]; other leaves have
-    `optax.MaskedNode`. Factors are the same on every rank, residuals are the rank's own.
+    A compressed matrix [n, m] has factors [m, r] and a residual [n, m]. Other leaves have
+    `optax.MaskedNode`. Factors are the same on every rank, residuals are rank-local.
     """
 
     factor: PyTree
@@ -40,17 +44,17 @@ class PowerSGDState(NamedTuple):
 def power_sgd(
     rank: int, axes: collectives.Axes, *, min_ratio: float = 1.0, seed: int = 0
 ) -> optax.GradientTransformation:
-    """Averages each leaf over ranks as a matrix of rank `rank`; what that leaves out is added to
-    the next step.
+    """Averages each leaf over ranks as a matrix of rank `rank`, with error feedback.
 
-    A leaf of two dimensions or more is a matrix of n rows and m columns, m its last dimension.
-    Updates are the same on every rank; residuals are the rank's own. Deterministic. If the mean of
-    what ranks bring has rank `rank` or less, it comes out as it is once the right factors, which an
-    earlier step has left, reach all of its rows. Two all-reduces, one after the other, carry `rank
-    (n + m)` elements instead of n m: a rank of P receives `2(P-1)/P 4 rank (n + m)` bytes a matrix.
-    Vectors, scalars, and matrices that would not shrink by `min_ratio` are averaged as they are.
-    Products are made in full float32, also where a GPU would round their factors to TF32: the
-    residual would not hold what such an update has lost.
+    A leaf with two or more dimensions is treated as a matrix of n rows and m columns, where m is
+    its last dimension. Updates are the same on every rank, residuals are rank-local. Deterministic.
+    If the mean of the ranks' matrices has rank `rank` or less, it is reproduced exactly once the
+    right factors left by an earlier step cover its row space. Two all-reduces, one after the other,
+    carry `rank (n + m)` elements instead of n m, so a rank receives `2(P-1)/P 4 rank (n + m)` bytes
+    per matrix on P ranks. Vectors, scalars, and matrices that wouldn't shrink by `min_ratio` are
+    averaged uncompressed. Matrix products are computed in full float32, even if a GPU would round
+    their factors to TF32 by default, because the residual wouldn't contain what the update loses to
+    that rounding.
 
     ```python
     tx = optax.chain(jaxcross.exchange.power_sgd(4, "batch"), optax.sgd(0.1, momentum=0.9))
@@ -59,22 +63,20 @@ def power_sgd(
     ```
 
     Args:
-        rank: Columns of the thin matrices; capped at the smaller side.
-        axes: One axis name, or a tuple of several that count as one.
+        rank: Columns of the thin matrices, capped at the matrix's smaller side.
+        axes: One axis name, or a tuple of names that act as a single axis.
         min_ratio: A matrix is compressed if `rank (n + m) min_ratio < n m`.
-        seed: Seed of the first right factors, and of columns that replace those that have become
-            zero.
+        seed: Seed of the first right factors, and of the columns that replace zero ones.
 
     Raises:
-        ValueError: `rank` is not a whole number from 1 on; `min_ratio` is negative or not finite;
-            (when traced) a leaf that is compressed is float64, or the state has other shapes than
+        ValueError: `rank` is not a positive whole number; `min_ratio` is negative or not finite;
+            or, at trace time, a compressed leaf is float64, or the state has different shapes than
             `init` makes.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Vogels et al., arXiv 1905.13727, algorithms 1 and 2, with a warm start. Columns are
-    orthogonalised twice, and one that depends on earlier ones becomes zero.
+    Source: Vogels et al., arXiv 1905.13727, algorithms 1 and 2, with a warm start. Unlike theirs,
+    our columns are orthogonalised twice, and a column that depends on earlier ones becomes zero.
     """
     rank = whole_number(rank, "rank", "`power_sgd`")
     least = as_number(min_ratio)
@@ -149,12 +151,12 @@ def _matrix_shape(
 def _exchange(
     matrix: jax.Array, q: jax.Array, leaf: jax.Array, names: tuple[Hashable, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the update of a leaf, the next right factors, and what this rank has not sent.
+    """Returns a leaf's update, the next right factors, and this rank's residual.
 
     Args:
-        matrix: Gradient and residual of this rank, [n, m].
-        q: Right factors to begin with, [m, r].
-        leaf: Gradient, whose shape and type the update gets.
+        matrix: Gradient plus residual of this rank, [n, m].
+        q: Right factors to start with, [m, r].
+        leaf: Gradient; the update gets its shape and type.
         names: Axes of the exchange.
     """
     p = _orthogonalised(jax.lax.pmean(_product(matrix, q), names))
@@ -163,35 +165,35 @@ def _exchange(
     found = _product(p, factor.T)
     sent = collectives.saturate(found, leaf.dtype)
     update = sent.reshape(leaf.shape).astype(leaf.dtype)
-    # This rank's own factors leave this out: its mean over ranks is what the update leaves out.
+    # Subtract this rank's own product rather than the mean's: averaged over ranks, what remains is
+    # exactly what the update leaves out.
     residual = matrix - _product(p, own.T)
-    if (
-        jnp.finfo(leaf.dtype).nexp < jnp.finfo(jnp.float32).nexp
-    ):  # the range of bfloat16 is as good as float32's
+    # In bfloat16, which has float32's range, nothing was clipped.
+    if jnp.finfo(leaf.dtype).nexp < jnp.finfo(jnp.float32).nexp:
         residual += found - sent
     return update, factor, residual
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    # By default GPUs round the factors to ten bits, and residual and update would be rounded apart.
+    # By default, GPUs round the factors to ten bits, and residual and update would be rounded
+    # differently.
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def _directions(factors: PyTree, seed: int) -> PyTree:
-    """Scales a step's right factors, with which the next one begins, to a largest element of 1:
-    only directions matter.
+    """Scales right factors to a largest element of 1 per column, for the next step.
 
-    Magnitudes of two steps would multiply and could overflow. A column that has become zero would
-    stay zero, and an older one may be orthogonal to all later gradients: a random column replaces
-    it.
+    Only their directions matter, and magnitudes would multiply from step to step and could
+    overflow. A column that has become zero would stay zero, so a random column replaces it. Falling
+    back to an older column isn't enough, since that may be orthogonal to all later gradients.
     """
     shapes = [new.shape for new in jax.tree.leaves(factors)]
     if not shapes:
         return factors
     largest = jax.tree.map(lambda new: jnp.max(jnp.abs(new), axis=0), factors)
     nothing = jnp.concatenate([x == 0 for x in jax.tree.leaves(largest)]).any()
-    # One draw for all factors, since each draw would be compiled separately. Few steps need it; it
-    # takes milliseconds.
+    # Draw once for all factors, since each draw would be compiled separately. It takes
+    # milliseconds, but few steps need it.
     shape = [*map(max, zip(*shapes, strict=True))]
     drawn = jax.lax.cond(
         nothing,
@@ -206,17 +208,18 @@ def _directions(factors: PyTree, seed: int) -> PyTree:
 
 
 def _orthogonalised(p: jax.Array) -> jax.Array:
-    """Returns orthonormal columns that span those of `p`, zero for one that depends on earlier
-    ones. NaN stays NaN.
+    """Returns orthonormal columns that span those of `p`. NaN stays NaN.
+
+    A column that depends on earlier ones becomes zero.
     """
-    # Divided by the largest element first: squares of gradients under- and overflow.
+    # Divide by the largest element first, because squares of gradients under- and overflow.
     largest = jnp.max(jnp.abs(p), axis=0)
     p = jnp.where(largest > 0, p / largest, p)
     columns: list[jax.Array] = []
     for i in range(p.shape[1]):
         column = p[:, i]
         before = jnp.linalg.norm(column)
-        for _ in range(2):  # once leaves the rounding of large projections behind
+        for _ in range(2):  # a single pass leaves rounding errors of large projections
             for other in columns:
                 column = column - _product(other, column) * other
         length = jnp.linalg.norm(column)

@@ -1,4 +1,4 @@
-"""QSGD: gradients rounded at random to a few levels of their norm, right on average."""
+"""QSGD: rounds gradients at random to a few multiples of their norm, without bias."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class QSGDState(NamedTuple):
-    """The steps made, which with `seed`, leaf and rank decide all rounding."""
+    """The number of steps. Together with `seed`, leaf and rank, it determines all rounding."""
 
     step: jax.Array
 
 
 def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.GradientTransformation:
-    """Averages over ranks leaves that are rounded to `norm * i / levels`, i a whole number, at
-    random and without bias.
+    """Averages leaves over ranks, rounding each at random to multiples of `norm / levels`.
 
-    The same on every rank, and in every run with the same seed and ranks: each rank rounds by
-    random numbers of its own, made from (seed, step, leaf, rank). The variance of one rank's leaf
-    of D elements is at most `min(D / levels^2, sqrt(D) / levels)` times its squared norm: `levels`
-    near sqrt(D) costs about as much as the gradient's own noise. Like `pmean` it divides the sum by
-    the ranks: beyond float32's range that is infinite. A rank receives `(P-1) (D + 4)` bytes a leaf
-    of D elements: less than `mean` on fewer than 8 ranks.
+    The rounding is unbiased. Each rank uses different random numbers, derived from (seed, step,
+    leaf, rank), so the result is the same on every rank, and in every run with the same seed and
+    ranks. The variance of one rank's leaf of D elements is at most `min(D / levels^2, sqrt(D) /
+    levels)` times its squared norm. With `levels` near sqrt(D), the rounding adds about as much
+    noise as the gradient itself has. Like `pmean`, it divides the sum by the number of ranks, so a
+    sum beyond float32's range is infinite. A rank receives `(P-1) (D + 4)` bytes per leaf of D
+    elements, which is less than `mean` on fewer than 8 ranks.
 
     ```python
     tx = optax.chain(jaxcross.exchange.qsgd(127, "batch"), optax.sgd(0.1))
@@ -38,15 +38,14 @@ def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.Gradien
 
     Args:
         levels: 1 (ternary) to 127.
-        axes: One axis name, or a tuple of several that count as one.
-        seed: Of the rounding.
+        axes: One axis name, or a tuple of names that act as a single axis.
+        seed: Seed of the rounding.
 
     Raises:
-        ValueError: `levels` is not a whole number that fits one byte with its sign; (when traced) a
-            leaf is not real floating-point, or float64.
+        ValueError: `levels` is not a positive whole number, or doesn't fit one byte together with
+            its sign; or, at trace time, a leaf is not real floating-point, or is float64.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: Alistarh et al., arXiv 1610.02132, section 3.1.
     """
@@ -82,7 +81,7 @@ def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.Gradien
         )  # [P, leaves]
         every_code = [collectives.gather(code, names) for code, _ in coded]
         out = [
-            # One level up may be beyond the update's type.
+            # Rounding up by one level may exceed the update's type.
             collectives.saturate(_mean(code, every_unit[:, leaf]), x.dtype)
             .reshape(x.shape)
             .astype(x.dtype)
@@ -94,9 +93,9 @@ def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.Gradien
 
 
 def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns signed levels as int8, and the size of one level: the norm over `levels`."""
+    """Returns signed levels as int8, and the size of one level, which is the norm over `levels`."""
     vector = x.reshape(-1).astype(jnp.float32)
-    # Squares of the elements themselves would under- or overflow where the elements do not.
+    # Scale first: squares of the elements could under- or overflow even if the elements don't.
     largest = jnp.max(jnp.abs(vector), initial=0.0)
     scaled = jnp.where(largest > 0, vector / largest, 0)
     length = jnp.sqrt(jnp.sum(scaled * scaled))
@@ -104,11 +103,11 @@ def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax
     level = jnp.minimum(jnp.floor(share + jax.random.uniform(key, vector.shape)), levels)
     norm = largest * length
     unit = jnp.where(jnp.isfinite(norm), norm / levels, largest * (length / levels))
-    # Near the largest number a level too many, or the norm itself, is beyond it: such elements are
-    # rounded down.
+    # Near the largest float32, one level too many, or even the norm itself, overflows. Round such
+    # elements down instead.
     unit = jnp.where(jnp.isinf(unit * levels), jnp.minimum(unit, _LARGEST) * (1 - 2**-20), unit)
     level = jnp.where(jnp.isinf(level * unit), level - 1, level)
-    # NaN and infinity travel in the unit: no integer can hold them.
+    # NaN and infinity travel in the unit, since no integer can hold them.
     code = jnp.where(jnp.isfinite(level), level * jnp.sign(scaled), 0).astype(jnp.int8)
     return code, jnp.where(jnp.all(jnp.isfinite(vector)), unit, jnp.nan)
 
@@ -119,6 +118,7 @@ def _mean(codes: jax.Array, units: jax.Array) -> jax.Array:
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
         return sum_ + codes[rank].astype(jnp.float32) * units[rank]
 
-    # As in `sparse.sum_of_pairs`: zeros would count as the same on every rank.
+    # Start with a sum, as in `sparse.sum_of_pairs`: `shard_map(check_vma=True)` would take zeros
+    # for a value that is identical on every rank.
     first = add(jnp.int32(0), jnp.zeros(codes.shape[1], jnp.float32))
     return jax.lax.fori_loop(1, codes.shape[0], add, first) / codes.shape[0]

@@ -1,6 +1,7 @@
-"""Rounds of local steps: each rank trains alone, and the parameters are merged at a round's end.
+"""Rounds of local steps: each rank trains independently, and a merge ends the round.
 
-`local_sgd`, `diloco` and `sparse_loco` differ in what they merge: each brings its own `merge`.
+`local_sgd`, `diloco` and `sparse_loco` differ only in what they merge, so each brings its own
+`merge`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ State = TypeVar("State")
 
 
 def next_in_round(since: jax.Array, every: int) -> jax.Array:
-    """Returns the number of local steps since the last merge, this one included; 0 where this step
-    merges.
+    """Returns the number of local steps since the last merge, including this one; 0 if it merges.
 
-    A round that has begun with a larger `every`, before a restart, may be too long already: it ends
+    If a restart has made `every` smaller, the current round may already be too long. It then ends
     in this step.
     """
     return jnp.where(since + 1 >= every, 0, since + 1)
@@ -35,18 +35,18 @@ def end_round(
     params: optax.Params,
     state: State,
 ) -> tuple[optax.Updates, State]:
-    """Returns updates to the merged parameters where a round ends, else `updates` and `state` as
-    they are.
+    """Returns updates that lead to the merged parameters if a round ends in this step.
 
-    The host knows the counter, so that a step within a round exchanges nothing.
+    Otherwise, returns `updates` and `state` unchanged. The host knows the counter, so a step within
+    a round exchanges nothing.
 
     Args:
         since: What `next_in_round` returned.
-        every: Steps of a round.
-        merge: (this rank's parameters after its local step, `state`) -> the parameters to go on
-            with, and the next state. Exchanges.
-        updates: Of this rank's own optimizer.
-        params: Before the step.
+        every: Steps per round.
+        merge: (this rank's parameters after its local step, `state`) -> the parameters to continue
+            with, and the next state. Communicates.
+        updates: Updates of this rank's own optimizer.
+        params: Parameters before the step.
         state: Arrays that only a merge changes.
     """
 
@@ -58,8 +58,7 @@ def end_round(
 
 
 def pseudo_gradient(anchor: optax.Params, mine: optax.Params) -> optax.Updates:
-    """Returns how far this rank has gone from where the round began, backwards: a gradient to the
-    outer optimizer.
+    """Returns the anchor minus this rank's parameters: a gradient for the outer optimizer.
 
     Leaves that are not floating-point give zeros.
     """
@@ -72,20 +71,16 @@ def outer_step(
     anchor: optax.Params,
     state: optax.OptState,
 ) -> tuple[optax.Params, optax.OptState]:
-    """Returns the anchor that the outer optimizer makes of a pseudo-gradient, and the optimizer's
-    next state.
-    """
+    """Returns the next anchor and the next state of the outer optimizer."""
     updates, state = outer.update(gradient, state, anchor)
     return optax.apply_updates(anchor, updates), state
 
 
 def model_of(anchor: optax.Params, params: optax.Params) -> optax.Params:
-    """Returns the model to evaluate: the anchor, with this rank's own leaves where they are not
-    floating-point.
-    """
+    """Returns the model to evaluate: the anchor, with leaves that aren't floats from `params`."""
     return jax.tree.map(lambda a, x: a if is_float(x) else x, anchor, params)
 
 
 def copied(params: optax.Params) -> optax.Params:
-    """Returns a copy: an array that is parameter and anchor at once could not be donated."""
+    """Returns a copy, because an array that is both parameter and anchor could not be donated."""
     return jax.tree.map(lambda x: jnp.array(x, copy=True), params)

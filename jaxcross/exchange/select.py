@@ -1,4 +1,9 @@
-"""The k largest elements of an array by absolute value, without sorting it."""
+"""The k largest elements of an array by absolute value, without sorting it.
+
+Selection is what remains of a sparse exchange's cost once the bytes are saved. For 1% of 25.6
+million elements, `lax.top_k` takes 0.6 s on a CPU core and the threshold search below 0.05 s
+(benchmarks/results/exchanges.md). For short vectors and few elements, `lax.top_k` is faster.
+"""
 
 from __future__ import annotations
 
@@ -11,40 +16,44 @@ import jax.numpy as jnp
 
 Selection = Literal["auto", "exact", "threshold"]
 
-# Backend -> the longest vector and the largest k of which `lax.top_k` is the faster way, as far as
-# `benchmarks/selection.py` tells: about where the two meet, whose times grow with both. Others are
-# taken for a CPU.
+# For each backend, the longest vector and the largest k for which `lax.top_k` is the faster
+# selection, from `benchmarks/selection.py`. The times of both selections grow with D and k, so
+# these numbers say only roughly where they cross. An H100 sorts 20 elements per nanosecond, so a
+# GPU always sorts. Other backends are treated like a CPU.
 _INT32_MAX = (1 << 31) - 1
 _EXACT_UP_TO = {
     "cpu": (1 << 15, 1 << 7),
     "gpu": (_INT32_MAX, _INT32_MAX),
-}  # an H100 sorts 20 elements a nanosecond
-# A threshold search begins with a sample, which it looks through once a bit: a seventh of the
-# vector, at most so many.
+}
+# The threshold search starts with a sample of a seventh of the vector, but at most this many
+# elements. The search goes through it once per bit.
 _SAMPLE, _STRIDE = 1 << 15, 7
 _KEY_BITS = 31
 _FLOAT_COUNTS = 1 << 24  # float32 counts exactly up to here
 
 
 def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.Array, jax.Array]:
-    """Returns values and indices of the `k` largest elements of a vector by absolute value. Does
-    not communicate.
+    """Returns values and indices of a vector's `k` largest elements by absolute value.
 
-    Both ways select the same elements, ties and order apart, and NaN as infinity or before it.
-    `"threshold"` keeps MSTopK's idea (Shi et al., arXiv 2010.10458: search a threshold, then
-    compact) and makes it exact: a sample tells a threshold that a few more than k elements pass;
-    one pass packs into bits which elements pass; the candidates are found through the bits and
-    thresholded exactly. If the sample misled, the threshold is searched in the whole vector.
-    Elements that are 0 are never selected by it: their slots have index D and value 0.
+    Does not communicate. Both selections return the same elements, except for ties and their order.
+    NaN counts as infinity or above. `"threshold"` takes the idea of MSTopK (Shi et al., arXiv
+    2010.10458: search a threshold, then compact) and makes it exact:
+
+    - A sample yields a threshold that slightly more than k elements should exceed.
+    - One pass over the vector packs into bits which elements pass the threshold.
+    - Using the bits, the candidates are located, and the exact threshold is searched among them.
+
+    If the sample was misleading, the threshold is searched in the whole vector instead.
+    `"threshold"` never selects elements that are 0. Their slots have index D and value 0.
 
     Args:
         x: A vector of D floats.
-        k: How many; static, 1 to D.
-        selection: `"exact"`: `lax.top_k`. `"threshold"`: as above. `"auto"`: the faster one for
-            backend, D and k.
+        k: How many to select; static, 1 to D.
+        selection: `"exact"`: `lax.top_k`. `"threshold"`: as above. `"auto"`: the faster of the two
+            for this backend, D and k.
 
     Returns:
-        `k` values of x's type, and their int32 indices, in no promised order.
+        `k` values of x's type, and their int32 indices, in unspecified order.
 
     Raises:
         ValueError: The vector has 2^31 elements or more.
@@ -58,8 +67,8 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
     if selection == "auto":
         selection = faster_selection(x.size, k)
     if selection == "exact":
-        # As floats: XLA's fast path for the CPU knows float32 alone, integers take a hundred times
-        # as long.
+        # As floats, because XLA's fast path for the CPU supports only float32, and integers take a
+        # hundred times as long.
         size = jnp.abs(x.astype(jnp.float32))
         _, indices = jax.lax.top_k(jnp.where(jnp.isnan(size), jnp.inf, size), k)
         return x[indices], indices.astype(jnp.int32)
@@ -68,19 +77,13 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
 
 
 def faster_selection(size: int, k: int) -> Selection:
-    """Returns the selection that was measured to be faster for `k` of `size` elements, which
-    `"auto"` takes.
-    """
+    """Returns the selection that was measured to be faster for `k` of `size` elements."""
     longest, most = _EXACT_UP_TO.get(jax.default_backend(), _EXACT_UP_TO["cpu"])
     return "exact" if size <= longest and k <= most else "threshold"
 
 
 def check_selection(selection: str) -> None:
-    """Refuses an unknown selection.
-
-    Raises:
-        ValueError: `selection` is unknown.
-    """
+    """Raises a ValueError if `selection` is unknown."""
     if selection not in get_args(Selection):
         raise ValueError(
             f"`selection` is {selection!r}: choose one of "
@@ -89,14 +92,15 @@ def check_selection(selection: str) -> None:
 
 
 def _keys(x: jax.Array) -> jax.Array:
-    """Integers ordered as the absolute values are, 0 for zeros, NaN above infinity."""
+    """Returns integers ordered like the absolute values: 0 for zeros, NaN above infinity."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     return bits & jnp.int32(0x7FFFFFFF)
 
 
 def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     size = x.size
-    # Where the sample's own k-th key would be, and four standard deviations of the count beyond.
+    # The rank that the vector's k-th key is expected to have in the sample, plus four standard
+    # deviations of that count.
     sample = _keys(x[:: sample_stride(size)])
     expected = sample.size * k / size
     rank = min(sample.size, math.ceil(expected + 4 * math.sqrt(expected) + 1))
@@ -105,8 +109,8 @@ def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     words = _pack(_keys(x) >= bracket)
     count = jnp.sum(jax.lax.population_count(words), dtype=jnp.int32)
 
-    # Keys are computed again wherever they are read: an array of all of them would cost two passes
-    # over memory.
+    # Keys are recomputed wherever they are needed, because an array of all keys would cost two
+    # passes over memory.
     def near(_: None) -> jax.Array:
         found = _positions(words, size, capacity)
         mine = jnp.where(found < size, _keys(x.at[found].get(mode="clip")), 0)
@@ -116,17 +120,17 @@ def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     def far(_: None) -> jax.Array:
         return _positions(_pack(_exactly(_keys(x), k)), size, k)
 
-    # Fewer than k pass although every nonzero element may: then those are all there are.
+    # If fewer than k pass although every nonzero element may, those are all nonzero elements.
     fits = (count <= capacity) & ((count >= k) | (bracket == 1))
     return jax.lax.cond(fits, near, far, None)
 
 
 def sample_stride(size: int) -> int:
-    """Returns the distance of the sampled elements from which the threshold search of a vector
-    begins.
+    """Returns the distance between the elements of the threshold search's sample.
 
-    Columns of weights may differ in scale. Rows are products of 2, 3 and 5 long, or nearly all:
-    with a stride that none of them divides, the sample has elements of all columns.
+    Columns of a weight matrix may differ in scale, so the sample should have elements of all
+    columns. Lengths of rows are products of 2, 3 and 5, or nearly all are, so we choose a stride
+    that none of these divides.
     """
     return next(
         n for n in itertools.count(max(_STRIDE, -(-size // _SAMPLE))) if math.gcd(n, 30) == 1
@@ -134,21 +138,23 @@ def sample_stride(size: int) -> int:
 
 
 def _kth(keys: jax.Array, k: int) -> jax.Array:
-    """The k-th largest key: the largest one that at least `k` keys reach, found bit by bit from the
-    highest.
+    """Returns the k-th largest key, found bit by bit from the highest bit.
+
+    It's the largest number that at least `k` keys reach.
     """
 
     def bit(i: jax.Array, found: jax.Array) -> jax.Array:
         tried = found | jnp.left_shift(jnp.int32(1), _KEY_BITS - 1 - i)
         return jnp.where(_reaching(keys, tried) >= k, tried, found)
 
-    # A zero that is this rank's own, for `shard_map` with `check_vma`.
+    # A zero that varies over ranks, for `shard_map` with `check_vma`.
     return jax.lax.fori_loop(0, _KEY_BITS, bit, keys[0] & 0)
 
 
 def _reaching(keys: jax.Array, key: jax.Array) -> jax.Array:
-    """Counts the keys that reach `key`. As floats: XLA's CPU backend sums them by vectors, integers
-    one by one.
+    """Counts the keys that are at least `key`.
+
+    Sums as floats, because XLA's CPU backend vectorises that sum, but adds integers one by one.
     """
     parts = (keys[start : start + _FLOAT_COUNTS] for start in range(0, keys.size, _FLOAT_COUNTS))
     return sum(
@@ -158,9 +164,7 @@ def _reaching(keys: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _exactly(keys: jax.Array, k: int) -> jax.Array:
-    """Returns a mask of the `k` largest nonzero keys; of equal ones at the threshold, the first
-    ones.
-    """
+    """Returns a mask of the `k` largest nonzero keys; the first ones win ties at the threshold."""
     kth = jnp.maximum(_kth(keys, k), 1)
     above, equal = keys > kth, keys == kth
     room = k - jnp.sum(above, dtype=jnp.int32)
@@ -168,10 +172,11 @@ def _exactly(keys: jax.Array, k: int) -> jax.Array:
 
 
 def _pack(mask: jax.Array) -> jax.Array:
-    """A mask as words of 32 bits. Bit b of word w is element b W + w of the first 32 W; the rest is
-    the last word.
+    """Packs a mask into 32-bit words.
 
-    Bits that lie W elements apart let the pass run over whole vectors of the machine.
+    Bit b of word w is element b W + w of the first 32 W elements. The remaining elements are the
+    last word. Because the bits of a word lie W elements apart, the pass can use whole vector
+    registers.
     """
     per_bit = mask.size // 32
     words = jnp.zeros(per_bit, jnp.uint32)
@@ -185,8 +190,9 @@ def _pack(mask: jax.Array) -> jax.Array:
 
 
 def _positions(words: jax.Array, size: int, slots: int) -> jax.Array:
-    """Returns the first `slots` positions that are set among `size` packed ones; slots left over
-    hold `size`.
+    """Returns the first `slots` positions that are set among `size` packed ones.
+
+    Unused slots hold `size`.
     """
     per_bit = size // 32
     columns = -(-words.size // 32)
@@ -196,8 +202,8 @@ def _positions(words: jax.Array, size: int, slots: int) -> jax.Array:
     until = jnp.cumsum(jax.lax.population_count(grid).astype(jnp.int32), axis=0)
     ends = jnp.cumsum(until[-1])
     slot = jnp.arange(slots, dtype=jnp.int32)
-    # Each column marks the slot where it begins; the largest mark so far is the column that a slot
-    # lies in.
+    # Each column marks the slot at which it begins. The largest mark up to a slot is the column
+    # that the slot lies in.
     marks = (
         jnp.zeros(slots, jnp.int32)
         .at[ends[:-1]]

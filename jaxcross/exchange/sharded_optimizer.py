@@ -1,5 +1,8 @@
-"""Sharded optimizer (ZeRO stage 1): every rank steps an equal part of every parameter, and holds
-its state.
+"""Sharded optimizer (ZeRO stage 1): every rank steps 1/P of every parameter and holds that state.
+
+Behind a plain mean, all ranks hold the same optimizer state and compute the same update. Here a
+reduce-scatter gives each rank the mean gradient of its part only. The rank steps the optimizer on
+that part, and an all-gather distributes the updates. The bytes are those of an all-reduce.
 """
 
 from __future__ import annotations
@@ -31,18 +34,19 @@ def sharded_optimizer(
     *,
     ranks: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Averages this rank's part of the gradients, steps the optimizer on that part only, and
-    gathers the updates.
+    """Averages and steps only this rank's part of each leaf, then gathers the updates.
 
-    Synchronous training as with `mean` in front of `optimizer`, to rounding, with 1/P of the
-    optimizer's state and of its work on each rank (every leaf is cut into P equal parts, padded
-    with zeros). Updates are the same bits on every rank; the state is the rank's own part, in a
-    `PerRankState`: save it per rank, and never change the number of ranks under it. Deterministic.
+    To rounding, this is the same synchronous training as `mean` in front of `optimizer`, with 1/P
+    of the optimizer's state and work per rank. Every leaf is cut into P equal parts, padded with
+    zeros. Updates are bitwise identical on every rank. The state is this rank's part, in a
+    `PerRankState`: save it per rank, and never load it on a different number of ranks.
+    Deterministic.
 
     The optimizer must work element by element (SGD, momentum, Adam, AdamW, RMSProp, clipping by
-    value), since it sees flat parts. One that takes norms over a layer or all layers (LARS, LAMB,
-    `optax.clip_by_global_norm`), draws noise, or looks at shapes (a `mask` that is a function of
-    them; write a tree of booleans) is refused: its jaxpr shows it.
+    value), because it only receives flat parts of the leaves. It's refused if it takes norms over a
+    layer or over all layers (LARS, LAMB, `optax.clip_by_global_norm`), draws noise, or depends on
+    shapes (e.g. a `mask` function that looks at them; pass a tree of booleans instead). We detect
+    this from its jaxpr.
 
     ```python
     tx = jaxcross.exchange.sharded_optimizer(optax.adam(1e-3), "batch", ranks=world.size)
@@ -51,22 +55,22 @@ def sharded_optimizer(
 
     Args:
         optimizer: Steps on this rank's part.
-        axes: One axis name; several are refused.
-        ranks: Size of the axis. Needed only where `init` runs outside of the step, where the axis
+        axes: One axis name. Several raise an error.
+        ranks: Size of the axis. Only needed if you call `init` outside of the step, where the axis
             is not bound.
 
     Raises:
         ValueError: `ranks` is not a whole number. In `init`, the axis is not bound and `ranks` is
-            not given, or the optimizer's state starts from the parameters' values, whose part
-            `init` cannot know there. At the first trace, `ranks` is not the axis's size, the
-            optimizer does not work element by element, or the state has other shapes than `init`
-            would give it: it is that of another number of ranks.
+            not given, or the optimizer's initial state depends on the parameters' values, because
+            `init` can't know this rank's part of them there. At the first trace, `ranks` is not the
+            axis's size, the optimizer does not work element by element, or the state's shapes
+            differ from those `init` would create, because it was made for a different number of
+            ranks.
 
-    Bytes that a rank receives, with D the elements padded per leaf to a multiple of P: `(P-1)/P D`
-    of the gradients' type and as many of the updates'.
+    Bytes received per rank, with D the number of elements after padding each leaf to a multiple of
+    P: `(P-1)/P D` of the gradients' type and the same number of the updates' type.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: the distributed parameter server with as many servers as workers, Langer et al., arXiv
     2007.03970, section 3.4; sharded state: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 1).
@@ -127,8 +131,9 @@ def _part(leaf: jax.Array, size: int, rank: jax.typing.ArrayLike) -> jax.Array:
 
 
 def _mean_parts(leaves: Sequence[jax.Array], axis: Hashable) -> list[jax.Array]:
-    """Returns this rank's part of each leaf's mean, by one reduce-scatter a type. Sums 16-bit
-    floats in float32.
+    """Returns this rank's part of each leaf's mean, by one reduce-scatter per element type.
+
+    16-bit floats are summed in float32.
     """
     size = jax.lax.axis_size(axis)
     out: list[Any] = [None] * len(leaves)
@@ -151,7 +156,7 @@ def _mean_parts(leaves: Sequence[jax.Array], axis: Hashable) -> list[jax.Array]:
 def _gather(
     parts: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], axis: Hashable
 ) -> list[jax.Array]:
-    """Returns the whole leaves of these shapes, by one all-gather a type."""
+    """Returns the whole leaves of these shapes, by one all-gather per element type."""
     out: list[Any] = [None] * len(parts)
     for members in group_by_dtype(parts).values():
         rows = collectives.gather(jnp.concatenate([parts[i] for i in members]), axis)
@@ -186,9 +191,7 @@ def _axis_size(ranks: int | None, bound: int | None) -> int:
 
 
 def _reads_values(init: Callable[[optax.Params], optax.OptState], params: optax.Params) -> bool:
-    """Whether what `init` returns depends on its argument's values, and not on shapes and types
-    alone.
-    """
+    """Whether the result of `init` depends on values, rather than on shapes and types alone."""
     jaxpr = jax.make_jaxpr(init)(params).jaxpr
     tainted = set(jaxpr.invars)
     for eqn in jaxpr.eqns:

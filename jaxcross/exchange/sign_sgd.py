@@ -13,15 +13,15 @@ from jaxcross.exchange.validation import check_real
 
 
 def sign_sgd(axes: collectives.Axes) -> optax.GradientTransformation:
-    """Returns +1 or -1 for each element, as on most ranks; the same on every rank. Stateless,
-    deterministic.
+    """Returns each element's majority sign over ranks, +1 or -1, identical on every rank.
 
-    A zero votes +1 and a tie gives +1. A leaf that is all zeros on all ranks stays zero; one with
-    NaN or infinity on any rank becomes NaN on every rank. The size of gradients is lost: use a
-    small learning rate.
+    Stateless and deterministic. A zero votes +1, and a tie gives +1. A leaf that is all zeros on
+    all ranks stays zero. A leaf with NaN or infinity on any rank becomes NaN on every rank. The
+    magnitude of the gradients is lost, so use a small learning rate.
 
-    Rank r counts the votes on the r-th part of all elements: `2 (P-1)/P D'/8` bytes a rank, D'
-    being all elements padded to a multiple of 8 P, and `2 (P-1)/P` of 8 bytes a leaf.
+    Rank r counts the votes for the r-th part of all elements. A rank receives `2 (P-1)/P D'/8`
+    bytes, D' being the number of elements padded to a multiple of 8 P, and `2 (P-1)/P` times 4
+    bytes per leaf.
 
     ```python
     tx = optax.chain(jaxcross.exchange.sign_sgd("batch"), optax.add_decayed_weights(1e-4),
@@ -29,13 +29,12 @@ def sign_sgd(axes: collectives.Axes) -> optax.GradientTransformation:
     ```
 
     Args:
-        axes: One axis name; several are refused.
+        axes: One axis name. Several raise an error.
 
     Raises:
-        ValueError: Several axes; (when traced) a leaf is not real floating-point.
+        ValueError: `axes` names several axes, or (when traced) a leaf is not real floating-point.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: Bernstein et al., arXiv 1802.04434 and 1810.05291, algorithm 1.
     """
@@ -53,8 +52,8 @@ def sign_sgd(axes: collectives.Axes) -> optax.GradientTransformation:
         votes = bits.unpack(jax.lax.all_to_all(ballots, axis, 0, 0))
         majority = 2 * jnp.sum(votes, axis=0, dtype=jnp.int32) >= size
         elected = bits.unpack(collectives.gather(bits.pack(majority), axis)).reshape(-1)
-        # A bit cannot encode zero, nor what is not finite: this travels as NaN, which a job's
-        # `nonfinite` sees.
+        # One bit can't encode zero or a value that isn't finite, so this sum says which leaves are
+        # zero. A leaf that isn't finite travels as NaN, which a job's `nonfinite` check detects.
         present = [jnp.where(jnp.all(jnp.isfinite(x)), jnp.any(x != 0), jnp.nan) for x in leaves]
         moved = jax.lax.psum(jnp.stack(present).astype(jnp.float32), axis)
         signed = jax.tree.leaves(where.unravel(bits.signs(elected)))

@@ -1,6 +1,4 @@
-"""Sparse messages of a fixed size: (value, index) pairs of which a slot without an element has
-value 0, index D.
-"""
+"""Sparse messages of a fixed size: (value, index) pairs. An empty slot has value 0, index D."""
 
 from __future__ import annotations
 
@@ -21,23 +19,23 @@ from jaxcross.exchange.validation import as_number
 
 Skip = Callable[[str, Any], bool]
 
-# As `jax.tree_util.keystr` writes it: a key of a dict or an attribute, in NNX with the variable's
-# value behind.
+# Matches the end of a path in the format of `jax.tree_util.keystr`: a dict key or an attribute, in
+# NNX followed by the variable's value.
 _BIAS_OR_SCALE = re.compile(r"(?<!\w)(bias|scale)\b\W*((raw_)?value\W*)?$")
 
 
 def bias_or_norm(path: str, leaf: jax.typing.ArrayLike) -> bool:
-    """Whether a leaf is small and sensitive enough to be exchanged as it is: scalars, vectors,
-    biases, norms' scales.
+    """Whether a leaf is small and sensitive enough to be exchanged uncompressed.
 
-    The last two have more dimensions in attention (one for the heads) and under `nn.scan` (one for
-    the layers): they are known by the name `bias` or `scale` that ends their path.
+    These are scalars, vectors, biases and the scales of norms. Biases and scales have more
+    dimensions in attention (one for the heads) and under `nn.scan` (one for the layers), so they
+    are recognised by the name `bias` or `scale` at the end of their path.
     """
     return jnp.ndim(leaf) <= 1 or _BIAS_OR_SCALE.search(path) is not None
 
 
 def check_density(density: object, name: str = "density") -> float:
-    """Returns a share of elements as a float.
+    """Returns a fraction of elements as a float.
 
     Raises:
         ValueError: `density` is not a number in (0, 1].
@@ -54,15 +52,14 @@ def check_density(density: object, name: str = "density") -> float:
 
 
 def slots(density: float, size: int) -> int:
-    """Returns the number of elements that are sent of `size`: the share rounded, but one at
-    least.
-    """
+    """Returns how many of `size` elements are sent: the fraction, rounded, but at least one."""
     return min(size, max(1, round(density * size)))
 
 
 def compressed_leaves(leaves: Sequence[tuple[Any, Any]], skip: Skip) -> list[bool]:
-    """Returns for each (path, leaf) whether it is compressed: floats with elements that `skip` does
-    not name.
+    """Returns for each (path, leaf) whether it is compressed.
+
+    These are the nonempty floating-point leaves, except those for which `skip` is true.
     """
     return [
         jnp.size(leaf) > 0
@@ -73,9 +70,7 @@ def compressed_leaves(leaves: Sequence[tuple[Any, Any]], skip: Skip) -> list[boo
 
 
 def residuals(params: optax.Params, skip: Skip, length: Callable[[int], int]) -> PyTree:
-    """Returns the tree of zero residuals: one float32 vector of `length(size)` for each leaf that
-    is compressed.
-    """
+    """Returns a tree of zeros: a float32 vector of `length(size)` for each compressed leaf."""
     found, treedef = jax.tree.flatten_with_path(params)
     vectors = [
         jnp.zeros(length(jnp.size(leaf)), jnp.float32) if chosen else optax.MaskedNode()
@@ -85,10 +80,10 @@ def residuals(params: optax.Params, skip: Skip, length: Callable[[int], int]) ->
 
 
 def warn_if_none(params: optax.Params, skip: Skip, what: str) -> None:
-    """Warns that `what` compresses nothing where vectors are all that it was given, behind
-    `optax.flatten` for example.
+    """Warns if `what` compresses nothing because all parameters are vectors, biases or scales.
 
-    No warning while tracing, for shapes alone, and none where `skip` is the user's own.
+    This happens after `optax.flatten`, for example. There's no warning while tracing, since that
+    may be for shapes only, and none if `skip` is the user's own.
     """
     found = jax.tree.leaves_with_path(params)
     if (
@@ -107,28 +102,27 @@ def warn_if_none(params: optax.Params, skip: Skip, what: str) -> None:
 
 
 def rounded(values: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds values as they travel. The rest then stays in the residual, as all rounding does."""
+    """Rounds values to their wire type, so that the rounding error stays in the residual."""
     return collectives.round_for_wire(collectives.saturate(values, dtype), dtype)
 
 
 def residual_after(x: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
-    """Returns what is left of a vector once these pairs are sent. Rounding on the wire stays in
-    it.
-    """
+    """Returns what is left of a vector after sending these pairs, including wire rounding."""
     return x.at[indices].add(-values.astype(x.dtype), mode="drop")
 
 
 def sum_of_pairs(values: jax.Array, indices: jax.Array, size: int) -> jax.Array:
-    """Returns the float32 sum of every rank's pairs, `[P, k]`, rank after rank: the same bits
-    everywhere.
+    """Returns the float32 sum of every rank's pairs, `[P, k]`.
+
+    Adds rank after rank, so the result is bitwise identical everywhere.
     """
 
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
-        # One rank's indices differ, so that no order of these additions can change a bit, on any
-        # backend.
+        # The indices of one rank are all different, so the order of these additions can't change a
+        # bit, on any backend.
         return sum_.at[indices[rank]].add(values[rank].astype(jnp.float32), mode="drop")
 
-    # The loop begins with a sum, not with zeros, which `shard_map` with `check_vma` takes for the
-    # same on every rank.
+    # Start the loop with a sum rather than with zeros, which `shard_map` with `check_vma` would
+    # take for a value that is identical on every rank.
     first = add(jnp.int32(0), jnp.zeros(size, jnp.float32))
     return jax.lax.fori_loop(1, values.shape[0], add, first)

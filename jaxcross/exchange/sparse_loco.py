@@ -1,6 +1,4 @@
-"""SparseLoCo: rounds of local steps whose progress travels as the largest elements of each chunk,
-in two bits each.
-"""
+"""SparseLoCo: DiLoCo that sends only each chunk's largest elements, with two bits per value."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ from jaxcross.exchange.validation import (
 )
 
 _CODE_BITS = 2
-_LONGEST_CHUNK = 1 << (31 - _CODE_BITS)  # an index and its code are one int32
+_LONGEST_CHUNK = 1 << (31 - _CODE_BITS)  # an index and its code must fit one int32
 
 
 class SparseLoCoState(NamedTuple):
@@ -45,10 +43,10 @@ class SparseLoCoState(NamedTuple):
 
     Attributes:
         since: Local steps since the last exchange, int32.
-        anchor: Like the parameters, and the same bits on every rank: where this round began. The
-            model to evaluate.
-        residual: What this rank has not sent of its progress, float32, by chunk.
-        outer: State of the outer optimizer, the same bits on every rank.
+        anchor: The parameters at the beginning of this round, bitwise identical on every rank. This
+            is the model to evaluate.
+        residual: The part of this rank's delta that it hasn't sent, float32, by chunk.
+        outer: State of the outer optimizer, bitwise identical on every rank.
         inner: State of this rank's own optimizer.
     """
 
@@ -79,60 +77,62 @@ def sparse_loco(
     bits: int = 2,
     skip: sparse.Skip = sparse.bias_or_norm,
 ) -> optax.GradientTransformationExtraArgs:
-    """Takes `every` local steps on each rank, then one step of `outer` on the mean of what ranks
-    send of their way.
+    """Takes `every` local steps per rank, then one `outer` step on the mean of sparse deltas.
 
-    A round is that of `diloco`, with `residual <- decay * residual + (anchor - mine)` in place of
-    the way back itself: of each chunk the `density` largest elements are sent, and leave the
-    residual. An element travels as its index in the chunk, its sign, and whether it is above the
-    leaf's mean size; its value is then the mean size of all elements that this rank sends of the
-    leaf on that side. What the rounding cuts stays in the residual, too.
+    A round is a `diloco` round, but instead of the whole delta, ranks send part of a residual:
+    `residual <- decay * residual + (anchor - mine)`. The `density` largest elements of each chunk
+    are sent and removed from the residual.
+    Each travels as its index in the chunk, its sign, and one bit that says whether its magnitude is
+    above the mean magnitude of all elements that this rank sends of the leaf. It's decoded as the
+    mean magnitude of those elements that are on the same side. The rounding error stays in the
+    residual, too.
 
-    The residual takes the part of DiLoCo's momentum, so that `outer` may be plain `optax.sgd(1.0)`.
+    The residual takes over the role of DiLoCo's outer momentum, so `outer` can be plain
+    `optax.sgd(1.0)`.
 
-    Parameters differ between ranks within a round, and after it by one rounding. The inner
-    optimizer's state and the residual are this rank's own: save them, and the parameters, per rank.
-    The anchor (`state.anchor`) is the model to evaluate; `jaxcross.exchange.finish` returns it.
-    Every rank must begin with the same parameters. Deterministic.
+    Parameters differ between ranks within a round, and by one rounding after it. The inner
+    optimizer's state and the residual are rank-local, so save them, and the parameters, per rank.
+    The anchor (`state.anchor`) is the model to evaluate; `jaxcross.exchange.finish` returns it. All
+    ranks must start with the same parameters. Deterministic.
 
     ```python
     tx = jaxcross.exchange.sparse_loco(optax.adamw(4e-4), optax.sgd(1.0), "batch", every=30)
     updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
     ```
 
-    A rank of P receives, at an exchange, `(P-1) (k (b + 2)/8 + 8)` bytes a leaf of which it sends k
-    elements with indices of b bits (12 in a chunk of 4,096), by one all-gather of bytes and one of
-    two sizes a leaf, and `2(P-1)/P n` for skipped leaves of n bytes; 0 otherwise. In float32
-    instead of two bits, `(P-1) k (b/8 + 4)`.
+    Bytes received per rank on a step that exchanges: `(P-1) (k (b + 2)/8 + 8)` per leaf of which
+    each rank sends k elements with b-bit indices (12 bits for a chunk of 4,096), by one all-gather
+    of bytes and one of two magnitudes per leaf. With float32 values instead of two bits, `(P-1) k
+    (b/8 + 4)`. Skipped leaves of n bytes cost `2(P-1)/P n`. On other steps, 0.
 
     Args:
         inner: Steps on this rank's gradients.
-        outer: Steps on the mean of what was sent, once a round; a schedule in it counts rounds.
-        axes: One axis name, or a tuple of several that count as one.
-        every: Steps of a round; the first exchange is in step `every`.
-        density: Share of a chunk's elements that is sent, rounded, one at least.
-        decay: Factor of the residual in each round, in [0, 1].
-        chunk: Longest chunk. A leaf is cut into equal chunks, so that padding is less than one
-            element a chunk.
-        bits: Of a value on the wire: 2, or 32 for float32.
-        skip: (path, leaf) -> whether the progress of a leaf is averaged as it is. By default
+        outer: Steps on the mean of what was sent, once per round. A schedule in it counts rounds.
+        axes: One axis name, or a tuple of names that act as a single axis.
+        every: Steps per round; the first exchange is in step `every`.
+        density: Fraction of a chunk's elements to send, rounded, but at least one.
+        decay: Factor of the residual per round, in [0, 1].
+        chunk: Longest chunk. A leaf is cut into equal chunks, so there's less than one element of
+            padding per chunk.
+        bits: Bits per value on the wire: 2, or 32 for float32.
+        skip: (path, leaf) -> whether the delta of a leaf is averaged uncompressed. By default,
             scalars, vectors, and leaves of any shape whose name is `bias` or `scale`.
 
     Raises:
-        ValueError: An argument is out of its range, or `inner` or `outer` is not an optimizer;
-            `update` got no `params`; (when traced) the state has other shapes than `init` makes, or
-            a leaf that is compressed has 2^31 elements or more, or is float64.
+        ValueError: An argument is out of range, or `inner` or `outer` is not an optimizer; `update`
+            got no `params`; or, at trace time, the state has different shapes than `init` makes, or
+            a compressed leaf has 2^31 elements or more, or is float64.
 
-    `init` warns where it compresses nothing, unless `skip` is your own.
+    Warns in `init` if it compresses nothing, unless you pass your own `skip`.
 
-    Memory above the inner optimizer's: the anchor, the residual and the outer state.
+    Memory in addition to the inner optimizer's: the anchor, the residual and the outer state.
 
-    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes,
-    and every rank calls it in the same step.
+    Communicates only in `update`, on every `every`-th step, over its axes. All ranks must call it
+    on the same step.
 
     Source: after Sarfi et al., arXiv 2508.15706, and the authors' code of an earlier form, CCLoco,
-    where an element is averaged over those ranks that have sent it. The levels of the two bits are
-    ours.
+    which averages an element only over those ranks that have sent it. The levels of the two bits
+    are ours.
     """
     every = whole_number(every, "every", "`sparse_loco`")
     if not is_whole(bits) or bits not in (_CODE_BITS, 32):
@@ -189,7 +189,7 @@ _Merged = tuple[optax.Params, PyTree, optax.OptState]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    """Settings of the exchange at a round's end, as in `sparse_loco`."""
+    """Settings of the exchange at the end of a round, as in `sparse_loco`."""
 
     names: tuple[Hashable, ...]
     density: float
@@ -199,7 +199,6 @@ class _Settings:
     skip: sparse.Skip
 
     def residual(self, params: optax.Params) -> PyTree:
-        """Returns the residuals that nothing has been added to."""
         found, treedef = jax.tree.flatten_with_path(params)
         zeros = [
             jnp.zeros((lay.rows, lay.width), jnp.float32) if lay else optax.MaskedNode()
@@ -208,8 +207,9 @@ class _Settings:
         return jax.tree.unflatten(treedef, zeros)
 
     def exchange(self, gradient: optax.Updates, residual: PyTree) -> tuple[optax.Updates, PyTree]:
-        """Returns the mean over ranks of what they send, in the gradient's types, and this rank's
-        next residual.
+        """Returns the mean over ranks of what they send, and this rank's next residual.
+
+        The mean has the gradient's types.
         """
         found, treedef = jax.tree.flatten_with_path(gradient)
         layouts, rests = self._layouts(found), treedef.flatten_up_to(residual)
@@ -257,7 +257,7 @@ class _Settings:
         else:
             coded = [_coded(values) for values, _ in pairs]
             sent = [_decoded(codes, levels) for codes, levels in coded]
-            # A code lies above the bits of its index.
+            # The code goes above the bits of the index.
             both = [
                 c + (codes << lay.index_bits)
                 for (_, c), (codes, _), lay in zip(pairs, coded, layouts, strict=True)
@@ -286,11 +286,11 @@ def _rows(leaf: jax.Array, layout: Chunks) -> jax.Array:
 
 
 def _coded(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns codes of two bits, int32, and their two sizes, `[2]`: the means of the smaller and of
-    the larger values.
+    """Returns 2-bit codes as int32, and the two magnitudes, `[2]`, that they stand for.
 
-    The first bit is the sign, the second one says larger than the mean. A value that is not finite
-    makes the first size so, and every value takes it.
+    The low bit is the sign, 1 for positive. The high bit is set if the value's magnitude is above
+    the mean of all. The magnitudes are the means of the smaller and of the larger values. If any
+    value isn't finite, neither is the first magnitude, and all values take it.
     """
     size = jnp.abs(values)
     above = size > jnp.sum(size / size.size)
@@ -299,11 +299,11 @@ def _coded(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mean_where(x: jax.Array, chosen: jax.Array) -> jax.Array:
-    # Divided first: a sum of large numbers may be infinite.
+    # Divide first: the sum of large numbers could be infinite.
     return jnp.sum(jnp.where(chosen, x / jnp.maximum(jnp.sum(chosen), 1), 0))
 
 
 def _decoded(codes: jax.Array, levels: jax.Array) -> jax.Array:
-    """Returns the values of codes, whose two sizes lie along the last axis of `levels`."""
+    """Returns the values of codes; the last axis of `levels` holds the two magnitudes."""
     size = jnp.where(codes >= 2, levels[..., 1], levels[..., 0])
     return jnp.where(codes % 2 == 1, size, -size)

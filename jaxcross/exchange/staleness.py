@@ -1,9 +1,8 @@
-"""Stale gradients by appointment: bounded and asynchronous training as delay queues in the
-optimizer's state.
+"""Scheduled staleness: bounded-stale and asynchronous training, simulated with delay queues.
 
-What a parameter server does when workers do not wait for one another depends on timing, and no run
-repeats another. Here the delays are given, so that their effect on convergence can be studied and
-tested.
+In a real parameter server whose workers don't wait for each other, staleness depends on timing, so
+no run can be repeated. Here the delays are given, and delayed gradients wait in queues in the
+optimizer's state. You can study and test the effect of the delays on convergence.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, whole
 
 
 class StaleState(NamedTuple):
-    """State of delayed gradients.
+    """State of `asynchronous`.
 
     Attributes:
         step: Step modulo the period of the schedule, int32.
-        queue: Like the gradients with one more first axis, in float32 at least; step `t` has slot
-            `t mod length`.
+        queue: Like the gradients with an additional first axis, float32 at least. The gradients
+            that arrive in step `t` are in slot `t mod length`.
         inner: State of the optimizer.
     """
 
@@ -41,12 +40,12 @@ class StaleState(NamedTuple):
 
 
 class BoundedStaleState(NamedTuple):
-    """State of the other ranks' late gradients.
+    """State of `bounded_stale`.
 
     Attributes:
         step: Step modulo the staleness, int32.
-        late: The other ranks' gradients that are still to come, stored as `StaleState` stores its
-            queue.
+        late: The other ranks' gradients that haven't been applied yet, in slots like the queue of
+            `StaleState`.
         inner: State of this rank's own optimizer.
     """
 
@@ -60,13 +59,13 @@ class BoundedStaleState(NamedTuple):
 def bounded_stale(
     optimizer: optax.GradientTransformation, axes: collectives.Axes, *, staleness: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps each rank on its own gradient at once and on the others' `staleness` steps late: the
-    worst that SSP allows.
+    """Steps on a rank's own gradient at once and on the others' `staleness` steps late.
 
-    A stale-synchronous rank reads its own writes, and all writes of others that are more than
-    `staleness` clocks old; here it never sees newer ones. Every gradient counts exactly once on
-    each rank, divided by the ranks. Parameters and state differ between ranks: save them per rank.
-    Deterministic. `staleness=0` is `mean` in front of `optimizer`, the same bits.
+    This is the worst case that stale-synchronous parallelism (SSP) permits: a rank always reads its
+    own writes, and all writes of others that are more than `staleness` clocks old. Here it never
+    reads newer ones. Every gradient counts exactly once on each rank, divided by the number of
+    ranks. Parameters and state differ between ranks, so save them per rank. Deterministic. With
+    `staleness=0`, it is bitwise identical to `mean` in front of `optimizer`.
 
     ```python
     tx = jaxcross.exchange.bounded_stale(optax.sgd(0.1), "batch", staleness=3)
@@ -74,18 +73,17 @@ def bounded_stale(
 
     Args:
         optimizer: Steps on the sum of what arrives.
-        axes: One axis name, or a tuple of several that count as one.
-        staleness: Steps by which the others' gradients are late; each costs memory for one set of
-            gradients.
+        axes: One axis name, or a tuple of names that act as a single axis.
+        staleness: Number of steps by which the others' gradients are late. Each step costs the
+            memory of one set of gradients.
 
     Raises:
-        ValueError: `staleness` is not a whole number from 0 on.
+        ValueError: `staleness` is not a non-negative whole number.
 
-    Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'; the simulator
-    sends at once and waits at the receiver.
+    Bytes received per rank: as for the mean, `2(P-1)/P` times the bytes of the gradients. The
+    simulator sends at once and delays the gradients at the receiver.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter
     server, NIPS 2013, section 2; Langer et al., arXiv 2007.03970, section 3.3.4.
@@ -134,40 +132,38 @@ def asynchronous(
     *,
     delays: int | Sequence[int] | Sequence[Sequence[int]],
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps on the mean of the gradients that *arrive* in this step, each by its own delay after it
-    was computed.
+    """Steps on the mean of the gradients that *arrive* in this step, each with its own delay.
 
-    An asynchronous server with the arrival times of a schedule: a gradient computed on the
-    parameters of step `t` is applied in step `t + delay`, to parameters that have moved on. Each
-    gradient is applied exactly once. Parameters and updates are the same bits on every rank, the
-    queue is the rank's own. Deterministic. Delays of 0 are `mean` in front of `optimizer`, the same
-    bits.
+    It acts like an asynchronous server with scheduled arrival times: a gradient computed on the
+    parameters of step `t` is applied in step `t + delay`, when the parameters have changed. Each
+    gradient is applied exactly once. Parameters and updates are bitwise identical on every rank,
+    the queue is rank-local. Deterministic. If all delays are 0, it is bitwise identical to `mean`
+    in front of `optimizer`.
 
     ```python
     tx = jaxcross.exchange.asynchronous(optax.sgd(0.1), "batch", delays=[[0, 1], [2, 1]])
     ```
 
     Args:
-        optimizer: Steps on the mean of what arrives, on every rank alike.
-        axes: One axis name; several are refused.
-        delays: In steps: one for all, one a rank, or `[step][rank]`, repeated when it is over. The
-            largest costs memory for as many sets of gradients.
+        optimizer: Steps on the mean of what arrives, identically on every rank.
+        axes: One axis name. Several raise an error.
+        delays: Delays in steps: one number for all, one per rank, or a table `[step][rank]` that
+            repeats. Costs the memory of as many sets of gradients as the largest delay.
 
     Raises:
-        ValueError: A delay is not a whole number from 0 on, rows differ in length, or there is not
-            one for each rank (at the first trace).
+        ValueError: A delay is not a non-negative whole number, rows differ in length, or there
+            isn't one delay per rank (at the first trace).
 
-    Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'.
+    Bytes received per rank: as for the mean, `2(P-1)/P` times the bytes of the gradients.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it
-    in the same step.
+    Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: Langer et al., arXiv 2007.03970, section 3.3.3; delayed SGD: Agarwal and Duchi, arXiv
     1104.5525.
     """
     axis = collectives.one_axis(axes, "`asynchronous`")
     table = _table(delays)
-    # One slot for each step from now to the latest arrival.
+    # One slot per step, from this one to the latest arrival.
     slots = int(table.max()) + 1
     period = int(np.lcm(len(table), slots))
     inner = optimizer_in(optimizer, "`asynchronous`")
@@ -205,7 +201,7 @@ def asynchronous(
 
 
 def _empty(params: optax.Params, slots: int) -> PyTree:
-    """Zeros to wait in, in float32 at least: what waits is not rounded to 16 bits."""
+    """Returns a queue of zeros, float32 at least: waiting gradients aren't rounded to 16 bits."""
     return (
         jax.tree.map(
             lambda x: jnp.zeros((slots, *jnp.shape(x)), accumulation_dtype(jnp.result_type(x))),
@@ -217,7 +213,7 @@ def _empty(params: optax.Params, slots: int) -> PyTree:
 
 
 def _check_queue(queue: PyTree, slots: int, what: str, why: str) -> None:
-    """Refuses a state of other delays: what waits would be lost, or counted twice."""
+    """Refuses a state with other delays: its gradients would be lost, or counted twice."""
     found = {len(q) for q in jax.tree.leaves(queue)} if queue is not None else {0}
     if found not in ({slots}, set()):
         raise ValueError(
@@ -228,7 +224,7 @@ def _check_queue(queue: PyTree, slots: int, what: str, why: str) -> None:
 
 
 def _table(delays: object) -> np.ndarray:
-    """Delays as `[step, rank]`, or `[step, 1]` where all ranks have the same."""
+    """Returns delays as `[step, rank]`, or `[step, 1]` if they are the same for all ranks."""
     rows = list(delays) if isinstance(delays, Sequence | np.ndarray) else [[delays]]
     rows = (
         [rows]

@@ -1,4 +1,32 @@
-"""Streaming DiLoCo: fragments of the model are exchanged in turn, each while the ranks train on."""
+"""Streaming DiLoCo: fragments of the model are exchanged in turn while the ranks keep training.
+
+DiLoCo exchanges the whole model at the end of a round, and every rank waits for that. Over a slow
+network this single exchange can take much longer than a step. Streaming DiLoCo removes the wait in
+three ways.
+
+**Fragments.** The model is cut into `fragments` even parts, each with its own anchor and outer
+optimizer state. The parts take turns, so there's an exchange every `every / fragments` steps, of a
+correspondingly smaller part. The paper's fragments are made of layers. We cut the vector of all
+leaves evenly, so that each exchange takes the same number of bytes.
+
+**Delay.** A fragment's pseudo-gradient is captured into the state (`pending`), and its outer step
+is taken `delay` steps later. No exchange may be in flight between two steps of a job, so we can't
+send one message and pick it up later. Instead, the pseudo-gradient is cut into `delay` slices, and
+each of the following steps exchanges one of them. A slice depends only on the state rather than on
+the step's gradient, so its exchange is carried: it's in flight while the step computes. With `delay
+= every / fragments` the link carries the same bytes on every step.
+
+**Mixing.** By the time the outer step is taken, the rank has trained for `delay` more steps.
+Jumping to the new anchor would discard that progress in this fragment, so the rank moves to a mix
+of the anchor and its own parameters.
+
+What a step does is a function of the clock in the state (`Turns`). The host knows the clock, so it
+runs the right program for each step, and a step without an exchange sends nothing. With 8 or 4
+bits, pseudo-gradients travel as integers with a shared unit per block (`integers`), while the paper
+uses 4-bit floats.
+
+How much of the speed of computation is left is measured in benchmarks/results/carried.md.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +65,14 @@ class StreamingDiLoCoState(NamedTuple):
     """State of Streaming DiLoCo.
 
     Attributes:
-        clock: The turn of a fragment, and the step within it.
-        anchor: Of each fragment the vector that all ranks agreed on last, the same bits on every
-            rank.
-        outer: Of each fragment the state of the outer optimizer, likewise.
-        pending: This rank's pseudo-gradient of one fragment, in as many slices as steps that
-            exchange it. At 32 bits a slice that was exchanged has become the mean.
-        arrived: The means of slices that travel as integers, a fragment's vector; None at 32 bits
-            and without a delay.
+        clock: Which fragment's turn it is, and the step within the turn.
+        anchor: For each fragment, the last vector that all ranks agreed on, bitwise identical on
+            every rank.
+        outer: For each fragment, the state of the outer optimizer, also bitwise identical.
+        pending: This rank's pseudo-gradient of one fragment, in one slice per step that exchanges
+            it. At 32 bits, a slice that has been exchanged is replaced by its mean.
+        arrived: At 8 or 4 bits, a fragment's vector that collects the means of the slices. None at
+            32 bits, or without a delay.
         inner: State of this rank's own optimizer.
     """
 
@@ -60,7 +88,7 @@ class StreamingDiLoCoState(NamedTuple):
     )
 
     def model(self, params: optax.Params) -> optax.Params:
-        """Returns the anchor as a tree like `params`: the model to evaluate."""
+        """Returns the model to evaluate: the anchor as a tree like `params`."""
         cut = cuts.cut(params, len(self.anchor))
         for fragment, vector in enumerate(self.anchor):
             params = cut.put(params, fragment, cut.split(vector, fragment))
@@ -78,21 +106,20 @@ def streaming_diloco(
     mix: float | None = None,
     bits: int = 32,
 ) -> optax.GradientTransformationExtraArgs:
-    """Takes DiLoCo's outer step on one fragment of the model after another, each `delay` steps
-    after it was sent.
+    """Takes DiLoCo's outer step fragment by fragment, each `delay` steps after it was captured.
 
-    The model is cut into `fragments` even parts. Every `every / fragments` steps the next one's
-    pseudo-gradient, its anchor less this rank's parameters, becomes `pending`. Each of the
-    following `delay` steps exchanges a part of it: the exchange depends on the state alone, so it
-    is carried, and travels while the step computes. Behind the last part, `outer` steps from the
-    fragment's anchor, and the rank goes on from the anchor and its own parameters, mixed. With
-    `delay = every / fragments` the link carries the same bytes in every step. With `delay=0` the
-    fragment is exchanged and applied at once, and the step waits for it; with one fragment that is
-    `diloco`.
+    The model is cut into `fragments` even parts. Every `every / fragments` steps, the next
+    fragment's pseudo-gradient (its anchor minus this rank's parameters) becomes `pending`. Each of
+    the following `delay` steps exchanges one slice of it. The exchange depends only on the state,
+    so it's carried and runs while the step computes. After the last slice, `outer` steps from the
+    fragment's anchor, and the rank continues from a mix of the new anchor and its own parameters.
+    With `delay = every / fragments`, the link carries the same bytes on every step. With `delay=0`,
+    the fragment is exchanged and applied at once, and the step waits for it; with a single
+    fragment, that is `diloco`.
 
     Parameters differ between ranks. The model to evaluate is the anchor, `state.model(params)`,
-    which `jaxcross.exchange.finish` returns; a job that ends drops what is pending, on every rank
-    alike. Every rank must begin with the same parameters. Deterministic.
+    which `jaxcross.exchange.finish` returns. When a job ends, pending slices are dropped,
+    consistently on all ranks. All ranks must start with the same parameters. Deterministic.
 
     ```python
     outer = optax.sgd(0.4, momentum=0.9, nesterov=True)
@@ -104,45 +131,46 @@ def streaming_diloco(
 
     Args:
         inner: Steps on this rank's gradients.
-        outer: Steps on a fragment's pseudo-gradient, once a round. It must work element by element,
-            since it sees flat vectors: SGD with or without momentum, Adam.
-        axes: One axis name, or a tuple of several that count as one.
-        every: Steps of a round, in which each fragment is exchanged once. May be another one after
-            a restart.
-        fragments: A divisor of `every`. Parts of the tree's leaves in order, equal in elements.
-        delay: Steps from a fragment's pseudo-gradient to its outer step, at most `every /
-            fragments`: then the next fragment needs the place.
-        mix: The rank's own part in the parameters after an outer step, in [0, 1); None: 0.5 with a
-            delay, in which the rank has trained on, else 0.
-        bits: Of an element on the wire. 32: an all-reduce. 8 or 4: blocks of 128 elements share a
-            float32 unit, each element is rounded to the nearest of 255 or 15 multiples of it, and
-            every rank gathers and sums in float32.
+        outer: Steps on a fragment's pseudo-gradient, once per round. It must work element by
+            element (SGD with or without momentum, Adam), because it receives flat vectors.
+        axes: One axis name, or a tuple of names that act as a single axis.
+        every: Steps per round, in which each fragment is exchanged once. You can change it at a
+            restart.
+        fragments: Number of parts, a divisor of `every`. The tree's leaves are cut in order, into
+            parts with equal numbers of elements.
+        delay: Steps from capturing a fragment's pseudo-gradient to its outer step. At most `every /
+            fragments`, because then the next fragment is captured.
+        mix: Weight of the rank's own parameters in the mix after an outer step, in [0, 1). If None,
+            0.5 with a delay, during which the rank has kept training, and 0 without.
+        bits: Bits per element on the wire. With 32, an all-reduce. With 8 or 4, blocks of 128
+            elements share a float32 unit, each element is rounded to the nearest of 255 or 15
+            multiples of it, and every rank gathers all vectors and sums them in float32.
 
     Raises:
-        ValueError: An argument is out of its range, `fragments` does not divide `every`, or `inner`
-            or `outer` is not an optimizer. At the first trace, on every rank: `update` got no
+        ValueError: An argument is out of range, `fragments` does not divide `every`, or `inner` or
+            `outer` is not an optimizer. At the first trace, on every rank: `update` got no
             `params`, or a state that was made with other arguments or for other parameters; `outer`
-            does not work element by element; a floating-point leaf is complex, or is float64 where
+            does not work element by element; a floating-point leaf is complex, or is float64 while
             `bits` is 8 or 4.
 
-    Memory above the inner optimizer's: the anchor and the outer state, in float32 at least. With a
-    delay also a fragment that is pending, as it travels, and at 8 or 4 bits one that arrives, in
-    float32.
+    Memory in addition to the inner optimizer's: the anchor and the outer state, float32 at least.
+    With a delay, also one pending fragment in its wire format, and, at 8 or 4 bits, one arriving
+    fragment in float32.
 
-    Bytes that a rank receives, with n the elements of a fragment in whole slices: `2(P-1)/P 4n` at
-    32 bits (8n if a leaf is float64), else `(P-1) (bits/8 + 1/32) n`, spread over `delay` steps of
-    each `every / fragments`.
+    Bytes received per rank, with n the elements of a fragment in whole slices: `2(P-1)/P 4n` at 32
+    bits (8n instead of 4n if a leaf is float64), otherwise `(P-1) (bits/8 + 1/32) n`, spread over
+    `delay` out of every `every / fragments` steps.
 
-    Each thing that a step may exchange or apply makes it another program, compiled when the first
-    such step is called: `delay + 2 * fragments` of them, `delay + fragments + 1` if `delay` is
-    `every / fragments`, `fragments + 1` without a delay. Where compiling takes minutes, take few
-    slices and fragments.
+    Every combination of what a step exchanges and applies is a separate program, compiled the first
+    time it's needed. There are `delay + 2 * fragments` of them, `delay + fragments + 1` if `delay`
+    is `every / fragments`, and `fragments + 1` without a delay. If compiling takes minutes, keep
+    the number of slices and fragments small.
 
-    Making it and `init` do not communicate; `update` does, in the steps that follow from the
-    arguments, over its axes, and every rank calls it in the same step.
+    Communicates only in `update`, over its axes, on steps that are determined by the arguments. All
+    ranks must call it on the same step.
 
-    Source: Douillard et al., arXiv 2501.18512, algorithm 2; even parts in place of layers, slices
-    in place of one message in flight, and integers in place of 4-bit floats are ours.
+    Source: Douillard et al., arXiv 2501.18512, algorithm 2. Even parts instead of layers, slices
+    instead of one message in flight, and integers instead of 4-bit floats are ours.
     """
     turns = Turns.checked(every, fragments, delay, _WHAT)
     own_part = _part(mix, turns.delay)
@@ -155,7 +183,8 @@ def streaming_diloco(
     def init(params: optax.Params) -> StreamingDiLoCoState:
         cut = work.cut(params)
         anchor = tuple(cut.take(params, n) for n in range(turns.fragments))
-        # Packed zeros are zeros, and XLA would take seconds to find that out.
+        # Packing zeros gives zeros, but XLA would take seconds to find that out, so only take the
+        # shapes.
         sent = (
             jax.eval_shape(work.sent, jax.ShapeDtypeStruct((cut.width,), cut.dtype))
             if turns.delay
@@ -198,7 +227,7 @@ def streaming_diloco(
 
 
 class _Moving(NamedTuple):
-    """What a step's turn may change."""
+    """The values that a step's turn may change."""
 
     updates: optax.Updates
     anchor: tuple[jax.Array, ...]
@@ -209,14 +238,14 @@ class _Moving(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """The parts of a turn.
+    """The operations that a turn is made of.
 
     Attributes:
         turns: The schedule.
         names: Axes.
         outer: Outer optimizer.
-        own_part: The rank's own part after an outer step.
-        bits: Of an element on the wire.
+        own_part: Weight of the rank's own parameters after an outer step.
+        bits: Bits per element on the wire.
     """
 
     turns: Turns
@@ -234,7 +263,7 @@ class _Work:
         )
 
     def sent(self, vector: jax.Array) -> tuple[PyTree, ...]:
-        """Returns the slices of a fragment as they travel."""
+        """Returns a fragment as slices in their wire format."""
         slices = max(self.turns.delay, 1)
         parts = vector.reshape(slices, vector.size // slices)
         return tuple(
@@ -251,35 +280,33 @@ class _Work:
         )
 
     def arrive(self, n: int, moving: _Moving) -> _Moving:
-        """Exchanges a slice, and keeps its mean."""
+        """Exchanges a slice, and stores its mean."""
         mean = self.exchange(moving.pending[n])
         if moving.arrived is None:
             parts = [*moving.pending]
             parts[n] = varying_like(mean, parts[n])
             return moving._replace(pending=tuple(parts))
         mean = varying_like(mean, moving.arrived)
-        # In place, where joining slices would copy them all.
+        # Written in place. Joining slices would copy them all.
         return moving._replace(
             arrived=jax.lax.dynamic_update_slice(moving.arrived, mean, (n * mean.size,))
         )
 
     def gradient(self, moving: _Moving) -> jax.Array:
-        """Returns the mean of a fragment's pseudo-gradients, whose slices have all been
-        exchanged.
-        """
+        """Returns the mean pseudo-gradient of a fragment whose slices have all been exchanged."""
         return jnp.concatenate(moving.pending) if moving.arrived is None else moving.arrived
 
     def apply(
         self, fragment: int, gradient: jax.Array, params: optax.Params, moving: _Moving
     ) -> _Moving:
-        """Takes the outer step on a fragment, and leads the parameters there."""
+        """Takes the outer step on a fragment, and moves the parameters to the mix."""
         cut, anchor, outer = self.cut(params), [*moving.anchor], [*moving.outer]
         stepped, outer[fragment] = outer_step(
             self.outer, gradient, anchor[fragment], outer[fragment]
         )
         anchor[fragment] = jnp.asarray(stepped)
         began, targets = cut.parts(params, fragment), cut.split(anchor[fragment], fragment)
-        if self.own_part:  # a part of 0 is none, also of what is not finite
+        if self.own_part:  # skip a weight of 0, because 0 times NaN would be NaN
             own = cut.parts(optax.apply_updates(params, moving.updates), fragment)
             targets = [
                 mine + (1 - self.own_part) * (x - mine)
@@ -291,7 +318,7 @@ class _Work:
         return moving._replace(updates=updates, anchor=tuple(anchor), outer=tuple(outer))
 
     def capture(self, fragment: int, params: optax.Params, moving: _Moving) -> jax.Array:
-        """Returns a fragment's pseudo-gradient on this rank."""
+        """Returns a fragment's pseudo-gradient on this rank, taken after this step's update."""
         return moving.anchor[fragment] - self.cut(params).take(
             optax.apply_updates(params, moving.updates), fragment
         )
@@ -330,12 +357,9 @@ def _part(mix: object, delay: int) -> float:
 def _check(
     work: _Work, state: StreamingDiLoCoState, fresh: StreamingDiLoCoState, params: optax.Params
 ) -> None:
-    """Refuses what would be exchanged or stepped wrongly, while tracing: on every rank, before the
-    first exchange.
+    """Refuses a state, parameters or an outer optimizer that this exchange would handle wrongly.
 
-    Raises:
-        ValueError: The state is not of these arguments and parameters, a leaf cannot travel, or the
-            outer optimizer does not work element by element.
+    Checked while tracing, so every rank raises before the first exchange.
     """
     check_real(
         [x for x in jax.tree.leaves(params) if is_float(x)],

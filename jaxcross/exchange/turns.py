@@ -1,5 +1,7 @@
-"""The turns of fragments in a round: when each is captured, exchanged and applied. Arithmetic on a
-clock alone.
+"""The schedule of fragments: in which steps each is captured, exchanged and applied.
+
+Everything is computed from a clock in the state, in integer arithmetic that the host can follow, so
+the host knows what each step exchanges.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from jaxcross.exchange.validation import whole_number
 
 
 class Clock(NamedTuple):
-    """The place of a step in the rounds. It does not depend on a round's length, which a restart
-    may change.
+    """A step's position in the schedule.
+
+    It doesn't contain the length of a round, because a restart may change that.
 
     Attributes:
-        turn: The turn, int32: 0 is the first one, in which nothing is pending; then 1 to
-            `fragments`, again and again.
+        turn: The turn, int32. Turn 0 is the first one, in which nothing is pending. After that,
+            turns count from 1 to `fragments`, again and again.
         place: The step within the turn, int32.
     """
 
@@ -28,13 +31,17 @@ class Clock(NamedTuple):
 
     @classmethod
     def begin(cls) -> Clock:
-        """Returns that of the first step."""
+        """Returns the clock of the first step."""
         return cls(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
 
 class Turn(NamedTuple):
-    """What a step does, each None or a number: exchanges a slice, applies a fragment, captures a
-    fragment.
+    """What a step does. Each field is None or the number of a slice or fragment.
+
+    Attributes:
+        slice: Slice to exchange.
+        applied: Fragment whose outer step is taken.
+        captured: Fragment whose pseudo-gradient is captured.
     """
 
     slice: int | None = None
@@ -44,12 +51,13 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """The schedule of a round. Arithmetic on the clock alone, so that the host knows each step's
-    exchange.
+    """The schedule of a round.
 
     Attributes:
-        every, fragments, delay: As given.
-        period: Steps of a fragment's turn; it is captured at the end of the last one.
+        every: Steps per round.
+        fragments: Number of fragments.
+        delay: Steps from a capture to its outer step.
+        period: Steps per turn. At the end of a turn's last step, a fragment is captured.
     """
 
     every: int
@@ -59,11 +67,7 @@ class Turns:
 
     @classmethod
     def checked(cls, every: object, fragments: object, delay: object, what: str) -> Turns:
-        """Returns the schedule.
-
-        Raises:
-            ValueError: There is none for these numbers.
-        """
+        """Returns the schedule, or raises a ValueError if these numbers don't make one."""
         n_every, n_fragments = (
             whole_number(every, "every", what),
             whole_number(fragments, "fragments", what),
@@ -85,14 +89,13 @@ class Turns:
         return cls(every=n_every, fragments=n_fragments, delay=n_delay, period=period)
 
     def kinds(self) -> list[Turn]:
-        """Returns all that a step may do; `kind` counts in this list."""
+        """Returns everything a step can do; `kind` is an index into this list."""
         captures = [Turn(captured=f) for f in range(self.fragments)]
         if self.delay == 0:
             return [Turn(), *captures]
         last = self.delay - 1
-        full = (
-            self.delay == self.period
-        )  # the last slice of one fragment, and the capture of the next
+        # Whether a fragment's last slice is in the same step as the next capture.
+        full = self.delay == self.period
         ends = [
             Turn(slice=last, applied=f, captured=(f + 1) % self.fragments if full else None)
             for f in range(self.fragments)
@@ -100,8 +103,9 @@ class Turns:
         return [Turn(), *(Turn(slice=n) for n in range(last)), *ends, *captures]
 
     def kind(self, clock: Clock) -> jax.Array:
-        """Returns the place of a step in `kinds`. In a turn that began in longer rounds, it may be
-        past the period.
+        """Returns the index of this step's turn in `kinds`.
+
+        If a restart has shortened the rounds, `place` may be beyond the period.
         """
         turn, place = clock
         captures = jnp.where(place >= self.period - 1, 1 + turn % self.fragments, 0)
@@ -114,7 +118,7 @@ class Turns:
         return jnp.where((turn > 0) & (place < self.delay), exchanges, captures)
 
     def after(self, clock: Clock) -> Clock:
-        """Returns the next step's clock. The first turn is not repeated."""
+        """Returns the next step's clock. Turn 0 is not repeated."""
         ends = clock.place + 1 >= self.period
         turn = jnp.where(clock.turn < self.fragments, clock.turn + 1, 1)
         return Clock(jnp.where(ends, turn, clock.turn), jnp.where(ends, 0, clock.place + 1))

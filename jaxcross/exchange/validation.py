@@ -1,4 +1,4 @@
-"""Checks of the exchanges' arguments, and the arithmetic that exchanges of parameters share."""
+"""Argument checks, and the arithmetic that exchanges of parameters share."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ from jaxcross.exchange.collectives import Axes
 
 
 def require_params(params: optax.Params | None, what: str) -> optax.Params:
-    """Returns the parameters.
-
-    Raises:
-        ValueError: `update` got no parameters.
-    """
+    """Returns the parameters, or raises a ValueError if `update` got none."""
     if params is None:
         raise ValueError(
             f"{what} got no `params`, but parameters are what it exchanges. Write "
@@ -37,7 +33,7 @@ _LARGEST = 2**31 - 1
 
 
 def whole_number(value: object, name: str, what: str, least: int = 1) -> int:
-    """Returns `value` as an int, if it is an integer, of Python or NumPy, from `least` to 2^31 - 1.
+    """Returns `value` as an int if it is a Python or NumPy integer from `least` to 2^31 - 1.
 
     Raises:
         ValueError: It is not.
@@ -55,8 +51,9 @@ def whole_number(value: object, name: str, what: str, least: int = 1) -> int:
 
 
 def as_number(value: Any) -> float:
-    """Returns a real number of Python, NumPy or JAX as a float; NaN, which is in no range, for any
-    other value.
+    """Returns a Python, NumPy or JAX real number as a float, or NaN for any other value.
+
+    NaN is in no range, so range checks that use this refuse other values, too.
     """
     if isinstance(value, bool | str | Tracer):
         return math.nan
@@ -67,11 +64,7 @@ def as_number(value: Any) -> float:
 
 
 def part_kept(decay: object, what: str, of: str) -> float:
-    """Returns `decay` as a float.
-
-    Raises:
-        ValueError: It is not in [0, 1].
-    """
+    """Returns `decay` as a float, or raises a ValueError if it is not in [0, 1]."""
     kept = as_number(decay)
     if not 0 <= kept <= 1:
         raise ValueError(
@@ -102,11 +95,7 @@ def check_state(
     params: optax.Params,
     what: str,
 ) -> None:
-    """Refuses a state with other arrays than those that `init` makes of `params`.
-
-    Raises:
-        ValueError: One is missing, superfluous, or of another shape.
-    """
+    """Raises a ValueError if a state's shapes differ from those that `init` makes of `params`."""
     made, fresh = (
         dict(jax.tree.leaves_with_path(tree)) for tree in (state, jax.eval_shape(init, params))
     )
@@ -124,11 +113,9 @@ def check_state(
 
 
 def check_float32(path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike, what: str) -> None:
-    """Refuses a float64 leaf, which `what`, in float32, would round: a finite number may be
-    infinite there.
+    """Raises a ValueError for a float64 leaf, because `what` is computed in float32.
 
-    Raises:
-        ValueError: The leaf is float64.
+    There, a finite float64 number may be infinite.
     """
     if jnp.result_type(leaf) == jnp.float64:
         raise ValueError(
@@ -138,11 +125,9 @@ def check_float32(path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike, what:
 
 
 def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> None:
-    """Refuses leaves that are not real floats, which `what` cannot represent, and on request
-    float64.
+    """Raises a ValueError for leaves that are not real floats, which `what` cannot represent.
 
-    Raises:
-        ValueError: There is such a leaf.
+    With `float64=False`, it refuses float64 leaves as well.
     """
     for path, leaf in jax.tree.leaves_with_path(updates):
         if not float64:
@@ -157,9 +142,7 @@ def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> No
 def updates_towards(
     updates: optax.Updates, params: optax.Params, targets: optax.Params
 ) -> optax.Updates:
-    """Returns updates that lead from `params` to `targets`, to rounding; integer leaves keep
-    theirs.
-    """
+    """Returns updates that lead from `params` to `targets`, to rounding; integers keep theirs."""
 
     def one(u: jax.Array, p: jax.Array, target: jax.Array) -> jax.Array:
         return (target - p).astype(u.dtype) if is_float(p) else u
@@ -168,20 +151,18 @@ def updates_towards(
 
 
 def add_moves(updates: optax.Updates, moves: optax.Params) -> optax.Updates:
-    """Returns updates that lead further by `moves`, a tree like the parameters; only floating-point
-    leaves change.
-    """
+    """Returns updates plus `moves`, a tree like the parameters; only floats change."""
     return jax.tree.map(lambda u, m: (u + m).astype(u.dtype) if is_float(m) else u, updates, moves)
 
 
 def ravel_floats(
     tree: PyTree, *, multiple: int = 1
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
-    """Returns floating-point leaves as one vector a type, and the function that puts such vectors
-    back into the tree.
+    """Returns the floating-point leaves as one vector per type, and a function to undo that.
 
-    One message a type instead of one a leaf: hops between neighbours are mostly latency. Vectors
-    are padded with zeros to a multiple. Types without elements have none.
+    The function puts such vectors back into the tree. With one message per type instead of one per
+    leaf, hops between neighbours take less time, because they are mostly latency. Vectors are
+    padded with zeros to a multiple of `multiple`. Types without any elements get no vector.
     """
     leaves, treedef = jax.tree.flatten(tree)
     groups = [
@@ -206,9 +187,7 @@ def ravel_floats(
 
 
 def accumulation_dtype(dtype: DTypeLike) -> DTypeLike:
-    """Returns the type in which floats of a type are summed, float32 at least; other types stay as
-    they are.
-    """
+    """Returns the type for sums: float32 at least for floats, any other type unchanged."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
@@ -221,22 +200,22 @@ def group_by_dtype(leaves: Sequence[Any]) -> dict[Any, list[int]]:
 
 
 def mean_of(tree: PyTree, axes: Axes) -> PyTree:
-    """Averages each floating-point leaf over `axes`; others stay as they are."""
+    """Averages each floating-point leaf over `axes`; other leaves are unchanged."""
     return jax.tree.map(lambda x: jax.lax.pmean(x, axes) if is_float(x) else x, tree)
 
 
 def sum_of(tree: PyTree, axes: Axes) -> PyTree:
-    """Sums each floating-point leaf over `axes`; others stay as they are."""
+    """Sums each floating-point leaf over `axes`; other leaves are unchanged."""
     return jax.tree.map(lambda x: jax.lax.psum(x, axes) if is_float(x) else x, tree)
 
 
 def is_float(x: jax.typing.ArrayLike) -> bool:
-    """Whether a leaf moves in training: it is floating-point or complex."""
+    """Whether training changes a leaf, i.e. it is floating-point or complex."""
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
 def typed_like(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
-    """Returns a leaf of a state in the type that it had: the other branch returns that one."""
+    """Casts a new leaf of a state to the old one's type, since branches of a `cond` must match."""
     return (
         new
         if jnp.result_type(new) == jnp.result_type(old)
@@ -245,10 +224,10 @@ def typed_like(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typi
 
 
 def varying_like(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns a leaf as varying over all axes that `old` varies over, which
-    `shard_map(check_vma=True)` keeps track of.
+    """Returns a leaf marked as varying over all axes that `old` varies over.
 
-    A mean takes the place of a rank's own values in a state. Elsewhere this is nothing.
+    `shard_map(check_vma=True)` tracks these axes. A mean over ranks doesn't vary, so it must be
+    marked before it replaces a rank's own values in a state. Without that check, this is a no-op.
     """
     before, after = (jax.eval_shape(lambda x: x, leaf).manual_axis_type for leaf in (old, new))
     axes = () if before is None or after is None else tuple(before.varying - after.varying)

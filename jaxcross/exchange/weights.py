@@ -1,5 +1,6 @@
-"""Weights of gradients, for an average over tokens or examples of which ranks and batches have
-different numbers.
+"""Weights of gradients, to average over tokens or examples if their numbers differ.
+
+The numbers may differ between ranks (`mean`) or between batches (`accumulate`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from jaxcross.exchange.validation import accumulation_dtype
 
 
 def as_weight(weight: jax.typing.ArrayLike, what: str) -> jax.Array:
-    """Returns a weight as a float scalar, float32 at least.
+    """Returns a weight as a scalar, float32 at least.
 
     Raises:
         ValueError: It is not one real number.
@@ -32,11 +33,11 @@ def as_weight(weight: jax.typing.ArrayLike, what: str) -> jax.Array:
 def weighed(updates: optax.Updates, weight: jax.Array, what: str) -> optax.Updates:
     """Returns each update times the weight, in float32 at least.
 
-    A weight of 0 gives zeros, whatever the update holds: the mean over no tokens is often NaN.
+    A weight of 0 gives zeros whatever the update is, because the mean over no tokens is often NaN.
 
     Raises:
-        ValueError: In `shard_map(check_vma=True)`, JAX has summed the updates over ranks that weigh
-            differently.
+        ValueError: In `shard_map(check_vma=True)`, if JAX has already summed the updates over ranks
+            with different weights.
     """
 
     def one(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
@@ -51,9 +52,7 @@ def weighed(updates: optax.Updates, weight: jax.Array, what: str) -> optax.Updat
 
 
 def divided(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns a sum of what `weighed` returned, divided by the sum of the weights; zeros if nothing
-    weighs anything.
-    """
+    """Divides a sum of weighted updates by the sum of the weights; zeros if all weights are 0."""
     return (total / jnp.where(weight == 0, 1, weight)).astype(total.dtype)
 
 

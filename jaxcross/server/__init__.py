@@ -1,11 +1,12 @@
-"""A parameter server on the host: training without a common step, on a communicator and a thread of
-its own.
+"""A parameter server on the host: ranks train without stepping together.
+
+It runs in its own thread and uses its own communicator.
 
 parameter_server   `ParameterServer`: a worker and a server on every rank
 lane               its thread: serves the rank's part and carries the messages of its worker
-shard              the part of parameters and optimizer state that a rank serves
-layout             a tree of arrays as one flat message for each server
-clocks             how far each worker is; decides which of them may go on
+shard              the part of the parameters and the optimizer's state that a rank serves
+layout             a tree of arrays as one flat message per server
+clocks             how far each worker has come, and which of them may continue
 """
 
 from jaxcross.server.parameter_server import ParameterServer

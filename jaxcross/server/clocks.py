@@ -1,6 +1,4 @@
-"""Decides which workers may go on, from the clocks of all workers as one server knows them.
-Pure.
-"""
+"""Decides which workers may continue, from all workers' clocks as one server knows them. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +6,15 @@ import math
 
 
 class Clocks:
-    """The stale-synchronous rule: a worker at clock `c` waits until the slowest is at `c -
-    staleness` or beyond.
+    """The stale-synchronous rule: no worker continues too far ahead of the slowest one.
 
-    A worker's clock is the number of gradients that it has pushed, infinite once it has finished:
-    then it waits for all others to finish, and no worker waits for it.
+    A worker's clock is the number of gradients that it has pushed. A worker at clock `c` waits
+    until the slowest has reached `c - staleness`. The clock of a worker that has finished is
+    infinite, so no worker waits for it, while it waits itself until all others have finished.
 
     Args:
         ranks: Number of workers.
-        staleness: Clocks by which a worker may be ahead of the slowest: 0, 1, ... or `math.inf`.
+        staleness: Clocks that a worker may be ahead of the slowest: 0, 1, ... or `math.inf`.
     """
 
     def __init__(self, ranks: int, staleness: float) -> None:
@@ -30,17 +28,17 @@ class Clocks:
         return tuple(self._clocks)
 
     def push(self, rank: int) -> None:
-        """Records that the worker has pushed a gradient, and waits to go on."""
+        """Records that a worker has pushed a gradient and waits to continue."""
         self._clocks[rank] += 1
         self._waiting.add(rank)
 
     def finish(self, rank: int) -> None:
-        """Records that the worker will push no more, and waits for the end."""
+        """Records that a worker will push no more and waits for all others to finish."""
         self._clocks[rank] = math.inf
         self._waiting.add(rank)
 
     def release(self) -> list[int]:
-        """Returns the workers that waited and may go on, in order; they no longer wait."""
+        """Returns the waiting workers that may continue, in rank order; they no longer wait."""
         free = sorted(rank for rank in self._waiting if not self.behind(rank))
         self._waiting.difference_update(free)
         return free

@@ -1,5 +1,6 @@
-"""The thread of a parameter server on one rank: it serves the rank's part and carries the messages
-of its worker.
+"""The parameter server's thread on a rank.
+
+It serves the rank's part of the parameters and carries the messages of the rank's worker.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from jaxcross.world.mailbox import Mailbox
 from jaxcross.world.sched_slice import ask_for_short_slices
 
 _PUSH, _PARAMS, _FINISHED, _FAILED, _STOPPED = range(1, 6)
-# Seconds between two polls of the mailbox. MPI's own wait would keep a core busy for as long as the
-# workers compute.
+# Seconds between two polls of the mailbox. We don't use MPI's own wait, because it would keep a
+# core busy for as long as the workers compute.
 _FIRST_POLL_S = 1e-4
 _LONGEST_POLL_S = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Reason why no rank can go on, the same text on all ranks. `stopped`: a person asked for
-    it.
+    """The reason why no rank can continue.
+
+    Attributes:
+        text: The reason, the same text on all ranks.
+        stopped: Whether a person asked for it.
     """
 
     text: str
@@ -38,24 +42,26 @@ class Failure:
 
 
 class Lane:
-    """Server of one rank's part, and carrier of its worker's messages. Its mailbox is used by its
-    own thread alone.
+    """Serves one rank's part, and carries its worker's messages, in a thread of its own.
 
-    The lane applies the gradients that have arrived, in one step of the optimizer, when a worker
-    may go on. While no worker may, gradients are kept: with staleness 0 until those of all workers
-    are there, so that one step is made on their mean.
+    Only this thread uses the mailbox.
 
-    The lane ends in one of two ways, and no message is under way then, since messages of one rank
-    arrive in the order in which they were sent. Either all workers finish: the answer to that is
-    each server's last message. Or a worker or server fails: it reports this in its last message;
-    every lane that receives it sends it to all ranks as its own last message, and reads on until it
+    As soon as a worker may continue, the lane applies all gradients that have arrived, in one
+    optimizer step. As long as no worker may, it keeps them. With staleness 0, it therefore waits
+    for the gradients of all workers and takes one step on their mean.
+
+    **Ending.** The lane must not close while a message to or from its rank is still in flight. It
+    relies on messages from one rank arriving in the order in which they were sent, so that nothing
+    can follow a rank's last message. If all workers finish, each server's last message is its
+    answer to that. If a worker or a server fails, it reports this as its last message. Every lane
+    that receives the report sends it to all ranks as its own last message, and reads on until it
     has the last message of every rank.
 
     Args:
         mailbox: Mailbox of this lane alone.
         clocks: New clocks.
         shard: Part that this rank serves.
-        name: Name of the thread.
+        name: Name of the thread, after `jaxcross-server-`.
     """
 
     def __init__(self, mailbox: Mailbox, clocks: Clocks, shard: Shard, name: str) -> None:
@@ -68,10 +74,8 @@ class Lane:
         self._arrived: dict[int, np.ndarray] = {}
         self._answers: dict[int, np.ndarray] = {}
         self._finishing = False
-        self._final: set[int] = set()  # ranks whose answer to the end of all workers has arrived
-        self._failed_ranks: set[int] = (
-            set()
-        )  # ranks whose last message, that they cannot go on, has arrived
+        self._final: set[int] = set()  # ranks that have answered that all workers are done
+        self._failed_ranks: set[int] = set()  # ranks whose last message, a failure, has arrived
         self._failure: Failure | None = None
         self._cause: BaseException | None = None
         self._thread = threading.Thread(
@@ -86,25 +90,25 @@ class Lane:
         return self._clocks.now
 
     def push(self, parts: Sequence[np.ndarray]) -> None:
-        """Begins to send a gradient, a part for each server. Does not wait."""
+        """Starts to send a gradient, one part per server. Does not wait."""
         self._command(partial(self._send_all, _PUSH, parts))
 
     def finish(self) -> None:
-        """Notifies all servers that this worker pushes no more. Does not wait."""
+        """Notifies all servers that this worker won't push any more gradients. Does not wait."""
         self._finishing = True
         self._command(
             partial(self._send_all, _FINISHED, [np.empty(0, np.uint8)] * self._mailbox.size)
         )
 
     def give_up(self, text: str, *, stopped: bool) -> None:
-        """Notifies all ranks that none can go on. Does not wait."""
+        """Notifies all ranks that no rank can continue. Does not wait."""
         self._command(partial(self._fail, Failure(text, stopped)))
 
     def wait(self) -> list[np.ndarray] | None:
-        """Waits for every server's part of the parameters, after a push or at the end, and returns
-        them.
+        """Waits for every server's part of the parameters and returns them.
 
-        None: this worker has finished, and others are still at work; ask again.
+        Call it after a push, or at the end. Returns None if this worker has finished while others
+        are still working and the clocks have changed; then call it again.
 
         Raises:
             ExchangeError: Some rank failed.
@@ -142,7 +146,7 @@ class Lane:
         return dict.fromkeys(missing, "its server has not answered")
 
     def join(self) -> None:
-        """Waits until nothing is under way between this rank and any other."""
+        """Waits until no message is in flight between this rank and any other."""
         self._thread.join()
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -166,8 +170,8 @@ class Lane:
                 )
                 self._serve()
         except BaseException as error:
-            # MPI itself failed: this rank cannot notify the others, which wait until the watchdog
-            # ends them.
+            # MPI itself failed, so this rank can't notify the others. They wait until the watchdog
+            # terminates them.
             self._cause = error
             self._failure = Failure(f"rank {self._mailbox.rank} cannot send: {describe(error)}")
             self._notify()
@@ -186,7 +190,8 @@ class Lane:
                 == self._mailbox.size
             ):
                 break
-            # MPI moves a message that is not sent yet only while it is polled.
+            # While a message is not sent yet, keep polling at the short interval: MPI only makes
+            # progress while it's polled.
             again = moved or not sent
             poll_s = _FIRST_POLL_S if again else min(2 * poll_s, _LONGEST_POLL_S)
             if not moved:

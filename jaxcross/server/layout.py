@@ -1,4 +1,4 @@
-"""Cuts a tree of arrays into one flat message for each server, and puts it together again."""
+"""Cuts a tree of arrays into one flat message per server, and joins such messages again."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ _ALIGNMENT = 64
 
 
 class Layout:
-    """Layout of every leaf in P equal parts, padded with zeros; message p holds part p of all
-    leaves, as bytes (uint8).
+    """Cuts every leaf into P equal parts, padded with zeros; message p holds part p of all leaves.
 
-    So every server's part is a tree of the parameters' structure, and messages are equally long.
-    Pure.
+    A message is an array of bytes (uint8). Because each leaf is cut by itself, every server's part
+    is a tree with the parameters' structure, and all messages have the same length. Pure.
 
     Args:
         params: The tree; floating-point or complex arrays.
         ranks: P.
 
     Raises:
-        TypeError: A leaf is of another type.
+        TypeError: A leaf has another type.
 
     Attributes:
         treedef: Structure of the tree.
@@ -59,10 +58,10 @@ class Layout:
         )
 
     def leaves(self, tree: PyTree) -> list[jax.Array]:
-        """Returns the leaves of a tree that must be like the parameters.
+        """Returns the leaves of `tree`, which must match the parameters.
 
         Raises:
-            ValueError: It has another structure, shape or element type.
+            ValueError: Its structure, a shape or an element type differs.
         """
         leaves, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
@@ -81,7 +80,7 @@ class Layout:
         return leaves
 
     def parts(self, leaves: Sequence[jax.typing.ArrayLike]) -> list[np.ndarray]:
-        """Returns one message for each server."""
+        """Returns one message per server."""
         messages = [np.zeros(self.nbytes, np.uint8) for _ in range(self._ranks)]
         columns = [self.views(message) for message in messages]
         for n, (leaf, width) in enumerate(zip(leaves, self._widths, strict=True)):
@@ -92,7 +91,7 @@ class Layout:
         return messages
 
     def views(self, message: np.ndarray) -> list[np.ndarray]:
-        """Returns the part of each leaf within a message, flat."""
+        """Returns flat views of each leaf's part within a message."""
         return [
             message[start : start + width * dtype.itemsize].view(dtype)
             for start, width, (_, dtype) in zip(
@@ -101,14 +100,14 @@ class Layout:
         ]
 
     def message(self, parts: Sequence[jax.typing.ArrayLike]) -> np.ndarray:
-        """Returns the message of these parts, which `views` takes apart."""
+        """Returns a message that holds these parts; the inverse of `views`."""
         message = np.zeros(self.nbytes, np.uint8)
         for view, part in zip(self.views(message), parts, strict=True):
             view[:] = part
         return message
 
     def join(self, messages: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns the whole leaves, from one message of each server."""
+        """Returns the whole leaves, given one message from each server."""
         columns = zip(*(self.views(message) for message in messages), strict=True)
         return [
             np.concatenate(parts)[: math.prod(shape)].reshape(shape)

@@ -1,4 +1,8 @@
-"""`ParameterServer`: every rank serves a part of the parameters, and workers need not keep step."""
+"""`ParameterServer`: every rank serves a part of the parameters, and workers needn't step together.
+
+It suits ranks of different speeds: a slow rank doesn't hold the others up on every step. If all
+ranks are equally fast, an exchange is faster.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +37,29 @@ Params = TypeVar("Params")
 
 
 class ParameterServer(Generic[Params]):
-    """Asynchronous or stale-synchronous training: a worker pushes its gradient and pulls what the
-    servers then have.
+    """Trains asynchronously or stale-synchronously: push a gradient, pull the current parameters.
 
-    Each rank is a worker, whose loop is this thread, and the server of a 1/P part of every
-    parameter, in a thread of its own with a communicator of its own. A worker at clock `c`, the
-    number of gradients that it has pushed, waits until the slowest is at `c - staleness`; so a slow
-    rank holds the others up no sooner. A server steps the optimizer whenever a worker may go on,
-    once on the sum of the gradients that have arrived, divided by P. Each gradient counts exactly
-    once. A worker always sees its own, and of the others' all that are at least `staleness` clocks
-    older. The optimizer works element by element, as for `exchange.sharded_optimizer`.
+    Each rank has two roles. It's a worker, which is your training loop in the thread that enters
+    the `with` block. It's also the server of a 1/P part of every parameter, in a thread of its own
+    with its own communicator.
 
-    With `staleness=0` it is synchronous training, to rounding, and repeats to the bit while workers
-    make equally many steps. Otherwise it is not deterministic: what a worker pulls depends on
-    timing, and differs between ranks until the end of the `with` block. To study staleness,
-    `exchange.bounded_stale` and `exchange.asynchronous` do by a schedule what happens here by
-    chance.
+    A worker's clock counts the gradients that it has pushed. A worker at clock `c` waits until the
+    slowest one has reached `c - staleness`, so a slow rank delays the others only once they are
+    that far ahead. Whenever a worker may continue, a server takes a single optimizer step on the
+    sum of the gradients that have arrived, divided by P. Each gradient counts exactly once. A
+    worker always sees its own gradients applied, and all gradients of the others that are at least
+    `staleness` clocks older. The optimizer must work element by element, as for
+    `exchange.sharded_optimizer`.
 
-    Inside a job of a `Runner` other jobs compute while it exchanges; each `push_pull` is a step of
-    the job. Compute gradients with plain `jax.jit`, and iterate over your own data: `job.batches`
-    refuses ranks that are at different ones.
+    With `staleness=0`, this is synchronous training, to rounding, and bitwise reproducible as long
+    as all workers take the same number of steps. Otherwise it's not deterministic: what a worker
+    pulls depends on timing, and differs between ranks until the end of the `with` block. To study
+    staleness, use `exchange.bounded_stale` and `exchange.asynchronous`, which reproduce on a
+    schedule what happens here by chance.
+
+    In a job of a `Runner`, other jobs compute while this one exchanges. Each `push_pull` is a step
+    of the job. Compute gradients with plain `jax.jit`, and iterate over your own data:
+    `job.batches` raises if ranks are at different batches.
 
     Example:
         >>> with jaxcross.ParameterServer(params, optax.sgd(0.1), staleness=2) as server:
@@ -63,27 +70,27 @@ class ParameterServer(Generic[Params]):
         >>> params = server.params  # the same on every rank
 
     Args:
-        params: Pytree of floating-point arrays, equal on all ranks. Copied.
-        optimizer: The same on every rank. Its state lives with the servers; an adaptive one (Adam)
-            makes a whole step of each arrival, and needs a lower learning rate the less ranks keep
-            step.
-        staleness: Clocks by which a worker may be ahead of the slowest: 0, 1, ..., or `math.inf`:
-            asynchronous.
-        world: From `jaxcross.initialize()`; the one that was initialized if None.
+        params: Pytree of floating-point arrays, identical on all ranks. Copied.
+        optimizer: Must be the same on every rank. Its state is kept by the servers. An adaptive
+            optimizer (Adam) takes a full-sized step for each arrival, so the further ranks drift
+            apart in time, the lower its learning rate has to be.
+        staleness: Clocks that a worker may be ahead of the slowest: 0, 1, ..., or `math.inf` for
+            asynchronous training.
+        world: From `jaxcross.initialize()`. If None, the world that was initialized.
 
     Attributes:
-        params: What was pulled last, placed like the parameters that were given. After the `with`
-            block all gradients of all ranks are in it, the same bits on every rank.
-        clock: Gradients that this rank has pushed.
+        params: The parameters that were last pulled, placed like those you passed. After the `with`
+            block, they contain all gradients of all ranks and are bitwise identical on every rank.
+        clock: Number of gradients that this rank has pushed.
 
     Raises:
-        ValueError: `staleness` is neither a whole number from 0 on nor infinite, or the optimizer
-            does not work element by element.
+        ValueError: `staleness` is neither a non-negative whole number nor infinite, or the
+            optimizer does not work element by element.
         TypeError: A parameter is not a floating-point array.
 
-    Bytes that a rank receives in a step, with D the elements padded per leaf to a multiple of P:
-    `(P-1)/P D` each of gradients and of parameters, in their own type; each leaf's part is padded
-    to 64 bytes.
+    Bytes received per rank and step, with D the number of elements after padding each leaf to a
+    multiple of P: `(P-1)/P D` each of gradients and of parameters, in their own type. Each leaf's
+    part is padded to 64 bytes.
 
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter
     server, NIPS 2013, section 2; Li et al., Scaling distributed machine learning with the parameter
@@ -120,23 +127,21 @@ class ParameterServer(Generic[Params]):
 
     @property
     def deterministic(self) -> bool:
-        """Whether another run gives the same bits, workers making equally many steps."""
+        """Whether another run gives the same bits, if all workers take the same number of steps."""
         return self._staleness == 0
 
     @property
     def clocks(self) -> tuple[float, ...]:
-        """Every worker's clock as this rank's server knows it now, infinite for one that has
-        finished.
-        """
+        """Every worker's clock as this rank's server knows it now; infinite if it has finished."""
         return (0,) * self._world.size if self._lane is None else self._lane.clocks
 
     def __enter__(self) -> Self:
-        """Waits for all ranks, which must agree on `staleness` and on every parameter's value.
+        """Waits for all ranks, and checks that they agree on `staleness` and all parameter values.
 
         Raises:
-            ExchangeError: They do not; on every rank.
-            JobError: It was entered before, or this thread does not belong to a job while a run is
-                in progress.
+            ExchangeError: They don't agree. Raised on every rank.
+            JobError: This server was entered before, or a run is in progress and this thread
+                doesn't belong to one of its jobs.
         """
         if self._lane is not None:
             raise JobError(
@@ -159,8 +164,9 @@ class ParameterServer(Generic[Params]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Serves on until the workers of all ranks have finished; an exception makes all of them
-        end at once.
+        """Keeps serving until the workers of all ranks have finished.
+
+        If the block raised an exception, the workers of all ranks end at once instead.
 
         Raises:
             ExchangeError: Another rank failed before all had finished.
@@ -185,17 +191,18 @@ class ParameterServer(Generic[Params]):
                 lane.join()
 
     def push_pull(self, grads: Params) -> Params:
-        """Pushes this rank's gradient and returns parameters with it applied. Waits for them.
+        """Pushes this rank's gradient, and returns parameters that include it. Waits for them.
 
-        Waits for the gradient to be computed, for the answers of all servers and, where this rank
-        is more than `staleness` clocks ahead of the slowest, for that one.
+        Waits for the gradient to be computed and for the answers of all servers. If this rank is
+        more than `staleness` clocks ahead of the slowest one, that includes waiting for the
+        slowest.
 
         Args:
-            grads: Of the parameters' structure, shapes and element types.
+            grads: Gradients with the parameters' structure, shapes and element types.
 
         Raises:
-            ValueError: `grads` are not like the parameters.
-            ExchangeError: A worker or server failed, on whatever rank; on every rank.
+            ValueError: `grads` don't match the parameters.
+            ExchangeError: A worker or server failed on any rank. Raised on every rank.
             JobError: Called outside the `with` block, or in another thread.
         """
         lane = self._lane
@@ -223,7 +230,7 @@ class ParameterServer(Generic[Params]):
         return self.params
 
     def _open_together(self, work: Callable[[Any], Mailbox]) -> Mailbox:
-        """Runs `work` on all ranks together, after they have compared their `staleness`."""
+        """Runs `work` on all ranks together, after checking that their `staleness` is equal."""
         world = self._world
         text = f"staleness {self._staleness}"
         if self._job is not None:
@@ -259,8 +266,9 @@ class ParameterServer(Generic[Params]):
         )
 
     def _placed(self, leaves: Sequence[np.ndarray]) -> PyTree:
-        """Returns a tree of JAX arrays placed like the parameters; the memory is not used for
-        anything else.
+        """Returns a tree of JAX arrays placed like the parameters.
+
+        The arrays may take over the memory of `leaves`, which must not be used for anything else.
         """
         arrays = [
             jnp.asarray(x) if place is None else jax.device_put(x, place)
@@ -270,5 +278,5 @@ class ParameterServer(Generic[Params]):
 
 
 def _committed_sharding(leaf: jax.typing.ArrayLike) -> Sharding | None:
-    """Returns the sharding that an array was given explicitly, None where JAX chose it."""
+    """Returns the sharding that an array was given explicitly, or None if JAX chose it."""
     return leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None

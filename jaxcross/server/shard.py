@@ -1,4 +1,4 @@
-"""The part of the parameters and of the optimizer's state that one rank serves, on its host."""
+"""The part of the parameters and of the optimizer's state that a rank serves, on its host."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from jaxcross.server.layout import Layout
 
 
 class Shard:
-    """Steps the optimizer on this rank's part, on the CPU device: it never occupies an accelerator.
+    """Steps the optimizer on this rank's part.
+
+    Uses the CPU device, so it never occupies an accelerator.
 
     Args:
-        optimizer: Works element by element, since it sees flat parts: another one is refused.
+        optimizer: Must work element by element, because it only gets flat parts of the leaves.
         layout: Layout of the parameters.
-        message: This rank's part of them, at the start.
-        ranks: Workers, by which sums of gradients are divided.
+        message: This rank's part of the initial parameters.
+        ranks: Number of workers, by which sums of gradients are divided.
 
     Raises:
         ValueError: The optimizer does not work element by element.
@@ -57,14 +59,16 @@ class Shard:
         check_elementwise(
             optimizer, (whole, whole), (grads, grads), self._state, "a parameter server"
         )
-        # Compiled here, so that errors of an optimizer are raised where it was given.
+        # Compile here, so that an optimizer's errors are raised in the call that it was passed to.
         self._step = jax.jit(step).lower(grads, self._state, self._params).compile()
 
     def apply(self, gradients: Mapping[int, np.ndarray]) -> None:
-        """Makes one step on the sum of these ranks' gradients, divided by the number of all ranks.
-        Waits for it.
+        """Takes one step on the sum of these ranks' gradients, divided by the number of all ranks.
+
+        Waits for the step.
         """
-        # In the order of ranks, whatever the order in which they came: equal sums are equal bits.
+        # Add in rank order, whatever the order of arrival, so that the same gradients give the same
+        # bits.
         columns = zip(
             *(self._layout.views(gradients[rank]) for rank in sorted(gradients)), strict=True
         )
@@ -73,7 +77,7 @@ class Shard:
         self._message = self._layout.message([np.asarray(x) for x in jax.tree.leaves(self._params)])
 
     def message(self) -> np.ndarray:
-        """Returns the parameters' part, to send; never changed afterwards."""
+        """Returns this rank's part of the parameters as a message, which is never modified."""
         return self._message
 
     def _tree(self, parts: list[np.ndarray]) -> PyTree:
@@ -81,7 +85,7 @@ class Shard:
 
 
 def _mean(parts: tuple[np.ndarray, ...], ranks: int) -> np.ndarray:
-    """Returns their sum, divided by `ranks`; 16-bit floats are added in float32."""
+    """Returns the sum of `parts` divided by `ranks`. 16-bit floats are added in float32."""
     dtype = parts[0].dtype
     total = parts[0].astype(np.float32 if dtype.itemsize == 2 else dtype)
     for part in parts[1:]:
