@@ -1,5 +1,5 @@
-"""`jaxcross doctor --post-mortem DIR`: what each rank was in when it ended, and which one ended
-first.
+"""`jaxcross doctor --post-mortem DIR`: shows what each rank was doing when it ended, and which rank
+ended first.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(folder: Path) -> int:
-    """Prints the post-mortem of a folder; returns 1 if there is nothing to read, else 0. Does not
-    communicate.
-    """
+    """Prints the post-mortem of a folder. Returns 1 if there is nothing to read, otherwise 0."""
     from jaxcross.report.event_files import read
 
     skipped: dict[int, str] = {}
@@ -31,7 +29,7 @@ def run(folder: Path) -> int:
 
 
 def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, str]) -> None:
-    """Prints the table and the verdict; `skipped` says by rank why its file was not read."""
+    """Prints the table and the verdict. `skipped` says, by rank, why its file was not read."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
