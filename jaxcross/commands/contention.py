@@ -60,8 +60,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints a table and writes the file. Returns the ranks' exit code, or 2 for a wrong
-    option.
+    """Measures, prints a table and writes the file.
+
+    Returns the ranks' exit code, or 2 for a wrong option.
     """
     try:
         known = _checked(args)
@@ -112,7 +113,7 @@ def _checked(args: argparse.Namespace) -> MachineContention | None:
 def _finish(
     args: argparse.Namespace, known: MachineContention | None, found: Mapping[str, Any]
 ) -> int:
-    """Prints the table and adds the point to the file."""
+    """Prints the table and adds the measured rate to the file."""
     from jaxcross._files.whole import write_whole
     from jaxcross.interleave.contention import Contention
     from jaxcross.plan import MachineContention

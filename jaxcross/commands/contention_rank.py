@@ -119,8 +119,7 @@ class Measurement:
         return self._world.exchanger.submit(make)
 
     def _exchange_of(self, megabytes: int) -> None:
-        """Chooses the size of an exchange, and makes one, so that the kernel has provided its
-        memory.
+        """Chooses the size of an exchange, and makes one so that the kernel provides its memory.
 
         The operand is on the host's CPU device, as in a step: even with an accelerator, exchanges
         go through host memory.

@@ -1,6 +1,4 @@
-"""`jaxcross demo`: trains two jobs on two ranks, alternately one after the other and in crossover,
-and compares the two.
-"""
+"""`jaxcross demo`: trains two jobs one after the other and in crossover, and compares the two."""
 
 from __future__ import annotations
 
@@ -79,8 +77,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes data, trains, and shows the comparison. Starts processes, waits for them, and leaves
-    none behind.
+    """Writes data, trains, and shows the comparison.
+
+    Starts processes, waits for them, and leaves none behind.
 
     After a failure or Ctrl-C, removes the output folder if this call created it.
     """

@@ -1,5 +1,4 @@
-"""`jaxcross doctor --hosts a,b`: checks before the first run whether ranks can start on these hosts
-and reach each other.
+"""`jaxcross doctor --hosts a,b`: checks whether ranks on these hosts can start and communicate.
 
 Commands run on a host in the same way as with `mpirun`: through the same agent (`ssh`), with the
 same Python, in the same folder. The programs are passed to Python through standard input, so that a

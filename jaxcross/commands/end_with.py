@@ -1,5 +1,6 @@
-"""Becomes a command that ends with its parent: `python end_with.py PARENT command ...`. Uses only
-the standard library.
+"""Becomes a command that ends with its parent: `python end_with.py PARENT command ...`.
+
+Uses only the standard library.
 
 If the launcher is killed, `mpirun` must not outlive it, because nobody could then stop the ranks.
 So the command gets SIGTERM if the thread that started it ends. That thread waits for the command,

@@ -1,5 +1,4 @@
-"""`jaxcross estimate -n 2 script.py ...`: would several jobs of this script run faster alongside
-each other?
+"""`jaxcross estimate -n 2 script.py ...`: would several jobs of it run faster alongside each other?
 
 Starts the script like `jaxcross launch`. The first `crossover` step that the script calls isn't
 made, but timed on copies of its arguments; then the script ends. With a `Runner`, only the first
@@ -61,9 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the script up to its first step. Returns its exit code, or 1 if it ended without such a
-    step.
-    """
+    """Runs the script up to its first step. Returns its exit code, or 1 without such a step."""
     start = launch.prepared(args)
     if isinstance(start, int):
         return start
@@ -99,9 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def unconverted_note(module: list[str] | None, program: list[str]) -> str:
-    """Returns a warning if the script's text doesn't mention `crossover`; "" if it does or can't be
-    read.
-    """
+    """Returns a warning if the script can be read and doesn't mention `crossover`, otherwise ""."""
     script = Path(next((word for word in program if word != "--"), ""))
     try:
         if module or not script.is_file() or "crossover" in script.read_text(errors="replace"):

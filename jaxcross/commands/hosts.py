@@ -51,9 +51,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 
 def agent_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the command that runs another command on a host: the one that `mpirun` is configured
-    to use, or `ssh`.
-    """
+    """Returns the command that runs others on a host: `mpirun`'s configured agent, or `ssh`."""
     line = shlex.split(environ.get(_AGENT_LINES, "").partition(":")[0])
     return next(((environ[name],) for name in _AGENTS if environ.get(name)), tuple(line) or _SSH)
 
@@ -127,9 +125,7 @@ def wait_for_hosts(
     pause: Callable[[float], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Waits until no host is missing. Returns False after `limit_s` seconds. Prints a line once per
-    minute.
-    """
+    """Waits until no host is missing, printing a line per minute. Returns False after `limit_s`."""
     pause = pause or threading.Event().wait
     start_s = shown_s = clock()
     while missing := find_missing():

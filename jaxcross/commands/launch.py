@@ -1,5 +1,4 @@
-"""`jaxcross launch -n 2 script.py ...`: starts ranks with the `mpirun` that belongs to this
-environment.
+"""`jaxcross launch -n 2 script.py ...`: starts ranks with this environment's `mpirun`.
 
 If a rank dies, the other ranks get time to report what they waited for, and a post-mortem is
 printed at the end. With `--max-restarts`, the run is then restarted and resumes from its
@@ -137,8 +136,9 @@ def run(args: argparse.Namespace, variables: Mapping[str, str] | None = None) ->
 
 
 def prepared(args: argparse.Namespace) -> int | Callable[[Mapping[str, str]], int]:
-    """Checks a command line. Returns a function that runs it like `run`, or, after printing why it
-    can't, an exit code.
+    """Checks a command line. Returns a function that runs it, like `run`.
+
+    If the command line can't be run, prints why and returns an exit code.
     """
     program = ["-m", *args.module] if args.module else args.program
     program = program[1:] if program[:1] == ["--"] else program
@@ -405,7 +405,7 @@ def _run(
 
 
 def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:
-    """Waits for `mpirun` and returns its status. Kills it and what it started here if it is stuck."""
+    """Waits for `mpirun` and returns its status. Kills it and its children if it is stuck."""
     while remote is not None:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(_LOOK_S)
@@ -456,8 +456,7 @@ def mpirun_command(
     environ: Mapping[str, str],
     hosts: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns the launch command, and the variables that it needs in addition to the environment.
-    Pure.
+    """Returns the launch command and the variables to add to the environment. Pure.
 
     Args:
         mpirun: The launcher.
@@ -539,9 +538,7 @@ def printed(line: Sequence[str], extra: Mapping[str, str]) -> str:
 
 
 def find_mpirun() -> Mpirun | None:
-    """Returns the `mpirun` next to this Python, or else the first on PATH. Runs it with
-    `--version`.
-    """
+    """Returns the `mpirun` next to this Python, or else the first on PATH. Asks for its version."""
     neighbour = Path(sys.executable).parent / "mpirun"
     path = (
         str(neighbour) if neighbour.exists() else shutil.which("mpirun") or shutil.which("mpiexec")

@@ -25,8 +25,9 @@ _CHUNK = 1 << 16
 
 
 def terminal(environ: Mapping[str, str]) -> Console | None:
-    """Returns the terminal to draw on. Returns None if there is none, or the user has configured
-    how to show progress.
+    """Returns the terminal to draw on.
+
+    Returns None if there is none, or if the user has configured how to show progress.
     """
     if environ.get("JAXCROSS_PROGRESS") or not _is_terminal(sys.stderr):
         return None
@@ -77,9 +78,7 @@ class _Terminal:
 
 @contextmanager
 def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterator[None]:
-    """A context that logs that the ranks are starting, after 5 s, 10 s, 20 s, ..., until one of
-    them has joined.
-    """
+    """Logs that ranks are starting, after 5 s, 10 s, 20 s, ..., until one has joined. A context."""
     from jaxcross.world.start_notice import FIRST_S, no_progress_wanted
 
     over = threading.Event()
@@ -112,8 +111,9 @@ def _ranks(count: int) -> str:
 
 
 def table_of(run: RunProgress, console: Console, *, state: str = "") -> RenderableType:
-    """Returns the table of a run with title and state. It leaves room for a few lines above it that
-    ranks print.
+    """Returns the table of a run with its title and state.
+
+    The table leaves room above it for a few lines that ranks print.
     """
     from jaxcross.report.progress_text import duration, run_table
 
@@ -162,8 +162,9 @@ class LaunchTable:
         self._live.stop()
 
     def pipe(self, stream: IO[str] | None) -> int | None:
-        """Returns the argument for `Popen` that redirects output here if it would go to the
-        terminal.
+        """Returns the argument for `Popen` that redirects output from the terminal to this object.
+
+        Output that doesn't go to the terminal isn't redirected.
         """
         return subprocess.PIPE if _is_terminal(stream) else None
 

@@ -1,5 +1,4 @@
-"""`jaxcross plan jobs.toml`: plans which jobs share ranks, in how many pieces and at which shares,
-from their profiles.
+"""`jaxcross plan jobs.toml`: plans which jobs share ranks, and how, from their profiles.
 
 The file has one table per job. A job's profile comes from the report of a run of this job alone:
 `--profile-of report.json NAME FILE`.

@@ -1,6 +1,4 @@
-"""`jaxcross doctor --post-mortem DIR`: shows what each rank was doing when it ended, and which rank
-ended first.
-"""
+"""`jaxcross doctor --post-mortem DIR`: what each rank was doing at its end, and which was first."""
 
 from __future__ import annotations
 

@@ -57,9 +57,7 @@ class RunFiles:
     ranks: int
 
     def read(self) -> Sequence[RankRecord]:
-        """Reads the ranks' records. Programs without jaxcross have none, nor have ranks that
-        haven't joined yet.
-        """
+        """Reads the records of the ranks that have joined. Other programs have none."""
         return [record for record in _read(self.events) if record.run != self.earlier]
 
     def is_stuck(self) -> bool:
@@ -67,9 +65,7 @@ class RunFiles:
         return any(r.words == "reported" and r.last_s < time.time() - SPEAK_S for r in self.read())
 
     def signal(self, number: int) -> bool:
-        """Sends a signal to all ranks on their hosts without waiting. Returns False if no rank has
-        joined yet.
-        """
+        """Sends a signal to all ranks without waiting. Returns False if none has joined."""
         pids: dict[str, list[int]] = {}
         for record in self.read():
             pids.setdefault(self.hosts[record.rank * len(self.hosts) // self.ranks], []).append(
@@ -96,8 +92,9 @@ def _read(events: Path) -> Sequence[RankRecord]:
 def run_until_over(
     args: argparse.Namespace, hosts: Sequence[str], run_once: Callable[[Sequence[str]], Ended]
 ) -> Ended:
-    """Runs, and after each lost rank or host decides whether, where and when to run again. Returns
-    how the last run ended.
+    """Runs, and after each lost rank or host decides whether, where and when to run again.
+
+    Returns how the last run ended.
     """
     from jaxcross.commands.restart import Progress, decide, judge_end
 

@@ -85,9 +85,7 @@ class Decision:
 
 
 def complete_checkpoints(records: Sequence[RankRecord]) -> dict[str, SavedPart]:
-    """Returns, for each job, the newest checkpoint of which all ranks have written or read their
-    parts.
-    """
+    """Returns each job's newest checkpoint of which all ranks have written or read their parts."""
     jobs = {job for record in records for job in record.saved}
     oldest = {
         job: min((record.saved[job] for record in records), key=lambda part: part.name)

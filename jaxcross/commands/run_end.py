@@ -1,6 +1,4 @@
-"""How a run of `jaxcross launch` ended: whether its ranks have explained it, and what to print if
-they haven't.
-"""
+"""How a run of `jaxcross launch` ended, and what to print if its ranks haven't explained it."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ crash.
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Turns SIGTERM into an exception, so that what was started is ended, and temporary files are
-    removed.
-    """
+    """Turns SIGTERM into an exception, so that processes are ended and temporary files removed."""
 
     def stop(number: int, _: object) -> None:
         raise SystemExit(_BY_SIGNAL + number)

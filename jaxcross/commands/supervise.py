@@ -1,5 +1,6 @@
-"""Supervises a rank: `python supervise.py SECONDS command ...`. Uses only the standard library and
-one thread.
+"""Supervises a rank: `python supervise.py SECONDS command ...`.
+
+Uses only the standard library and one thread.
 
 `mpirun` terminates all ranks as soon as one dies by itself, before the others can report what they
 waited for. So `mpirun` starts this process, and the rank is its child. If the rank fails, this
@@ -51,8 +52,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def _missed(child: int) -> bool:
-    """Whether some rank may be waiting for this one: another rank of the run is alive on this host,
-    or on another host.
+    """Whether some rank of the run may be waiting for this one, here or on another host.
 
     The event files tell. Without a folder of event files, assume that some rank may be waiting. If
     there is a folder but this rank has no file in it, it has never joined, so none is.

@@ -66,9 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts the ranks like `jaxcross launch`, and returns their exit code, or 2 for an invalid
-    command.
-    """
+    """Starts ranks like `jaxcross launch`. Returns their exit code, or 2 for a wrong command."""
     try:
         grid = parsed(args.values)
         _check_numbers(args)

@@ -34,8 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows the run until it ends or the user interrupts. Returns 1 if the folder holds no run.
-    Never hangs.
+    """Shows the run until it ends or the user interrupts. Never hangs.
+
+    Returns 1 if the folder holds no run.
     """
     from rich.console import Console
 

@@ -70,11 +70,11 @@ class JobCost:
         )
 
     def check(self, ranks: int) -> None:
-        """Makes sure that the profile, if there is one, is of these parameters' plain mean on so
-        many ranks.
+        """Checks that the profile, if there is one, was measured with these parameters' plain mean
+        and this number of ranks.
 
         Raises:
-            ValueError: It is of something else.
+            ValueError: It was measured with something else.
         """
         if self.profile is None:
             return
@@ -189,7 +189,7 @@ def choose_compression(
 
     refused: list[str] = []
     seconds = []
-    known: dict[Hashable, list[int | ValueError]] = {}  # trials of one model are traced once
+    known: dict[Hashable, list[int | ValueError]] = {}  # jobs with the same model are traced once
     for job in jobs:
         types, treedef = jax.tree.flatten(_types(job.params))
         model = treedef, tuple(types)
@@ -211,7 +211,7 @@ def choose_compression(
 def _received(
     exchanges: Sequence[optax.GradientTransformation], params: PyTree, axis: Hashable, ranks: int
 ) -> Iterator[int | ValueError]:
-    """Yields the bytes of each exchange, or why it refuses the parameters."""
+    """Yields the bytes of each exchange, or its error if it rejects the parameters."""
     for n, tx in enumerate(exchanges):
         try:
             yield received_bytes(tx, params, axis, ranks)
@@ -269,7 +269,7 @@ class _NoWire:
 
 
 def _variants(traced: Traced) -> Iterator[Traced]:
-    """Yields the step for every outcome of its conditions on counters."""
+    """Yields one variant of the step for each outcome of its conditions on counters."""
     if traced.undecided is None:
         yield traced
     else:

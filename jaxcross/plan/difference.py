@@ -279,9 +279,7 @@ class _Paces:
 
 
 def _fitted_pace(rows: Mapping[str, Sequence[_Row]]) -> float | None:
-    """Returns the pace alongside the other lane by least squares, or None if the segments leave it
-    open.
-    """
+    """Returns the pace alongside the other lane by least squares, if the segments determine it."""
     # Each job's factor follows from the pace. So we remove from both columns what a factor can
     # explain, and fit the pace to the remainder.
     apart = [np.zeros(0)]
@@ -321,9 +319,7 @@ def _factor(rows: Sequence[_Row], pace: float) -> float:
 def _rows(
     spans: Iterable[Span], profiles: Sequence[Profile]
 ) -> tuple[dict[str, list[_Row]], dict[str, list[_Row]]]:
-    """Returns the computations and the exchanges of each job. Leaves out each job's first step,
-    which may compile.
-    """
+    """Returns each job's computations and exchanges, without its first step, which may compile."""
     spans = in_lane_order(spans)
     solo = {profile.name: profile.seconds for profile in profiles}
     shortest = shortest_exchanges(spans)
@@ -393,9 +389,7 @@ def _scaled(prediction: Repeatable, kind: str, factors: Mapping[str, float]) -> 
 
 
 def _with_host_time(prediction: Repeatable, run: RunData) -> Repeatable:
-    """Returns the prediction with the run's time between steps, for jobs for which that is longer
-    than predicted.
-    """
+    """Returns the prediction with the run's time between steps, where that is longer."""
     profiles = []
     for profile in prediction.profiles:
         _, there_s = segment_times(run.spans, profile.name, profile.graph)

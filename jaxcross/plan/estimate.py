@@ -60,8 +60,9 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Predictions for a step, from `jaxcross.estimate`; `print` shows them in ten lines. Identical
-    across ranks.
+    """Predictions for a step, from `jaxcross.estimate`. Identical across ranks.
+
+    `print` shows them in ten lines.
 
     Attributes:
         cost: Cost of the step alone.
@@ -83,7 +84,7 @@ class Estimate:
         return next(p for p in self.gains if p.jobs == jobs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all fields as numbers, texts, lists and dictionaries."""
+        """Returns all fields as numbers, texts, lists and dicts, plus the recommendation."""
         return {**asdict(self), "cost": self.cost.as_dict(), "recommendation": self.recommendation}
 
     def __repr__(self) -> str:
@@ -194,7 +195,7 @@ def _alone_s(profile: Profile) -> float:
 
 
 def memory_bytes(cost: StepCost, jobs: int) -> int:
-    """Returns the bytes of arrays on a rank that so many equal jobs need."""
+    """Returns the bytes of arrays that this number of equal jobs needs on a rank."""
     return needed_bytes([cost.whole.memory or JobMemory()] * jobs)
 
 

@@ -291,7 +291,7 @@ def _group_of(
             step_s=alone_s / speed,
             compute_s=profile.compute_s,
             exchange_s=profile.exchange_s,
-            estimated=pieces > 1 and tuple(cuts) == PIECES,  # as `cuts_of` makes them
+            estimated=pieces > 1 and tuple(cuts) == PIECES,  # as made by `cuts_of`
         )
         for (name, cuts), pieces, share, alone_s, speed, profile in zip(
             jobs.items(), rates.pieces, shares, rates.alone_s, rates.speeds, cut, strict=True

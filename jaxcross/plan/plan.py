@@ -176,7 +176,7 @@ class Plan:
         return math.fsum(group.ranks * group.progress for group in self.groups) / self.ranks
 
     def group_of(self, job: str) -> PlannedGroup:
-        """Returns the group that a job is in.
+        """Returns the group of a job.
 
         Raises:
             ValueError: The plan has no such job.

@@ -289,9 +289,7 @@ class _Group:
         return Weighted(tuple(float(f"{share / min(shares):.4g}") for share in shares))
 
     def by_turns(self, pieces: Sequence[int], targets: Sequence[float]) -> tuple[int, ...]:
-        """Returns the numbers of pieces at which jobs run at these speeds if each piece gets one
-        turn.
-        """
+        """Returns numbers of pieces at which jobs run at these speeds if each piece gets a turn."""
         turns = [own / target for own, target in zip(self.alone_s, targets, strict=True)]
         wanted = [max(pieces) * each / max(turns) for each in turns]
         return tuple(

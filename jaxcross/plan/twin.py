@@ -3,8 +3,9 @@
 The twin needs no device and no ranks. Each job is a script that repeats its step with the times of
 its profile, and `Simulation` advances a virtual clock from one event to the next. Because the
 interleaver and the policy are the ones that a real run uses, the order of turns is a real run's
-too, and so are the votes. The resulting spans are broken down by the code that breaks down real
-runs, so that a prediction and a report can be compared number by number.
+too; only the duration of a vote is an assumption (`VOTE_S`). The resulting spans are broken down by
+the code that breaks down real runs, so that a prediction and a report can be compared number by
+number.
 
 One simulated rank is enough. All ranks are assumed to be equally fast, so they would all do the
 same at the same time. For this reason the twin can't predict time that ranks wait for stragglers.
@@ -213,9 +214,7 @@ def step_rates(
 
 
 def _progress(ends: Sequence[float], at_s: float) -> float:
-    """Returns the steps made since the end of the first one. Counts the part of the step that is
-    under way at `at_s`.
-    """
+    """Returns the steps made since the end of the first one, as a fractional number."""
     index = min(bisect_right(ends, at_s), len(ends) - 1) - 1
     begin = ends[index]
     end = ends[index + 1]

@@ -129,8 +129,7 @@ def _piece(span: Span, tracks: dict[str, int], origin: int) -> _Slice:
 
 
 def _steps(spans: tuple[Span, ...], tracks: dict[str, int], last: dict[str, int]) -> list[_Slice]:
-    """Returns a job's steps on its own track, from the begin of each step's first segment to the
-    end of its last.
+    """Returns a job's steps on its own track, each from its first segment to its last one.
 
     A step's first compute segment can start before the previous step has ended, because it needs no
     agreement between ranks. In that case the step begins where the previous one ends, so that steps

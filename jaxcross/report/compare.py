@@ -1,6 +1,4 @@
-"""Compares two ways to run the same jobs: how many times faster the second is, or why that can't
-be said.
-"""
+"""Compares two ways to run the same jobs: states the speed-up, or why there is none to state."""
 
 from __future__ import annotations
 

@@ -137,8 +137,9 @@ class RankRecord:
 
     @property
     def places(self) -> str:
-        """All operations that the rank was in, as text. If a rank died silently, any of its threads
-        may be at fault.
+        """All operations that the rank was in, as text.
+
+        If a rank died silently, any of its threads may be at fault, so all operations matter.
 
         A job without an operation was in its own code, after the operation that it ended last.
         """

@@ -230,7 +230,7 @@ def _length_s(report: RunData, begin: int) -> float:
 
 
 def _shown_s(every: Sequence[tuple[RunData, list[Row], int]]) -> float:
-    """Returns the longest time in which no lane has more than `MOST_BARS` pieces of work."""
+    """Returns the seconds in which the busiest lane has at most `MOST_BARS` pieces of work."""
     lengths = [max(_length_s(run, begin) for run, _, begin in every)]
     for _, rows, begin in every:
         for _, _, spans in rows:
@@ -320,9 +320,7 @@ def _is_long(names: Iterable[str]) -> bool:
 def _legend(
     figure: Any, colours: dict[str, str], rows: list[list[Row]], top: float, second: float
 ) -> None:
-    """Draws the names and the kinds of work. If `second` isn't 0, puts the kinds on a line that far
-    below.
-    """
+    """Draws the names and the kinds of work, the kinds `second` lower if it isn't 0."""
     from matplotlib.patches import Patch
 
     kinds = {s.kind for panel in rows for _, _, spans in panel for s in spans}

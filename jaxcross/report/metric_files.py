@@ -96,8 +96,7 @@ class MetricFiles(Instrument):
             )
 
     def begin(self, job: str, step: int, *, without: str = "") -> list[dict[str, Value]]:
-        """Truncates a job's files to the step that it restored. If it restored none, renames
-        earlier files.
+        """Truncates a job's files to the step that it restored; renames them if it restored none.
 
         Args:
             job: The job's name.
@@ -124,7 +123,7 @@ class MetricFiles(Instrument):
         return kept
 
     def metrics(self, *, job: str, step: int, values: object) -> None:
-        """Adds a line."""
+        """Adds a line to the job's files."""
         line: dict[str, Value] = {"step": step, "time": round(time.time(), 3)}
         for key, value in flat(values):
             while key in line:

@@ -16,9 +16,7 @@ _SILENTLY = "ended first, without a word (killed, crashed, or out of memory)"
 
 
 def verdict(records: Sequence[RankRecord]) -> str:
-    """Returns a paragraph on which rank ended first, its last operation, and the others' operations
-    at that time.
-    """
+    """Returns a paragraph on which rank ended first, and what all ranks were doing at that time."""
     if all(record.words == "left" for record in records) and len(records) == records[0].size:
         return "All ranks ended by themselves: their scripts came to their ends."
     first, why = _first(records)

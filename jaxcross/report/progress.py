@@ -105,9 +105,7 @@ class Pace:
         self._changes: deque[tuple[float, int]] = deque()
 
     def look(self, now_s: float, steps_made: int) -> float | None:
-        """Receives the number of steps made until now. Returns the rate; None before it has seen
-        two steps.
-        """
+        """Receives the number of steps made until now. Returns the rate; None before two steps."""
         changes = self._changes
         if steps_made > (changes[-1][1] if changes else 0):
             changes.append((now_s, steps_made))
@@ -148,9 +146,7 @@ class LatestMetric:
 
 
 def metric_of(history: Sequence[tuple[int, object]]) -> str:
-    """Returns what a job logged last as text: its `loss`, even if an evaluation followed, or else
-    the first number.
-    """
+    """Returns what a job logged last: its `loss`, even if an evaluation followed; else a number."""
     texts = [metric_text(values) for _, values in reversed(history[-_LATEST:])]
     return next((text for text in texts if text.startswith("loss ")), texts[0] if texts else "")
 

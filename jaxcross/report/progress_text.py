@@ -154,9 +154,7 @@ def _widths(needed: Mapping[str, int], width: int) -> dict[str, int]:
 def _first_jobs(
     jobs: Sequence[JobProgress], most: int
 ) -> tuple[list[JobProgress], list[JobProgress]]:
-    """Returns the jobs to show, in their order, and the rest. If there are too many, running jobs
-    have priority.
-    """
+    """Returns the jobs to show, in their order, and the rest. Running jobs have priority."""
     if len(jobs) <= most:
         return list(jobs), []
     order = sorted(range(len(jobs)), key=lambda n: (bool(jobs[n].status), not jobs[n].step, n))

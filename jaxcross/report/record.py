@@ -47,9 +47,7 @@ def to_rows(spans: Iterable[Span]) -> list[list[Any]]:
 def from_rows(
     rows: Iterable[Sequence[Any]], names: Sequence[str] = SPAN_FIELDS
 ) -> tuple[Span, ...]:
-    """Inverts `to_rows`. `names` are the columns of the file, which an older version may have
-    written.
-    """
+    """Inverts `to_rows`. `names` are the file's columns, perhaps those of an older version."""
     known = [(i, name) for i, name in enumerate(names) if name in SPAN_FIELDS]
     return tuple(Span(**{name: row[i] for i, name in known}) for row in rows)
 

@@ -28,7 +28,7 @@ _MAX_SPANS = 1_000_000  # of all ranks together
 
 
 class Predicted(Protocol[D_co]):
-    """A prediction of a run. `jaxcross.plan.Prediction` is an implementation."""
+    """A prediction of a run, such as `jaxcross.plan.Prediction`."""
 
     def difference(self, run: RunData) -> D_co: ...
 

@@ -70,8 +70,9 @@ class JobSummary:
 
     @property
     def is_carried(self) -> bool:
-        """Whether the program carries an exchange: while a step computes, it exchanges what the
-        previous step has left.
+        """Whether the program carries an exchange: it exchanges the previous step's values.
+
+        A step of such a program computes at the same time.
         """
         return self.program is not None and bool(StepGraph.from_data(self.program["graph"]).carried)
 
@@ -199,9 +200,7 @@ class TimeBreakdown:
 
     @property
     def examples_per_s(self) -> float | None:
-        """Examples per second of all jobs together. None if the number is unknown for a job, or if
-        their units differ.
-        """
+        """Examples per second of all jobs; None if one is unknown or their units differ."""
         per_step = [job.facts.examples_per_step for job in self.crossed]
         known = [n for n in per_step if n is not None]
         if (

@@ -34,7 +34,7 @@ def plain(report: RunData) -> str:
 
 
 def printed(group: Group, most: int = WIDTH) -> str:
-    """Returns text without colour, at most `most` characters and the terminal wide.
+    """Returns text without colour, no wider than `most` characters and the terminal.
 
     If a table is wider than that, it is printed without lines and its texts are broken. If its
     numbers still don't fit, it is split into several tables, each of which starts with the names of
@@ -86,9 +86,7 @@ def _narrow(table: Table, width: int) -> list[Table]:
 
 
 def _room(column: Column, text: int) -> int:
-    """Returns the least width of a column. Numbers are never broken, texts if they are longer than
-    `text`.
-    """
+    """Returns the least width of a column. Numbers are never broken, texts at `text` characters."""
     widest = max(cell_len(str(cell)) for cell in (column.header, column.footer, *column.cells))
     return widest if column.justify == "right" else min(widest, text)
 
@@ -353,8 +351,9 @@ def _with_round(rounds: TimeBreakdown) -> list[str]:
 
 
 def _level(rounds: TimeBreakdown, cause: str) -> str:
-    """Names the level of storage that batches waited for longest. "" for other causes, and if the
-    waits for it were short.
+    """Names the level of storage that batches waited for longest; "" if those waits were short.
+
+    Also returns "" for other causes than `input`.
     """
     level = max(rounds.input_share, key=lambda each: rounds.input_share[each], default="")
     if cause != "input" or not level or rounds.input_share[level] < BRIEF:

@@ -233,9 +233,7 @@ def _critical_path(timeline: Timeline, job: str) -> list[Interval]:
 
 
 def _busiest(lanes: Mapping[int, list[Interval]], stretch: Stretch) -> list[Interval]:
-    """Returns the work of the busiest lane. Work on several lanes may overlap, but not work on the
-    same lane.
-    """
+    """Returns the work of the busiest lane, since work can only overlap on different lanes."""
     return max(lanes.values(), key=lambda lane: _inside(lane, stretch), default=[])
 
 
@@ -262,8 +260,7 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
     }[bottleneck]
     left = subtract([stretch.window], busy)
     if bottleneck == "chain":
-        # While one of the lanes works, the critical path waits for that work, even if other work is
-        # late.
+        # While a lane works, the critical path waits for that work, even if other work is late.
         late = subtract(late, working)
         # Ready work had to wait for the exchange lane. If the lane was voting at the time, the
         # cause is the vote rather than the dispatch.
@@ -339,9 +336,7 @@ def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
 
 
 def _input_share(rank: _Rank, spans: Sequence[Span]) -> dict[str, float]:
-    """Returns how the measured waiting for batches is divided among the levels of storage that the
-    jobs waited for.
-    """
+    """Returns the shares of the storage levels in the measured waiting for batches."""
     windows = union(stretch.window for stretch in rank.stretches)
     lengths: dict[str, int] = defaultdict(int)
     for span in spans:

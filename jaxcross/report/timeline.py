@@ -114,8 +114,9 @@ class Timeline:
 
     @classmethod
     def of(cls, rank: int, spans: Sequence[Span], shortest: Mapping[ExchangeKey, int]) -> Timeline:
-        """Builds the timeline of `rank` from spans that `in_lane_order` returned. Ignores spans of
-        other ranks.
+        """Builds the timeline of `rank` from spans that `in_lane_order` returned.
+
+        Ignores spans of other ranks.
         """
         own = [span for span in spans if span.rank == rank]
         compute: dict[str, list[Interval]] = defaultdict(list)
@@ -194,9 +195,7 @@ def _arrival(span: Span, shortest: Mapping[ExchangeKey, int]) -> int:
 
 
 def _late(spans: Iterable[Span]) -> list[Interval]:
-    """Returns, for all spans, the time from when the span could have begun (lane free, inputs
-    ready) until it began.
-    """
+    """Returns the time by which spans began late: their lane was free and their inputs ready."""
     free: dict[int, int] = {}
     late: list[Interval] = []
     for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):

@@ -205,13 +205,11 @@ class Coordinator:
             self._check_disk()
 
     def _check_disk(self) -> None:
-        if self._log.error is not None:  # a checkpoint must not cover what is not written
+        if self._log.error is not None:  # a checkpoint must not cover values that aren't on disk
             raise JobError(f"What trials logged cannot be written: {self._log.error}.")
 
     def give_up(self, error: Exception) -> bool:
-        """Ends the sweep with this error, unless a trial has logged the metric. Returns whether it
-        does.
-        """
+        """Ends the sweep with this error and returns True, unless a trial has logged the metric."""
         with self._changed:
             if any(trial.values for trial in self._log.trials.values()):
                 return False
@@ -237,8 +235,9 @@ class Coordinator:
             return bool(self._schedule.decided(number, step))
 
     def came_to_end(self, number: int, step: int, value: float | None) -> None:
-        """Notes that a trial's function has returned on all ranks, which frees its place. Its state
-        isn't saved yet.
+        """Notes that a trial's function has returned on all ranks, which frees its place.
+
+        Its state isn't saved yet.
         """
         with self._changed:
             self._log.returned(number, step)

@@ -222,9 +222,7 @@ class TrialLog:
             self.sync()
 
     def _read(self) -> bool:
-        """Reads the file and drops a last line that a kill cut short. Returns whether the file has
-        any lines.
-        """
+        """Reads the file and drops a torn last line. Returns whether the file has any lines."""
         self._file.seek(0)
         text = self._file.read()
         whole = text.rpartition("\n")[0]

@@ -135,7 +135,7 @@ class Schedule:
         return any(each.number == number and not each.is_end for each in self._queue)
 
     def has_begun(self, number: int) -> bool:
-        """Whether the trial has been asked for."""
+        """Whether the search has been asked for the trial."""
         return number < self._asked
 
     def decided(self, number: int, step: int) -> bool | None:
@@ -145,7 +145,7 @@ class Schedule:
         return False if (number, step) in self._decided else None
 
     def begin(self) -> list[Decision]:
-        """Returns the first trials."""
+        """Asks for the first trials, one per place."""
         found: list[Decision] = []
         for _ in range(self._concurrent):
             found += self._ask(0, None)
@@ -159,9 +159,7 @@ class Schedule:
         return self.settle() if self._queue else []
 
     def report(self, number: int, step: int, value: float) -> list[Decision]:
-        """Notes a value. Ignores a second value at the same step, and values that are known from
-        before a restart.
-        """
+        """Notes a value. Ignores a repeated step, as after a restart."""
         trial = self._running.get(number)
         if trial is None or trial.ending or step <= trial.reported:
             return []
@@ -179,9 +177,7 @@ class Schedule:
         return self.settle()
 
     def repeat(self) -> list[Decision] | None:
-        """Hands on one event from before a restart. Returns None once there are no more, and from
-        then on always.
-        """
+        """Hands on one event from before a restart; returns None once there are no more."""
         if (
             self._repeating
             and self._queue

@@ -362,8 +362,7 @@ def _distributions(space: Any) -> dict[str, BaseDistribution]:
 
 
 def checked(parameters: Any, number: int) -> Parameters:
-    """Returns the parameters of a trial as plain data, to send to other ranks and to store in a
-    file.
+    """Returns a trial's parameters as plain data, for other ranks and for files.
 
     Raises:
         TypeError: The parameters aren't a dict with names as keys, or a value isn't plain data.

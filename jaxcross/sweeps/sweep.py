@@ -195,9 +195,7 @@ def _open(
     train: Any,
     world: World,
 ) -> Coordinator | None:
-    """Opens the folder and replays what an earlier start left there. Returns None on ranks other
-    than 0.
-    """
+    """Opens the folder and replays an earlier start. Returns None on ranks other than 0."""
     if world.rank != 0:
         return None
     mine = {**settings.facts(), "sweep": secrets.token_hex(8)}
@@ -247,8 +245,9 @@ def _run(
     coordinator: Coordinator | None,
     options: SharedOptions,
 ) -> SweepResult:
-    """Runs until no trials are left. That takes one run, or another one if the last trials of a run
-    failed.
+    """Runs until no trials are left.
+
+    That takes one run, or another one if the last trials of a run failed.
     """
     reports: list[Report] = []
     wrong: Exception | None = None

@@ -41,8 +41,9 @@ class Finished:
 
 @dataclass(slots=True, kw_only=True)
 class _Shared:
-    """State shared by this rank's trial threads. `finished` is the same on every rank once the
-    trials' jobs have ended.
+    """State shared by this rank's trial threads.
+
+    `finished` is the same on every rank once the trials' jobs have ended.
     """
 
     finished: dict[int, Finished] = field(default_factory=dict)
@@ -56,8 +57,7 @@ class _Shared:
 
 @final
 class Trials:
-    """The trials of one sweep on one rank, across all its runs. `run` is the function of their
-    jobs.
+    """The trials of one sweep on one rank, across all runs. `run` is the function of their jobs.
 
     Args:
         train: The user's function.
@@ -88,9 +88,7 @@ class Trials:
         begins: Sequence[int],
         prunes: bool,
     ) -> None:
-        """Notes the trials that have ended, as rank 0 knows them, and the trials that the next run
-        begins with.
-        """
+        """Notes which trials have ended, and which ones the next run begins with."""
         self.prunes = prunes
         with self._shared.lock:
             self._shared.finished |= finished
@@ -141,8 +139,9 @@ class Trials:
         self._shared.metric_logged = True
 
     def give_up(self, observer: _Observer, error: JobError) -> None:
-        """Ends the sweep and its other trials, unless a trial has logged the metric. Rank 0
-        decides. Does not wait.
+        """Ends the sweep and its other trials, unless a trial has logged the metric.
+
+        Rank 0 decides. Does not wait.
         """
         if (
             self.coordinator is None
@@ -179,9 +178,7 @@ class Trials:
         ]
 
     def over(self, observer: _Observer, *, asked: bool) -> None:
-        """Notes that a trial's job has ended, and frees what need not be kept. Called once on every
-        rank.
-        """
+        """Notes that a trial's job has ended and frees its state. Called once on every rank."""
         job, number, shared = observer.job, observer.number, self._shared
         with shared.lock:
             failed, stopped = (
@@ -213,9 +210,7 @@ class Trials:
             shared.closed[number].set()
 
     def clean(self) -> None:
-        """Deletes this rank's checkpoints of all trials that have ended and aren't among the best.
-        Waits for the disk.
-        """
+        """Deletes this rank's checkpoints of trials that aren't kept. Waits for the disk."""
         folder, keep, shared = self.settings.checkpoint_folder, self.settings.keep, self._shared
         if folder is None or keep is None:
             return
@@ -363,9 +358,7 @@ class _Observer:
             self._coordinator.value(self.number, step, float(value))
 
     def finish(self, state: PyTree) -> PyTree:
-        """Notes on all ranks that the function has returned. Waits for all ranks, and for the
-        state's values.
-        """
+        """Notes on all ranks that the function has returned. Waits for ranks and state."""
         job, coordinator = self.job, self._coordinator
         job._read_back()
         self._write_values()
@@ -415,9 +408,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _digest(state: PyTree) -> str:
-    """Returns a digest of all bytes of a state; empty if there is no state, or if a leaf isn't
-    numeric.
-    """
+    """Returns a digest of a state's bytes; empty without a state or if a leaf isn't numeric."""
     try:
         leaves = snapshot(state)
     except TypeError:
