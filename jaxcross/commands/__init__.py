@@ -9,6 +9,7 @@ plan          which jobs share ranks, from their profiles; `plan_launch` writes 
               groups
 contention    measures how much computations and exchanges slow each other down; `contention_rank`
               is one rank of the measurement
+sweep         trains with all combinations of values, a few at a time
 top           shows a run from another terminal; `live_table` draws it there and under `launch`
 doctor        checks the installation; `doctor_hosts` checks other machines and the network between
               them; `post_mortem` shows how a run ended

@@ -3,8 +3,7 @@
 The file has one table per job. A job's profile comes from the report of a run of this job alone:
 `--profile-of report.json NAME FILE`.
 
-    script = "train.py"        # only for `--launch`: started with the plan and the number of a
-                               group
+    script = "train.py"        # only for `--launch`: receives the plan and a group's number
 
     [[job]]
     name = "large"

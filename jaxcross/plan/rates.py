@@ -1,7 +1,7 @@
 """Decides into how many pieces to cut the jobs of a group, and at which shares to run them.
 
-The aim is that no job starves. The exchange lane follows an order that all ranks agree on before
-anybody knows which exchange will be ready first. If a job that computes for a long time and
+The aim is that no job starves. The exchange lane follows an order that all ranks agree on before it
+is known which exchange will be ready first. If a job that computes for a long time and
 exchanges little got turns by the bytes that it has sent, the lane would have to wait for it.
 
 So we choose the speeds first. A linear program (`_Group.targets`) finds the speeds with the most

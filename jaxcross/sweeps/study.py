@@ -12,7 +12,7 @@ from jaxcross.sweeps.schedule import Parameters, Status
 from jaxcross.sweeps.search import AnySearch, Optuna, checked, name_of, pruner_of
 
 MARK = (
-    "jaxcross_sweep"  # an attribute that marks the trials that a sweep adds to the user's study
+    "jaxcross_sweep"  # an attribute that marks trials which a sweep has added to the user's study
 )
 # Hyperband distributes trials by the study's name, which Optuna would make up in each process.
 _NAME = "sweep"

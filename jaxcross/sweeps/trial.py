@@ -178,7 +178,10 @@ class Trials:
         ]
 
     def over(self, observer: _Observer, *, asked: bool) -> None:
-        """Notes that a trial's job has ended and frees its state. Called once on every rank."""
+        """Notes that a trial's job has ended. Called once on every rank.
+
+        Frees the states that need not be kept.
+        """
         job, number, shared = observer.job, observer.number, self._shared
         with shared.lock:
             failed, stopped = (
